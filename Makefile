@@ -1,0 +1,81 @@
+PYTHON ?= python3
+VENV ?= .venv
+# Two processes suit the two-core machines of CI; each compiles with XLA, so more of them than cores is slower.
+WORKERS ?= 2
+
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+EXTRAS := examples,models,dev
+SERIES = $(shell $(PYTHON) -c 'import sys; print("3.11" if sys.version_info < (3, 12) else "3.12")')
+PINS = constraints/python$(SERIES).txt
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup demo test lint format types layers pytest golden bench wheel pins clean
+
+help:  ## list the targets
+	@echo 'make TARGET [PYTHON=python3] [VENV=.venv]; needs Python 3.11 or newer and pip; set-up is done on first use'
+	@echo
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(STAMP)  ## make the virtual environment with every pinned dependency and dflow in place
+
+demo: $(STAMP)  ## train a digit classifier on a cluster of 2 parameter servers and 3 workers on this machine
+	$(VENV)/bin/dflow launch --ps 2 --workers 3 examples/digits.py
+
+test: lint types layers wheel pytest  ## run every check: lint, types, layers, wheel, pytest
+
+lint: $(STAMP)  ## ruff: rules and format
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+format: $(STAMP)  ## rewrite the sources as lint wants them
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+# The linked layers are named one by one: a checker that does not follow links would pass over them in silence.
+types: $(STAMP)  ## mypy --strict on all four layers
+	$(PY) -m mypy -p dflow -p dflow.tracing -p dflow.lowering -p dflow.distributed
+
+layers: $(STAMP)  ## import-linter: imports between layers go one way
+	$(VENV)/bin/lint-imports
+
+pytest: $(STAMP)  ## the tests alone
+	$(PY) -m pytest -n $(WORKERS)
+
+golden: $(STAMP)  ## rewrite the expected graphs in tests/**/*.graphs with what the code gives now
+	$(PY) -m pytest --update-golden tests
+
+bench: $(STAMP)  ## run each file of benchmarks/; each prints a table
+	@set -e; for file in benchmarks/[!_]*.py; do \
+	  name=$$(basename "$$file" .py); echo "== $$name"; $(PY) -m "benchmarks.$$name"; \
+	done
+
+wheel: $(STAMP)  ## build sdist and wheel, look inside, and try the wheel in a clean environment
+	rm -rf build dist
+	$(PY) -m build --no-isolation --outdir dist . > $(VENV)/build.log 2>&1 || { cat $(VENV)/build.log; exit 1; }
+	$(PY) tests/check_wheel.py dist --constraints $(PINS)
+
+pins: ## resolve the newest dependencies anew and write constraints/ for this PYTHON
+	rm -rf $(VENV)-pins
+	$(call make-venv,$(VENV)-pins)
+	$(PYTHON) -m pip --python $(VENV)-pins install -q setuptools
+	$(PYTHON) -m pip --python $(VENV)-pins install -q --no-build-isolation -e '.[$(EXTRAS)]'
+	$(PYTHON) -m pip --python $(VENV)-pins freeze --all --exclude pip --exclude-editable > $(PINS)
+	rm -rf $(VENV)-pins
+
+clean:  ## remove the environment, build results and caches
+	rm -rf $(VENV) build dist *.egg-info .*_cache .hypothesis
+
+# Debian's python3 has no ensurepip without a further package, hence the second form; pip then installs from outside.
+make-venv = $(PYTHON) -m venv $(1) > /dev/null 2>&1 || $(PYTHON) -m venv --clear --without-pip $(1)
+pip-into = $(PYTHON) -m pip --python $(VENV) install -q -c $(PINS)
+
+$(STAMP): pyproject.toml constraints/python3.11.txt constraints/python3.12.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "dflow needs Python 3.11 or newer, and $(PYTHON) is " + sys.version)'
+	$(call make-venv,$(VENV))
+	$(pip-into) setuptools
+	$(pip-into) --no-build-isolation -e '.[$(EXTRAS)]'
+	@touch $@

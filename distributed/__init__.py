@@ -1,0 +1,1 @@
+"""Many hosts: tasks, coordinator, transfers, sharding, strategies and recovery."""

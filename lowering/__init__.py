@@ -1,0 +1,1 @@
+"""Graph to passes, plan and executables on one host: knows XLA, and nothing of the network."""

@@ -1,0 +1,1 @@
+"""Function to stateful graph: knows JAX tracing, and nothing of executables, devices or hosts."""
