@@ -4,10 +4,12 @@ VENV ?= .venv
 WORKERS ?= 2
 
 PY := $(VENV)/bin/python
-STAMP := $(VENV)/.installed
+# One stamp a Python: asked for another one, make sets the environment up again.
+STAMP := $(VENV)/.installed-$(SERIES)
 EXTRAS := examples,models,dev
-SERIES = $(shell $(PYTHON) -c 'import sys; print("3.11" if sys.version_info < (3, 12) else "3.12")')
-PINS = constraints/python$(SERIES).txt
+SERIES := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+# JAX ended its support of Python 3.11 at 0.10.2; every later Python takes the newer line.
+PINS := constraints/python$(if $(filter 3.11,$(SERIES)),3.11,3.12).txt
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -56,14 +58,14 @@ bench: $(STAMP)  ## run each file of benchmarks/; each prints a table
 wheel: $(STAMP)  ## build sdist and wheel, look inside, and try the wheel in a clean environment
 	rm -rf build dist
 	$(PY) -m build --no-isolation --outdir dist . > $(VENV)/build.log 2>&1 || { cat $(VENV)/build.log; exit 1; }
-	$(PY) tests/check_wheel.py dist --constraints $(PINS)
+	$(PYTHON) tests/check_wheel.py dist --constraints $(PINS)
 
-pins: ## resolve the newest dependencies anew and write constraints/ for this PYTHON
+pins:  ## resolve the newest dependencies anew and write constraints/ for this PYTHON
 	rm -rf $(VENV)-pins
 	$(call make-venv,$(VENV)-pins)
-	$(PYTHON) -m pip --python $(VENV)-pins install -q setuptools
-	$(PYTHON) -m pip --python $(VENV)-pins install -q --no-build-isolation -e '.[$(EXTRAS)]'
-	$(PYTHON) -m pip --python $(VENV)-pins freeze --all --exclude pip --exclude-editable > $(PINS)
+	$(call pip,$(VENV)-pins) install -q setuptools
+	$(call pip,$(VENV)-pins) install -q --no-build-isolation -e '.[$(EXTRAS)]'
+	$(call pip,$(VENV)-pins) freeze --all --exclude pip --exclude-editable > $(PINS)
 	rm -rf $(VENV)-pins
 
 clean:  ## remove the environment, build results and caches
@@ -71,11 +73,13 @@ clean:  ## remove the environment, build results and caches
 
 # Debian's python3 has no ensurepip without a further package, hence the second form; pip then installs from outside.
 make-venv = $(PYTHON) -m venv $(1) > /dev/null 2>&1 || $(PYTHON) -m venv --clear --without-pip $(1)
-pip-into = $(PYTHON) -m pip --python $(VENV) install -q -c $(PINS)
+pip = $(PYTHON) -m pip --python $(1)/bin/python
 
 $(STAMP): pyproject.toml constraints/python3.11.txt constraints/python3.12.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "dflow needs Python 3.11 or newer, and $(PYTHON) is " + sys.version)'
-	$(call make-venv,$(VENV))
-	$(pip-into) setuptools
-	$(pip-into) --no-build-isolation -e '.[$(EXTRAS)]'
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("dflow needs Python 3.11 or newer; set PYTHON")'
+	@echo 'setting up $(VENV) from $(PINS), about a minute the first time'
+	@$(call make-venv,$(VENV))
+	@$(call pip,$(VENV)) install -q -c $(PINS) setuptools
+	@$(call pip,$(VENV)) install -q -c $(PINS) --no-build-isolation -e '.[$(EXTRAS)]'
+	@rm -f $(VENV)/.installed-*
 	@touch $@

@@ -1,0 +1,1 @@
+"""Tests: they mirror the tree, and helpers are imported as `tests.<name>`."""

@@ -1,0 +1,33 @@
+"""What every test run shares: the Hypothesis profile, the --update-golden option, the platform."""
+
+from __future__ import annotations
+
+import os
+
+import hypothesis
+import pytest
+
+# Read by JAX when a test first imports it: tests compare numbers bit by bit, so they run where CI runs them.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+pytest.register_assert_rewrite("tests.golden")
+
+hypothesis.settings.register_profile("dev", deadline=None)
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add --update-golden."""
+    parser.addoption(
+        "--update-golden", action="store_true", help="rewrite the expected graphs of *.graphs with the actual ones"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tell tests/golden.py whether to rewrite."""
+    from tests.golden import UpdateMode
+
+    UpdateMode.on = config.getoption("--update-golden")
+    if UpdateMode.on and (config.getoption("numprocesses", None) or hasattr(config, "workerinput")):
+        raise pytest.UsageError("--update-golden rewrites files case by case: run it without -n, as `make golden` does")
