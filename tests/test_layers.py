@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from mypy.modulefinder import FindModuleCache, SearchPaths
 
 import dflow
 
@@ -31,6 +32,12 @@ def sources(folders: list[Path]) -> list[Path]:
         for path in folder.rglob("*.py")
         if not any(part.is_symlink() for part in path.parents)
     )
+
+
+def module_name(path: Path) -> str:
+    """The one name under which the file `path` is imported."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(("dflow", *(part for part in parts if part not in ("dflow", "__init__"))))
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -89,6 +96,12 @@ def test_the_scan_reads_each_file_once_and_every_layer() -> None:
     found = {path.relative_to(ROOT).as_posix() for path in sources(PACKAGE)}
     assert {"dflow/__init__.py", *(f"{layer}/__init__.py" for layer in LAYERS)} <= found
     assert not {name for name in found if name.split("/")[:1] == ["dflow"] and name.split("/")[1] in LAYERS}
+
+
+def test_the_type_checker_follows_the_links_to_every_layer() -> None:
+    finder = FindModuleCache(SearchPaths((str(ROOT),), (), (), ()), None, None)
+    seen = {source.module for source in finder.find_modules_recursive("dflow")}
+    assert seen == {module_name(path) for path in sources(PACKAGE)}
 
 
 def test_every_module_has_one_name() -> None:
