@@ -1,0 +1,33 @@
+"""The name of a task, `/job:<job>/task:<index>`, and its short form `<job>:<index>` for people.
+
+The full name is what messages, plans and devices hold; the short one appears in prefixes, tables and errors only.
+"""
+
+from __future__ import annotations
+
+import re
+
+from dflow.tracing.errors import DeviceError
+
+_NAME = re.compile(r"/job:([A-Za-z][A-Za-z0-9_]*)/task:([0-9]+)")
+
+
+def task_name(job: str, index: int) -> str:
+    """The full name of task number `index` of `job`; raises DeviceError when `job` cannot stand in a name."""
+    name = f"/job:{job}/task:{index}"
+    split_task_name(name)
+    return name
+
+
+def split_task_name(task: str) -> tuple[str, int]:
+    """The job and the index of a full task name; raises DeviceError when it is not one."""
+    found = _NAME.fullmatch(task)
+    if found is None:
+        raise DeviceError(f"{task!r} is not the name of a task; write /job:<job>/task:<index>, such as /job:ps/task:0")
+    return found[1], int(found[2])
+
+
+def short_task_name(task: str) -> str:
+    """`/job:worker/task:0` as `worker:0`; anything else as it is."""
+    found = _NAME.fullmatch(task)
+    return f"{found[1]}:{int(found[2])}" if found else task
