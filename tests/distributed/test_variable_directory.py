@@ -1,0 +1,70 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dflow.distributed.messages import Failure, Placed, PlaceVariable
+from dflow.distributed.variable_directory import VariableDirectory
+
+TASKS = ("/job:ps/task:0", "/job:ps/task:1")
+
+
+def ask(name: str, size_bytes: int = 4, near: str = "", shape: tuple[int, ...] = (1,)) -> PlaceVariable:
+    return PlaceVariable(name, "float32", shape, size_bytes, "ps", near)
+
+
+def place(directory: VariableDirectory, request: PlaceVariable) -> Placed | Failure:
+    return directory.place(request, TASKS, ("ps",))
+
+
+def test_every_asker_gets_the_same_answer() -> None:
+    directory = VariableDirectory()
+    first = place(directory, ask("w"))
+    place(directory, ask("b"))
+    assert place(directory, ask("w")) == first == Placed(TASKS[0])
+    assert [info.name for info in directory.variables()] == ["w", "b"]
+
+
+def test_variables_go_where_the_fewest_bytes_are() -> None:
+    directory = VariableDirectory()
+    sizes = {"big": 100, "small": 10, "next": 50, "last": 50}
+    placed = [place(directory, ask(name, size)) for name, size in sizes.items()]
+    assert placed == [Placed(TASKS[0]), Placed(TASKS[1]), Placed(TASKS[1]), Placed(TASKS[1])]
+
+
+def test_near_shares_the_task_and_its_bytes_count() -> None:
+    directory = VariableDirectory()
+    place(directory, ask("w", 10))
+    assert place(directory, ask("w/momentum", 10, near="w")) == Placed(TASKS[0])
+    assert place(directory, ask("b", 15)) == Placed(TASKS[1])
+    assert place(directory, ask("c", 1)) == Placed(TASKS[1])
+
+
+def test_near_something_unknown_is_refused() -> None:
+    refusal = place(VariableDirectory(), ask("slot", near="w"))
+    assert isinstance(refusal, Failure)
+    assert refusal.kind == "VariableError"
+    assert "'slot' was to share the task of 'w', which is not placed" in refusal.text
+
+
+def test_another_type_under_one_name_is_refused_with_both_types() -> None:
+    directory = VariableDirectory()
+    place(directory, ask("w", shape=(3,)))
+    refusal = place(directory, ask("w", shape=(4,)))
+    assert isinstance(refusal, Failure)
+    assert refusal.kind == "VariableError"
+    assert "'w' is float32[3] and was asked for as float32[4]" in refusal.text
+
+
+def test_a_job_without_tasks_is_refused_with_the_jobs_there_are() -> None:
+    refusal = VariableDirectory().place(ask("w"), (), ("eval", "worker"))
+    assert isinstance(refusal, Failure)
+    assert refusal.kind == "DeviceError"
+    assert "the jobs there are: eval, worker" in refusal.text
+
+
+@given(st.lists(st.integers(0, 1000)))
+def test_no_task_holds_more_than_another_by_over_the_largest_variable(sizes: list[int]) -> None:
+    directory = VariableDirectory()
+    for number, size in enumerate(sizes):
+        place(directory, ask(str(number), size))
+    loads = [sum(v.size_bytes for v in directory.variables() if v.task == task) for task in TASKS]
+    assert abs(loads[0] - loads[1]) <= max(sizes, default=0)
