@@ -1,0 +1,198 @@
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from dflow.distributed.coordinator_events import Reply
+from dflow.distributed.messages import Claimed, ClaimSteps, Failure
+from dflow.distributed.step_ledger import StepLedger, StepsAsked, WorkerLeft
+
+A, B, C = (f"/job:worker/task:{index}" for index in range(3))
+
+
+def asked(ask: int, task: str, done: int = 0, total: int = 100, **rest: object) -> StepsAsked:
+    return StepsAsked(ask, ClaimSteps("run", task, total, done, **rest))  # type: ignore[arg-type]
+
+
+def test_one_worker_gets_the_steps_in_order() -> None:
+    ledger, first, sizes = StepLedger(), 0, []
+    while True:
+        [reply] = ledger.handle(asked(0, A, done=sizes[-1] if sizes else 0))
+        assert isinstance(reply.message, Claimed)
+        assert reply.message.first == first
+        if reply.message.count == 0:
+            break
+        sizes.append(reply.message.count)
+        first += reply.message.count
+    assert first == ledger.steps_done == ledger.steps_total == 100
+    assert sizes[:4] == [16, 16, 16, 13]
+    assert sizes[-1] == 1
+
+
+def test_claims_are_smaller_with_more_workers() -> None:
+    ledger = StepLedger()
+    assert ledger.handle(asked(1, A)) == [Reply(1, Claimed(0, 16))]
+    assert ledger.handle(asked(2, B)) == [Reply(2, Claimed(16, 84 // 8))]
+    assert ledger.handle(asked(3, C)) == [Reply(3, Claimed(26, 74 // 12))]
+
+
+def test_the_unreported_steps_of_a_lost_worker_are_handed_out_again() -> None:
+    ledger = StepLedger()
+    ledger.handle(asked(1, A))
+    ledger.handle(asked(2, B))
+    ledger.handle(WorkerLeft(A, "killed"))
+    assert ledger.handle(asked(3, B, done=10)) == [Reply(3, Claimed(0, 16))]
+
+
+def test_steps_not_done_by_a_live_worker_go_back_too() -> None:
+    ledger = StepLedger()
+    ledger.handle(asked(1, A))
+    assert ledger.handle(asked(2, A, done=5)) == [Reply(2, Claimed(5, 16))]
+
+
+def test_an_asker_waits_while_others_may_give_steps_back_and_gets_them() -> None:
+    ledger = StepLedger()
+    ledger.handle(asked(1, A, total=1))
+    assert ledger.handle(asked(2, B, total=1)) == []
+    assert ledger.handle(WorkerLeft(A, "killed")) == [Reply(2, Claimed(0, 1))]
+
+
+def test_all_who_wait_are_told_when_the_run_is_complete() -> None:
+    ledger = StepLedger()
+    ledger.handle(asked(1, A, total=1))
+    ledger.handle(asked(2, B, total=1))
+    ledger.handle(asked(3, C, total=1))
+    replies = ledger.handle(asked(4, A, done=1, total=1))
+    assert replies == [Reply(ask, Claimed(1, 0)) for ask in (2, 3, 4)]
+
+
+def test_a_worker_that_leaves_while_it_waits_is_answered() -> None:
+    ledger = StepLedger()
+    ledger.handle(asked(1, A, total=1))
+    ledger.handle(asked(2, B, total=1))
+    assert ledger.handle(WorkerLeft(B, "reset")) == [Reply(2, Failure("TaskLost", "worker:1 has left: reset"))]
+
+
+def test_a_second_ask_takes_the_place_of_one_that_waits() -> None:
+    ledger = StepLedger()
+    ledger.handle(asked(1, A, total=1))
+    ledger.handle(asked(2, B, total=1))
+    [reply] = ledger.handle(asked(3, B, total=1))
+    assert reply.ask == 2
+    assert isinstance(reply.message, Failure)
+    assert "a later claim of worker:1 has taken the place" in reply.message.text
+
+
+def test_another_number_of_steps_is_refused_with_both_numbers() -> None:
+    ledger = StepLedger()
+    ledger.handle(asked(1, A, total=100))
+    [reply] = ledger.handle(asked(2, B, total=50))
+    assert isinstance(reply.message, Failure)
+    assert "it has 100 steps and worker:1 asks for 50" in reply.message.text
+    [reply] = ledger.handle(StepsAsked(3, ClaimSteps("other", B, -1)))
+    assert isinstance(reply.message, Failure)
+    assert "asks for -1 steps" in reply.message.text
+    assert ledger.steps_total == 100
+
+
+def test_more_done_than_claimed_is_refused() -> None:
+    ledger = StepLedger()
+    ledger.handle(asked(1, A))
+    [reply] = ledger.handle(asked(2, A, done=17))
+    assert isinstance(reply.message, Failure)
+    assert "worker:0 reports 17 steps done of a claim of 16" in reply.message.text
+
+
+def test_progress_keeps_the_newest_of_each_worker() -> None:
+    ledger = StepLedger()
+    ledger.handle(asked(1, A))
+    ledger.handle(asked(2, A, done=16, step_s=0.5, metrics={"loss": 2.0}))
+    ledger.handle(asked(3, A, done=4))
+    [worker] = ledger.workers()
+    assert (worker.steps, worker.step_s, worker.metrics) == (20, 0.5, {"loss": 2.0})
+
+
+class RandomRun(RuleBasedStateMachine):
+    """Workers that claim, do part of a claim, die and come back in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = StepLedger()
+        self.total = 0
+        self.claims: dict[str, range] = {}
+        self.asks: dict[int, str] = {}
+        self.answered: set[int] = set()
+        self.done: list[int] = []
+        self.next_ask = 0
+
+    def take(self, replies: list[Reply]) -> None:
+        for reply in replies:
+            assert reply.ask not in self.answered
+            self.answered.add(reply.ask)
+            task = self.asks.pop(reply.ask)
+            if isinstance(reply.message, Claimed):
+                self.claims[task] = range(reply.message.first, reply.message.first + reply.message.count)
+
+    def ask(self, task: str, done: int) -> None:
+        held = self.claims.pop(task, range(0))
+        self.done += held[:done]
+        self.asks[self.next_ask] = task
+        self.take(self.ledger.handle(asked(self.next_ask, task, done, self.total)))
+        self.next_ask += 1
+
+    @precondition(lambda self: self.next_ask == 0)
+    @rule(total=st.integers(0, 60))
+    def choose_total(self, total: int) -> None:
+        self.total = total
+
+    @rule(task=st.sampled_from([A, B, C]), part=st.floats(0, 1))
+    def claim(self, task: str, part: float) -> None:
+        if task not in self.asks.values():
+            self.ask(task, round(part * len(self.claims.get(task, ()))))
+
+    @rule(task=st.sampled_from([A, B, C]))
+    def die(self, task: str) -> None:
+        self.claims.pop(task, None)
+        self.take(self.ledger.handle(WorkerLeft(task, "killed")))
+        assert task not in self.asks.values(), "a dead worker's ask is answered too"
+
+    @invariant()
+    def no_step_is_held_twice(self) -> None:
+        held = [*self.done, *(step for claim in self.claims.values() for step in claim)]
+        assert len(held) == len(set(held))
+        assert all(0 <= step < self.total for step in held)
+        assert self.ledger.steps_done == len(self.done)
+
+    @invariant()
+    def an_ask_waits_only_for_another_workers_claim(self) -> None:
+        assert not self.asks or any(self.claims.values())
+
+    def teardown(self) -> None:
+        """Whatever happened, the workers that remain end the run and nobody is left waiting."""
+        for task in (A, B, C):
+            if task not in self.asks.values():
+                self.ask(task, len(self.claims.get(task, ())))
+        while holders := [task for task, claim in self.claims.items() if claim]:
+            self.ask(holders[0], len(self.claims[holders[0]]))
+        assert not self.asks
+        assert sorted(self.done) == list(range(self.total))
+        assert self.ledger.steps_done == self.total
+
+
+TestRandomRun = RandomRun.TestCase
+TestRandomRun.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+
+
+@given(st.integers(0, 300), st.integers(1, 5))
+def test_workers_in_turn_do_every_step_once(total: int, workers: int) -> None:
+    ledger, done, claims = StepLedger(), [], {}
+    tasks = [f"/job:worker/task:{index}" for index in range(workers)]
+    active = set(range(workers))
+    while active:
+        for index in sorted(active):
+            held = claims.pop(index, range(0))
+            done += held
+            for reply in ledger.handle(asked(index, tasks[index], len(held), total)):
+                assert isinstance(reply.message, Claimed)
+                claims[reply.ask] = range(reply.message.first, reply.message.first + reply.message.count)
+        active = {index for index in active if claims.get(index)}
+    assert sorted(done) == list(range(total))
