@@ -1,0 +1,190 @@
+from collections.abc import Iterable
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dflow.distributed.coordinator_events import (
+    Asked,
+    Broadcast,
+    Command,
+    Disconnect,
+    Event,
+    PeerClosed,
+    Reply,
+    Ticked,
+    Told,
+)
+from dflow.distributed.coordinator_state import CoordinatorState
+from dflow.distributed.messages import (
+    AnyMessage,
+    Claimed,
+    ClaimSteps,
+    EdgeTraffic,
+    Elected,
+    ElectOnce,
+    Failure,
+    GetStatus,
+    Heartbeat,
+    Join,
+    Leave,
+    Ok,
+    Placed,
+    PlaceVariable,
+    ReadVariable,
+    Report,
+    Roster,
+    Status,
+)
+
+PS0, WORKER0, WORKER1 = "/job:ps/task:0", "/job:worker/task:0", "/job:worker/task:1"
+
+
+def cluster() -> CoordinatorState:
+    """One expected ps, which has not joined, and two workers that joined over the connections 10 and 11."""
+    state = CoordinatorState({"ps": 1, "worker": 2})
+    state.handle(Asked(0.0, 10, 0, Join(WORKER0, "h:0")))
+    state.handle(Asked(0.0, 11, 1, Join(WORKER1, "h:1")))
+    return state
+
+
+def answer(commands: Iterable[Command], ask: int) -> AnyMessage:
+    [message] = [command.message for command in commands if isinstance(command, Reply) and command.ask == ask]
+    return message
+
+
+def status(state: CoordinatorState, at_s: float = 50.0) -> Status:
+    message = answer(state.handle(Asked(at_s, 99, 999, GetStatus())), 999)
+    assert isinstance(message, Status)
+    return message
+
+
+def test_a_join_is_answered_by_the_roster_and_told_to_all() -> None:
+    state = cluster()
+    commands = state.handle(Asked(1.0, 12, 2, Join(PS0, "h:2")))
+    roster = answer(commands, 2)
+    assert isinstance(roster, Roster)
+    assert [info.task for info in roster.tasks] == [WORKER0, WORKER1, PS0]
+    assert Broadcast((10, 11, 12), roster) in commands
+
+
+def test_a_join_that_is_refused_is_told_to_nobody() -> None:
+    state = cluster()
+    [reply] = state.handle(Asked(1.0, 12, 2, Join(WORKER0, "h:9")))
+    assert isinstance(reply, Reply)
+    assert isinstance(reply.message, Failure)
+    assert "already live at h:0" in reply.message.text
+    refusal = answer(state.handle(Asked(1.0, 12, 3, Join("worker0", "h:9"))), 3)
+    assert isinstance(refusal, Failure)
+    assert "'worker0' is not the name of a task" in refusal.text
+
+
+def test_a_silent_task_is_disconnected_and_its_steps_go_to_another() -> None:
+    state = cluster()
+    state.handle(Asked(0.0, 10, 2, ClaimSteps("run", WORKER0, 1)))
+    assert state.handle(Asked(0.0, 11, 3, ClaimSteps("run", WORKER1, 1))) == []
+    state.handle(Told(9.0, 11, Heartbeat(WORKER1)))
+    commands = state.handle(Ticked(10.0))
+    assert answer(commands, 3) == Claimed(0, 1)
+    assert Disconnect(10, "no heartbeat for 10.0 s") in commands
+    assert any(isinstance(command, Broadcast) and command.peers == (11,) for command in commands)
+
+
+def test_a_leave_is_answered_and_told_to_the_others() -> None:
+    state = cluster()
+    commands = state.handle(Asked(2.0, 10, 2, Leave(WORKER0, "finished")))
+    assert answer(commands, 2) == Ok()
+    assert status(state).tasks[0].left == "finished"
+    assert state.handle(PeerClosed(2.1, 10, "closed")) == []
+
+
+def test_nobody_speaks_for_a_task_that_has_left_or_that_is_another() -> None:
+    state = cluster()
+    state.handle(PeerClosed(3.0, 10, "reset"))
+    refusal = answer(state.handle(Asked(4.0, 10, 2, ClaimSteps("run", WORKER0, 1))), 2)
+    assert isinstance(refusal, Failure)
+    assert refusal.kind == "TaskLost"
+    assert "worker:0 left at 3.0 s: reset" in refusal.text
+    refusal = answer(state.handle(Asked(4.0, 10, 3, ElectOnce("init", WORKER1))), 3)
+    assert isinstance(refusal, Failure)
+    assert "ElectOnce came in the name of worker:1" in refusal.text
+
+
+def test_variables_are_placed_before_the_task_that_holds_them_joins() -> None:
+    state = cluster()
+    request = PlaceVariable("w", "float32", (2,), 8, "ps")
+    assert answer(state.handle(Asked(1.0, 10, 2, request)), 2) == Placed(PS0)
+    assert status(state).variables[0].task == PS0
+
+
+def test_an_office_goes_on_after_a_failure_and_not_after_a_normal_end() -> None:
+    state = cluster()
+    assert answer(state.handle(Asked(1.0, 10, 2, ElectOnce("init", WORKER0))), 2) == Elected(True)
+    assert answer(state.handle(Asked(1.0, 11, 3, ElectOnce("init", WORKER1))), 3) == Elected(False)
+    state.handle(PeerClosed(2.0, 10, "reset"))
+    assert answer(state.handle(Asked(3.0, 11, 4, ElectOnce("init", WORKER1))), 4) == Elected(True)
+
+
+def test_traffic_and_results_are_in_the_status_after_the_task_has_left() -> None:
+    state = cluster()
+    sent = EdgeTraffic("w", PS0, WORKER0, 3, 24)
+    state.handle(Told(1.0, 10, Heartbeat(WORKER0, (sent,))))
+    state.handle(Told(1.0, 77, Heartbeat(WORKER0, (EdgeTraffic("w", PS0, WORKER0, 9, 99),))))
+    state.handle(Told(1.0, 10, Report("accuracy", 0.5)))
+    assert answer(state.handle(Asked(1.0, 10, 2, Report("accuracy", 0.75))), 2) == Ok()
+    state.handle(PeerClosed(2.0, 10, "reset"))
+    now = status(state, 7.0)
+    assert (now.now_s, now.traffic, now.results) == (7.0, (sent,), {"accuracy": 0.75})
+
+
+def test_a_message_meant_for_a_task_is_refused() -> None:
+    refusal = answer(cluster().handle(Asked(1.0, 10, 2, ReadVariable("w"))), 2)
+    assert isinstance(refusal, Failure)
+    assert "answers no ReadVariable" in refusal.text
+
+
+MESSAGES = st.one_of(
+    st.builds(Join, st.sampled_from([PS0, WORKER0, WORKER1]), st.just("h:1")),
+    st.builds(Leave, st.sampled_from([PS0, WORKER0, WORKER1]), st.just("finished")),
+    st.builds(ClaimSteps, st.just("run"), st.sampled_from([WORKER0, WORKER1]), st.just(9), st.integers(0, 2)),
+    st.builds(ElectOnce, st.just("init"), st.sampled_from([WORKER0, WORKER1])),
+    st.builds(PlaceVariable, st.sampled_from("uvw"), st.just("f32"), st.just(()), st.just(4), st.just("ps")),
+)
+PEERS = st.integers(0, 3)
+HAPPENINGS = st.lists(
+    st.one_of(
+        st.tuples(st.just("asked"), PEERS, MESSAGES),
+        st.tuples(st.just("closed"), PEERS, st.none()),
+        st.tuples(st.just("ticked"), PEERS, st.none()),
+    ),
+    max_size=60,
+)
+
+
+def events(happenings: list[tuple[str, int, AnyMessage | None]]) -> list[Event]:
+    made: list[Event] = []
+    for number, (what, peer, message) in enumerate(happenings):
+        at_s = number * 1.5
+        if message is not None:
+            made.append(Asked(at_s, peer, number, message))
+        else:
+            made.append(PeerClosed(at_s, peer, "reset") if what == "closed" else Ticked(at_s))
+    return made
+
+
+@given(HAPPENINGS)
+def test_each_ask_is_answered_once_and_none_is_left_when_all_have_gone(
+    happenings: list[tuple[str, int, AnyMessage | None]],
+) -> None:
+    state = CoordinatorState({"ps": 1, "worker": 2})
+    script = [*events(happenings), Ticked(1000.0)]
+    commands = [command for event in script for command in state.handle(event)]
+    answered = sorted(command.ask for command in commands if isinstance(command, Reply))
+    assert answered == [event.ask for event in script if isinstance(event, Asked)]
+
+
+@given(HAPPENINGS)
+def test_the_log_handled_again_gives_the_same_commands(happenings: list[tuple[str, int, AnyMessage | None]]) -> None:
+    state = CoordinatorState({"ps": 1, "worker": 2})
+    commands = [command for event in events(happenings) for command in state.handle(event)]
+    replay = CoordinatorState({"ps": 1, "worker": 2})
+    assert [command for event in list(state.log) for command in replay.handle(event)] == commands
