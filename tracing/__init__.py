@@ -1,1 +1,1 @@
-"""Function to stateful graph: knows JAX tracing, and nothing of executables, devices or hosts."""
+"""From a Python function to a stateful graph. Knows JAX's tracing; knows nothing of XLA, devices in use, or hosts."""

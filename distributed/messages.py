@@ -1,0 +1,305 @@
+"""What tasks, the coordinator and clients say to each other; nothing else.
+
+Every message is a frozen struct, told apart by its tag. A message that answers another is sent as a reply to it
+by the transport, so no message carries a request number. Arrays and programs travel as raw bytes behind the
+message (its payload), never inside it. A task is named `/job:<job>/task:<index>`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+PROTOCOL_VERSION = 1
+
+
+class Message(msgspec.Struct, frozen=True, tag=True):
+    """Base of every message."""
+
+
+# Any connection.
+
+
+class Hello(Message, frozen=True):
+    """First on each connection, both ways: who speaks, and which protocol."""
+
+    name: str
+    version: int = PROTOCOL_VERSION
+
+
+class Ok(Message, frozen=True):
+    """A request was carried out; there is nothing to add."""
+
+
+class Failure(Message, frozen=True):
+    """A request was refused or failed. `kind` is the name of a class in `dflow.tracing.errors`."""
+
+    kind: str
+    text: str
+
+
+# To a task.
+
+
+class CreateVariable(Message, frozen=True):
+    """Create the variable unless it is there; answered by `VariableCreated`.
+
+    The payload is the initial value (`program` false) or an exported initialiser without arguments (`program` true).
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    program: bool
+
+
+class VariableCreated(Message, frozen=True):
+    """`created` is false when the variable was there already, with the same dtype and shape."""
+
+    created: bool
+
+
+class ReadVariable(Message, frozen=True):
+    """Answered by `Value`."""
+
+    name: str
+
+
+class WriteVariable(Message, frozen=True):
+    """Replace the variable's value by the payload."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Value(Message, frozen=True):
+    """An array, in the payload."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class RegisterPlan(Message, frozen=True):
+    """Keep a plan for later runs; answered by `Registered`.
+
+    `plan` is a msgspec-encoded `dflow.lowering.plan.Plan`; the payload holds the exported programs one after the
+    other, `program_sizes` bytes each.
+    """
+
+    plan: bytes
+    program_sizes: tuple[int, ...]
+
+
+class Registered(Message, frozen=True):
+    """The handle by which `RunPlan` names a registered plan."""
+
+    handle: int
+
+
+class RunPlan(Message, frozen=True):
+    """Run a registered plan as part of a step; answered by `Ok` when it has ended."""
+
+    handle: int
+    origin: str
+    step: int
+
+
+class CancelStep(Message, frozen=True):
+    """Stop what is left of a step and forget its values."""
+
+    origin: str
+    step: int
+    reason: str
+
+
+class Tensor(Message, frozen=True):
+    """The value of an edge in a step, in the payload. Not answered."""
+
+    origin: str
+    step: int
+    edge: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+# To the coordinator.
+
+
+class Join(Message, frozen=True):
+    """A task is up and listens at `address`; answered by `Roster`, which is sent again at every change."""
+
+    task: str
+    address: str
+
+
+class TaskInfo(msgspec.Struct, frozen=True):
+    """A task of the cluster. `left` is empty while it is alive, else why it left; times are in s since the start."""
+
+    task: str
+    address: str
+    joined_at_s: float
+    left_at_s: float | None = None
+    left: str = ""
+
+
+class Roster(Message, frozen=True):
+    """Every task that has joined, and which tasks are still `expected`."""
+
+    tasks: tuple[TaskInfo, ...]
+    expected: tuple[str, ...]
+
+
+class EdgeTraffic(msgspec.Struct, frozen=True):
+    """What a task has sent over one edge since it started."""
+
+    edge: str
+    source: str
+    destination: str
+    values: int
+    size_bytes: int
+
+
+class Heartbeat(Message, frozen=True):
+    """A task is alive; `traffic` holds its totals so far. Not answered."""
+
+    task: str
+    traffic: tuple[EdgeTraffic, ...] = ()
+
+
+class PlaceVariable(Message, frozen=True):
+    """Where is, or shall be, this variable? Answered by `Placed`, with the same answer to every asker.
+
+    `jobs`  the job over whose tasks variables are spread
+    `near`  the name of a placed variable whose task this one shall share, or empty
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    size_bytes: int
+    job: str
+    near: str = ""
+
+
+class Placed(Message, frozen=True):
+    """The task that holds the variable."""
+
+    task: str
+
+
+class ClaimSteps(Message, frozen=True):
+    """Ask for steps of a run to do; answered by `Claimed`, which waits while others may yet give steps back.
+
+    `run`        names the run; the first to ask fixes `total_steps`
+    `done`       how many steps of the last claim were done
+    `step_s`     median seconds a step took since the last claim (0 when none)
+    `metrics`    the newest scalar metrics of the worker
+    """
+
+    run: str
+    task: str
+    total_steps: int
+    done: int = 0
+    step_s: float = 0.0
+    metrics: dict[str, float] = {}
+
+
+class Claimed(Message, frozen=True):
+    """`count` steps from number `first` on; a count of 0 says the run is complete."""
+
+    first: int
+    count: int
+
+
+class ElectOnce(Message, frozen=True):
+    """May this task be the one that does `what`? Answered by `Elected`; the first live task that asks may."""
+
+    what: str
+    task: str
+
+
+class Elected(Message, frozen=True):
+    """Whether the asker was chosen."""
+
+    elected: bool
+
+
+class Report(Message, frozen=True):
+    """A result of the program for the closing table, such as a test accuracy."""
+
+    name: str
+    value: float
+
+
+class Leave(Message, frozen=True):
+    """A task goes by its own will."""
+
+    task: str
+    reason: str
+
+
+class GetStatus(Message, frozen=True):
+    """Answered by `Status`."""
+
+
+class VariableInfo(msgspec.Struct, frozen=True):
+    """A placed variable."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    size_bytes: int
+    task: str
+
+
+class WorkerProgress(msgspec.Struct, frozen=True):
+    """What a worker has done so far in all runs; `step_s` and `metrics` are its newest."""
+
+    task: str
+    steps: int
+    step_s: float
+    metrics: dict[str, float]
+
+
+class Status(Message, frozen=True):
+    """Everything the coordinator knows that a person would ask; times are in s since its start."""
+
+    now_s: float
+    tasks: tuple[TaskInfo, ...]
+    expected: tuple[str, ...]
+    workers: tuple[WorkerProgress, ...]
+    steps_done: int
+    steps_total: int
+    variables: tuple[VariableInfo, ...]
+    traffic: tuple[EdgeTraffic, ...]
+    results: dict[str, float]
+
+
+AnyMessage = (
+    Hello
+    | Ok
+    | Failure
+    | CreateVariable
+    | VariableCreated
+    | ReadVariable
+    | WriteVariable
+    | Value
+    | RegisterPlan
+    | Registered
+    | RunPlan
+    | CancelStep
+    | Tensor
+    | Join
+    | Roster
+    | Heartbeat
+    | PlaceVariable
+    | Placed
+    | ClaimSteps
+    | Claimed
+    | ElectOnce
+    | Elected
+    | Report
+    | Leave
+    | GetStatus
+    | Status
+)

@@ -1,0 +1,34 @@
+"""How the executor sends and receives, without knowing over what.
+
+An edge carries at most one value in a step. Whoever implements `Channel` matches a send with its receive by
+`(step, edge)`; either may come first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import jax
+
+
+class StepId(NamedTuple):
+    """One run of a graph: the task that started it and that task's own count of steps."""
+
+    origin: str
+    number: int
+
+
+Deliver = Callable[[jax.Array | BaseException], None]
+
+
+class Channel(Protocol):
+    """The executor's side of Send and Recv."""
+
+    def send(self, step: StepId, edge: str, destination: str, value: jax.Array) -> None:
+        """Hand `value` over for `destination`; returns once the caller may let go of it."""
+        ...
+
+    def receive(self, step: StepId, edge: str, source: str, deliver: Deliver) -> None:
+        """Call `deliver` once, from any thread, with the value or with the error that ended the wait."""
+        ...

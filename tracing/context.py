@@ -1,0 +1,69 @@
+"""Where new variables live: the current home, and the default one.
+
+Context decides, not the data: `with cluster.parameter_servers():` sets a home for the variables made inside. The
+default home, this process, is set once by the layer that has a store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, Protocol
+
+from dflow.tracing.errors import InternalError
+
+if TYPE_CHECKING:
+    import jax
+
+    from dflow.tracing.resources import Initial, Variable
+
+
+class Home(Protocol):
+    """Keeps the values of variables, and serves ops on them that run outside a graph."""
+
+    def create(self, variable: Variable, initial: Initial, near: Variable | None) -> str | None:
+        """Create the variable's value, or find it; returns the device it is on (None: this process).
+
+        Raises VariableError when a variable of that name but another type is there.
+        """
+        ...
+
+    def read(self, variable: Variable) -> jax.Array:
+        """The value now. The array stays valid, whatever later steps write."""
+        ...
+
+    def write(self, variable: Variable, value: Any) -> None:
+        """Replace the value."""
+        ...
+
+    def add(self, variable: Variable, delta: Any) -> None:
+        """Add to the value, as one update."""
+        ...
+
+
+_current: ContextVar[Home | None] = ContextVar("dflow_home", default=None)
+_default: list[Home] = []
+
+
+def set_default_home(home: Home) -> None:
+    """Say where variables live that are made under no home."""
+    _default[:] = [home]
+
+
+def current_home() -> Home:
+    """The home of variables made now. Raises InternalError when no layer has set a default."""
+    home = _current.get() or next(iter(_default), None)
+    if home is None:
+        raise InternalError("no home for variables is set; import dflow, not its layers alone")
+    return home
+
+
+@contextmanager
+def home(home: Home) -> Iterator[None]:
+    """Make the variables created inside live in `home`."""
+    token = _current.set(home)
+    try:
+        yield
+    finally:
+        _current.reset(token)

@@ -1,0 +1,197 @@
+"""From a jaxpr with state to values: evaluate it with the variables' values held in a `State`.
+
+Evaluated under a JAX trace this gives the pure function of the same program: each variable's value goes in,
+is passed along in the carries of loops and through both arms of branches, and comes out. Autodiff and every
+control-flow op that touches state go this way, so a write inside a differentiated or repeated body is never lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from dflow.tracing.errors import DflowError
+from dflow.tracing.jax_frontend import (
+    Equation,
+    Jaxpr,
+    accesses,
+    assign_add_p,
+    assign_p,
+    bind,
+    closed_parts,
+    is_literal,
+    origin_of,
+    read_p,
+    touches_state,
+)
+from dflow.tracing.source import at
+
+
+class State:
+    """The values of variables at one point of a program, and which of them have been written."""
+
+    def __init__(self, values: Mapping[Any, Any]) -> None:
+        self._values = dict(values)
+
+    def __getitem__(self, variable: Any) -> Any:
+        return self._values[variable]
+
+    def __setitem__(self, variable: Any, value: Any) -> None:
+        self._values[variable] = value
+
+    def of(self, variables: Iterable[Any]) -> list[Any]:
+        """The values of these variables, in order."""
+        return [self._values[variable] for variable in variables]
+
+    def update(self, variables: Iterable[Any], values: Iterable[Any]) -> None:
+        """Set the values of these variables."""
+        self._values.update(zip(variables, values, strict=True))
+
+
+def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], state: State) -> list[Any]:
+    """Run `jaxpr` on values, reading and writing `state`; every variable it touches must be in it."""
+    env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+
+    def value(atom: Any) -> Any:
+        return atom.val if is_literal(atom) else env[atom]
+
+    for equation in jaxpr.eqns:
+        operands = [value(atom) for atom in equation.invars]
+        results = apply(equation, operands, state)
+        env.update(zip(equation.outvars, results, strict=True))
+    return [value(atom) for atom in jaxpr.outvars]
+
+
+def apply(equation: Equation, operands: Sequence[Any], state: State) -> list[Any]:
+    """Run one equation on values. Raises DflowError for a primitive that cannot hold state."""
+    if not touches_state(equation.effects):
+        return bind(equation.primitive, equation.params, operands, origin_of(equation))
+    rule = _RULES.get(equation.primitive.name)
+    if rule is None:
+        reads, writes = accesses(equation.effects)
+        names = ", ".join(sorted({variable.name for variable in (*reads, *writes)}))
+        raise DflowError(
+            f"variables ({names}) are used inside {equation.primitive.name}, which cannot hold state yet; "
+            f"read before it and write after it{at(origin_of(equation).loc)}"
+        )
+    with origin_of(equation).restored():
+        return rule(equation.params, list(operands), state)
+
+
+def _read(params: Mapping[str, Any], operands: list[Any], state: State) -> list[Any]:
+    return [state[params["variable"]]]
+
+
+def _assign(params: Mapping[str, Any], operands: list[Any], state: State) -> list[Any]:
+    state[params["variable"]] = operands[0]
+    return []
+
+
+def _assign_add(params: Mapping[str, Any], operands: list[Any], state: State) -> list[Any]:
+    state[params["variable"]] = state[params["variable"]] + operands[0]
+    return []
+
+
+def _jit(params: Mapping[str, Any], operands: list[Any], state: State) -> list[Any]:
+    return evaluate(*closed_parts(params["jaxpr"]), operands, state)
+
+
+class _Body:
+    """A body that touches variables, as a pure function of their values.
+
+    `written` variables are passed in and out; the others are read from the state around it.
+    """
+
+    def __init__(self, closed: Any, state: State, written: list[Any]) -> None:
+        self._jaxpr, self._consts = closed_parts(closed)
+        reads, _ = accesses(self._jaxpr.effects)
+        self._fixed = {variable: state[variable] for variable in reads if variable not in written}
+        self._written = written
+
+    def __call__(self, operands: Sequence[Any], values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        inner = State(self._fixed)
+        inner.update(self._written, values)
+        results = evaluate(self._jaxpr, self._consts, operands, inner)
+        return results, inner.of(self._written)
+
+
+def _written(*closed: Any) -> list[Any]:
+    effects = set().union(*(closed_parts(body)[0].effects for body in closed))
+    return accesses(effects)[1]
+
+
+def _scan(params: Mapping[str, Any], operands: list[Any], state: State) -> list[Any]:
+    consts_end = params["num_consts"]
+    carry_end = consts_end + params["num_carry"]
+    consts, init, xs = operands[:consts_end], operands[consts_end:carry_end], operands[carry_end:]
+    written = _written(params["jaxpr"])
+    body = _Body(params["jaxpr"], state, written)
+
+    def step(carry: Any, x: Any) -> Any:
+        results, values = body([*consts, *carry[0], *x], carry[1])
+        return (results[: len(init)], values), results[len(init) :]
+
+    kept = {key: params[key] for key in ("length", "reverse", "unroll", "_split_transpose") if key in params}
+    (carry, values), ys = jax.lax.scan(step, (init, state.of(written)), xs, **kept)
+    state.update(written, values)
+    return [*carry, *ys]
+
+
+def _cond(params: Mapping[str, Any], operands: list[Any], state: State) -> list[Any]:
+    index, *rest = operands
+    written = _written(*params["branches"])
+    bodies = [_Body(branch, state, written) for branch in params["branches"]]
+    results, values = jax.lax.switch(index, bodies, rest, state.of(written))
+    state.update(written, values)
+    return list(results)
+
+
+def _while(params: Mapping[str, Any], operands: list[Any], state: State) -> list[Any]:
+    cond_end = params["cond_nconsts"]
+    body_end = cond_end + params["body_nconsts"]
+    cond_consts, body_consts, init = operands[:cond_end], operands[cond_end:body_end], operands[body_end:]
+    written = _written(params["cond_jaxpr"], params["body_jaxpr"])
+    test = _Body(params["cond_jaxpr"], state, written)
+    body = _Body(params["body_jaxpr"], state, written)
+    if _written(params["cond_jaxpr"]):
+        names = ", ".join(variable.name for variable in _written(params["cond_jaxpr"]))
+        raise DflowError(f"the condition of a while_loop writes variables ({names}); write them in its body")
+
+    def again(carry: Any) -> Any:
+        return test([*cond_consts, *carry[0]], carry[1])[0][0]
+
+    def step(carry: Any) -> Any:
+        return body([*body_consts, *carry[0]], carry[1])
+
+    results, values = jax.lax.while_loop(again, step, (init, state.of(written)))
+    state.update(written, values)
+    return list(results)
+
+
+def _remat(params: Mapping[str, Any], operands: list[Any], state: State) -> list[Any]:
+    written = _written(params["jaxpr"])
+    body = jax.checkpoint(
+        _Body(params["jaxpr"], state, written), prevent_cse=params["prevent_cse"], policy=params["policy"]
+    )
+    results, values = body(operands, state.of(written))
+    state.update(written, values)
+    return list(results)
+
+
+_RULES: Mapping[str, Callable[[Mapping[str, Any], list[Any], State], list[Any]]] = {
+    read_p.name: _read,
+    assign_p.name: _assign,
+    assign_add_p.name: _assign_add,
+    "jit": _jit,
+    "pjit": _jit,
+    "closed_call": lambda params, operands, state: evaluate(
+        *closed_parts(params["call_jaxpr"]), operands, state
+    ),
+    "scan": _scan,
+    "cond": _cond,
+    "while": _while,
+    "remat2": _remat,
+    "checkpoint": _remat,
+}

@@ -1,0 +1,74 @@
+"""Every exception class of dflow.
+
+Each inherits `DflowError` and, where one fits, the builtin a caller would catch without knowing dflow.
+A message states the fact with both values, then the user's line, then the remedy.
+"""
+
+from __future__ import annotations
+
+
+class DflowError(Exception):
+    """Base of every error that dflow raises on purpose."""
+
+
+class InternalError(DflowError, RuntimeError):
+    """A fault of dflow's own; please report it with the message."""
+
+
+class GraphTypeError(DflowError, TypeError):
+    """An op was given operands whose types its typing rule refuses."""
+
+
+class VerifyError(DflowError, ValueError):
+    """A graph breaks a rule every graph must keep; raised by the verifier, naming the node."""
+
+
+class ParseError(DflowError, ValueError):
+    """A graph's text form could not be read; the message has the line and column."""
+
+
+class VariableError(DflowError, ValueError):
+    """A variable was made, found or used in a way that contradicts how it was made before."""
+
+
+class VariableShapeError(VariableError, TypeError):
+    """A value of another shape or dtype was written to a variable."""
+
+
+class LostWriteError(DflowError, RuntimeError):
+    """A plain `jax.grad` (or `jvp`, `vjp`) would drop or reorder a variable write.
+
+    Differentiate with `dflow.grad` or `dflow.value_and_grad`, which carry the state through.
+    """
+
+
+class DeviceError(DflowError, ValueError):
+    """A device was named that no task of the cluster offers, or whose name cannot be read."""
+
+
+class WireError(DflowError, ValueError):
+    """Bytes from a peer are malformed, oversized, or of another protocol version."""
+
+
+class TransportClosed(DflowError, ConnectionError):
+    """The connection to a peer has ended; the message names the peer and the reason."""
+
+
+class TaskLost(DflowError, ConnectionError):
+    """A task that a step or a wait needs has left the cluster; the message names it, when, and why."""
+
+
+class DeadlineExceeded(DflowError, TimeoutError):
+    """A wait reached its deadline; the message names what was waited for, from whom, and how long."""
+
+
+class StepCancelled(DflowError, RuntimeError):
+    """A step was cancelled before it ended; the message has the cause."""
+
+
+class RemoteError(DflowError, RuntimeError):
+    """A task failed to do what it was asked; the message is the task's own."""
+
+
+class SecurityError(DflowError, PermissionError):
+    """A connection was asked for that dflow cannot protect, or a peer that may not speak; the message says which."""

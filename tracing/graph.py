@@ -1,0 +1,171 @@
+"""The graph: frozen values and nodes in program order.
+
+A `Graph` is a list of nodes over named values. Nothing in it is ever changed; a pass makes a new one. Values and
+nodes compare by identity, because two reads of one variable are two values. Variables come in as inputs of a `RefType`;
+a node that touches one says so by its op's effects, which is all that orders it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+
+from dflow.tracing.effects import Effect
+from dflow.tracing.op import OpDef
+from dflow.tracing.source import Loc
+from dflow.tracing.types import ArrayType, RefType, TokenType, Type
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Value:
+    """A named value. `device` is set on graph inputs that live somewhere: variables."""
+
+    name: str
+    type: Type
+    device: str | None = None
+
+    def __repr__(self) -> str:
+        return f"%{self.name}: {self.type}"
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Literal:
+    """A scalar written in the program."""
+
+    value: Any
+    type: ArrayType
+
+    def __repr__(self) -> str:
+        return f"{np.asarray(self.value).item()!r}:{self.type}"
+
+
+Operand = Value | Literal
+
+
+class Origin(Protocol):
+    """Where a node comes from. A trace gives its own; a parsed graph knows the line alone."""
+
+    @property
+    def loc(self) -> Loc | None:
+        """The user's line, when it is known."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """The origin of a node whose line is all that is known."""
+
+    loc: Loc | None
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Node:
+    """One op applied to operands.
+
+    `attributes`  the op's parameters; of a JAX primitive, its params as JAX holds them
+    `graph`       the body of an op that has one (a cluster)
+    `device`      a task, `WITH_STATE`, or None for wherever the caller is
+    `after`       values whose nodes must have run before, though none is an operand
+    `origin`      from which line it was traced and what JAX needs to bind it again; only its line is printed
+    """
+
+    op: OpDef
+    inputs: tuple[Operand, ...]
+    outputs: tuple[Value, ...]
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    graph: Graph | None = None
+    device: str | None = None
+    after: tuple[Value, ...] = ()
+    origin: Origin | None = None
+
+    @property
+    def loc(self) -> Loc | None:
+        """The user's line, when it is known."""
+        return self.origin.loc if self.origin is not None else None
+
+    @property
+    def effects(self) -> tuple[tuple[Effect, Value | None], ...]:
+        """Each effect with the variable it is on, or None when it is on none."""
+        return self.op.effects_of(self)
+
+    @property
+    def must_run(self) -> bool:
+        """Whether the node has an effect that someone may see, so that it stays though nobody uses its results."""
+        return any(effect is not Effect.READ for effect, _ in self.effects)
+
+    @property
+    def values(self) -> Iterator[Value]:
+        """The operands that are values, not literals."""
+        return (operand for operand in self.inputs if isinstance(operand, Value))
+
+    @property
+    def array_outputs(self) -> tuple[Value, ...]:
+        """The results that are arrays, without tokens."""
+        return tuple(value for value in self.outputs if not isinstance(value.type, TokenType))
+
+    def with_operands(self, new: Mapping[Value, Operand]) -> Node:
+        """The same node on other operands, order edges included; itself when none is mapped."""
+        if not any(value in new for value in (*self.values, *self.after)):
+            return self
+        inputs = tuple(new.get(operand, operand) if isinstance(operand, Value) else operand for operand in self.inputs)
+        after = (new.get(value, value) for value in self.after)
+        return replace(self, inputs=inputs, after=tuple(value for value in after if isinstance(value, Value)))
+
+    def __repr__(self) -> str:
+        return f"Node({', '.join(map(repr, self.outputs))} = {self.op.name})"
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """Inputs, nodes in an order that respects every use and every effect, and outputs."""
+
+    inputs: tuple[Value, ...]
+    nodes: tuple[Node, ...]
+    outputs: tuple[Operand, ...]
+
+    @cached_property
+    def producers(self) -> Mapping[Value, Node]:
+        """The node that gives each value; graph inputs are not in it."""
+        return {value: node for node in self.nodes for value in node.outputs}
+
+    @cached_property
+    def uses(self) -> Mapping[Value, tuple[Node, ...]]:
+        """The nodes that take each value as an operand, in order, each once."""
+        found: dict[Value, dict[int, Node]] = {}
+        for node in self.nodes:
+            for value in node.values:
+                found.setdefault(value, {})[id(node)] = node
+        return {value: tuple(nodes.values()) for value, nodes in found.items()}
+
+    @property
+    def refs(self) -> tuple[Value, ...]:
+        """The inputs that are variables, in order."""
+        return tuple(value for value in self.inputs if isinstance(value.type, RefType))
+
+    def fresh_names(self) -> FreshNames:
+        """A maker of value names that this graph does not have yet."""
+        return FreshNames([*self.inputs, *(value for node in self.nodes for value in node.outputs)])
+
+    def __repr__(self) -> str:
+        return f"<Graph of {len(self.nodes)} nodes, {len(self.inputs)} inputs, {len(self.outputs)} outputs>"
+
+
+class FreshNames:
+    """Gives names that are not taken: `x`, then `x_1`, `x_2`."""
+
+    def __init__(self, taken: Iterable[Value] = ()) -> None:
+        self._taken = {value.name for value in taken}
+        self._counts: dict[str, int] = {}
+
+    def __call__(self, wanted: str) -> str:
+        name, count = wanted, self._counts.get(wanted, 0)
+        while name in self._taken:
+            count += 1
+            name = f"{wanted}_{count}"
+        self._counts[wanted] = count
+        self._taken.add(name)
+        return name

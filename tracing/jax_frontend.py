@@ -1,0 +1,276 @@
+"""The only file that touches JAX's internals.
+
+State is recorded by primitives with an effect per resource (`VariableEffect`), so that any JAX trace keeps them in
+program order and `scan`, `cond`, `remat` and the custom derivatives let them through. What is taken from `jax._src`,
+and the public form that was tried:
+
+- the effect allow-lists: none is public, and without them JAX refuses our effects inside control flow;
+- `Effect`: its only public name is in `jax.extend.core`, which warns that it may go;
+- a trace's context and source lines of an equation: needed to bind it again as it was traced; no public form;
+- whether a trace is running: `jax.core.trace_state_clean` was removed from the public names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax._src import core as jax_core
+from jax._src import effects as jax_effects
+from jax._src import source_info_util, traceback_util
+from jax.extend import core as jex
+from jax.extend.core import primitives as jax_primitives
+from jax.interpreters import ad, batching, mlir
+
+from dflow.tracing.device import METADATA_KEY
+from dflow.tracing.errors import DflowError, InternalError, LostWriteError
+from dflow.tracing.source import Loc, at, caller, is_user_file
+from dflow.tracing.types import ArrayType
+
+Jaxpr = Any
+Equation = Any
+
+for _folder in ("dflow", "tracing", "lowering", "distributed"):
+    for _root in {Path(__file__).absolute().parent.parent, Path(__file__).resolve().parent.parent}:
+        source_info_util.register_exclusion(str(_root / _folder))
+        traceback_util.register_exclusion(str(_root / _folder))
+
+
+class Access(Enum):
+    """How an op touches a variable."""
+
+    READ = "read"
+    WRITE = "write"
+
+
+@dataclass(frozen=True)
+class VariableEffect(jax_effects.Effect):
+    """An access to one variable; two are equal when they are the same access to the same variable."""
+
+    access: Access
+    variable: Any
+
+    def __str__(self) -> str:
+        return f"{self.access.value}<{self.variable.name}>"
+
+    __repr__ = __str__
+
+
+for _allowed in (
+    jax_effects.control_flow_allowed_effects,
+    jax_effects.remat_allowed_effects,
+    jax_effects.custom_derivatives_allowed_effects,
+    jax_effects.lowerable_effects,
+):
+    _allowed.add_type(VariableEffect)
+
+
+def _aval(type: ArrayType) -> Any:
+    return jax_core.ShapedArray(type.shape, type.dtype)
+
+
+def _refuse_batched_write(args: Sequence[Any], dims: Sequence[Any], *, variable: Any) -> Any:
+    raise DflowError(
+        f"variable {variable.name!r} is written under vmap with a value that differs along the batch; which of the "
+        f"values should it hold? Reduce over the batch first, or write outside the vmap{at(caller())}"
+    )
+
+
+def _refuse_lost_write(primals: Sequence[Any], tangents: Sequence[Any], *, variable: Any, bind: Any) -> Any:
+    if all(type(tangent) is ad.Zero for tangent in tangents):
+        return bind.bind(*primals, variable=variable), []
+    raise LostWriteError(
+        f"variable {variable.name!r} is written a value that depends on what jax.grad differentiates, and JAX "
+        f"would drop that write{at(caller())}\n"
+        "  use dflow.grad or dflow.value_and_grad in the place of jax.grad: they carry the state through; "
+        "or write jax.lax.stop_gradient(value)"
+    )
+
+
+def _refuse_plain_jit(*_: Any, variable: Any, **__: Any) -> Any:
+    raise DflowError(
+        f"variable {variable.name!r} is used in a function that JAX compiles by itself{at(caller())}\n"
+        "  decorate the outermost function with @dflow.jit, or pass the value: {variable.name}.read()"
+    )
+
+
+def _state_primitive(name: str, accesses: tuple[Access, ...], *, gives: bool) -> Any:
+    primitive = jex.Primitive(name)
+    primitive.multiple_results = not gives
+
+    def abstract(*_: Any, variable: Any) -> Any:
+        effects = {VariableEffect(access, variable) for access in accesses}
+        return (_aval(variable.type) if gives else []), effects
+
+    primitive.def_effectful_abstract_eval(abstract)
+    mlir.register_lowering(primitive, _refuse_plain_jit)
+    return primitive
+
+
+read_p = _state_primitive("var_read", (Access.READ,), gives=True)
+assign_p = _state_primitive("var_assign", (Access.WRITE,), gives=False)
+assign_add_p = _state_primitive("var_assign_add", (Access.READ, Access.WRITE), gives=False)
+WRITES = (assign_p, assign_add_p)
+
+read_p.def_impl(lambda *, variable: variable.home.read(variable))
+
+
+@assign_p.def_impl
+def _assign_now(value: jax.Array, *, variable: Any) -> list[Any]:
+    variable.home.write(variable, value)
+    return []
+
+
+@assign_add_p.def_impl
+def _assign_add_now(delta: jax.Array, *, variable: Any) -> list[Any]:
+    variable.home.add(variable, delta)
+    return []
+
+
+def _register_write_rules(primitive: Any) -> None:
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any], *, variable: Any) -> Any:
+        return _refuse_lost_write(primals, tangents, variable=variable, bind=primitive)
+
+    ad.primitive_jvps[primitive] = jvp
+    batching.primitive_batchers[primitive] = _refuse_batched_write
+
+
+for _primitive in WRITES:
+    _register_write_rules(_primitive)
+
+name_p = jex.Primitive("name")
+name_p.def_impl(lambda value, *, name: value)
+name_p.def_abstract_eval(lambda value, *, name: value)
+ad.primitive_jvps[name_p] = lambda primals, tangents, *, name: (name_p.bind(*primals, name=name), tangents[0])
+batching.defvectorized(name_p)
+mlir.register_lowering(name_p, lambda ctx, value, *, name: [value])
+
+
+@dataclass(frozen=True)
+class Origin:
+    """How an equation was traced, so that it can be bound again the same way; and from which line of the user's."""
+
+    context: Any
+    source_info: Any
+
+    @cached_property
+    def loc(self) -> Loc | None:
+        """The user's line, or None when the trace did not keep it."""
+        for frame in source_info_util.user_frames(self.source_info.traceback):
+            if is_user_file(frame.file_name):
+                return Loc(frame.file_name, frame.start_line)
+        return None
+
+    @property
+    def device(self) -> str | None:
+        """The device scope the equation was traced under."""
+        device: str | None = (self.context.xla_metadata or {}).get(METADATA_KEY)
+        return device
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Bind as if where the equation was traced."""
+        stack = source_info_util.current_name_stack() + self.source_info.name_stack
+        with (
+            source_info_util.user_context(self.source_info.traceback, name_stack=stack),
+            self.context.manager,
+        ):
+            yield
+
+
+def origin_of(equation: Equation) -> Origin:
+    """The origin of an equation."""
+    return Origin(equation.ctx, equation.source_info)
+
+
+def bind(primitive: Any, params: Any, values: Sequence[Any], origin: Any) -> list[Any]:
+    """Apply a JAX primitive to values in the trace that runs now; always a list of results."""
+    arguments = primitive.get_bind_params(params)
+    if isinstance(origin, Origin):
+        with origin.restored():
+            results = primitive.bind(*values, **arguments)
+    else:
+        results = primitive.bind(*values, **arguments)
+    return list(results) if primitive.multiple_results else [results]
+
+
+def is_tracing() -> bool:
+    """Whether a JAX trace is running."""
+    return not jax_core.trace_state_clean()
+
+
+def is_literal(atom: Any) -> bool:
+    """Whether an equation's operand is a literal rather than a variable of the jaxpr."""
+    return isinstance(atom, jex.Literal)
+
+
+def is_dropped(var: Any) -> bool:
+    """Whether an equation's result is one nobody uses."""
+    return isinstance(var, jax_core.DropVar)
+
+
+def closed_parts(closed: Any) -> tuple[Jaxpr, list[Any]]:
+    """The jaxpr and the constants of what `jax.make_jaxpr` gave, or of an open jaxpr."""
+    consts = list(getattr(closed, "consts", ()))
+    return getattr(closed, "jaxpr", closed), consts
+
+
+def accesses(effects: Any) -> tuple[list[Any], list[Any]]:
+    """The variables read and the variables written by a set of effects, each once, in order of creation."""
+    found: dict[Access, set[Any]] = {Access.READ: set(), Access.WRITE: set()}
+    for effect in effects:
+        if isinstance(effect, VariableEffect):
+            found[effect.access].add(effect.variable)
+    reads, writes = (sorted(found[access], key=lambda variable: variable.serial) for access in Access)
+    return reads, writes
+
+
+def touches_state(effects: Any) -> bool:
+    """Whether any of the effects is an access to a variable."""
+    return any(isinstance(effect, VariableEffect) for effect in effects)
+
+
+def has_other_effects(effects: Any) -> bool:
+    """Whether any effect is one that JAX has and dflow does not know."""
+    return any(
+        not isinstance(effect, (VariableEffect, jax_core.NamedAxisEffect)) for effect in effects
+    )
+
+
+def make_jaxpr(fn: Callable[..., Any], *args: Any) -> tuple[Jaxpr, list[Any], Any]:
+    """Trace `fn` on abstract or concrete arguments: the jaxpr, its constants, and the tree of ShapeDtypeStructs.
+
+    `fn` is wrapped anew, because JAX keeps traces by function and dflow's may see other variables each time.
+    """
+    closed, out = jax.make_jaxpr(lambda *inner: fn(*inner), return_shape=True)(*args)
+    jaxpr, consts = closed_parts(closed)
+    return jaxpr, consts, out
+
+
+def primitive_named(name: str) -> Any:
+    """The JAX primitive of that name. Raises InternalError for a name that JAX does not list."""
+    found = _primitives_by_name().get(name)
+    if found is None:
+        raise InternalError(f"JAX {jax.__version__} lists no primitive {name!r}")
+    return found
+
+
+def _primitives_by_name() -> dict[str, Any]:
+    members = (getattr(jax_primitives, member) for member in dir(jax_primitives))
+    return {member.name: member for member in members if isinstance(member, jex.Primitive)}
+
+
+def infer_types(primitive: Any, params: Any, types: Sequence[ArrayType]) -> list[ArrayType]:
+    """The result types of a JAX primitive, by JAX's own rule. Raises what JAX raises."""
+
+    def apply(*values: Any) -> list[Any]:
+        return bind(primitive, params, values, None)
+
+    _, _, out = make_jaxpr(apply, *(type.struct for type in types))
+    return [ArrayType(struct.dtype, tuple(struct.shape), bool(struct.weak_type)) for struct in out]

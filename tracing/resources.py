@@ -1,0 +1,226 @@
+"""Handles to state, as a user holds them.
+
+A `Variable` is a name, a type and a home; its value is in the home. In traced code its methods record ops with an
+effect; elsewhere they act at once. JAX's transforms see a handle as a pytree without leaves, so it may be passed,
+returned, closed over and kept in any structure.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflow.tracing.context import Home, current_home
+from dflow.tracing.errors import VariableError, VariableShapeError
+from dflow.tracing.jax_frontend import assign_add_p, assign_p, is_tracing, name_p, read_p
+from dflow.tracing.source import at, caller
+from dflow.tracing.types import ArrayType, array_type_of
+
+#: A first value, or a function without arguments that gives it, run where the variable lives.
+Initial = Any | Callable[[], Any]
+
+_serials = itertools.count()
+
+
+def initial_type(initial: Initial) -> ArrayType:
+    """The type a variable with this initial value has, without computing it."""
+    if callable(initial):
+        return array_type_of(jax.eval_shape(initial)).strong
+    return array_type_of(initial if hasattr(initial, "dtype") else jnp.asarray(initial)).strong
+
+
+class Variable:
+    """A mutable array that traced code reads and writes.
+
+    `initial`  the first value (array or scalar), or a function without arguments that returns it; a function runs
+               where the variable lives, and only when nobody has created the variable before
+    `name`     names the variable in graphs, messages, checkpoints and across the tasks of a cluster; given none, a
+               name is made up
+    `dtype`    converts the initial value; given none, it keeps its own
+    `near`     another variable whose task this one shall share
+
+    In one process each `Variable` is its own state, and a new one takes over the name. On a cluster the name is the
+    variable: the first to ask creates it and the others get it. Either way a second variable of the same name but
+    another type raises VariableError. A variable cannot be made inside traced code.
+    """
+
+    # NumPy gives way to our reflected operators instead of looping over an object.
+    __array_ufunc__ = None
+
+    def __init__(
+        self,
+        initial: Initial,
+        *,
+        name: str | None = None,
+        dtype: Any = None,
+        near: Variable | None = None,
+    ) -> None:
+        if is_tracing():
+            raise VariableError(
+                f"a variable ({name or 'unnamed'}) is created inside traced code, which runs once, not once a step"
+                f"{at(caller())}\n  create it before, and use it inside"
+            )
+        first = initial if dtype is None else _converted(initial, dtype)
+        self.serial = next(_serials)
+        self.name = name or f"variable_{self.serial}"
+        self.type = initial_type(first)
+        self.loc = caller()
+        self.home: Home = near.home if near is not None else current_home()
+        #: The task that holds the value, such as `/job:ps/task:0`; None is this process.
+        self.device: str | None = None
+        self.device = self.home.create(self, first, near)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the value."""
+        return self.type.shape
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the value."""
+        return self.type.dtype
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions of the value."""
+        return len(self.type.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of elements of the value."""
+        return int(np.prod(self.type.shape))
+
+    def read(self) -> jax.Array:
+        """The value: in traced code as of this point of the program, elsewhere as of now."""
+        value: jax.Array = read_p.bind(variable=self)
+        return value
+
+    def assign(self, value: Any) -> None:
+        """Replace the value. Raises VariableShapeError when shape or dtype is not the variable's."""
+        assign_p.bind(self._fitting("assign", value), variable=self)
+
+    def assign_add(self, delta: Any) -> None:
+        """Add `delta`, as one update that no other step comes between. Raises VariableShapeError."""
+        assign_add_p.bind(self._fitting("assign_add", delta), variable=self)
+
+    def _fitting(self, method: str, value: Any) -> Any:
+        array = value.read() if isinstance(value, Variable) else jnp.asarray(value)
+        given = array_type_of(array)
+        if given.weak:
+            array = jax.lax.convert_element_type(array, self.dtype) if _same_kind(given.dtype, self.dtype) else array
+            given = array_type_of(array)
+        if given.strong != self.type:
+            raise VariableShapeError(
+                f"variable {self.name!r} holds {self.type} but {method} was given {given}{at(caller())}\n"
+                f"  {_remedy(self.type, given)}"
+            )
+        return array
+
+    def __jax_array__(self) -> jax.Array:
+        return self.read()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        return np.asarray(self.read(), dtype=dtype)
+
+    def __getitem__(self, index: Any) -> jax.Array:
+        return self.read()[index]
+
+    def __len__(self) -> int:
+        return len(self.read())
+
+    def __repr__(self) -> str:
+        place = f" on {self.device}" if self.device else ""
+        return f"<Variable {self.name!r}: {self.type}{place}>"
+
+
+def _same_kind(given: Any, wanted: Any) -> bool:
+    return bool(jnp.promote_types(given, wanted) == wanted) or (
+        jnp.issubdtype(given, jnp.floating) and jnp.issubdtype(wanted, jnp.floating)
+    )
+
+
+def _remedy(wanted: ArrayType, given: ArrayType) -> str:
+    if wanted.shape != given.shape:
+        return f"give it the shape {wanted.shape}, for instance with reshape or broadcast_to"
+    return f"convert it with .astype(jnp.{np.dtype(wanted.dtype).name})"
+
+
+def _converted(initial: Initial, dtype: Any) -> Initial:
+    if callable(initial):
+        return lambda: jnp.asarray(initial(), dtype)
+    return jnp.asarray(initial, dtype)
+
+
+def _binary(function: Callable[[Any, Any], Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    def forward(self: Variable, other: Any) -> Any:
+        return function(self.read(), jnp.asarray(other))
+
+    def reflected(self: Variable, other: Any) -> Any:
+        return function(jnp.asarray(other), self.read())
+
+    return forward, reflected
+
+
+for _name in (
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "pow",
+    "matmul",
+    "and_",
+    "or_",
+    "xor",
+    "lshift",
+    "rshift",
+):
+    _forward, _reflected = _binary(getattr(operator, _name))
+    setattr(Variable, f"__{_name.rstrip('_')}__", _forward)
+    setattr(Variable, f"__r{_name.rstrip('_')}__", _reflected)
+for _name in ("lt", "le", "gt", "ge"):
+    setattr(Variable, f"__{_name}__", _binary(getattr(operator, _name))[0])
+for _name in ("neg", "pos", "abs", "invert"):
+    setattr(Variable, f"__{_name}__", lambda self, _op=getattr(operator, _name): _op(self.read()))
+
+
+jax.tree_util.register_pytree_node(Variable, lambda variable: ((), variable), lambda variable, _: variable)
+
+
+def is_variable(value: Any) -> bool:
+    """Whether `value` is a variable; what `jax.tree` functions take as `is_leaf`."""
+    return isinstance(value, Variable)
+
+
+def variables(tree: Any, *, prefix: str = "") -> Any:
+    """A pytree of variables from a pytree of arrays or initialisers, named by their paths: `Dense_0/kernel`.
+
+    It is how the parameters of a Flax or Haiku model, or a plain dict, become state. The result has the same
+    structure with variables for leaves; `read` gives the arrays back.
+    """
+    flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    made = [Variable(leaf, name=prefix + path_name(path)) for path, leaf in flat]
+    return jax.tree_util.tree_unflatten(treedef, made)
+
+
+def path_name(path: tuple[Any, ...]) -> str:
+    """The name of a leaf from its pytree path: keys, fields and indices joined by `/`."""
+    return "/".join(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)
+
+
+def read(tree: Any) -> Any:
+    """The same pytree with each variable's value in its place."""
+    return jax.tree_util.tree_map(lambda leaf: leaf.read() if is_variable(leaf) else leaf, tree, is_leaf=is_variable)
+
+
+def name(value: Any, name: str) -> jax.Array:
+    """The array `value`, called `name` in the graph."""
+    named: jax.Array = name_p.bind(jnp.asarray(value), name=name)
+    return named

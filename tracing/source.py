@@ -1,0 +1,58 @@
+"""Where in the user's program an op was written. Our own frames, and JAX's, are not the user's."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import jax
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+_HIDDEN = tuple(
+    str(folder) + os.sep
+    for folder in (
+        *(_PACKAGE / name for name in ("dflow", "tracing", "lowering", "distributed")),
+        Path(__file__).absolute().parent.parent,
+        Path(jax.__file__).parent,
+        Path(os.__file__).parent / "contextlib.py",
+    )
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Loc:
+    """A line of the user's program."""
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+    @property
+    def short(self) -> str:
+        """The file's name without its folders, and the line: what a graph prints."""
+        return f"{os.path.basename(self.file)}:{self.line}"
+
+
+def is_user_file(file: str) -> bool:
+    """Whether a frame of this file is one a user wants to read."""
+    return not file.startswith(_HIDDEN) and not file.startswith("<frozen")
+
+
+def caller() -> Loc | None:
+    """The innermost line of the running stack that is the user's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if is_user_file(frame.f_code.co_filename):
+            return Loc(frame.f_code.co_filename, frame.f_lineno)
+        frame = frame.f_back
+    return None
+
+
+def at(loc: Loc | None) -> str:
+    """A line `at file:line` to end a message with, or nothing when the line is not known."""
+    return f"\n  at {loc}" if loc is not None else ""

@@ -1,0 +1,140 @@
+"""The types of a graph's values, and how each prints.
+
+`f32[2,3]` is an array, `~f32[]` one whose dtype gives way in promotion (JAX's weak type), `ref<f32[3]>` a handle
+to a variable, `token` the result of an op that gives nothing else. The short dtype names are JAX's.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from dflow.tracing.errors import ParseError
+
+_EXTENDED = {f"key<{impl}>": impl for impl in ("fry", "rbg", "urbg")}
+_KEY_IMPLEMENTATIONS = {"fry": "threefry2x32", "rbg": "rbg", "urbg": "unsafe_rbg"}
+_SHORT_PREFIXES = (
+    ("bfloat", "bf"),
+    ("float", "f"),
+    ("uint", "u"),
+    ("int", "i"),
+    ("complex", "c"),
+)
+
+
+def _short_name(name: str) -> str:
+    for long, short in _SHORT_PREFIXES:
+        if name.startswith(long):
+            return short + name[len(long) :]
+    return name
+
+
+def _standard_dtypes() -> dict[str, Any]:
+    names = ["bool", "complex64", "complex128", "float16", "float32", "float64"]
+    names += [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
+    named = {_short_name(name): np.dtype(name) for name in names}
+    extra = [getattr(ml_dtypes, name) for name in dir(ml_dtypes) if re.match(r"(b?float\d|u?int[24]$)", name)]
+    return named | {_short_name(np.dtype(dtype).name): np.dtype(dtype) for dtype in extra}
+
+
+#: Every dtype a graph can print, by its short name; PRNG keys are beside them.
+DTYPES = _standard_dtypes()
+
+
+def dtype_name(dtype: Any) -> str:
+    """The short name of a dtype: `f32`, `bf16`, `u8`, `bool`, `key<fry>`."""
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
+        return str(dtype)
+    return _short_name(np.dtype(dtype).name)
+
+
+def parse_dtype(name: str) -> Any:
+    """The dtype of a short name. Raises ParseError for a name that is none."""
+    if name in DTYPES:
+        return DTYPES[name]
+    if name in _EXTENDED:
+        return jax.eval_shape(lambda: jax.random.key(0, impl=_KEY_IMPLEMENTATIONS[_EXTENDED[name]])).dtype
+    raise ParseError(f"{name!r} is not a dtype; the dtypes are {', '.join(sorted(DTYPES))}, {', '.join(_EXTENDED)}")
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayType:
+    """The dtype and shape of an array. `weak` is JAX's weak type: a Python scalar's."""
+
+    dtype: Any
+    shape: tuple[Any, ...]
+    weak: bool = False
+
+    def __str__(self) -> str:
+        dims = ",".join(str(dim) for dim in self.shape)
+        return f"{'~' if self.weak else ''}{dtype_name(self.dtype)}[{dims}]"
+
+    @property
+    def size_bytes(self) -> int:
+        """How many bytes the elements take."""
+        return math.prod(self.shape) * int(self.dtype.itemsize)
+
+    @property
+    def strong(self) -> ArrayType:
+        """The same type, not weak."""
+        return ArrayType(self.dtype, self.shape)
+
+    @property
+    def struct(self) -> jax.ShapeDtypeStruct:
+        """The same type as JAX's functions take it."""
+        return jax.ShapeDtypeStruct(self.shape, self.dtype, weak_type=self.weak)
+
+
+@dataclass(frozen=True, slots=True)
+class RefType:
+    """A handle to a variable that holds an `of`."""
+
+    of: ArrayType
+
+    def __str__(self) -> str:
+        return f"ref<{self.of}>"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenType:
+    """The result of an op that gives no array; it only stands in order edges."""
+
+    def __str__(self) -> str:
+        return "token"
+
+
+Type = ArrayType | RefType | TokenType
+
+
+def array_type_of(value: Any) -> ArrayType:
+    """The type of anything that has JAX's abstract value: an array, a scalar, a tracer, a ShapeDtypeStruct."""
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return ArrayType(value.dtype, tuple(value.shape), bool(value.weak_type))
+    aval: Any = jax.typeof(value)
+    return ArrayType(aval.dtype, tuple(aval.shape), bool(getattr(aval, "weak_type", False)))
+
+
+_ARRAY = re.compile(r"(~?)([a-z]\w*(?:<\w+>)?)\[([0-9,]*)\]$")
+
+
+def parse_type(text: str) -> Type:
+    """Read a type back from its text. Raises ParseError."""
+    if text == "token":
+        return TokenType()
+    if text.startswith("ref<") and text.endswith(">"):
+        inner = parse_type(text[4:-1])
+        if isinstance(inner, ArrayType):
+            return RefType(inner)
+    match = _ARRAY.match(text)
+    if match is None:
+        raise ParseError(f"{text!r} is not a type; a type looks like f32[2,3], ~f32[], ref<f32[3]> or token")
+    weak, dtype, dims = match.groups()
+    shape = tuple(int(dim) for dim in dims.split(",")) if dims else ()
+    return ArrayType(parse_dtype(dtype), shape, bool(weak))
