@@ -62,7 +62,7 @@ wheel: $(STAMP)  ## build sdist and wheel, look inside, and try the wheel in a c
 pins:  ## resolve the newest dependencies anew and write constraints/ for this PYTHON
 	rm -rf $(VENV)-pins
 	$(call make-venv,$(VENV)-pins)
-	$(call pip,$(VENV)-pins) install -q setuptools
+	$(call pip,$(VENV)-pins) install -q -U setuptools
 	$(call pip,$(VENV)-pins) install -q --no-build-isolation -e '.[$(EXTRAS)]'
 	$(call pip,$(VENV)-pins) freeze --all --exclude pip --exclude-editable > $(PINS)
 	rm -rf $(VENV)-pins
