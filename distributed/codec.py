@@ -1,0 +1,131 @@
+"""Message to bytes, array to bytes, and back.
+
+Why: everything that crosses a process border passes here, so that this is the one file which decides what bytes
+from a peer may become.
+
+Invariants: nothing is pickled and no bytes name code. A message is msgpack of one struct of `messages.AnyMessage`,
+checked against its types. An array is its elements, row by row, little-endian, without a header: its dtype and
+shape travel in the message, and the size of the bytes must agree with both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from dflow.distributed.messages import AnyMessage
+from dflow.tracing.errors import WireError
+
+#: Bytes behind a message: what a sender may hand over, and (as a memoryview) what a receiver gets.
+Payload = bytes | bytearray | memoryview
+
+#: Received payloads start at a multiple of this, so that XLA's CPU client may use them without a copy.
+ALIGNMENT_BYTES = 64
+
+_NUMPY_DTYPES = (
+    "bool",
+    *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)),
+    *("float16", "float32", "float64", "complex64", "complex128"),
+)
+_ML_DTYPES = (
+    *("bfloat16", "int4", "uint4", "float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fn"),
+    *("float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+)
+
+#: Every dtype that travels, by its name.
+DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
+    {name: np.dtype(name).newbyteorder("<") for name in _NUMPY_DTYPES}
+    | {name: np.dtype(getattr(ml_dtypes, name)) for name in _ML_DTYPES}
+)
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def encode_message(message: AnyMessage) -> bytes:
+    """The message as msgpack.
+
+    raises  WireError if a field holds a value of a type that does not travel
+    """
+    try:
+        return _ENCODER.encode(message)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise WireError(f"{type(message).__name__} cannot be sent: {error}") from error
+
+
+def decode_message(data: Payload) -> AnyMessage:
+    """The message that `data` holds.
+
+    raises  WireError if it is not msgpack, or not a message of this protocol with fields of the stated types
+    """
+    try:
+        return _DECODER.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError(f"{len(data)} bytes are no message of this protocol: {error}") from error
+
+
+def encode_array(value: jax.Array | npt.NDArray[Any]) -> memoryview:
+    """The elements of `value`; a view of its own memory when that is on the host, contiguous and little-endian.
+
+    Waits until a `jax.Array` is computed.
+
+    raises  WireError for PRNG key arrays, for dtypes that do not travel, and for arrays spread over processes
+    """
+    host = _host_array(value)
+    wanted = _dtype(host.dtype.name)
+    contiguous = np.ascontiguousarray(host, dtype=wanted)
+    return contiguous.reshape(-1).view(np.uint8).data
+
+
+def decode_array(dtype: str, shape: Sequence[int], payload: Payload) -> npt.NDArray[Any]:
+    """The array whose elements are `payload`, without a copy.
+
+    raises  WireError if `dtype` does not travel, or if `payload` has not the size that dtype and shape ask for
+    """
+    known = _dtype(dtype)
+    if any(extent < 0 for extent in shape):
+        raise WireError(f"shape {tuple(shape)} has a negative extent; extents are 0 or more")
+    wanted = math.prod(shape) * known.itemsize
+    if len(payload) != wanted:
+        raise WireError(f"{dtype}{list(shape)} takes {wanted} bytes but the payload has {len(payload)}")
+    return np.frombuffer(payload, dtype=known).reshape(tuple(shape))
+
+
+def empty_payload(size_bytes: int) -> memoryview:
+    """A fresh writable buffer that starts at a multiple of `ALIGNMENT_BYTES`; memory is used only once it is filled.
+
+    raises  MemoryError
+    """
+    block = np.empty(size_bytes + ALIGNMENT_BYTES, np.uint8)
+    offset = -block.ctypes.data % ALIGNMENT_BYTES
+    return block[offset : offset + size_bytes].data
+
+
+def _host_array(value: jax.Array | npt.NDArray[Any]) -> npt.NDArray[Any]:
+    if isinstance(value, jax.Array):
+        if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+            raise WireError(
+                f"an array of PRNG keys ({value.dtype}) cannot be sent; send `jax.random.key_data(keys)` and call "
+                "`jax.random.wrap_key_data` on the other side"
+            )
+        if not value.is_fully_addressable:
+            raise WireError(
+                f"an array of shape {value.shape} is spread over several processes; send the shards of each process"
+            )
+    return np.asarray(value)
+
+
+def _dtype(name: str) -> np.dtype[Any]:
+    try:
+        return DTYPES[name]
+    except KeyError:
+        raise WireError(f"dtype {name!r} does not travel; these do: {', '.join(sorted(DTYPES))}") from None

@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dflow.distributed import codec, messages
+from dflow.tracing.errors import WireError
+
+MESSAGES = (
+    messages.Hello("/job:ps/task:0"),
+    messages.Failure("VariableError", "no variable 'w'"),
+    messages.CreateVariable("w", "float32", (2, 3), program=False),
+    messages.RegisterPlan(b"\x00plan", (3, 4)),
+    messages.Tensor("/job:worker/task:1", 7, "loss/grad", "bfloat16", ()),
+    messages.Roster((messages.TaskInfo("/job:ps/task:0", "127.0.0.1:1", 0.5),), ("/job:ps/task:0",)),
+)
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_a_message_comes_back_equal(message: messages.AnyMessage) -> None:
+    assert codec.decode_message(memoryview(codec.encode_message(message))) == message
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xc1",
+        b"\x93\x01",
+        codec._ENCODER.encode({"type": "Explode"}),
+        codec._ENCODER.encode({"type": "Hello"}),
+        codec._ENCODER.encode({"type": "Hello", "name": 3}),
+        codec._ENCODER.encode({"type": "Tensor", "origin": "a", "step": "7", "edge": "e", "dtype": "x", "shape": []}),
+        codec._ENCODER.encode(["Hello", "name"]),
+        b"\x91" * 100_000,
+    ],
+)
+def test_bytes_that_are_no_message_are_refused(data: bytes) -> None:
+    with pytest.raises(WireError, match=f"{len(data)} bytes are no message of this protocol"):
+        codec.decode_message(data)
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_give_a_message_or_a_wire_error(data: bytes) -> None:
+    with contextlib.suppress(WireError):
+        codec.decode_message(data)
+
+
+def test_a_field_of_a_type_that_does_not_travel_is_refused() -> None:
+    with pytest.raises(WireError, match="Hello cannot be sent"):
+        codec.encode_message(messages.Hello(name=object()))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", sorted(codec.DTYPES))
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 4), (2, 3, 4)])
+def test_an_array_comes_back_bit_by_bit(name: str, shape: tuple[int, ...]) -> None:
+    dtype = codec.DTYPES[name]
+    bits = np.random.default_rng(0).integers(0, 2, math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    array = np.frombuffer(bits.tobytes(), dtype).reshape(shape)
+    back = codec.decode_array(name, shape, codec.encode_array(array))
+    assert back.dtype == dtype
+    assert back.shape == shape
+    assert back.tobytes() == array.tobytes()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8, jnp.bool_, jnp.float8_e4m3fn])
+def test_a_jax_array_is_encoded_without_a_copy(dtype: Any) -> None:
+    array = jnp.ones((4, 1024), dtype)
+    data = codec.encode_array(array)
+    assert np.frombuffer(data, np.uint8).ctypes.data == array.unsafe_buffer_pointer()
+    assert codec.decode_array(array.dtype.name, array.shape, data).tolist() == array.tolist()
+
+
+def test_strided_and_big_endian_arrays_travel_in_order() -> None:
+    array = np.arange(12, dtype=">i4").reshape(3, 4).T
+    assert codec.decode_array("int32", (4, 3), codec.encode_array(array)).tolist() == array.tolist()
+
+
+def test_a_payload_of_another_size_is_refused_with_both_numbers() -> None:
+    with pytest.raises(WireError, match=r"float32\[2, 3\] takes 24 bytes but the payload has 23"):
+        codec.decode_array("float32", (2, 3), bytes(23))
+
+
+def test_negative_extents_are_refused() -> None:
+    with pytest.raises(WireError, match=r"shape \(-2, -3\) has a negative extent"):
+        codec.decode_array("uint8", (-2, -3), bytes(6))
+
+
+@pytest.mark.parametrize("name", ["object", "float128", "O", "<f4", "datetime64[ns]", "str"])
+def test_unknown_dtypes_are_refused(name: str) -> None:
+    with pytest.raises(WireError, match="does not travel; these do: bfloat16, bool"):
+        codec.decode_array(name, (), bytes(8))
+
+
+@pytest.mark.parametrize("array", [np.array(["a"]), np.array([None]), np.zeros(1, "M8[s]")])
+def test_arrays_that_are_not_numbers_are_refused(array: np.ndarray[Any, Any]) -> None:
+    with pytest.raises(WireError, match="does not travel"):
+        codec.encode_array(array)
+
+
+def test_keys_are_refused_with_the_way_out() -> None:
+    with pytest.raises(WireError, match=r"send `jax.random.key_data\(keys\)`"):
+        codec.encode_array(jax.random.key(0))
+
+
+@pytest.mark.parametrize("size_bytes", [0, 1, 63, 64, 65, 1 << 20])
+def test_a_payload_buffer_is_aligned_and_writable(size_bytes: int) -> None:
+    buffer = codec.empty_payload(size_bytes)
+    assert len(buffer) == size_bytes
+    assert not buffer.readonly
+    assert not size_bytes or np.frombuffer(buffer, np.uint8).ctypes.data % codec.ALIGNMENT_BYTES == 0
+
+
+def test_a_received_array_goes_to_the_cpu_without_a_copy() -> None:
+    buffer = codec.empty_payload(4 * 4096)
+    array = codec.decode_array("float32", (4096,), buffer)
+    array[:] = 1
+    placed = jax.device_put(array, jax.devices("cpu")[0], may_alias=True)
+    assert placed.unsafe_buffer_pointer() == array.ctypes.data
+
+
+def test_bfloat16_keeps_its_meaning() -> None:
+    array = np.array([1.5, -2.0], ml_dtypes.bfloat16)
+    assert codec.decode_array("bfloat16", (2,), codec.encode_array(array)).tolist() == [1.5, -2.0]
