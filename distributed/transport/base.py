@@ -1,0 +1,179 @@
+"""What every transport promises, so that tasks and tests do not care which one they run on.
+
+Invariants, kept by both transports:
+
+- Messages sent by one thread over one connection arrive in the order they were sent.
+- Each request gets at most one reply, and the reply reaches the call that sent the request.
+- A connection ends once: every call waiting on it then raises `TransportClosed`, `Handler.on_close` is called
+  once, and nothing more is delivered from it.
+- A handler is called from the connection's reader thread, one message at a time. It must not wait there: it answers
+  at once, or keeps the `Responder` and answers later from any thread. Waiting for a reply on a reader thread is
+  refused, since the reply might be behind the message being handled. Sending from it never blocks.
+- An exception out of a handler is the answer to that one message; the connection goes on.
+- A received payload is the receiver's own: writable, and aligned to `codec.ALIGNMENT_BYTES`.
+- Whoever sends a payload leaves it unchanged from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from dflow.distributed.codec import Payload
+from dflow.distributed.messages import AnyMessage
+
+
+class Reply(NamedTuple):
+    """A message that answers a call, and its payload."""
+
+    message: AnyMessage
+    payload: memoryview
+
+
+#: Takes a reply, or the error that a `PendingReply.wait` would raise.
+OnReply = Callable[[Reply | BaseException], None]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a transport takes from a peer before it closes the connection.
+
+    `max_meta_bytes`     size of a message without its payload
+    `max_payload_bytes`  size of a payload
+    `max_connections`    connections a listener holds at a time, strangers included
+    `hello_timeout_s`    time from the connection to the end of the peer's `Hello`
+    `stall_timeout_s`    time without a byte in the middle of a frame, and without room to send
+    `max_unsent`         frames queued for a peer that does not read its replies
+    """
+
+    max_meta_bytes: int = 1 << 20
+    max_payload_bytes: int = 4 << 30
+    max_connections: int = 1024
+    hello_timeout_s: float = 10.0
+    stall_timeout_s: float = 60.0
+    max_unsent: int = 4096
+
+
+class PendingReply(Protocol):
+    """A request that was sent and may not be answered yet."""
+
+    def wait(self, timeout_s: float) -> Reply:
+        """The reply.
+
+        raises  the peer's error if it answered with a `Failure`, as the class of that name;
+                TransportClosed if the connection ends first; DeadlineExceeded after `timeout_s`, whereupon a late
+                reply is dropped
+        """
+        ...
+
+    def when_done(self, on_reply: OnReply) -> None:
+        """Call `on_reply` once, from the reader thread (or now, when the reply is there). It must not wait."""
+        ...
+
+
+class Peer(Protocol):
+    """The other end of a connection."""
+
+    @property
+    def name(self) -> str:
+        """How the other end called itself in its `Hello`."""
+        ...
+
+    @property
+    def closed(self) -> str:
+        """Why the connection ended; empty while it is open."""
+        ...
+
+    def start(self, message: AnyMessage, payload: Payload = b"") -> PendingReply:
+        """Send a request and return without waiting for its reply.
+
+        raises  TransportClosed; WireError if message or payload is over this side's limits
+        """
+        ...
+
+    def call(self, message: AnyMessage, payload: Payload = b"", *, timeout_s: float) -> Reply:
+        """Send a request and wait for its reply; raises what `start` and `PendingReply.wait` raise."""
+        ...
+
+    def notify(self, message: AnyMessage, payload: Payload = b"") -> None:
+        """Send a message that has no reply; raises what `start` raises."""
+        ...
+
+    def close(self, reason: str = "closed by this side") -> None:
+        """End the connection; a second call does nothing."""
+        ...
+
+
+class Responder(Protocol):
+    """The way to answer one call, once, from any thread; answers to a peer that has gone are dropped."""
+
+    def reply(self, message: AnyMessage, payload: Payload = b"") -> None:
+        """Answer; raises InternalError if the call was answered before."""
+        ...
+
+    def fail(self, error: BaseException) -> None:
+        """Answer that the request failed; raises InternalError if the call was answered before."""
+        ...
+
+
+class Handler(Protocol):
+    """What one side does with the messages of its connections; called from reader threads, and must not wait."""
+
+    def on_call(self, peer: Peer, message: AnyMessage, payload: memoryview, responder: Responder) -> None:
+        """Carry out a request, answering by `responder` now or later; an exception answers with a `Failure`."""
+        ...
+
+    def on_notify(self, peer: Peer, message: AnyMessage, payload: memoryview) -> None:
+        """Take a message that has no reply; an exception is logged."""
+        ...
+
+    def on_close(self, peer: Peer, reason: str) -> None:
+        """The connection has ended, by either side."""
+        ...
+
+
+class Listener(Protocol):
+    """A place where others connect."""
+
+    @property
+    def address(self) -> str:
+        """The address to connect to, with the real port."""
+        ...
+
+    def close(self) -> None:
+        """Stop listening and end every connection made here; a second call does nothing."""
+        ...
+
+
+class Transport(Protocol):
+    """A way to reach other tasks."""
+
+    def listen(self, address: str, *, name: str, handler: Handler) -> Listener:
+        """Take connections at `address` as `name`.
+
+        raises  SecurityError if the address may not be used; OSError if it is taken
+        """
+        ...
+
+    def connect(self, address: str, *, name: str, handler: Handler, who: str, timeout_s: float) -> Peer:
+        """Connect as `name`, retrying until the deadline; `who` says in errors whom this should reach.
+
+        raises  SecurityError if the address may not be used; WireError if the other side speaks another protocol;
+                DeadlineExceeded naming `who`, the address and the time
+        """
+        ...
+
+
+class RefuseAll:
+    """The handler of a side that only asks: refuses requests and passes over the rest."""
+
+    def on_call(self, peer: Peer, message: AnyMessage, payload: memoryview, responder: Responder) -> None:
+        """Raise NotImplementedError, which reaches the asker."""
+        raise NotImplementedError(f"{type(message).__name__} is not answered here")
+
+    def on_notify(self, peer: Peer, message: AnyMessage, payload: memoryview) -> None:
+        """Do nothing."""
+
+    def on_close(self, peer: Peer, reason: str) -> None:
+        """Do nothing."""

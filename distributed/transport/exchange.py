@@ -1,0 +1,302 @@
+"""Matching replies with requests and handing messages to a handler, over any link that carries frames in order.
+
+Why: this is what both transports share; what is left to them is how a frame gets to the other side.
+
+Invariants: a request number is used once in the life of a connection; a waiting call is in `_waiting` until its
+reply arrives, its wait ends, or the connection ends, whichever is first; `_ended` is set once, under the lock, and
+whoever sets it fails the waiting calls and tells the handler.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import enum
+import logging
+import threading
+import traceback
+from typing import NamedTuple, Protocol
+
+from dflow.distributed.codec import Payload, decode_message, encode_message
+from dflow.distributed.failures import error_of, failure_of
+from dflow.distributed.messages import AnyMessage, Failure
+from dflow.distributed.transport.base import Handler, Limits, OnReply, Reply
+from dflow.tracing.errors import DeadlineExceeded, InternalError, TransportClosed, WireError
+
+LOGGER = logging.getLogger("dflow")
+
+
+class Kind(enum.IntEnum):
+    """What a frame is to the exchange."""
+
+    REQUEST = 1
+    REPLY = 2
+    NOTIFY = 3
+
+
+class Frame(NamedTuple):
+    """One message on its way. `number` ties a reply to its request, and is 0 for a notification."""
+
+    kind: Kind
+    number: int
+    meta: bytes | bytearray
+    payload: Payload
+
+
+class Link(Protocol):
+    """Carries frames to the other side, in order."""
+
+    def send(self, frame: Frame) -> None:
+        """Send, or queue when called from a reader thread; raises TransportClosed with the reason as its text."""
+        ...
+
+    def close(self) -> None:
+        """Stop both directions and wake the reader; a second call does nothing."""
+        ...
+
+
+class _ReaderMark(threading.local):
+    is_reader = False
+
+
+_MARK = _ReaderMark()
+
+
+def become_reader() -> None:
+    """Mark this thread as one that reads a connection, and so must never wait for one."""
+    _MARK.is_reader = True
+
+
+def on_reader_thread() -> bool:
+    """Whether this thread reads a connection."""
+    return _MARK.is_reader
+
+
+class Exchange:
+    """One end of a connection: the `Peer` that users hold, and what the link's reader drives."""
+
+    def __init__(self, link: Link, *, local: str, remote: str, handler: Handler, limits: Limits) -> None:
+        self._link = link
+        self._local = local
+        self._remote = remote
+        self._handler = handler
+        self._limits = limits
+        self._lock = threading.Lock()
+        self._waiting: dict[int, _Pending] = {}
+        self._last_number = 0
+        self._ended: str | None = None
+
+    @property
+    def name(self) -> str:
+        """How the other end called itself."""
+        return self._remote
+
+    @property
+    def closed(self) -> str:
+        """Why the connection ended; empty while it is open."""
+        return self._ended or ""
+
+    def start(self, message: AnyMessage, payload: Payload = b"") -> _Pending:
+        """Send a request; see `base.Peer.start`."""
+        meta = self._meta(message, payload)
+        with self._lock:
+            self._raise_if_ended()
+            self._last_number += 1
+            number = self._last_number
+            pending = self._waiting[number] = _Pending(self, number, type(message).__name__)
+        try:
+            self._send(Frame(Kind.REQUEST, number, meta, payload))
+        except BaseException:
+            self._forget(number)
+            raise
+        return pending
+
+    def call(self, message: AnyMessage, payload: Payload = b"", *, timeout_s: float) -> Reply:
+        """Send a request and wait for its reply; see `base.Peer.call`."""
+        _refuse_on_reader(message, self._remote)
+        return self.start(message, payload).wait(timeout_s)
+
+    def notify(self, message: AnyMessage, payload: Payload = b"") -> None:
+        """Send a message that has no reply; see `base.Peer.notify`."""
+        meta = self._meta(message, payload)
+        with self._lock:
+            self._raise_if_ended()
+        self._send(Frame(Kind.NOTIFY, 0, meta, payload))
+
+    def close(self, reason: str = "closed by this side") -> None:
+        """End the connection, failing the calls that wait on it with `reason`."""
+        with self._lock:
+            if self._ended is not None:
+                return
+            self._ended = reason
+            waiting = list(self._waiting.values())
+            self._waiting.clear()
+        self._link.close()
+        for pending in waiting:
+            pending.resolve(TransportClosed(self._closed_text(reason, pending.asked)))
+        try:
+            self._handler.on_close(self, reason)
+        except Exception:
+            LOGGER.exception("%s: on_close of the connection to %s failed", self._local, self._remote)
+
+    def arrived(self, frame: Frame) -> None:
+        """Handle a frame from the other side; called from the reader thread only.
+
+        raises  WireError if the frame breaks the protocol, after which the link must close the connection
+        """
+        message = decode_message(frame.meta)
+        payload = frame.payload if isinstance(frame.payload, memoryview) else memoryview(frame.payload)
+        if frame.kind is Kind.REPLY:
+            self._settle(frame.number, message, payload)
+        elif self._ended is not None:
+            return
+        elif frame.kind is Kind.REQUEST:
+            self._answer(frame.number, message, payload)
+        else:
+            self._take_notice(message, payload)
+
+    def _settle(self, number: int, message: AnyMessage, payload: memoryview) -> None:
+        pending = self._forget(number)
+        if pending is None:
+            LOGGER.debug("%s: %s answered request %d, which no one awaits", self._local, self._remote, number)
+        elif isinstance(message, Failure):
+            pending.resolve(error_of(message, self._remote))
+        else:
+            pending.resolve(Reply(message, payload))
+
+    def _answer(self, number: int, message: AnyMessage, payload: memoryview) -> None:
+        responder = _Responder(self, number, type(message).__name__)
+        try:
+            self._handler.on_call(self, message, payload, responder)
+        except Exception as error:
+            LOGGER.info("%s: %s from %s failed: %s", self._local, type(message).__name__, self._remote, error)
+            if not responder.fail_if_open(error):
+                LOGGER.error("%s: a handler failed after it had answered\n%s", self._local, traceback.format_exc())
+
+    def _take_notice(self, message: AnyMessage, payload: memoryview) -> None:
+        try:
+            self._handler.on_notify(self, message, payload)
+        except Exception:
+            LOGGER.exception("%s: %s from %s failed", self._local, type(message).__name__, self._remote)
+
+    def send_reply(self, number: int, message: AnyMessage, payload: Payload) -> None:
+        """Send the answer to request `number`; drops it if the connection has ended.
+
+        raises  WireError if the answer is over this side's limits, with nothing sent
+        """
+        meta = self._meta(message, payload)
+        try:
+            self._link.send(Frame(Kind.REPLY, number, meta, payload))
+        except TransportClosed as error:
+            LOGGER.debug("%s: the answer to %s is dropped: %s", self._local, self._remote, error)
+            self.close(str(error))
+
+    def _send(self, frame: Frame) -> None:
+        try:
+            self._link.send(frame)
+        except TransportClosed as error:
+            self.close(str(error))
+            raise TransportClosed(self._closed_text(self.closed)) from error
+
+    def _meta(self, message: AnyMessage, payload: Payload) -> bytes:
+        meta = encode_message(message)
+        what = type(message).__name__
+        if len(meta) > self._limits.max_meta_bytes:
+            raise WireError(
+                f"{what} takes {len(meta)} bytes, over the limit of {self._limits.max_meta_bytes}; "
+                "move the large part into the payload"
+            )
+        if len(payload) > self._limits.max_payload_bytes:
+            raise WireError(
+                f"the payload of {what} has {len(payload)} bytes, over the limit of "
+                f"{self._limits.max_payload_bytes}; send it in parts, or raise the limit on both sides"
+            )
+        return meta
+
+    def _forget(self, number: int) -> _Pending | None:
+        with self._lock:
+            return self._waiting.pop(number, None)
+
+    def _raise_if_ended(self) -> None:
+        if self._ended is not None:
+            raise TransportClosed(self._closed_text(self._ended))
+
+    def _closed_text(self, reason: str, asked: str = "") -> str:
+        during = f" while it was asked for {asked}" if asked else ""
+        return f"the connection from {self._local} to {self._remote} has ended{during}: {reason}"
+
+    def give_up(self, number: int, asked: str, timeout_s: float) -> DeadlineExceeded:
+        """Stop waiting for request `number`, and say so."""
+        self._forget(number)
+        return DeadlineExceeded(f"{self._remote} did not answer {asked} of {self._local} within {timeout_s:g} s")
+
+
+class _Pending:
+    """A request that waits for its reply; see `base.PendingReply`."""
+
+    def __init__(self, exchange: Exchange, number: int, asked: str) -> None:
+        self._exchange = exchange
+        self._number = number
+        self.asked = asked
+        self._future: concurrent.futures.Future[Reply] = concurrent.futures.Future()
+
+    def resolve(self, outcome: Reply | BaseException) -> None:
+        """Wake the waiter; called once, by whoever took this out of `_waiting`."""
+        if isinstance(outcome, BaseException):
+            self._future.set_exception(outcome)
+        else:
+            self._future.set_result(outcome)
+
+    def wait(self, timeout_s: float) -> Reply:
+        """The reply; see `base.PendingReply.wait`."""
+        if not self._future.done():
+            _refuse_on_reader(self.asked, self._exchange.name)
+        try:
+            error = self._future.exception(timeout_s)
+        except TimeoutError:
+            raise self._exchange.give_up(self._number, self.asked, timeout_s) from None
+        if error is not None:
+            raise error
+        return self._future.result()
+
+    def when_done(self, on_reply: OnReply) -> None:
+        """Call `on_reply` once; see `base.PendingReply.when_done`."""
+        self._future.add_done_callback(lambda future: on_reply(future.exception() or future.result()))
+
+
+class _Responder:
+    """Answers one request; see `base.Responder`."""
+
+    def __init__(self, exchange: Exchange, number: int, asked: str) -> None:
+        self._exchange = exchange
+        self._number = number
+        self._asked = asked
+        self._open = threading.Lock()
+
+    def reply(self, message: AnyMessage, payload: Payload = b"") -> None:
+        """Answer the request."""
+        if not self._open.acquire(blocking=False):
+            raise InternalError(f"{self._asked} from {self._exchange.name} was answered twice")
+        try:
+            self._exchange.send_reply(self._number, message, payload)
+        except WireError as error:
+            self._exchange.send_reply(self._number, failure_of(error), b"")
+
+    def fail(self, error: BaseException) -> None:
+        """Answer that the request failed."""
+        self.reply(failure_of(error))
+
+    def fail_if_open(self, error: BaseException) -> bool:
+        """Answer that the request failed unless it was answered; returns whether this was the answer."""
+        if self._open.locked():
+            return False
+        self.fail(error)
+        return True
+
+
+def _refuse_on_reader(asked: object, peer: str) -> None:
+    if on_reader_thread():
+        what = asked if isinstance(asked, str) else type(asked).__name__
+        raise InternalError(
+            f"a handler waits for {peer} to answer {what}; hand the work to another thread, since this one must go "
+            "on reading"
+        )

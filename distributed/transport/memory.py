@@ -1,0 +1,152 @@
+"""Connections within one process.
+
+Why: tests of many tasks run in one process, faster and easier to follow than over sockets. Messages pass through
+the codec and payloads are copied, so that what cannot travel, or is changed after it was sent, fails here too.
+Unlike a socket, a link takes any amount without making the sender wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+
+from dflow.distributed.codec import empty_payload
+from dflow.distributed.transport.base import Handler, Limits
+from dflow.distributed.transport.exchange import LOGGER, Exchange, Frame, become_reader
+from dflow.tracing.errors import DeadlineExceeded, TransportClosed, WireError
+
+
+class MemoryNetwork:
+    """A network of named addresses in this process; listening at "" takes a free address."""
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        self._limits = limits or Limits()
+        self._changed = threading.Condition()
+        self._listeners: dict[str, MemoryListener] = {}
+        self._last_free = 0
+
+    def listen(self, address: str, *, name: str, handler: Handler) -> MemoryListener:
+        """Take connections at `address`; raises OSError if another listener has it."""
+        with self._changed:
+            if not address:
+                self._last_free += 1
+                address = f"memory:{self._last_free}"
+            if address in self._listeners:
+                raise OSError(f"address {address!r} is already listened on; close the other listener or use ''")
+            listener = MemoryListener(self, address, name, handler)
+            self._listeners[address] = listener
+            self._changed.notify_all()
+        return listener
+
+    def connect(self, address: str, *, name: str, handler: Handler, who: str, timeout_s: float) -> Exchange:
+        """Connect to the listener at `address`, waiting for it to appear; see `base.Transport.connect`."""
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while (listener := self._listeners.get(address)) is None:
+                if not self._changed.wait(deadline - time.monotonic()):
+                    raise DeadlineExceeded(
+                        f"{who} at {address} could not be reached within {timeout_s:g} s: nothing listens there; "
+                        "check that it runs and that the address is right"
+                    )
+        return listener.accept(name, handler, self._limits)
+
+    def remove(self, listener: MemoryListener) -> None:
+        """Free the address of a listener."""
+        with self._changed:
+            if self._listeners.get(listener.address) is listener:
+                del self._listeners[listener.address]
+
+
+class MemoryListener:
+    """A named address; see `base.Listener`."""
+
+    def __init__(self, network: MemoryNetwork, address: str, name: str, handler: Handler) -> None:
+        self._network = network
+        self._address = address
+        self._name = name
+        self._handler = handler
+        self._lock = threading.Lock()
+        self._accepted: list[Exchange] = []
+
+    @property
+    def address(self) -> str:
+        """The address to connect to."""
+        return self._address
+
+    def accept(self, name: str, handler: Handler, limits: Limits) -> Exchange:
+        """Make a connection to this listener and return the caller's end."""
+        outbound, inbound = _Pipe(), _Pipe()
+        ours = Exchange(
+            _MemoryLink(outbound=inbound, inbound=outbound),
+            local=self._name,
+            remote=name,
+            handler=self._handler,
+            limits=limits,
+        )
+        theirs = Exchange(
+            _MemoryLink(outbound=outbound, inbound=inbound),
+            local=name,
+            remote=self._name,
+            handler=handler,
+            limits=limits,
+        )
+        with self._lock:
+            self._accepted = [*(peer for peer in self._accepted if not peer.closed), ours]
+        for exchange, pipe in ((ours, outbound), (theirs, inbound)):
+            threading.Thread(target=_read, args=(exchange, pipe), name=f"dflow read {name}", daemon=True).start()
+        return theirs
+
+    def close(self) -> None:
+        """Free the address and end every connection made here."""
+        self._network.remove(self)
+        with self._lock:
+            accepted = list(self._accepted)
+        for exchange in accepted:
+            exchange.close(f"{self._name} stopped listening")
+
+
+class _Pipe:
+    """One direction of a connection: frames, then the end."""
+
+    def __init__(self) -> None:
+        self.frames: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
+        self.is_closed = False
+
+    def close(self) -> None:
+        self.is_closed = True
+        self.frames.put(None)
+
+
+class _MemoryLink:
+    """One end's way out, and the way in that closing must wake."""
+
+    def __init__(self, *, outbound: _Pipe, inbound: _Pipe) -> None:
+        self._outbound = outbound
+        self._inbound = inbound
+
+    def send(self, frame: Frame) -> None:
+        if self._outbound.is_closed:
+            raise TransportClosed("the other side closed the connection")
+        payload = empty_payload(len(frame.payload))
+        payload[:] = frame.payload
+        self._outbound.frames.put(frame._replace(payload=payload))
+
+    def close(self) -> None:
+        self._outbound.close()
+        self._inbound.close()
+
+
+def _read(exchange: Exchange, pipe: _Pipe) -> None:
+    become_reader()
+    reason = "the other side closed the connection"
+    with contextlib.closing(pipe):
+        while (frame := pipe.frames.get()) is not None:
+            try:
+                exchange.arrived(frame)
+            except WireError as error:
+                reason = f"the other side broke the protocol: {error}"
+                LOGGER.warning("connection to %s closed: %s", exchange.name, reason)
+                break
+    exchange.close(reason)

@@ -1,0 +1,325 @@
+"""What only TCP can get wrong: bytes that are no frames, slow peers, addresses."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dflow.distributed.codec import encode_message
+from dflow.distributed.messages import PROTOCOL_VERSION, AnyMessage, Hello, Ok, Tensor
+from dflow.distributed.transport.base import Limits, Peer, Responder
+from dflow.distributed.transport.exchange import Frame, Kind
+from dflow.distributed.transport.framing import HEADER, MAGIC, FrameReader, pack_header
+from dflow.distributed.transport.tcp import TcpListener, TcpTransport
+from dflow.tracing import errors
+from tests.distributed.transports import DEADLINE_S, Recorder, echo, reach
+
+LIMITS = Limits(max_meta_bytes=1 << 16, max_payload_bytes=1 << 20, max_connections=64, hello_timeout_s=DEADLINE_S)
+ZERO3, ZERO4 = bytes(3), bytes(4)
+HUGE = (1 << 64) - 1
+
+
+def frame(message: AnyMessage, payload: bytes = b"", kind: Kind = Kind.NOTIFY, number: int = 0) -> bytes:
+    meta = encode_message(message)
+    return pack_header(Frame(kind, number, meta, payload)) + meta + payload
+
+
+HELLO = frame(Hello("stranger"))
+OK = frame(Ok(), kind=Kind.REQUEST, number=1)
+
+
+def header(magic: bytes = MAGIC, kind: int = 1, payload: int = 0, meta: int = 0, pad: bytes = ZERO3) -> bytes:
+    return HEADER.pack(magic, kind, pad, 1, payload, meta, ZERO4)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[TcpListener]:
+    listener = TcpTransport(LIMITS).listen("127.0.0.1:0", name="server", handler=Recorder(echo))
+    yield listener
+    listener.close()
+
+
+def dial(listener: TcpListener) -> socket.socket:
+    host, port = listener.address.split(":")
+    return socket.create_connection((host, int(port)), timeout=DEADLINE_S)
+
+
+def read_until_closed(sock: socket.socket) -> bytes:
+    """Everything the server sends until it closes; fails at the socket's deadline if it does not close."""
+    data = b""
+    try:
+        while part := sock.recv(1 << 16):
+            data += part
+    except ConnectionResetError:
+        pass
+    return data
+
+
+def still_serves(listener: TcpListener) -> bool:
+    peer = reach(TcpTransport(LIMITS), listener.address, Recorder())
+    try:
+        return peer.call(Ok(), b"abc", timeout_s=DEADLINE_S).payload == b"abc"
+    finally:
+        peer.close()
+
+
+# Each ends the connection by itself: the client keeps its side open and waits for the server to close.
+BEFORE_HELLO = {
+    "another protocol": b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    "zeros": bytes(64),
+    "hello with a payload": header(kind=3, meta=len(encode_message(Hello("x"))), payload=1 << 19),
+    "hello with a huge payload": header(kind=3, meta=10, payload=HUGE),
+    "a request first": OK,
+    "garbage where the hello is": header(kind=3, meta=4) + b"\xff\xff\xff\xff",
+    "another version": frame(Hello("old", version=PROTOCOL_VERSION + 1)),
+}
+AFTER_HELLO = {
+    "wrong magic": header(magic=b"DFLX"),
+    "unknown kind": header(kind=9),
+    "kind zero": header(kind=0),
+    "padding that is not zero": header(pad=b"\0\1\0"),
+    "huge message": header(meta=(1 << 32) - 1),
+    "message just over the limit": header(meta=LIMITS.max_meta_bytes + 1),
+    "huge payload": header(payload=HUGE),
+    "payload just over the limit": header(payload=LIMITS.max_payload_bytes + 1),
+    "no message": header(),
+    "garbage message": header(meta=5) + b"\xc1\xc1\xc1\xc1\xc1",
+    "unknown tag": header(meta=15) + b"\x81\xa4type\xa8Explode!",
+    "fields of other types": header(meta=18) + b"\x82\xa4type\xa5Hello\xa4name\x03",
+    "deeply nested": header(meta=60_000) + b"\x91" * 60_000,
+    "a second frame that is none": OK + b"rubbish, and more rubbish than a header takes",
+}
+
+
+@pytest.mark.parametrize("data", BEFORE_HELLO.values(), ids=BEFORE_HELLO)
+def test_a_stranger_that_does_not_say_hello_is_shut_out(server: TcpListener, data: bytes) -> None:
+    with dial(server) as sock:
+        sock.sendall(data)
+        read_until_closed(sock)
+    assert still_serves(server)
+
+
+@pytest.mark.parametrize("data", AFTER_HELLO.values(), ids=AFTER_HELLO)
+def test_a_frame_that_is_none_ends_its_connection_alone(server: TcpListener, data: bytes) -> None:
+    with dial(server) as sock:
+        sock.sendall(HELLO + data)
+        read_until_closed(sock)
+    assert still_serves(server)
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    hello=st.booleans(),
+    head=st.sampled_from([b"", MAGIC, OK, header(meta=9), frame(Tensor("o", 1, "e", "float32", (2,)), bytes(7))]),
+    tail=st.binary(max_size=300),
+)
+def test_any_bytes_leave_the_server_serving(server: TcpListener, hello: bool, head: bytes, tail: bytes) -> None:
+    with dial(server) as sock:
+        sock.sendall((HELLO if hello else b"") + head + tail)
+        sock.shutdown(socket.SHUT_WR)
+        read_until_closed(sock)
+    assert still_serves(server)
+
+
+@pytest.mark.parametrize("length", range(1, len(OK), 5))
+def test_a_frame_that_breaks_off_ends_its_connection(server: TcpListener, length: int) -> None:
+    with dial(server) as sock:
+        sock.sendall(HELLO + OK[:length])
+        sock.shutdown(socket.SHUT_WR)
+        read_until_closed(sock)
+    assert still_serves(server)
+
+
+def test_a_wrong_payload_size_shifts_the_frames_and_is_noticed(server: TcpListener) -> None:
+    meta = encode_message(Ok())
+    with dial(server) as sock:
+        sock.sendall(HELLO + header(meta=len(meta), payload=3) + meta + b"12345678" + bytes(HEADER.size))
+        answers = read_until_closed(sock)
+    assert answers.endswith(b"123")
+    assert still_serves(server)
+
+
+def reasons(caplog: pytest.LogCaptureFixture) -> str:
+    return "\n".join(record.getMessage() for record in caplog.records)
+
+
+def listen(limits: Limits, recorder: Recorder | None = None) -> TcpListener:
+    return TcpTransport(limits).listen("127.0.0.1:0", name="server", handler=recorder or Recorder(echo))
+
+
+def test_the_reason_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "dflow")
+    recorder = Recorder(echo)
+    listener = listen(LIMITS, recorder)
+    with dial(listener) as sock:
+        sock.sendall(HELLO + header(payload=HUGE))
+        read_until_closed(sock)
+    reason = recorder.close_reason()
+    assert f"a payload of {HUGE} bytes is over the limit of {LIMITS.max_payload_bytes}" in reason
+    assert f"connection to stranger closed: {reason}" in reasons(caplog)
+    listener.close()
+
+
+def test_a_late_hello_is_not_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "dflow")
+    listener = listen(Limits(hello_timeout_s=0.05))
+    with dial(listener) as sock:
+        sock.sendall(HELLO[:-1])
+        read_until_closed(sock)
+    assert still_serves(listener)
+    assert "no whole Hello came within 0.05 s" in reasons(caplog)
+    listener.close()
+
+
+def test_a_frame_that_stalls_ends_its_connection() -> None:
+    recorder = Recorder(echo)
+    listener = listen(Limits(stall_timeout_s=0.05), recorder)
+    with dial(listener) as sock:
+        sock.sendall(HELLO + OK[:-1])
+        read_until_closed(sock)
+    assert "went on for 0.05 s without a byte" in recorder.close_reason()
+    listener.close()
+
+
+class _SlowSocket:
+    """A socket on which nothing came three times, and then a frame."""
+
+    def __init__(self, data: bytes) -> None:
+        self.script: list[bytes | None] = [None, None, None, data]
+
+    def recv_into(self, view: memoryview) -> int:
+        data = self.script.pop(0)
+        if data is None:
+            raise BlockingIOError
+        count = min(len(view), len(data))
+        view[:count] = data[:count]
+        if data[count:]:
+            self.script.insert(0, data[count:])
+        return count
+
+
+def test_an_idle_connection_outlives_the_stall_timeout() -> None:
+    reader = FrameReader(_SlowSocket(OK), LIMITS)  # type: ignore[arg-type]
+    assert reader.read() == Frame(Kind.REQUEST, 1, encode_message(Ok()), b"")
+
+
+def test_a_peer_that_does_not_read_ends_its_connection() -> None:
+    recorder = Recorder(echo)
+    listener = listen(Limits(stall_timeout_s=0.05), recorder)
+    request = frame(Ok(), bytes(4 << 20), Kind.REQUEST, 1)
+    with dial(listener) as sock:
+        sock.sendall(HELLO)
+        with pytest.raises(OSError, match=r"reset|[Bb]roken pipe"):  # noqa: PT012
+            for _ in range(1000):
+                sock.sendall(request)
+    assert recorder.close_reason()
+    listener.close()
+
+
+def test_too_many_unread_replies_end_the_connection() -> None:
+    recorder = Recorder(echo)
+    listener = listen(Limits(max_unsent=3), recorder)
+    with dial(listener) as sock:
+        sock.sendall(HELLO)
+        with pytest.raises(OSError, match=r"reset|[Bb]roken pipe"):  # noqa: PT012
+            for _ in range(1000):
+                sock.sendall(frame(Ok(), bytes(4 << 20), Kind.REQUEST, 1))
+    assert "leaves 3 frames unread" in recorder.close_reason()
+    listener.close()
+
+
+def test_no_more_connections_than_allowed(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "dflow")
+    listener = listen(Limits(max_connections=2))
+    first, second = (reach(TcpTransport(), listener.address, Recorder()) for _ in range(2))
+    with dial(listener) as sock:
+        assert read_until_closed(sock) == b""
+    assert "refused: 2 of 2 connections are in use" in reasons(caplog)
+    first.close()
+    third = reach(TcpTransport(), listener.address, Recorder())
+    assert third.call(Ok(), timeout_s=DEADLINE_S).message == Ok()
+    assert second.call(Ok(), timeout_s=DEADLINE_S).message == Ok()
+    listener.close()
+
+
+def test_a_server_of_another_version_is_refused_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+
+        def serve() -> None:
+            accepted, _ = sock.accept()
+            with accepted:
+                accepted.sendall(frame(Hello("new", version=PROTOCOL_VERSION + 1)))
+                read_until_closed(accepted)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        expected = f"ps at 127.0.0.1:.* new speaks protocol version {PROTOCOL_VERSION + 1} and this side version"
+        with pytest.raises(errors.WireError, match=expected):
+            TcpTransport().connect(
+                f"127.0.0.1:{sock.getsockname()[1]}", name="me", handler=Recorder(), who="ps", timeout_s=DEADLINE_S
+            )
+        thread.join(DEADLINE_S)
+
+
+def test_connecting_waits_for_the_listener_to_appear() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        address = f"127.0.0.1:{sock.getsockname()[1]}"
+    peers: list[Peer] = []
+    thread = threading.Thread(target=lambda: peers.append(reach(TcpTransport(), address, Recorder())))
+    thread.start()
+    listener = TcpTransport().listen(address, name="late", handler=Recorder())
+    thread.join(DEADLINE_S)
+    assert peers[0].name == "late"
+    listener.close()
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:0", "192.0.2.1:80", "example.com:80", "[::]:0", ":0"])
+def test_only_loopback_is_used(address: str) -> None:
+    with pytest.raises(errors.SecurityError, match="not a loopback address, and encryption is not built yet"):
+        TcpTransport().listen(address, name="me", handler=Recorder())
+    with pytest.raises(errors.SecurityError, match="not a loopback address, and encryption is not built yet"):
+        TcpTransport().connect(address, name="me", handler=Recorder(), who="ps", timeout_s=DEADLINE_S)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.1:", "127.0.0.1:-1", "127.0.0.1:65536", "localhost:http"])
+def test_an_address_that_cannot_be_read_is_refused(address: str) -> None:
+    with pytest.raises(ValueError, match="is not of the form 'host:port'"):
+        TcpTransport().listen(address, name="me", handler=Recorder())
+
+
+def test_localhost_is_loopback() -> None:
+    listener = TcpTransport().listen("localhost:0", name="server", handler=Recorder())
+    assert listener.address.startswith("127.0.0.1:")
+    assert reach(TcpTransport(), listener.address, Recorder()).name == "server"
+    listener.close()
+
+
+def test_an_interrupted_send_ends_the_connection(server: TcpListener, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(self: object, parts: list[memoryview]) -> None:
+        raise KeyboardInterrupt
+
+    peer = reach(TcpTransport(), server.address, Recorder())
+    monkeypatch.setattr("dflow.distributed.transport.outlet.Outlet._send_all", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        peer.notify(Ok())
+    assert peer.closed == "a send was interrupted in the middle of a frame"
+
+
+def test_responses_after_the_asker_left_are_dropped() -> None:
+    held: queue.SimpleQueue[Responder] = queue.SimpleQueue()
+    recorder = Recorder(lambda peer, message, payload, responder: held.put(responder))
+    listener = listen(Limits(), recorder)
+    peer = reach(TcpTransport(), listener.address, Recorder())
+    peer.start(Ok())
+    responder = held.get(timeout=DEADLINE_S)
+    peer.close()
+    recorder.close_reason()
+    responder.reply(Ok())
+    listener.close()

@@ -1,0 +1,80 @@
+"""Handlers and places to listen that the tests of transports share. Every wait of theirs has a deadline."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from dflow.distributed.messages import AnyMessage, Failure, Ok
+from dflow.distributed.transport.base import Handler, Limits, Peer, Responder, Transport
+from dflow.distributed.transport.memory import MemoryNetwork
+from dflow.distributed.transport.tcp import TcpTransport
+
+DEADLINE_S = 30.0
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A transport to test, and an address that is free on it."""
+
+    make: Callable[[Limits | None], Transport]
+    free: str
+    nobody: str
+
+
+KINDS = {
+    "memory": Kind(MemoryNetwork, free="", nobody="nowhere"),
+    "tcp": Kind(TcpTransport, free="127.0.0.1:0", nobody="127.0.0.1:1"),
+}
+
+
+class Recorder:
+    """Keeps what arrives; answers `GetStatus`-like calls by the function given, on the reader thread."""
+
+    def __init__(self, answer: Callable[[Peer, AnyMessage, memoryview, Responder], None] | None = None) -> None:
+        self._answer = answer or (lambda peer, message, payload, responder: responder.reply(Ok()))
+        self.notices: queue.SimpleQueue[tuple[AnyMessage, bytes]] = queue.SimpleQueue()
+        self.closed: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
+
+    def on_call(self, peer: Peer, message: AnyMessage, payload: memoryview, responder: Responder) -> None:
+        """Answer by the function given."""
+        self._answer(peer, message, payload, responder)
+
+    def on_notify(self, peer: Peer, message: AnyMessage, payload: memoryview) -> None:
+        """Keep the message, or raise if it is a `Failure`."""
+        if isinstance(message, Failure):
+            raise ValueError(message.text)
+        self.notices.put((message, bytes(payload)))
+
+    def on_close(self, peer: Peer, reason: str) -> None:
+        """Keep who closed, and why."""
+        self.closed.put((peer.name, reason))
+
+    def notice(self) -> tuple[AnyMessage, bytes]:
+        """The next notification."""
+        return self.notices.get(timeout=DEADLINE_S)
+
+    def close_reason(self) -> str:
+        """Why the next connection ended."""
+        return self.closed.get(timeout=DEADLINE_S)[1]
+
+
+def echo(peer: Peer, message: AnyMessage, payload: memoryview, responder: Responder) -> None:
+    """Answer with the request itself."""
+    responder.reply(message, payload)
+
+
+def hold(event: threading.Event) -> Callable[[Peer, AnyMessage, memoryview, Responder], None]:
+    """Never answer; set `event` when asked."""
+
+    def answer(peer: Peer, message: AnyMessage, payload: memoryview, responder: Responder) -> None:
+        event.set()
+
+    return answer
+
+
+def reach(transport: Transport, address: str, handler: Handler, name: str = "client") -> Peer:
+    """Connect within the deadline."""
+    return transport.connect(address, name=name, handler=handler, who="server", timeout_s=DEADLINE_S)
