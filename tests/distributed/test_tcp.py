@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import socket
@@ -62,6 +63,14 @@ def read_until_closed(sock: socket.socket) -> bytes:
     return data
 
 
+def send(sock: socket.socket, data: bytes, *, ends: bool = False) -> None:
+    """Send what the server takes before it closes the connection."""
+    with contextlib.suppress(OSError):
+        sock.sendall(data)
+        if ends:
+            sock.shutdown(socket.SHUT_WR)
+
+
 def still_serves(listener: TcpListener) -> bool:
     peer = reach(TcpTransport(LIMITS), listener.address, Recorder())
     try:
@@ -101,7 +110,7 @@ AFTER_HELLO = {
 @pytest.mark.parametrize("data", BEFORE_HELLO.values(), ids=BEFORE_HELLO)
 def test_a_stranger_that_does_not_say_hello_is_shut_out(server: TcpListener, data: bytes) -> None:
     with dial(server) as sock:
-        sock.sendall(data)
+        send(sock, data)
         read_until_closed(sock)
     assert still_serves(server)
 
@@ -109,7 +118,7 @@ def test_a_stranger_that_does_not_say_hello_is_shut_out(server: TcpListener, dat
 @pytest.mark.parametrize("data", AFTER_HELLO.values(), ids=AFTER_HELLO)
 def test_a_frame_that_is_none_ends_its_connection_alone(server: TcpListener, data: bytes) -> None:
     with dial(server) as sock:
-        sock.sendall(HELLO + data)
+        send(sock, HELLO + data)
         read_until_closed(sock)
     assert still_serves(server)
 
@@ -122,8 +131,7 @@ def test_a_frame_that_is_none_ends_its_connection_alone(server: TcpListener, dat
 )
 def test_any_bytes_leave_the_server_serving(server: TcpListener, hello: bool, head: bytes, tail: bytes) -> None:
     with dial(server) as sock:
-        sock.sendall((HELLO if hello else b"") + head + tail)
-        sock.shutdown(socket.SHUT_WR)
+        send(sock, (HELLO if hello else b"") + head + tail, ends=True)
         read_until_closed(sock)
     assert still_serves(server)
 
@@ -131,8 +139,7 @@ def test_any_bytes_leave_the_server_serving(server: TcpListener, hello: bool, he
 @pytest.mark.parametrize("length", range(1, len(OK), 5))
 def test_a_frame_that_breaks_off_ends_its_connection(server: TcpListener, length: int) -> None:
     with dial(server) as sock:
-        sock.sendall(HELLO + OK[:length])
-        sock.shutdown(socket.SHUT_WR)
+        send(sock, HELLO + OK[:length], ends=True)
         read_until_closed(sock)
     assert still_serves(server)
 
@@ -140,7 +147,7 @@ def test_a_frame_that_breaks_off_ends_its_connection(server: TcpListener, length
 def test_a_wrong_payload_size_shifts_the_frames_and_is_noticed(server: TcpListener) -> None:
     meta = encode_message(Ok())
     with dial(server) as sock:
-        sock.sendall(HELLO + header(meta=len(meta), payload=3) + meta + b"12345678" + bytes(HEADER.size))
+        send(sock, HELLO + header(meta=len(meta), payload=3) + meta + b"12345678" + bytes(HEADER.size))
         answers = read_until_closed(sock)
     assert answers.endswith(b"123")
     assert still_serves(server)
