@@ -1,1 +1,1 @@
-"""Graph to passes, plan and executables on one host: knows XLA, and nothing of the network."""
+"""From a stateful graph to programs that run on one host. Knows XLA; knows nothing of the network."""

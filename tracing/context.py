@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from dflow.tracing.errors import InternalError
 
@@ -19,11 +19,18 @@ if TYPE_CHECKING:
     from dflow.tracing.resources import Initial, Variable
 
 
+class Slot(NamedTuple):
+    """Where a variable's value is: the task (None: this process) and its key in that task's store."""
+
+    device: str | None
+    key: str
+
+
 class Home(Protocol):
     """Keeps the values of variables, and serves ops on them that run outside a graph."""
 
-    def create(self, variable: Variable, initial: Initial, near: Variable | None) -> str | None:
-        """Create the variable's value, or find it; returns the device it is on (None: this process).
+    def create(self, variable: Variable, initial: Initial, near: Variable | None) -> Slot:
+        """Create the variable's value, or find it; returns where it is.
 
         Raises VariableError when a variable of that name but another type is there.
         """

@@ -24,6 +24,7 @@ from dflow.tracing.jax_frontend import (
     is_literal,
     origin_of,
     read_p,
+    scan_counts,
     touches_state,
 )
 from dflow.tracing.source import at
@@ -123,9 +124,9 @@ def _written(*closed: Any) -> list[Any]:
 
 
 def _scan(params: Mapping[str, Any], operands: list[Any], state: State) -> list[Any]:
-    consts_end = params["num_consts"]
-    carry_end = consts_end + params["num_carry"]
-    consts, init, xs = operands[:consts_end], operands[consts_end:carry_end], operands[carry_end:]
+    consts_count, carry_count = scan_counts(params)
+    consts, rest = operands[:consts_count], operands[consts_count:]
+    init, xs = rest[:carry_count], rest[carry_count:]
     written = _written(params["jaxpr"])
     body = _Body(params["jaxpr"], state, written)
 

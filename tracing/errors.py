@@ -72,3 +72,7 @@ class RemoteError(DflowError, RuntimeError):
 
 class SecurityError(DflowError, PermissionError):
     """A connection was asked for that dflow cannot protect, or a peer that may not speak; the message says which."""
+
+
+class ConfigError(DflowError, ValueError):
+    """A setting has a value that is not legal; the message lists the legal ones."""

@@ -7,16 +7,18 @@ and the public form that was tried:
 - the effect allow-lists: none is public, and without them JAX refuses our effects inside control flow;
 - `Effect`: its only public name is in `jax.extend.core`, which warns that it may go;
 - a trace's context and source lines of an equation: needed to bind it again as it was traced; no public form;
-- whether a trace is running: `jax.core.trace_state_clean` was removed from the public names.
+- whether a trace is running: `jax.core.trace_state_clean` was removed from the public names;
+- the table of lowerings and the PRNG implementations, to read a graph's text: `jax.extend` lists part of the
+  primitives, and no implementation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,8 @@ import jax
 from jax._src import core as jax_core
 from jax._src import effects as jax_effects
 from jax._src import source_info_util, traceback_util
+from jax._src.interpreters import mlir as _mlir
+from jax._src.random.prng import PRNGImpl
 from jax.extend import core as jex
 from jax.extend.core import primitives as jax_primitives
 from jax.interpreters import ad, batching, mlir
@@ -231,6 +235,14 @@ def accesses(effects: Any) -> tuple[list[Any], list[Any]]:
     return reads, writes
 
 
+def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
+    """How many of a scan's operands are constants, and how many are carried. JAX 0.12 keeps them as trees."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts), len(carry)
+
+
 def touches_state(effects: Any) -> bool:
     """Whether any of the effects is an access to a variable."""
     return any(isinstance(effect, VariableEffect) for effect in effects)
@@ -253,6 +265,34 @@ def make_jaxpr(fn: Callable[..., Any], *args: Any) -> tuple[Jaxpr, list[Any], An
     return jaxpr, consts, out
 
 
+def is_jaxpr(value: Any) -> bool:
+    """Whether a parameter is a jaxpr, open or with its constants."""
+    return hasattr(closed_parts(value)[0], "eqns")
+
+
+def is_open(jaxpr: Any) -> bool:
+    """Whether a jaxpr is one that has no place for constants; newer JAX has none of these."""
+    return not hasattr(jaxpr, "consts")
+
+
+def scan_counts(params: Any) -> tuple[int, int]:
+    """How many operands of a scan are constants, and how many are carries."""
+    if "num_carry" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts), len(carry)
+
+
+def is_key_implementation(value: Any) -> bool:
+    """Whether a parameter is a PRNG implementation; it has a `tag`, the short name that key dtypes print."""
+    return isinstance(value, PRNGImpl)
+
+
+def key_implementation(dtype: Any) -> Any:
+    """The PRNG implementation of a key dtype."""
+    return dtype._impl
+
+
 def primitive_named(name: str) -> Any:
     """The JAX primitive of that name. Raises InternalError for a name that JAX does not list."""
     found = _primitives_by_name().get(name)
@@ -261,9 +301,12 @@ def primitive_named(name: str) -> Any:
     return found
 
 
+@cache
 def _primitives_by_name() -> dict[str, Any]:
-    members = (getattr(jax_primitives, member) for member in dir(jax_primitives))
-    return {member.name: member for member in members if isinstance(member, jex.Primitive)}
+    """Every primitive with a lowering, and those that JAX lists; where two share a name, a listed one."""
+    members = [getattr(jax_primitives, member) for member in dir(jax_primitives)]
+    listed = [member for member in members if isinstance(member, jex.Primitive)]
+    return {primitive.name: primitive for primitive in (*_mlir._lowerings, *listed)}
 
 
 def infer_types(primitive: Any, params: Any, types: Sequence[ArrayType]) -> list[ArrayType]:

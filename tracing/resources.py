@@ -72,9 +72,11 @@ class Variable:
         self.type = initial_type(first)
         self.loc = caller()
         self.home: Home = near.home if near is not None else current_home()
+        slot = self.home.create(self, first, near)
         #: The task that holds the value, such as `/job:ps/task:0`; None is this process.
-        self.device: str | None = None
-        self.device = self.home.create(self, first, near)
+        self.device = slot.device
+        #: What the value is called in that task's store.
+        self.key = slot.key
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -1,0 +1,40 @@
+"""Every environment variable that dflow reads: its type, its default, its meaning. Read once, at import.
+
+Lower layers never read the environment; what they need is passed to them.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from dflow.tracing.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Config:
+    """The settings of this process."""
+
+    #: DFLOW_CHECK=1 verifies each graph before and after each pass.
+    check: bool = False
+    #: DFLOW_DUMP=dir writes each graph, before and after each pass, into a folder per traced function.
+    dump: Path | None = None
+
+
+def _parse(name: str, text: str) -> Any:
+    if name == "dump":
+        return Path(text)
+    if text not in ("0", "1"):
+        raise ConfigError(f"DFLOW_{name.upper()} is {text!r}; the legal values are 0 and 1")
+    return text == "1"
+
+
+def from_environment(environment: dict[str, str]) -> Config:
+    """The settings that these environment variables give. Raises ConfigError for a value that is not legal."""
+    given = {f.name: environment.get(f"DFLOW_{f.name.upper()}") for f in fields(Config)}
+    return Config(**{name: _parse(name, text) for name, text in given.items() if text})
+
+
+CONFIG = from_environment(dict(os.environ))

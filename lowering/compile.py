@@ -1,0 +1,110 @@
+"""From a lowered graph to one plan a task, with the programs that the plan calls.
+
+The graph must have been through the pipeline: its nodes are XLA calls, sends and receives, each on a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from dflow.lowering.discharge import Discharged, discharge
+from dflow.lowering.plan import Call, Item, Plan, Recv, Send
+from dflow.tracing import ops
+from dflow.tracing.effects import Effect
+from dflow.tracing.errors import InternalError
+from dflow.tracing.graph import Graph, Literal, Node, Operand, Value
+from dflow.tracing.types import ArrayType, RefType, dtype_name
+
+
+@dataclass(frozen=True)
+class TaskPlan:
+    """A task's plan and the functions that its calls name by index."""
+
+    plan: Plan
+    programs: tuple[Discharged, ...]
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """The plans of a graph. The caller feeds its own plan the graph's array inputs, then `literals`."""
+
+    local: TaskPlan
+    remote: Mapping[str, TaskPlan]
+    literals: tuple[Literal, ...]
+
+
+def make_plans(graph: Graph, local: str, keys: Mapping[Value, str]) -> Compiled:
+    """The plans of a lowered graph whose caller is `local`; `keys` names each variable in its task's store."""
+    makers: dict[str, _Maker] = {local: _Maker(local, keys)}
+    feeds: list[Operand] = [value for value in graph.inputs if not isinstance(value.type, RefType)]
+    literals = tuple(output for output in graph.outputs if isinstance(output, Literal))
+    caller = makers[local]
+    caller.feeds = [caller.slot(operand) for operand in (*feeds, *literals)]
+    for node in graph.nodes:
+        assert node.device is not None
+        makers.setdefault(node.device, _Maker(node.device, keys)).add(node)
+    caller.fetches = [caller.slot(output) for output in graph.outputs]
+    plans = {task: maker.plan() for task, maker in makers.items()}
+    return Compiled(plans.pop(local), plans, literals)
+
+
+@dataclass
+class _Maker:
+    task: str
+    keys: Mapping[Value, str]
+    feeds: list[int] = field(default_factory=list)
+    fetches: list[int] = field(default_factory=list)
+    items: list[Item] = field(default_factory=list)
+    programs: list[Discharged] = field(default_factory=list)
+    slots: dict[Operand, int] = field(default_factory=dict)
+    makers: dict[Value, int] = field(default_factory=dict)
+
+    def slot(self, operand: Operand) -> int:
+        return self.slots.setdefault(operand, len(self.slots))
+
+    def add(self, node: Node) -> None:
+        after = tuple(self.makers[value] for value in node.after if value in self.makers)
+        self.makers.update(dict.fromkeys(node.outputs, len(self.items)))
+        self.items.append(self._item(node, after))
+
+    def _item(self, node: Node, after: tuple[int, ...]) -> Item:
+        if node.op is ops.net_send:
+            edge, destination = node.attributes["edge"], node.attributes["destination"]
+            return Send(edge, destination, self.slot(node.inputs[0]), after)
+        if node.op is ops.net_recv:
+            type: ArrayType = node.attributes["type"]
+            edge, source = node.attributes["edge"], node.attributes["source"]
+            return Recv(edge, source, self.slot(node.outputs[0]), dtype_name(type.dtype), type.shape, after)
+        if node.op is ops.xla_call:
+            return self._call(node, after)
+        raise InternalError(f"{node.op.name} is not part of a lowered graph")
+
+    def _call(self, node: Node, after: tuple[int, ...]) -> Call:
+        assert node.graph is not None
+        pure = discharge(node.graph)
+        outer = dict(zip(node.graph.inputs, node.inputs, strict=True))
+        self._check_donation(node)
+        self.programs.append(pure)
+        return Call(
+            program=len(self.programs) - 1,
+            writes=tuple(self._key(outer[ref]) for ref in pure.written),
+            reads=tuple(self._key(outer[ref]) for ref in pure.read),
+            takes=tuple(self.slot(outer[value]) for value in pure.operands),
+            gives=tuple(self.slot(value) for value in node.array_outputs),
+            after=after,
+        )
+
+    def _check_donation(self, node: Node) -> None:
+        written = {ref for effect, ref in node.effects if effect is Effect.WRITE}
+        donated = {node.inputs[index] for index in node.attributes["donate"]}
+        if donated != written:
+            raise InternalError(f"{node} donates {donated} but writes {written}; run the pass 'donate'")
+
+    def _key(self, operand: Operand) -> str:
+        assert isinstance(operand, Value)
+        return self.keys[operand]
+
+    def plan(self) -> TaskPlan:
+        plan = Plan(self.task, len(self.slots), tuple(self.items), tuple(self.feeds), tuple(self.fetches))
+        return TaskPlan(plan, tuple(self.programs))

@@ -1,0 +1,92 @@
+"""From a cluster's body to a pure function: state comes in as values and goes out as values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dflow.tracing import ops
+from dflow.tracing.effects import Effect
+from dflow.tracing.errors import InternalError
+from dflow.tracing.graph import Graph, Literal, Node, Operand, Value
+from dflow.tracing.jax_frontend import bind
+from dflow.tracing.op import OpDef
+from dflow.tracing.types import ArrayType, RefType
+
+
+@dataclass(frozen=True)
+class Discharged:
+    """`fn(*written, *read, *operands)` gives the new values of `written`, then the results."""
+
+    fn: Callable[..., list[Any]]
+    types: tuple[ArrayType, ...]
+    written: tuple[Value, ...]
+    read: tuple[Value, ...]
+    operands: tuple[Value, ...]
+
+
+def discharge(body: Graph) -> Discharged:
+    """The pure function of a graph whose nodes are JAX's and variable ops."""
+    effects = [(effect, ref) for node in body.nodes for effect, ref in node.effects if ref is not None]
+    changed = {ref for effect, ref in effects if effect is Effect.WRITE}
+    written = tuple(ref for ref in body.refs if ref in changed)
+    read = tuple(ref for ref in body.refs if ref not in changed)
+    operands = tuple(value for value in body.inputs if not isinstance(value.type, RefType))
+
+    def fn(*args: Any) -> list[Any]:
+        env = dict(zip((*written, *read, *operands), args, strict=True))
+        for node in body.nodes:
+            _step(node, env)
+        return [env[ref] for ref in written] + [_value(output, env) for output in body.outputs]
+
+    types = tuple(_held(value) for value in (*written, *read, *operands))
+    return Discharged(fn, types, written, read, operands)
+
+
+def _held(value: Value) -> ArrayType:
+    if isinstance(value.type, RefType):
+        return value.type.of
+    assert isinstance(value.type, ArrayType)
+    return value.type
+
+
+def _value(operand: Operand, env: Mapping[Value, Any]) -> Any:
+    return operand.value if isinstance(operand, Literal) else env[operand]
+
+
+def _step(node: Node, env: dict[Value, Any]) -> None:
+    values = [_value(operand, env) for operand in node.inputs]
+    if node.op.primitive is not None:
+        results = bind(node.op.primitive, node.attributes, values, node.origin)
+        env.update(zip(node.outputs, results, strict=False))
+        return
+    rule = _RULES.get(node.op)
+    if rule is None:
+        raise InternalError(f"{node.op.name} cannot run inside an XLA call")
+    rule(node, values, env)
+
+
+def _read(node: Node, values: Sequence[Any], env: dict[Value, Any]) -> None:
+    env[node.outputs[0]] = values[0]
+
+
+def _assign(node: Node, values: Sequence[Any], env: dict[Value, Any]) -> None:
+    env[_ref(node)] = values[1]
+
+
+def _assign_add(node: Node, values: Sequence[Any], env: dict[Value, Any]) -> None:
+    env[_ref(node)] = values[0] + values[1]
+
+
+def _ref(node: Node) -> Value:
+    ref = node.inputs[0]
+    assert isinstance(ref, Value)
+    return ref
+
+
+_RULES: Mapping[OpDef, Callable[[Node, Sequence[Any], dict[Value, Any]], None]] = {
+    ops.var_read: _read,
+    ops.var_assign: _assign,
+    ops.var_assign_add: _assign_add,
+}

@@ -1,0 +1,122 @@
+"""State and steps of this process alone: no cluster, no threads, and for most functions one XLA call a step."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dflow.lowering.channel import Deliver, StepId
+from dflow.lowering.compile import Compiled, TaskPlan, make_plans
+from dflow.lowering.execute import Execution, Outcome, Schedule
+from dflow.lowering.passes.base import Observer, run_passes
+from dflow.lowering.pipeline import ALONE, pipeline
+from dflow.lowering.plan import Call
+from dflow.lowering.program import Program, compile_program
+from dflow.lowering.store import Store
+from dflow.tracing.context import Slot
+from dflow.tracing.errors import InternalError, VariableError
+from dflow.tracing.resources import Initial, Variable
+from dflow.tracing.source import at
+from dflow.tracing.trace import Traced
+
+#: Runs a step on the leaves of its arguments; gives the leaves of its result.
+Runner = Callable[[Sequence[Any]], Sequence[Any]]
+
+
+class LocalHome:
+    """The home of variables that live in this process. A new variable takes over an old one's name."""
+
+    def __init__(self) -> None:
+        self.store = Store()
+        self._named: weakref.WeakValueDictionary[str, Variable] = weakref.WeakValueDictionary()
+
+    def create(self, variable: Variable, initial: Initial, near: Variable | None) -> Slot:
+        earlier = self._named.get(variable.name)
+        if earlier is not None and earlier.type != variable.type:
+            raise VariableError(
+                f"variable {variable.name!r} holds {earlier.type}, but is created again with {variable.type}"
+                f"{at(variable.loc)}\n  it was first made{at(earlier.loc)}\n  give one of them another name"
+            )
+        key = f"{variable.name}#{variable.serial}"
+        self.store.create(key, variable.type, initial if callable(initial) else lambda: initial)
+        self._named[variable.name] = variable
+        weakref.finalize(variable, self.store.drop, key)
+        return Slot(None, key)
+
+    def read(self, variable: Variable) -> jax.Array:
+        return self.store.read(variable.key)
+
+    def write(self, variable: Variable, value: Any) -> None:
+        self.store.write(variable.key, value)
+
+    def add(self, variable: Variable, delta: Any) -> None:
+        self.store.add(variable.key, delta)
+
+    def runner(self, traced: Traced, *, check: bool, observe: Observer | None) -> Runner:
+        """Lower a traced function whose variables all live here."""
+        graph = run_passes(traced.graph, pipeline(), check=check, observe=observe)
+        keys = {ref: variable.key for ref, variable in zip(graph.refs, traced.variables, strict=True)}
+        compiled = make_plans(graph, ALONE, keys)
+        fixed = [*traced.constants], [jnp.asarray(literal.value, literal.type.dtype) for literal in compiled.literals]
+        return _local_runner(compiled, self.store, *fixed)
+
+
+def compile_programs(task_plan: TaskPlan) -> list[Program]:
+    """Compile a plan's programs for this process."""
+    return [compile_program(pure.fn, pure.types, len(pure.written)) for pure in task_plan.programs]
+
+
+def _local_runner(compiled: Compiled, store: Store, constants: list[Any], literals: list[Any]) -> Runner:
+    if compiled.remote:
+        raise InternalError(f"a local function was placed on {sorted(compiled.remote)}")
+    plan, programs = compiled.local.plan, compile_programs(compiled.local)
+    if len(plan.items) == 1 and isinstance(plan.items[0], Call) and plan.fetches == plan.items[0].gives:
+        return _one_call(plan.items[0], plan.feeds, programs[0], store, constants)
+    schedule = Schedule(plan)
+
+    def run(leaves: Sequence[Any]) -> Sequence[Any]:
+        done: Future[Outcome] = Future()
+        feeds = [*constants, *leaves, *literals]
+        step = StepId(ALONE, 0)
+        Execution(schedule, programs, store, _NO_CHANNEL, step, feeds, done.set_result, lambda work: work()).start()
+        return fetched(done.result())
+
+    return run
+
+
+def fetched(outcome: Outcome) -> tuple[jax.Array, ...]:
+    """The fetches of an execution that has ended; raises what ended it."""
+    if isinstance(outcome, BaseException):
+        raise outcome
+    return outcome
+
+
+def _one_call(call: Call, feeds: tuple[int, ...], program: Program, store: Store, constants: list[Any]) -> Runner:
+    """The common case: a step is one XLA call, its operands picked from constants and arguments."""
+    places = {slot: index for index, slot in enumerate(feeds)}
+    picks = tuple(places[slot] for slot in call.takes)
+    straight = not constants and picks == tuple(range(len(feeds)))
+
+    def run(leaves: Sequence[Any]) -> Sequence[Any]:
+        if straight:
+            return store.call(program, call.writes, call.reads, leaves)
+        values = [*constants, *leaves]
+        return store.call(program, call.writes, call.reads, [values[index] for index in picks])
+
+    return run
+
+
+class _NoChannel:
+    def send(self, step: StepId, edge: str, destination: str, value: jax.Array) -> None:
+        raise InternalError(f"a local step sends {edge!r} to {destination}")
+
+    def receive(self, step: StepId, edge: str, source: str, deliver: Deliver) -> None:
+        raise InternalError(f"a local step receives {edge!r} from {source}")
+
+
+_NO_CHANNEL = _NoChannel()

@@ -1,0 +1,1 @@
+"""The passes, one a file; a pass is a value that maps a graph to a graph."""

@@ -1,0 +1,51 @@
+"""What a pass is, and how passes are run: each is timed, shown to an observer, and blamed for what it breaks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from dflow.tracing.errors import DflowError
+from dflow.tracing.graph import Graph
+from dflow.tracing.verify import verify
+
+
+class Pass(Protocol):
+    """A map from a valid graph to a valid graph that computes the same."""
+
+    @property
+    def name(self) -> str:
+        """The pass's name: its file's."""
+        ...
+
+    def __call__(self, graph: Graph) -> Graph:
+        """The new graph; the old one is unchanged."""
+        ...
+
+
+Observer = Callable[[str, Graph], None]
+
+
+def run_passes(
+    graph: Graph, passes: Sequence[Pass], *, check: bool = False, observe: Observer | None = None
+) -> Graph:
+    """Run the passes in order. With `check` the graph is verified before and after each; `observe` sees each result."""
+    if check:
+        verify(graph)
+    if observe is not None:
+        observe("traced", graph)
+    for one in passes:
+        graph = one(graph)
+        if observe is not None:
+            observe(one.name, graph)
+        if check:
+            _verify_after(one, graph)
+    return graph
+
+
+def _verify_after(one: Pass, graph: Graph) -> None:
+    try:
+        verify(graph)
+    except DflowError as error:
+        error.add_note(f"after the pass {one.name!r}; the graph was valid before it")
+        raise

@@ -1,0 +1,28 @@
+"""Mark the variables whose buffers an XLA call may overwrite: those it writes."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import ClassVar
+
+from dflow.tracing import ops
+from dflow.tracing.effects import Effect
+from dflow.tracing.graph import Graph, Node
+
+
+@dataclass(frozen=True)
+class Donate:
+    """Set `donate` of each `xla.call` to the operands that are written variables."""
+
+    name: ClassVar[str] = "donate"
+
+    def __call__(self, graph: Graph) -> Graph:
+        nodes = tuple(_donating(node) if node.op is ops.xla_call else node for node in graph.nodes)
+        return dataclasses.replace(graph, nodes=nodes)
+
+
+def _donating(node: Node) -> Node:
+    written = {ref for effect, ref in node.effects if effect is Effect.WRITE}
+    donate = tuple(index for index, operand in enumerate(node.inputs) if operand in written)
+    return dataclasses.replace(node, attributes={**node.attributes, "donate": donate})

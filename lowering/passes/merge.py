@@ -1,0 +1,74 @@
+"""Share equal nodes: pure ones, and reads of one variable with no write between.
+
+Two nodes are equal when op, operands, attributes, device and trace context are. Ops of an update (`with-state`) are
+never shared with others, so that an update reads its variables when it is applied.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from dflow.tracing.effects import Effect
+from dflow.tracing.graph import Graph, Literal, Node, Operand, Value
+
+
+@dataclass(frozen=True)
+class Merge:
+    """Replace each node that repeats an earlier one by the earlier one's results."""
+
+    name: ClassVar[str] = "merge"
+
+    def __call__(self, graph: Graph) -> Graph:
+        seen: dict[Hashable, Node] = {}
+        same: dict[Value, Operand] = {}
+        versions: Counter[Value | None] = Counter()
+        kept = []
+        for old in graph.nodes:
+            node = old.with_operands(same)
+            for effect, ref in node.effects:
+                if effect is not Effect.READ:
+                    versions[ref] += 1
+            key = _key(node, versions)
+            earlier = seen.setdefault(key, node) if key is not None else node
+            if earlier is node:
+                kept.append(node)
+            else:
+                same.update(zip(node.outputs, earlier.outputs, strict=True))
+        outputs = tuple(same.get(output, output) if isinstance(output, Value) else output for output in graph.outputs)
+        return dataclasses.replace(graph, nodes=tuple(kept), outputs=outputs)
+
+
+def _key(node: Node, versions: Counter[Value | None]) -> Hashable | None:
+    """What makes a node equal to another, or None for one that is never shared."""
+    if node.must_run or node.graph is not None:
+        return None
+    reads = tuple(versions[ref] for _, ref in node.effects)
+    # An op whose effects are unknown may have written any variable.
+    unknown = versions[None] if reads else 0
+    attributes = tuple(sorted((name, _hashable(value)) for name, value in node.attributes.items()))
+    context = id(getattr(node.origin, "context", None))
+    key = (node.op, tuple(map(_operand, node.inputs)), attributes, node.device, node.after, context, reads, unknown)
+    return None if any(value is _UNHASHABLE for _, value in attributes) else key
+
+
+_UNHASHABLE = object()
+
+
+def _hashable(value: Any) -> Any:
+    try:
+        hash(value)
+    except TypeError:
+        return _UNHASHABLE
+    return (type(value).__name__, value)
+
+
+def _operand(operand: Operand) -> Hashable:
+    if isinstance(operand, Literal):
+        return np.asarray(operand.value).tobytes(), str(operand.type)
+    return operand

@@ -1,0 +1,69 @@
+"""Turn effects into order edges, per resource and device.
+
+After this pass the order of the node list carries no meaning of its own: two effects on one variable whose order can
+be seen are joined by an operand or by `after`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from dflow.tracing.effects import Effect, commute
+from dflow.tracing.graph import Graph, Node, Value
+
+_ALONE = (Effect.SEND, Effect.RECV)
+
+
+@dataclass(frozen=True)
+class Order:
+    """Make each node come after the earlier ones that it does not commute with."""
+
+    name: ClassVar[str] = "order"
+
+    def __call__(self, graph: Graph) -> Graph:
+        lines: dict[str | None, _Line] = {}
+        nodes = []
+        for node in graph.nodes:
+            line = lines.setdefault(node.device, _Line())
+            before = line.enter(node)
+            operands = set(node.values)
+            after = tuple(value for value in before if value not in operands)
+            nodes.append(dataclasses.replace(node, after=after) if after else node)
+        return dataclasses.replace(graph, nodes=tuple(nodes))
+
+
+@dataclass
+class _Line:
+    """The effects so far on one device: per variable those that a next one may have to follow."""
+
+    recent: dict[Value, list[tuple[Effect, Value]]] = field(default_factory=dict)
+    barrier: Value | None = None
+    since: list[Value] = field(default_factory=list)
+
+    def enter(self, node: Node) -> tuple[Value, ...]:
+        """The values whose nodes this one must follow, each once, in order."""
+        effects = [(effect, ref) for effect, ref in node.effects if effect not in _ALONE]
+        if not effects:
+            return ()
+        done = node.outputs[0]
+        if any(effect is Effect.UNKNOWN for effect, _ in effects):
+            before = [*([self.barrier] if self.barrier is not None else []), *self.since]
+            self.recent, self.barrier, self.since = {}, done, []
+            return tuple(dict.fromkeys(before))
+        found: list[Value] = [self.barrier] if self.barrier is not None else []
+        for ref in dict.fromkeys(ref for _, ref in effects if ref is not None):
+            kinds = {effect for effect, on in effects if on is ref}
+            kind = Effect.WRITE if Effect.WRITE in kinds else Effect.READ
+            found += self._follow(ref, kind, done)
+        self.since.append(done)
+        return tuple(dict.fromkeys(found))
+
+    def _follow(self, ref: Value, kind: Effect, done: Value) -> list[Value]:
+        line = self.recent.setdefault(ref, [])
+        conflicting = [value for effect, value in line if not commute(effect, kind)]
+        if kind is Effect.WRITE:
+            line.clear()
+        line.append((kind, done))
+        return conflicting

@@ -1,0 +1,68 @@
+"""Cut the graph at device borders: each value that crosses is sent once per destination.
+
+The graph stays one graph. Afterwards every operand of a node is on the node's device, and what joins two devices is
+a `net.send` and a `net.recv` of the same edge; an edge is named for its value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from dflow.tracing import ops
+from dflow.tracing.graph import Graph, Node, Operand, Value
+from dflow.tracing.types import ArrayType, RefType, TokenType
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Add the sends and receives of a placed graph whose caller is `local`."""
+
+    local: str
+    name: ClassVar[str] = "partition"
+
+    def __call__(self, graph: Graph) -> Graph:
+        cut = _Cut(graph, self.local)
+        for node in graph.nodes:
+            cut.add(node)
+        outputs = tuple(cut.at(output, self.local) for output in graph.outputs)
+        return Graph(graph.inputs, tuple(cut.nodes), outputs)
+
+
+class _Cut:
+    def __init__(self, graph: Graph, local: str) -> None:
+        self.nodes: list[Node] = []
+        self._graph = graph
+        self._fresh = graph.fresh_names()
+        self._device = {value: value.device or local for value in graph.inputs}
+        self._copies: dict[tuple[Value, str], Value] = {}
+
+    def add(self, node: Node) -> None:
+        assert node.device is not None
+        inputs = self._inputs(node.inputs, node.device)
+        self._device.update(dict.fromkeys(node.outputs, node.device))
+        self.nodes.append(Node(node.op, inputs, node.outputs, node.attributes, node.graph, node.device, (), node.origin))
+
+    def _inputs(self, operands: Sequence[Operand], device: str) -> tuple[Operand, ...]:
+        return tuple(self.at(operand, device) for operand in operands)
+
+    def at(self, operand: Operand, device: str) -> Operand:
+        """The operand as it is on `device`, sent there when it is elsewhere."""
+        if not isinstance(operand, Value) or isinstance(operand.type, RefType) or self._device[operand] == device:
+            return operand
+        if (operand, device) not in self._copies:
+            self._copies[operand, device] = self._transfer(operand, self._device[operand], device)
+        return self._copies[operand, device]
+
+    def _transfer(self, value: Value, source: str, destination: str) -> Value:
+        assert isinstance(value.type, ArrayType)
+        producer = self._graph.producers.get(value)
+        origin = producer.origin if producer is not None else None
+        token = Value(self._fresh(f"{value.name}.sent"), TokenType())
+        copy = Value(self._fresh(f"{value.name}.received"), value.type.strong)
+        send = {"edge": value.name, "destination": destination}
+        recv = {"edge": value.name, "source": source, "type": value.type.strong}
+        self.nodes.append(Node(ops.net_send, (value,), (token,), send, None, source, (), origin))
+        self.nodes.append(Node(ops.net_recv, (), (copy,), recv, None, destination, (), origin))
+        return copy

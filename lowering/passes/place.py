@@ -1,0 +1,85 @@
+"""Give each node a device.
+
+An op on a variable goes where the variable lives. A stated device is kept. An op of an update (`with-state`) goes to
+the one task whose variables its results feed; when they feed several, to the task of the variables it is made from.
+All else stays with the caller.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from dflow.tracing.device import WITH_STATE, short
+from dflow.tracing.errors import DeviceError
+from dflow.tracing.graph import Graph, Node, Value
+from dflow.tracing.source import at
+
+
+@dataclass(frozen=True)
+class Place:
+    """Place on `tasks`; the caller's own is `local`. Raises DeviceError for a device that no task offers."""
+
+    local: str
+    tasks: tuple[str, ...]
+    name: ClassVar[str] = "place"
+
+    def __call__(self, graph: Graph) -> Graph:
+        inputs = {
+            value: dataclasses.replace(value, device=self._offered(value.device or self.local, value.name))
+            for value in graph.refs
+        }
+        devices = self._devices(graph)
+        nodes = tuple(
+            dataclasses.replace(node.with_operands(inputs), device=devices[id(node)]) for node in graph.nodes
+        )
+        return Graph(tuple(inputs.get(value, value) for value in graph.inputs), nodes, graph.outputs)
+
+    def _devices(self, graph: Graph) -> Mapping[int, str]:
+        fed = _tasks_fed(graph, self.local)
+        placed: dict[int, str] = {}
+        for node in graph.nodes:
+            refs = [resource for _, resource in node.effects if resource is not None]
+            if refs:
+                placed[id(node)] = refs[0].device or self.local
+            elif node.device == WITH_STATE:
+                placed[id(node)] = self._with_state(node, fed[id(node)], graph, placed)
+            else:
+                placed[id(node)] = self._offered(node.device or self.local, node.outputs[0].name, node)
+        return placed
+
+    def _with_state(self, node: Node, fed: frozenset[str], graph: Graph, placed: Mapping[int, str]) -> str:
+        if len(fed) == 1:
+            return next(iter(fed))
+        made_from = [placed[id(graph.producers[value])] for value in node.values if value in graph.producers]
+        return next((device for device in made_from if device != self.local), self.local)
+
+    def _offered(self, device: str, what: str, node: Node | None = None) -> str:
+        if device in self.tasks:
+            return device
+        offered = ", ".join(short(task) for task in self.tasks)
+        where = at(node.loc) if node is not None else ""
+        raise DeviceError(
+            f"%{what} is placed on {device}, but no task offers it; the tasks are {offered}{where}\n"
+            "  name one of these, or start more tasks"
+        )
+
+
+def _tasks_fed(graph: Graph, local: str) -> Mapping[int, frozenset[str]]:
+    """For each node, the tasks of the variables that its results end up in, through ops of the update alone."""
+    outputs = {output for output in graph.outputs if isinstance(output, Value)}
+    fed: dict[int, frozenset[str]] = {}
+    for node in reversed(graph.nodes):
+        refs = [resource for _, resource in node.effects if resource is not None]
+        if refs:
+            fed[id(node)] = frozenset(ref.device or local for ref in refs)
+            continue
+        tasks: set[str] = set()
+        for value in node.outputs:
+            for user in graph.uses.get(value, ()):
+                tasks |= fed[id(user)] if user.must_run or user.device == WITH_STATE else {local}
+            tasks |= {local} if value in outputs else set()
+        fed[id(node)] = frozenset(tasks)
+    return fed

@@ -1,0 +1,26 @@
+"""Drop every node whose results no one uses and whose effects no one sees."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import ClassVar
+
+from dflow.tracing.graph import Graph, Value
+
+
+@dataclass(frozen=True)
+class Prune:
+    """Keep what the outputs need and what must run; a read nobody uses goes."""
+
+    name: ClassVar[str] = "prune"
+
+    def __call__(self, graph: Graph) -> Graph:
+        live = {output for output in graph.outputs if isinstance(output, Value)}
+        kept = []
+        for node in reversed(graph.nodes):
+            if node.must_run or any(output in live for output in node.outputs):
+                live.update(node.values)
+                live.update(node.after)
+                kept.append(node)
+        return dataclasses.replace(graph, nodes=tuple(reversed(kept)))

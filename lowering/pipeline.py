@@ -1,0 +1,28 @@
+"""The passes in order, on one screen."""
+
+from __future__ import annotations
+
+from dflow.lowering.passes.base import Pass
+from dflow.lowering.passes.cluster import Cluster
+from dflow.lowering.passes.donate import Donate
+from dflow.lowering.passes.merge import Merge
+from dflow.lowering.passes.order import Order
+from dflow.lowering.passes.partition import Partition
+from dflow.lowering.passes.place import Place
+from dflow.lowering.passes.prune import Prune
+
+#: The one task there is when no cluster is joined.
+ALONE = "/job:localhost/task:0"
+
+
+def pipeline(local: str = ALONE, tasks: tuple[str, ...] = (ALONE,)) -> tuple[Pass, ...]:
+    """The passes for a caller on the task `local` of a cluster with these tasks."""
+    return (
+        Prune(),  # first: everything after is cheaper
+        Merge(),  # before place: equal nodes must land on one task
+        Place(local, tasks),
+        Partition(local),  # from here on, no operand crosses a device border
+        Order(),  # before cluster: it reads order edges, not the order of the list
+        Cluster(),
+        Donate(),  # last: needs the final set of effects of each call
+    )

@@ -1,0 +1,59 @@
+"""A compiled XLA computation over state: its form, and how it travels.
+
+A program takes the values of the variables it writes, then of those it only reads, then its operands; it gives the
+new values of the written ones, then its results. The written ones' buffers are donated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import export
+
+from dflow.tracing.types import ArrayType
+
+
+class Program:
+    """A compiled computation. `writes` says how many of its first arguments are donated and come back renewed."""
+
+    def __init__(self, compiled: Callable[..., Any], writes: int) -> None:
+        self._compiled = compiled
+        self.writes = writes
+        #: Results that are an argument's own buffer, as (result, argument) indices; known after the first call.
+        self.forwards: tuple[tuple[int, int], ...] | None = None
+
+    def __call__(self, *args: Any) -> Sequence[jax.Array]:
+        results: Sequence[jax.Array] = self._compiled(*args)
+        if self.forwards is None:
+            self.forwards = tuple(_forwards(results, args, self.writes))
+        return results
+
+
+def _forwards(results: Sequence[jax.Array], args: Sequence[Any], donated: int) -> list[tuple[int, int]]:
+    """JAX hands back an argument itself where a result is only that argument."""
+    places = {id(arg): index for index, arg in enumerate(args) if index >= donated}
+    return [(index, places[id(result)]) for index, result in enumerate(results) if id(result) in places]
+
+
+def compile_program(fn: Callable[..., Any], types: Sequence[ArrayType], writes: int) -> Program:
+    """Compile `fn` for this process."""
+    jitted = jax.jit(fn, donate_argnums=tuple(range(writes)), keep_unused=True)
+    return Program(jitted.lower(*(type.struct for type in types)).compile(), writes)
+
+
+def export_program(fn: Callable[..., Any], types: Sequence[ArrayType], name: str = "program") -> bytes:
+    """The StableHLO of `fn`, for CPU tasks and for tasks like this process, as bytes that `load_program` takes."""
+    fn.__name__ = name
+    platforms = tuple(dict.fromkeys(["cpu", jax.default_backend()]))
+    exported = export.export(jax.jit(fn), platforms=platforms)(*(type.struct for type in types))
+    return bytes(exported.serialize())
+
+
+def load_program(blob: bytes | bytearray | memoryview, writes: int) -> Program:
+    """Compile an exported program for this process; the first `writes` arguments are donated."""
+    exported = export.deserialize(bytearray(blob))
+    jitted = jax.jit(exported.call, donate_argnums=tuple(range(writes)), keep_unused=True)
+    structs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in exported.in_avals]
+    return Program(jitted.lower(*structs).compile(), writes)

@@ -1,0 +1,137 @@
+"""The values of variables on one host.
+
+A step owns the variables of a program for the moment of its dispatch, so several steps may run at once and none
+sees a variable half written. An array that has been handed out stays valid: its slot is marked `lent`, and the next
+program that would overwrite its buffer gets a copy, once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dflow.lowering.program import Program
+from dflow.tracing.errors import VariableError, VariableShapeError
+from dflow.tracing.types import ArrayType, array_type_of
+
+
+@dataclass(slots=True)
+class _Held:
+    value: jax.Array
+    type: ArrayType
+    lent: bool = False
+
+
+class Store:
+    """Named values. Every method may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, _Held] = {}
+        self._lock = threading.RLock()
+
+    def create(self, key: str, type: ArrayType, make: Callable[[], Any]) -> bool:
+        """Hold `make()` under `key` unless something is held there; whether it was created.
+
+        Raises VariableError when what is held has another type, or `make` gives another type than `type`.
+        """
+        with self._lock:
+            held = self._held.get(key)
+            if held is None:
+                # A copy, because JAX may alias the memory of a NumPy array, which must not be donated.
+                value = jnp.array(make(), copy=True)
+                if array_type_of(value).strong != type:
+                    raise VariableError(
+                        f"the initial value of variable {key!r} is {array_type_of(value)}, but it is to hold {type}"
+                    )
+                self._held[key] = _Held(value, type)
+                return True
+        if held.type != type:
+            raise VariableError(
+                f"variable {key!r} exists and holds {held.type}, but is created again with {type}; "
+                "give one of them another name"
+            )
+        return False
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._held
+
+    def drop(self, key: str) -> None:
+        """Let go of a value; nothing happens when there is none."""
+        with self._lock:
+            self._held.pop(key, None)
+
+    def types(self) -> dict[str, ArrayType]:
+        """The type of everything held, by key."""
+        with self._lock:
+            return {key: held.type for key, held in self._held.items()}
+
+    def read(self, key: str) -> jax.Array:
+        """The value. It stays valid whatever is written later."""
+        with self._lock:
+            held = self._find(key)
+            held.lent = True
+            return held.value
+
+    def write(self, key: str, value: Any) -> None:
+        """Replace the value. Raises VariableShapeError when the type is another."""
+        with self._lock:
+            held = self._find(key)
+            _check_type(key, held.type, value)
+            held.value, held.lent = jnp.asarray(value), True
+
+    def add(self, key: str, delta: Any) -> None:
+        """Add to the value. Raises VariableShapeError when the type is another."""
+        with self._lock:
+            held = self._find(key)
+            _check_type(key, held.type, delta)
+            held.value, held.lent = held.value + delta, False
+
+    def call(
+        self, program: Program, writes: Sequence[str], reads: Sequence[str], operands: Sequence[Any]
+    ) -> Sequence[jax.Array]:
+        """Run a program on variables and operands, keep what it writes, and give its other results."""
+        with self._lock:
+            written = [self._find(key) for key in writes]
+            read = [self._find(key) for key in reads]
+            arguments = [_own(held) for held in written]
+            arguments += [held.value for held in read]
+            results = program(*arguments, *operands)
+            for held, value in zip(written, results, strict=False):
+                held.value = value
+                held.lent = False
+            if program.forwards:
+                self._lend(program, written, read)
+            return results[len(written) :]
+
+    @staticmethod
+    def _lend(program: Program, written: list[_Held], read: list[_Held]) -> None:
+        """Mark what shares a buffer with something outside: a read variable handed out, an operand assigned."""
+        for result, argument in program.forwards or ():
+            if result < len(written):
+                written[result].lent = True
+            if argument - len(written) < len(read):
+                read[argument - len(written)].lent = True
+
+    def _find(self, key: str) -> _Held:
+        held = self._held.get(key)
+        if held is None:
+            raise VariableError(f"no variable {key!r} is held here; there are {sorted(self._held) or 'none'}")
+        return held
+
+
+def _own(held: _Held) -> jax.Array:
+    if held.lent:
+        held.value = jnp.copy(held.value)
+        held.lent = False
+    return held.value
+
+
+def _check_type(key: str, wanted: ArrayType, value: Any) -> None:
+    given = array_type_of(value).strong
+    if given != wanted:
+        raise VariableShapeError(f"variable {key!r} holds {wanted} but was given {given}")
