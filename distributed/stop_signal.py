@@ -1,0 +1,47 @@
+"""Waiting until a process is told to stop: by SIGTERM, by SIGINT, or by itself.
+
+Invariant: from construction on, neither signal interrupts the process wherever it may be; both are read by `wait`
+when the process is ready for them, whichever thread the system gave them to.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+from types import FrameType
+
+_BY_ITSELF = 0
+
+
+class StopSignal:
+    """Takes over SIGTERM and SIGINT for the rest of the process; to be made in the main thread."""
+
+    def __init__(self) -> None:
+        self._fault = ""
+        self._read_end, self._write_end = os.pipe()
+        os.set_blocking(self._write_end, False)
+        signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, _leave_it_to_the_pipe)
+
+    def stop(self, fault: str) -> None:
+        """Let `wait` return because of a fault; any thread may call this."""
+        self._fault = self._fault or fault
+        os.write(self._write_end, bytes([_BY_ITSELF]))
+
+    def wait(self, timeout_s: float | None = None) -> int | None:
+        """The signal that came, 0 for a fault of the process itself, or None after `timeout_s`."""
+        ready, _, _ = select.select([self._read_end], [], [], timeout_s)
+        return os.read(self._read_end, 1)[0] if ready else None
+
+    def wait_for_exit_status(self) -> tuple[int, str]:
+        """Wait without end; the exit status that is due (0 for SIGTERM), and the fault or an empty text."""
+        which = self.wait()
+        if which == _BY_ITSELF:
+            return 1, self._fault
+        return (0 if which == signal.SIGTERM else 130), ""
+
+
+def _leave_it_to_the_pipe(number: int, frame: FrameType | None) -> None:
+    """Python has written the number to the pipe already."""

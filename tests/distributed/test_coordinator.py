@@ -1,0 +1,188 @@
+"""The shell and its client over both transports; what is decided is tested in test_coordinator_state.py."""
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from dflow.distributed.coordinator import Coordinator
+from dflow.distributed.coordinator_client import CoordinatorClient
+from dflow.distributed.coordinator_events import Asked, Ticked
+from dflow.distributed.messages import ClaimSteps, EdgeTraffic, Roster
+from dflow.distributed.transport.base import Transport
+from dflow.distributed.transport.memory import MemoryNetwork
+from dflow.distributed.transport.tcp import TcpTransport
+from dflow.tracing.errors import (
+    DeadlineExceeded,
+    InternalError,
+    RemoteError,
+    TaskLost,
+    TransportClosed,
+    VariableError,
+)
+
+PS0, WORKER0, WORKER1 = "/job:ps/task:0", "/job:worker/task:0", "/job:worker/task:1"
+SOON_S = 20.0
+
+
+class Cluster:
+    """A coordinator whose time is set by hand, and the way to connect to it."""
+
+    def __init__(self, transport: Transport, address: str) -> None:
+        self.now_s = 100.0
+        self.transport = transport
+        self.clients: list[CoordinatorClient] = []
+        self.coordinator = Coordinator(
+            transport, address, {"ps": 1, "worker": 2}, tick_s=None, clock=lambda: self.now_s
+        )
+
+    def client(self, name: str = "tool") -> CoordinatorClient:
+        client = CoordinatorClient(self.transport, self.coordinator.address, name=name, timeout_s=SOON_S)
+        self.clients.append(client)
+        return client
+
+    def task(self, task: str) -> CoordinatorClient:
+        client = self.client(task)
+        client.join(task, f"at {task}")
+        return client
+
+    def close(self) -> None:
+        for client in self.clients:
+            client.close()
+        self.coordinator.close()
+
+
+@pytest.fixture(params=["memory", "tcp"])
+def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    made = Cluster(MemoryNetwork(), "") if request.param == "memory" else Cluster(TcpTransport(), "127.0.0.1:0")
+    yield made
+    made.close()
+
+
+def roster_event(client: CoordinatorClient, condition: Callable[[Roster], bool]) -> threading.Event:
+    """Set once the client has seen a roster that fulfils the condition."""
+    event = threading.Event()
+    client.call_on_roster(lambda roster: event.set() if condition(roster) else None)
+    return event
+
+
+def test_tasks_learn_of_each_other(cluster: Cluster) -> None:
+    first = cluster.task(WORKER0)
+    assert first.roster.expected == (PS0, WORKER1)
+    cluster.task(PS0)
+    roster = first.wait_for_tasks([WORKER0, PS0], timeout_s=SOON_S)
+    assert [info.address for info in roster.tasks] == [f"at {WORKER0}", f"at {PS0}"]
+    assert first.live(PS0) is not None
+    assert first.live(WORKER1) is None
+
+
+def test_a_wait_names_who_is_missing_and_why(cluster: Cluster) -> None:
+    first, second = cluster.task(WORKER0), cluster.task(WORKER1)
+    seen = roster_event(first, lambda roster: any(info.left for info in roster.tasks))
+    cluster.now_s += 3
+    second.leave("had enough")
+    assert seen.wait(SOON_S)
+    with pytest.raises(DeadlineExceeded, match=r"2 are missing: ps:0, worker:1 \(left at 3.0 s: had enough\)"):
+        first.wait_for_tasks([WORKER0, PS0, WORKER1], timeout_s=0.01)
+
+
+def test_a_second_task_of_one_name_gets_both_addresses(cluster: Cluster) -> None:
+    cluster.task(WORKER0)
+    with pytest.raises(RemoteError, match="already live at at /job:worker/task:0, so the one at elsewhere"):
+        cluster.client().join(WORKER0, "elsewhere")
+
+
+def test_placement_and_its_errors_reach_the_asker(cluster: Cluster) -> None:
+    first, second = cluster.task(WORKER0), cluster.task(WORKER1)
+    assert first.place("w", "float32", (2,), 8) == PS0
+    assert second.place("w", "float32", (2,), 8) == PS0
+    with pytest.raises(VariableError, match=r"'w' is float32\[2\] and was asked for as float32\[3\]"):
+        second.place("w", "float32", (3,), 12)
+
+
+def test_a_claim_waits_until_another_worker_has_gone(cluster: Cluster) -> None:
+    first, second = cluster.task(WORKER0), cluster.task(WORKER1)
+    assert first.claim("run", 1) == range(1)
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(second.claim, "run", 1, timeout_s=SOON_S)
+        first.close("killed")
+        assert waiting.result(SOON_S) == range(1)
+    assert second.claim("run", 1, done=1, metrics={"loss": 0.5}) == range(1, 1)
+    status = cluster.client().status()
+    assert (status.steps_done, status.steps_total) == (1, 1)
+    assert [(worker.task, worker.metrics) for worker in status.workers] == [(WORKER0, {}), (WORKER1, {"loss": 0.5})]
+
+
+def test_silence_ends_the_connection_of_a_task(cluster: Cluster) -> None:
+    client = cluster.task(WORKER0)
+    lost: list[str] = []
+    gone = threading.Event()
+    client.call_on_lost(lambda reason: (lost.append(reason), gone.set())[1])
+    cluster.now_s += 1000
+    cluster.coordinator.tick()
+    assert gone.wait(SOON_S)
+    assert client.lost
+    with pytest.raises(TransportClosed):
+        client.status()
+    [task] = cluster.client().status().tasks
+    assert task.left == "no heartbeat for 10.0 s"
+
+
+def test_traffic_of_the_last_moment_is_told_before_leaving(cluster: Cluster) -> None:
+    client = cluster.client()
+    sent = (EdgeTraffic("w", WORKER0, PS0, 3, 12),)
+    client.join(WORKER0, "here", traffic=lambda: sent)
+    client.leave()
+    client.leave()
+    status = cluster.client().status()
+    assert status.traffic == sent
+    assert status.tasks[0].left == "finished"
+
+
+def test_one_is_elected_and_results_are_kept(cluster: Cluster) -> None:
+    first, second = cluster.task(WORKER0), cluster.task(WORKER1)
+    assert second.elect("init")
+    assert not first.elect("init")
+    first.report("accuracy", 0.75)
+    assert first.status().results == {"accuracy": 0.75}
+
+
+def test_what_only_a_task_may_ask_is_refused_before_it_is_sent(cluster: Cluster) -> None:
+    with pytest.raises(InternalError, match="join first"):
+        cluster.client().claim("run", 1)
+
+
+def test_the_coordinators_end_wakes_those_who_wait(cluster: Cluster) -> None:
+    client = cluster.task(WORKER0)
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(client.wait_for_tasks, [PS0], timeout_s=SOON_S)
+        cluster.coordinator.close()
+        with pytest.raises(TransportClosed, match=r"coordinator at .* is lost"):
+            waiting.result(SOON_S)
+    client.leave()
+
+
+def test_a_stranger_cannot_claim_in_the_name_of_a_task(cluster: Cluster) -> None:
+    cluster.task(WORKER0)
+    stranger = cluster.transport.connect(
+        cluster.coordinator.address, name="x", handler=cluster.client(), who="the coordinator", timeout_s=SOON_S
+    )
+    with pytest.raises(TaskLost, match="ClaimSteps came in the name of worker:0"):
+        stranger.call(ClaimSteps("run", WORKER0, 1), timeout_s=SOON_S)
+    stranger.close()
+
+
+def test_the_log_has_every_event_with_its_time(cluster: Cluster) -> None:
+    cluster.task(WORKER0)
+    cluster.now_s += 2
+    cluster.coordinator.tick()
+    joined, ticked = cluster.coordinator.log()
+    assert isinstance(joined, Asked)
+    assert joined.at_s == 0.0
+    assert ticked == Ticked(2.0)
+
+
+def test_no_coordinator_is_named_with_its_address_and_the_time_tried() -> None:
+    with pytest.raises(DeadlineExceeded, match=r"the coordinator at nowhere could not be reached within 0.01 s"):
+        CoordinatorClient(MemoryNetwork(), "nowhere", name="tool", timeout_s=0.01)
