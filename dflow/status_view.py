@@ -1,0 +1,323 @@
+"""What a person sees of a cluster: a line of progress while it runs, and tables when it has ended.
+
+Everything here is made from one `Status` message and printed by rich; nothing here talks to a cluster. On a
+terminal the progress line stays at the bottom and the output of the tasks scrolls above it; elsewhere a plain
+line is printed every two seconds.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Self
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from dflow.distributed.membership import FINISHED, NORMAL_ENDS
+from dflow.distributed.messages import EdgeTraffic, Status, TaskInfo, VariableInfo
+from dflow.distributed.task_name import short_task_name, split_task_name
+from dflow.tracing.errors import DeviceError
+
+#: Rows of a table before the rest is summed up in one.
+MOST_ROWS = 30
+PLAIN_LINE_S = 2.0
+RATE_WINDOW_S = 5.0
+_COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_red")
+_LETTER = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
+
+
+class StepRate:
+    """Steps per second over the last `RATE_WINDOW_S`."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, int]] = deque()
+
+    def add(self, status: Status) -> float:
+        """Take note of the status; the rate up to it, 0 while there is none."""
+        self._seen.append((status.now_s, status.steps_done))
+        while len(self._seen) > 2 and status.now_s - self._seen[1][0] >= RATE_WINDOW_S:
+            self._seen.popleft()
+        (then_s, before), (now_s, done) = self._seen[0], self._seen[-1]
+        return (done - before) / (now_s - then_s) if now_s > then_s else 0.0
+
+
+def progress_line(status: Status, steps_per_s: float) -> str:
+    """Steps done and to do, steps per second, the mean of the newest losses, and each worker's step time."""
+    if not status.steps_total:
+        return f"{status.now_s:5.1f} s  {_present(status)}"
+    parts = [f"step {status.steps_done}/{status.steps_total}", f"{steps_per_s:.1f} steps/s"]
+    losses = [worker.metrics["loss"] for worker in status.workers if "loss" in worker.metrics]
+    if losses:
+        parts.append(f"loss {sum(losses) / len(losses):.4f}")
+    live = {info.task for info in status.tasks if info.left_at_s is None}
+    parts += [
+        f"{short_task_name(worker.task)} {1000 * worker.step_s:.1f} ms"
+        for worker in status.workers
+        if worker.task in live and worker.step_s
+    ]
+    return "  ".join(parts)
+
+
+def closing_tables(status: Status, ends: Mapping[str, str]) -> RenderableType:
+    """Results, steps, traffic, variables and tasks; `ends` says how processes ended, by full task name."""
+    tables = (
+        _results_table(status),
+        _steps_table(status),
+        _traffic_table(status.traffic),
+        _variables_table(status.variables),
+        _tasks_table(status, ends),
+    )
+    return Group(*(part for table in tables if table is not None for part in (Text(), table)))
+
+
+def type_text(dtype: str, shape: Sequence[int]) -> str:
+    """The short form of an array's type: `f32[3,3,1,16]`."""
+    word = dtype.rstrip("0123456789")
+    short = _LETTER[word] + dtype[len(word) :] if word in _LETTER else dtype
+    return f"{short}[{','.join(map(str, shape))}]"
+
+
+def size_text(size_bytes: int) -> str:
+    """A size with a decimal unit: 999 B, 1.2 kB, 3.4 MB."""
+    size, units = float(size_bytes), ["B", "kB", "MB", "GB", "TB"]
+    while size >= 999.95 and len(units) > 1:
+        size /= 1000
+        del units[0]
+    return f"{size:.{0 if units[0] == 'B' else 1}f} {units[0]}"
+
+
+@dataclass(frozen=True)
+class TrafficRow:
+    """Values sent over one edge; a task is `job:*` when several tasks of the job sent or got the same."""
+
+    edge: str
+    source: str
+    destination: str
+    values: int
+    size_bytes: int
+
+
+def grouped_traffic(traffic: Iterable[EdgeTraffic]) -> list[TrafficRow]:
+    """One row where tasks of one job take the same part, the largest first."""
+    rows = [
+        TrafficRow(t.edge, short_task_name(t.source), short_task_name(t.destination), t.values, t.size_bytes)
+        for t in traffic
+    ]
+    by_receiver: dict[tuple[str, str, str], list[TrafficRow]] = {}
+    for row in rows:
+        by_receiver.setdefault((row.edge, row.source, _job(row.destination)), []).append(row)
+    rows = [
+        _summed(same, destination=job if len({row.destination for row in same}) > 1 else same[0].destination)
+        for (_, _, job), same in by_receiver.items()
+    ]
+    by_sender: dict[tuple[str, str, str], list[TrafficRow]] = {}
+    for row in rows:
+        by_sender.setdefault((row.edge, _job(row.source), row.destination), []).append(row)
+    rows = [
+        _summed(same, source=job if len({row.source for row in same}) > 1 else same[0].source)
+        for (_, job, _), same in by_sender.items()
+    ]
+    return sorted(rows, key=lambda row: (-row.size_bytes, row.edge, row.source, row.destination))
+
+
+class TerminalView:
+    """The launcher's view on a terminal: tasks' lines above a line of progress."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._rate = StepRate()
+        self._live = Live(Text("starting"), console=console, refresh_per_second=8, transient=True)
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+    def show_line(self, task: str, line: str) -> None:
+        """Print the line above the progress."""
+        text = Text(f"[{task}] ", style=_colour(task))
+        text.append_text(Text.from_ansi(line))
+        self._console.print(text, soft_wrap=True)
+
+    def show_status(self, status: Status) -> None:
+        """Renew the progress."""
+        self._live.update(
+            Text(progress_line(status, self._rate.add(status)), style="bold", overflow="ellipsis", no_wrap=True)
+        )
+
+    def show_event(self, text: str) -> None:
+        """Print the text above the progress."""
+        self._console.print(Text(f"dflow: {text}", style="bold red"), soft_wrap=True)
+
+    def show_end(self, status: Status | None, ends: Mapping[str, str]) -> None:
+        """Print the tables in the place of the progress."""
+        self._live.stop()
+        if status is not None:
+            self._console.print(closing_tables(status, ends))
+
+
+class PlainView:
+    """The launcher's view in a file or a pipe: no colours, no cursor, one line of progress every two seconds."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._rate = StepRate()
+        self._shown_at_s = 0.0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def show_line(self, task: str, line: str) -> None:
+        """Print the line."""
+        self._print(f"[{task}] {line}")
+
+    def show_status(self, status: Status) -> None:
+        """Print the progress when the last one is old enough."""
+        rate = self._rate.add(status)
+        if status.now_s - self._shown_at_s >= PLAIN_LINE_S:
+            self._shown_at_s = status.now_s
+            self._print(progress_line(status, rate))
+
+    def show_event(self, text: str) -> None:
+        """Print the text."""
+        self._print(f"dflow: {text}")
+
+    def show_end(self, status: Status | None, ends: Mapping[str, str]) -> None:
+        """Print the tables."""
+        if status is not None:
+            self._console.print(closing_tables(status, ends))
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def make_view(console: Console) -> TerminalView | PlainView:
+    """The view that fits where the console prints to; use it as a context."""
+    return TerminalView(console) if console.is_terminal else PlainView(console)
+
+
+def _present(status: Status) -> str:
+    live = [info.task for info in status.tasks if info.left_at_s is None]
+    return f"{len(live)} tasks are up" + (
+        "; waiting for " + ", ".join(map(short_task_name, status.expected)) if status.expected else ""
+    )
+
+
+def _job(task: str) -> str:
+    return task.partition(":")[0] + ":*"
+
+
+def _summed(rows: Sequence[TrafficRow], *, source: str = "", destination: str = "") -> TrafficRow:
+    return replace(
+        rows[0],
+        source=source or rows[0].source,
+        destination=destination or rows[0].destination,
+        values=sum(row.values for row in rows),
+        size_bytes=sum(row.size_bytes for row in rows),
+    )
+
+
+def _colour(task: str) -> str:
+    try:
+        job, index = split_task_name("/job:" + task.replace(":", "/task:"))
+    except DeviceError:
+        return "white"
+    return _COLOURS[(index + (len(_COLOURS) // 2 if job == "ps" else 0)) % len(_COLOURS)]
+
+
+def _table(title: str, *columns: str) -> Table:
+    """A table whose columns are left-aligned, or right-aligned when the name starts with `>`."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        table.add_column(
+            column.removeprefix(">"), justify="right" if column.startswith(">") else "left", overflow="fold"
+        )
+    return table
+
+
+def _results_table(status: Status) -> Table | None:
+    if not status.results:
+        return None
+    table = _table("Results", "result", ">value")
+    for name, value in status.results.items():
+        table.add_row(Text(name), f"{value:.6g}")
+    return table
+
+
+def _steps_table(status: Status) -> Table | None:
+    if not status.workers:
+        return None
+    table = _table(f"Steps: {status.steps_done} of {status.steps_total}", "worker", ">steps", ">step time", "metrics")
+    for worker in status.workers:
+        metrics = "  ".join(f"{name} {value:.4g}" for name, value in worker.metrics.items())
+        step_time = f"{1000 * worker.step_s:.1f} ms" if worker.step_s else ""
+        table.add_row(short_task_name(worker.task), str(worker.steps), step_time, Text(metrics))
+    return table
+
+
+def _traffic_table(traffic: Sequence[EdgeTraffic]) -> Table | None:
+    if not traffic:
+        return None
+    rows = grouped_traffic(traffic)
+    total = sum(row.size_bytes for row in rows)
+    table = _table(f"Sent: {size_text(total)}", "value", "from -> to", ">values", ">MB")
+    for row in rows[:MOST_ROWS]:
+        table.add_row(
+            Text(row.edge), f"{row.source} -> {row.destination}", str(row.values), f"{row.size_bytes / 1e6:.3f}"
+        )
+    rest = rows[MOST_ROWS:]
+    if rest:
+        size = sum(row.size_bytes for row in rest)
+        table.add_row(f"{len(rest)} more", "", str(sum(row.values for row in rest)), f"{size / 1e6:.3f}")
+    return table
+
+
+def _variables_table(variables: Sequence[VariableInfo]) -> Table | None:
+    if not variables:
+        return None
+    total = sum(info.size_bytes for info in variables)
+    table = _table(f"Variables: {len(variables)}, {size_text(total)}", "variable", "type", ">size", "task")
+    largest = sorted(variables, key=lambda info: (-info.size_bytes, info.name))
+    for info in largest[:MOST_ROWS]:
+        kind = Text(type_text(info.dtype, info.shape))
+        table.add_row(Text(info.name), kind, size_text(info.size_bytes), short_task_name(info.task))
+    rest = largest[MOST_ROWS:]
+    if rest:
+        table.add_row(f"{len(rest)} more", "", size_text(sum(info.size_bytes for info in rest)), "")
+    return table
+
+
+def _tasks_table(status: Status, ends: Mapping[str, str]) -> Table:
+    table = _table("Tasks", "task", ">joined", ">left", "why")
+    newest = {info.task: number for number, info in enumerate(status.tasks)}
+    for number, info in enumerate(status.tasks):
+        end = ends.get(info.task, "") if newest[info.task] == number else ""
+        left = "" if info.left_at_s is None else f"{info.left_at_s:.1f} s"
+        table.add_row(short_task_name(info.task), f"{info.joined_at_s:.1f} s", left, Text(_why(info, end)))
+    for task in (*status.expected, *(task for task in ends if task not in newest and task not in status.expected)):
+        table.add_row(short_task_name(task), "never", "", Text(ends.get(task, "")))
+    return table
+
+
+def _why(info: TaskInfo, end: str) -> str:
+    """Why the task left, as the coordinator saw it and as its process ended."""
+    if info.left_at_s is None:
+        return end or "live"
+    if end == FINISHED or (not end and info.left in NORMAL_ENDS):
+        return FINISHED
+    return f"{end} ({info.left})" if end else info.left
