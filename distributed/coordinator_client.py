@@ -3,7 +3,8 @@
 Invariants:
 - every call has a deadline;
 - `roster` is the newest one the coordinator sent, from the moment `join` returns to the end of the connection;
-- callbacks run on the thread that reads the connection: they must not wait, and must not call the coordinator;
+- callbacks get the rosters in order, on the thread that reads the connection: they must not wait, and must not call
+  the coordinator;
 - heartbeats are sent from `join` to `leave` or `close`, whatever the program does.
 """
 
@@ -61,6 +62,7 @@ class CoordinatorClient(RefuseAll):
 
     def __init__(self, transport: Transport, address: str, *, name: str, timeout_s: float = ANSWER_S) -> None:
         self._changed = threading.Condition()
+        self._calling = threading.Lock()
         self._roster = Roster((), ())
         self._on_roster: list[Callable[[Roster], None]] = []
         self._on_lost: list[Callable[[str], None]] = []
@@ -130,10 +132,11 @@ class CoordinatorClient(RefuseAll):
 
     def call_on_roster(self, callback: Callable[[Roster], None]) -> None:
         """Call back with each new roster, and now with the one there is."""
-        with self._changed:
-            self._on_roster.append(callback)
-            roster = self._roster
-        callback(roster)
+        with self._calling:
+            with self._changed:
+                self._on_roster.append(callback)
+                roster = self._roster
+            callback(roster)
 
     def call_on_lost(self, callback: Callable[[str], None]) -> None:
         """Call back once with the reason when the coordinator is lost, or now if it is; not after `close`."""
@@ -219,12 +222,13 @@ class CoordinatorClient(RefuseAll):
         """Keep the newest roster."""
         if not isinstance(message, Roster):
             return
-        with self._changed:
-            self._roster = message
-            callbacks = list(self._on_roster)
-            self._changed.notify_all()
-        for callback in callbacks:
-            callback(message)
+        with self._calling:
+            with self._changed:
+                self._roster = message
+                callbacks = list(self._on_roster)
+                self._changed.notify_all()
+            for callback in callbacks:
+                callback(message)
 
     def on_close(self, peer: Peer, reason: str) -> None:
         """Wake those who wait, and tell those who asked."""
