@@ -28,7 +28,6 @@ from dflow.distributed.coordinator_events import (
     Told,
 )
 from dflow.distributed.coordinator_state import CoordinatorState
-from dflow.distributed.lifeline import watch
 from dflow.distributed.messages import AnyMessage, Status
 from dflow.distributed.stop_signal import StopSignal
 from dflow.distributed.transport.base import Peer, Responder, Transport
@@ -162,11 +161,9 @@ class Coordinator:
 
 
 def serve_coordinator(
-    transport: Transport, address: str, jobs: Mapping[str, int], *, heartbeat_timeout_s: float = 10.0
+    stop: StopSignal, transport: Transport, address: str, jobs: Mapping[str, int], *, heartbeat_timeout_s: float = 10.0
 ) -> int:
-    """Be a coordinator until SIGTERM or SIGINT; prints its address as the first line; returns the exit status."""
-    stop = StopSignal()
-    watch()
+    """Be a coordinator until `stop`; prints its address as the first line; returns the exit status."""
     coordinator = Coordinator(transport, address, jobs, heartbeat_timeout_s=heartbeat_timeout_s)
     print(f"{LISTENING}{coordinator.address}", flush=True)
     status, _ = stop.wait_for_exit_status()

@@ -1,0 +1,76 @@
+"""Waiting for processes in tests: until one ends, until none of a set is left, with a deadline that fails the test.
+
+A pid file descriptor becomes readable when its process has ended, so no test sleeps or polls.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+DEADLINE_S = 60.0
+
+
+class Spawned:
+    """A process of a test whose output is read line by line; killed at the end of the `with` block."""
+
+    def __init__(self, *words: str, cwd: Path, **environment: str) -> None:
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("DFLOW_")}
+        self.process = subprocess.Popen(
+            [sys.executable, *words],
+            cwd=cwd,
+            env={**inherited, **environment, "PYTHONUNBUFFERED": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.lines: list[str] = []
+
+    def __enter__(self) -> Spawned:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+    def read_until(self, text: str, times: int = 1) -> list[str]:
+        """Read lines until `times` of them hold `text`; those lines."""
+        assert self.process.stdout is not None
+        found = [line for line in self.lines if text in line]
+        while len(found) < times:
+            line = self.process.stdout.readline()
+            assert line, f"the output ended before {text!r} came {times} times:\n" + "".join(self.lines)
+            self.lines.append(line)
+            found = [line for line in self.lines if text in line]
+        return found
+
+    def finish(self) -> tuple[int, str]:
+        """Read all output and wait for the end; the exit status and the output."""
+        assert self.process.stdout is not None
+        self.lines += self.process.stdout.readlines()
+        return self.process.wait(DEADLINE_S), "".join(self.lines)
+
+
+def wait_for_end(pids: Iterable[int]) -> None:
+    """Wait until none of the processes runs; it may have ended, or never have been."""
+    deadline = time.monotonic() + DEADLINE_S
+    for pid in pids:
+        try:
+            watched = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        with os.fdopen(watched):
+            ready, _, _ = select.select([watched], [], [], max(deadline - time.monotonic(), 0))
+        assert ready, f"process {pid} still runs after {DEADLINE_S:g} s"
+
+
+def exists(pid: int) -> bool:
+    """Whether there is such a process, a zombie included."""
+    return Path(f"/proc/{pid}").exists()
