@@ -1,0 +1,175 @@
+"""The launcher as a user runs it, with scripts that use no JAX."""
+
+import os
+import signal
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.processes import Spawned, exists, wait_for_end
+
+CONNECT = """
+import os, signal, subprocess, sys, threading
+from dflow.distributed.coordinator_client import CoordinatorClient
+from dflow.distributed.lifeline import watch
+from dflow.distributed.transport.tcp import TcpTransport
+watch()
+index = int(os.environ["DFLOW_INDEX"])
+task = f"/job:{os.environ['DFLOW_JOB']}/task:{index}"
+client = CoordinatorClient(TcpTransport(), os.environ["DFLOW_COORDINATOR"], name=task)
+client.join(task, f"nowhere:{index}")
+"""
+WAIT = (
+    CONNECT
+    + """
+print("pid", os.getpid())
+threading.Event().wait()
+"""
+)
+
+
+def launch(tmp_path: Path, script: str, workers: int = 1, *arguments: str, ps: int = 0) -> Spawned:
+    (tmp_path / "script.py").write_text(textwrap.dedent(script))
+    counts = ("--ps", str(ps), "--workers", str(workers))
+    return Spawned("-m", "dflow", "launch", *counts, "script.py", *arguments, cwd=tmp_path)
+
+
+def pids(launched: Spawned, count: int) -> list[int]:
+    return [int(line.split()[-1]) for line in launched.read_until("] pid ", count)]
+
+
+def children_of(pid: int) -> list[int]:
+    """The children that the launcher has now."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_scripts_that_finish_give_0_and_their_lines_a_prefix(tmp_path: Path) -> None:
+    script = """
+    import os, sys
+    print("hello from", os.environ["DFLOW_JOB"], os.environ["DFLOW_INDEX"], os.environ["DFLOW_LAUNCHED"], sys.argv[1:])
+    print("[bold]not markup[/bold]", file=sys.stderr)
+    """
+    with launch(tmp_path, script, 2, "--lr", "3") as launched:
+        status, output = launched.finish()
+    assert status == 0, output
+    assert "[worker:0] hello from worker 0 1 ['--lr', '3']\n" in output
+    assert "[worker:1] hello from worker 1 1 ['--lr', '3']\n" in output
+    assert "[worker:1] [bold]not markup[/bold]\n" in output
+    assert "dflow coordinator listening" not in output
+
+
+def test_a_crash_lets_the_others_end_and_gives_1(tmp_path: Path) -> None:
+    script = (
+        CONNECT
+        + """
+if index == 0:
+    raise RuntimeError("no more")
+left = threading.Event()
+client.call_on_roster(lambda roster: left.set() if any(info.left for info in roster.tasks) else None)
+assert left.wait(60)
+print("went on")
+client.leave()
+"""
+    )
+    with launch(tmp_path, script, 2) as launched:
+        status, output = launched.finish()
+    assert status == 1, output
+    assert "[worker:0] RuntimeError: no more" in output
+    assert "dflow: worker:0 ended: exit status 1; 1 of 2 workers go on" in output
+    assert "[worker:1] went on" in output
+
+
+def test_a_killed_worker_is_reported_and_the_run_is_good(tmp_path: Path) -> None:
+    script = (
+        CONNECT
+        + """
+steps = client.claim("run", 1) if index == 0 else range(0)
+client.report(f"claimed {index}", 1.0)
+if index == 0:
+    assert steps == range(1)
+    os.kill(os.getpid(), signal.SIGKILL)
+seen = threading.Event()
+client.call_on_roster(lambda roster: seen.set() if any(info.left for info in roster.tasks) else None)
+assert seen.wait(60)
+assert client.claim("run", 1) == range(1)
+assert client.claim("run", 1, done=1, step_s=0.25, metrics={"loss": 0.5}) == range(1, 1)
+client.report("accuracy", 0.9375)
+client.leave()
+"""
+    )
+    with launch(tmp_path, script, 2) as launched:
+        status, output = launched.finish()
+    assert status == 0, output
+    assert "dflow: worker:0 ended: killed by SIGKILL; 1 of 2 workers go on" in output
+    assert "0.9375" in output
+    assert "Steps: 1 of 1" in output
+    assert "killed by SIGKILL (" in output
+
+
+def test_all_workers_dead_is_an_error(tmp_path: Path) -> None:
+    with launch(tmp_path, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)", 2) as launched:
+        status, output = launched.finish()
+    assert status == 1, output
+    assert "none of 2 workers finished" in output
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_every_process_and_gives_130(tmp_path: Path, number: signal.Signals) -> None:
+    with launch(tmp_path, WAIT, 2) as launched:
+        workers = pids(launched, 2)
+        everyone = children_of(launched.process.pid)
+        assert len(everyone) == 3
+        assert set(workers) < set(everyone)
+        launched.process.send_signal(number)
+        status, output = launched.finish()
+    assert status == 130, output
+    assert f"dflow: {number.name}: ending all processes" in output
+    assert not any(exists(pid) for pid in everyone)
+
+
+def test_a_worker_deaf_to_sigterm_is_killed_with_all_it_started(tmp_path: Path) -> None:
+    script = (
+        CONNECT
+        + """
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+sleeper = subprocess.Popen([sys.executable, "-c", "import threading; threading.Event().wait()"])
+print("pid", sleeper.pid)
+print("pid", os.getpid())
+sleeper.wait()
+"""
+    )
+    with launch(tmp_path, script) as launched:
+        started = pids(launched, 2)
+        launched.process.send_signal(signal.SIGINT)
+        launched.process.send_signal(signal.SIGINT)
+        status, output = launched.finish()
+    assert status == 130, output
+    wait_for_end(started)
+
+
+def test_a_killed_launcher_takes_all_with_it(tmp_path: Path) -> None:
+    with launch(tmp_path, WAIT, 2) as launched:
+        pids(launched, 2)
+        everyone = children_of(launched.process.pid)
+        assert len(everyone) == 3
+        launched.process.kill()
+        wait_for_end(everyone)
+
+
+def test_a_dead_coordinator_ends_the_run(tmp_path: Path) -> None:
+    with launch(tmp_path, WAIT, 2) as launched:
+        workers = pids(launched, 2)
+        [coordinator] = set(children_of(launched.process.pid)) - set(workers)
+        os.kill(coordinator, signal.SIGKILL)
+        status, output = launched.finish()
+    assert status == 1, output
+    assert "coordinator ended (killed by SIGKILL) while workers needed it" in output
+    assert not any(exists(pid) for pid in workers)
+
+
+def test_a_missing_script_is_said_before_anything_starts(tmp_path: Path) -> None:
+    with Spawned("-m", "dflow", "launch", "nothing.py", cwd=tmp_path) as launched:
+        status, output = launched.finish()
+    assert status == 2
+    assert "there is no script 'nothing.py' in" in output
