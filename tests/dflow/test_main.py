@@ -1,0 +1,71 @@
+import signal
+from pathlib import Path
+
+import pytest
+
+from dflow import __version__
+from dflow.__main__ import main
+from dflow.distributed.coordinator import LISTENING, Coordinator
+from dflow.distributed.coordinator_client import CoordinatorClient
+from dflow.distributed.transport.tcp import TcpTransport
+from tests.distributed.processes import Spawned
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"dflow {__version__}\n"
+
+
+@pytest.mark.parametrize("command", ["launch", "task", "coordinator", "status"])
+def test_each_command_says_what_it_is_for(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    assert command in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="0"):
+        main([command, "--help"])
+    assert f"usage: dflow {command}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["launch", "--workers", "0", "x.py"], "0 is too few; give 1 or more"),
+        (["launch", "--ps", "-1", "x.py"], "-1 is negative; give 0 or more"),
+        (["coordinator", "--job", "ps"], "'ps' is not of the form NAME=N, such as ps=2"),
+    ],
+)
+def test_bad_options_are_refused_with_the_remedy(
+    words: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(words)
+    assert text in capsys.readouterr().err
+
+
+def test_status_shows_a_running_cluster(capsys: pytest.CaptureFixture[str]) -> None:
+    coordinator = Coordinator(TcpTransport(), "127.0.0.1:0", {"ps": 2})
+    client = CoordinatorClient(TcpTransport(), coordinator.address, name="ps:0")
+    client.join("/job:ps/task:0", "here:1")
+    assert main(["status", "--coordinator", coordinator.address]) == 0
+    output = capsys.readouterr().out
+    assert "1 tasks are up; waiting for ps:1" in output
+    assert "Tasks" in output
+    client.close()
+    coordinator.close()
+
+
+def test_an_error_is_one_line_and_status_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--coordinator", "nonsense"]) == 1
+    assert capsys.readouterr().err.startswith("dflow status: address 'nonsense' is not of the form 'host:port'")
+
+
+def test_a_coordinator_says_first_where_it_listens_and_ends_quietly_at_sigterm(tmp_path: Path) -> None:
+    with Spawned("-m", "dflow", "coordinator", "--job", "ps=1", cwd=tmp_path) as spawned:
+        [line] = spawned.read_until(LISTENING)
+        assert spawned.lines == [line]
+        client = CoordinatorClient(TcpTransport(), line.removeprefix(LISTENING).strip(), name="tool")
+        assert client.status().expected == ("/job:ps/task:0",)
+        client.close()
+        spawned.process.send_signal(signal.SIGTERM)
+        assert spawned.finish() == (0, line)

@@ -1,0 +1,99 @@
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dflow.distributed.coordinator import Coordinator
+from dflow.distributed.coordinator_client import CoordinatorClient
+from dflow.distributed.transport.tcp import TcpTransport
+from tests.distributed.processes import DEADLINE_S, Spawned
+from tests.distributed.test_launcher import CONNECT, launch
+
+PS0 = "/job:ps/task:0"
+
+
+@pytest.fixture
+def coordinator() -> Iterator[Coordinator]:
+    made = Coordinator(TcpTransport(), "127.0.0.1:0", {"ps": 1})
+    yield made
+    made.close()
+
+
+def spawn(coordinator: Coordinator, tmp_path: Path) -> Spawned:
+    words = ("-m", "dflow", "task", "--job", "ps", "--index", "0", "--coordinator", coordinator.address)
+    return Spawned(*words, cwd=tmp_path, JAX_PLATFORMS="cpu")
+
+
+def joined(coordinator: Coordinator) -> CoordinatorClient:
+    """A client that has seen the task join."""
+    client = CoordinatorClient(TcpTransport(), coordinator.address, name="test")
+    client.join("/job:worker/task:0", "nowhere:0")
+    client.wait_for_tasks([PS0], timeout_s=DEADLINE_S)
+    return client
+
+
+def test_it_joins_and_leaves_quietly_at_sigterm(coordinator: Coordinator, tmp_path: Path) -> None:
+    with spawn(coordinator, tmp_path) as task:
+        client = joined(coordinator)
+        task.process.send_signal(signal.SIGTERM)
+        assert task.finish() == (0, "")
+    assert [info.left for info in client.status().tasks if info.task == PS0] == ["stopped"]
+    client.close()
+
+
+def test_it_ends_with_the_coordinator(coordinator: Coordinator, tmp_path: Path) -> None:
+    with spawn(coordinator, tmp_path) as task:
+        joined(coordinator)
+        coordinator.close()
+        status, output = task.finish()
+    assert status == 1
+    assert f"dflow task ps:0: the coordinator at {coordinator.address} is lost" in output
+
+
+def test_a_name_that_is_taken_is_an_error(coordinator: Coordinator, tmp_path: Path) -> None:
+    client = CoordinatorClient(TcpTransport(), coordinator.address, name="test")
+    client.join(PS0, "elsewhere:1")
+    with spawn(coordinator, tmp_path) as task:
+        status, output = task.finish()
+    assert status == 1
+    assert "ps:0 is already live at elsewhere:1, so the one at 127.0.0.1:" in output
+    client.close()
+
+
+def test_launched_ps_tasks_end_well_after_the_workers(tmp_path: Path) -> None:
+    script = (
+        CONNECT
+        + """
+client.wait_for_tasks(["/job:ps/task:0", "/job:ps/task:1"], timeout_s=60)
+print("placed on", client.place("w", "float32", (3, 3, 1, 16), 576))
+client.leave()
+"""
+    )
+    with launch(tmp_path, script, 1, ps=2) as launched:
+        status, output = launched.finish()
+    assert status == 0, output
+    assert "[worker:0] placed on /job:ps/task:0" in output
+    assert "f32[3,3,1,16]" in output
+    table = output[output.index("Tasks") :]
+    assert table.count("finished") == 3
+
+
+def test_a_ps_that_dies_ends_the_run(tmp_path: Path) -> None:
+    script = (
+        CONNECT
+        + """
+client.wait_for_tasks(["/job:ps/task:0"], timeout_s=60)
+print("pid", os.getpid())
+threading.Event().wait()
+"""
+    )
+    with launch(tmp_path, script, 1, ps=1) as launched:
+        launched.read_until("] pid ")
+        children = Path(f"/proc/{launched.process.pid}/task/{launched.process.pid}/children").read_text().split()
+        [ps] = [pid for pid in children if b"--index" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        os.kill(int(ps), signal.SIGKILL)
+        status, output = launched.finish()
+    assert status == 1, output
+    assert "ps:0 ended (killed by SIGKILL) while workers needed it, so the run ends" in output
