@@ -1,0 +1,64 @@
+"""One deadline for each of many waits that all last equally long.
+
+Why: thousands of receives may wait at a time, and a timer thread for each would cost more than the step.
+Invariant: since all last equally long, the oldest wait is the next to expire, so a dict in order of insertion is
+the queue; `expire` is called once for each key that is neither discarded nor overtaken by `close`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class Deadlines(Generic[Key]):
+    """Calls `expire` with each key that was added `timeout_s` ago and not discarded, from a thread of its own."""
+
+    def __init__(self, timeout_s: float, expire: Callable[[Key], None]) -> None:
+        self.timeout_s = timeout_s
+        self._expire = expire
+        self._changed = threading.Condition()
+        self._ends_at: dict[Key, float] = {}
+        self._is_closed = False
+        threading.Thread(target=self._watch, name="dflow deadlines", daemon=True).start()
+
+    def add(self, key: Key) -> None:
+        """Start the time of `key`."""
+        with self._changed:
+            was_empty = not self._ends_at
+            self._ends_at[key] = time.monotonic() + self.timeout_s
+            if was_empty:
+                self._changed.notify()
+
+    def discard(self, key: Key) -> None:
+        """The wait for `key` has ended; nothing happens if it is unknown."""
+        with self._changed:
+            self._ends_at.pop(key, None)
+
+    def close(self) -> None:
+        """Let nothing expire any more."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+
+    def _watch(self) -> None:
+        while (key := self._next_expired()) is not None:
+            self._expire(key)
+
+    def _next_expired(self) -> Key | None:
+        """Wait for the next key to expire; None once closed."""
+        with self._changed:
+            while not self._is_closed:
+                key = next(iter(self._ends_at), None)
+                if key is None:
+                    self._changed.wait()
+                elif (left_s := self._ends_at[key] - time.monotonic()) > 0:
+                    self._changed.wait(left_s)
+                else:
+                    del self._ends_at[key]
+                    return key
+        return None
