@@ -116,15 +116,14 @@ def _launch(options: argparse.Namespace) -> int:
     if not Path(options.script).is_file():
         print(f"dflow launch: there is no script {options.script!r} in {Path.cwd()}", file=sys.stderr)
         return 2
-    from rich.console import Console
-
+    stop = StopSignal()
     from dflow.distributed.launcher import LaunchPlan, launch
     from dflow.distributed.transport.tcp import TcpTransport
-    from dflow.status_view import make_view
+    from dflow.status_view import make_console, make_view
 
     plan = LaunchPlan(options.ps, options.workers, options.script, tuple(options.arguments))
-    with make_view(Console()) as view:
-        return launch(plan, view, TcpTransport())
+    with make_view(make_console()) as view:
+        return launch(stop, plan, view, TcpTransport())
 
 
 def _coordinator(options: argparse.Namespace) -> int:
@@ -146,17 +145,15 @@ def _task(options: argparse.Namespace) -> int:
 
 
 def _status(options: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from dflow.distributed.coordinator_client import CoordinatorClient
     from dflow.distributed.transport.tcp import TcpTransport
-    from dflow.status_view import closing_tables, progress_line
+    from dflow.status_view import closing_tables, make_console, progress_line
 
     client = CoordinatorClient(TcpTransport(), options.coordinator, name="status", timeout_s=5.0)
     status = client.status(timeout_s=5.0)
     client.close()
-    console = Console()
-    console.print(progress_line(status, status.steps_done / status.now_s), markup=False, highlight=False)
+    console = make_console()
+    console.print(progress_line(status, status.steps_done / max(status.now_s, 1.0)), markup=False, highlight=False)
     console.print(closing_tables(status, {}))
     return 0
 

@@ -27,6 +27,8 @@ from dflow.tracing.errors import DeviceError
 #: Rows of a table before the rest is summed up in one.
 MOST_ROWS = 30
 PLAIN_LINE_S = 2.0
+#: Characters in a line of a table where there is no terminal to ask.
+PLAIN_WIDTH = 120
 RATE_WINDOW_S = 5.0
 _COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_red")
 _LETTER = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
@@ -39,7 +41,9 @@ class StepRate:
         self._seen: deque[tuple[float, int]] = deque()
 
     def add(self, status: Status) -> float:
-        """Take note of the status; the rate up to it, 0 while there is none."""
+        """Take note of the status; the rate up to it, 0 while there is none. Time before the first run is left out."""
+        if not status.steps_total:
+            return 0.0
         self._seen.append((status.now_s, status.steps_done))
         while len(self._seen) > 2 and status.now_s - self._seen[1][0] >= RATE_WINDOW_S:
             self._seen.popleft()
@@ -206,6 +210,12 @@ class PlainView:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
+def make_console() -> Console:
+    """Standard output, wide enough for the tables when it is no terminal."""
+    console = Console()
+    return console if console.is_terminal else Console(width=PLAIN_WIDTH)
+
+
 def make_view(console: Console) -> TerminalView | PlainView:
     """The view that fits where the console prints to; use it as a context."""
     return TerminalView(console) if console.is_terminal else PlainView(console)
@@ -304,9 +314,9 @@ def _variables_table(variables: Sequence[VariableInfo]) -> Table | None:
 
 def _tasks_table(status: Status, ends: Mapping[str, str]) -> Table:
     table = _table("Tasks", "task", ">joined", ">left", "why")
-    newest = {info.task: number for number, info in enumerate(status.tasks)}
-    for number, info in enumerate(status.tasks):
-        end = ends.get(info.task, "") if newest[info.task] == number else ""
+    newest = {info.task: info for info in status.tasks}
+    for info in sorted(status.tasks, key=lambda info: (split_task_name(info.task), info.joined_at_s)):
+        end = ends.get(info.task, "") if newest[info.task] is info else ""
         left = "" if info.left_at_s is None else f"{info.left_at_s:.1f} s"
         table.add_row(short_task_name(info.task), f"{info.joined_at_s:.1f} s", left, Text(_why(info, end)))
     for task in (*status.expected, *(task for task in ends if task not in newest and task not in status.expected)):

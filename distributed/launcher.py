@@ -69,9 +69,9 @@ class LaunchView(Protocol):
         ...
 
 
-def launch(plan: LaunchPlan, view: LaunchView, transport: Transport) -> int:
-    """Run the plan to its end and return the exit status. To be called in the main thread."""
-    launched = _Launch(plan, view, transport)
+def launch(stop: StopSignal, plan: LaunchPlan, view: LaunchView, transport: Transport) -> int:
+    """Run the plan to its end, or until `stop`, and return the exit status."""
+    launched = _Launch(stop, plan, view, transport)
     try:
         return launched.run()
     except _Interrupted as interrupted:
@@ -93,11 +93,11 @@ class _Fault(Exception):
 
 
 class _Launch:
-    def __init__(self, plan: LaunchPlan, view: LaunchView, transport: Transport) -> None:
+    def __init__(self, stop: StopSignal, plan: LaunchPlan, view: LaunchView, transport: Transport) -> None:
         self._plan = plan
         self._view = view
         self._transport = transport
-        self._stop = StopSignal()
+        self._stop = stop
         self._lifeline, self._held = os.pipe()
         self._children: dict[str, ChildProcess] = {}
         self._ends: dict[str, str] = {}
