@@ -1,3 +1,27 @@
-"""Stateful dataflow on JAX and XLA: variables, queues and clusters behind ordinary Python functions."""
+"""Stateful dataflow on JAX and XLA: variables, queues and clusters behind ordinary Python functions.
+
+Decorate a function of `jax.numpy` code with `dflow.jit`, and it may read and write `dflow.Variable`s. The same
+function runs in one process or over a cluster that `dflow launch` starts.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dflow.api import *  # noqa: F403
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    # Loaded when asked for: the coordinator and the command line need no JAX, and it takes a second to import.
+    if name.startswith("__") and name != "__all__":
+        raise AttributeError(name)
+    api = importlib.import_module("dflow.api")
+    return getattr(api, name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *importlib.import_module("dflow.api").__all__]

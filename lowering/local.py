@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from dflow.lowering.pipeline import ALONE, pipeline
 from dflow.lowering.plan import Call
 from dflow.lowering.program import Program, compile_program
 from dflow.lowering.store import Store
-from dflow.tracing.context import Slot
+from dflow.tracing.context import Home, Slot
 from dflow.tracing.errors import InternalError, VariableError
 from dflow.tracing.resources import Initial, Variable
 from dflow.tracing.source import at
@@ -26,6 +26,14 @@ from dflow.tracing.trace import Traced
 
 #: Runs a step on the leaves of its arguments; gives the leaves of its result.
 Runner = Callable[[Sequence[Any]], Sequence[Any]]
+
+
+class RunnerHome(Home, Protocol):
+    """A home that can also run functions over its variables."""
+
+    def runner(self, traced: Traced, *, check: bool, observe: Observer | None) -> Runner:
+        """Lower a traced function whose variables live here, or in this process."""
+        ...
 
 
 class LocalHome:

@@ -1,7 +1,7 @@
 """Cut the graph at device borders: each value that crosses is sent once per destination.
 
 The graph stays one graph. Afterwards every operand of a node is on the node's device, and what joins two devices is
-a `net.send` and a `net.recv` of the same edge; an edge is named for its value.
+a `net.send` and a `net.recv` of the same edge. An edge is named for the variable it carries, else for its value.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from dflow.tracing import ops
-from dflow.tracing.graph import Graph, Node, Operand, Value
+from dflow.tracing.graph import FreshNames, Graph, Node, Operand, Value
 from dflow.tracing.types import ArrayType, RefType, TokenType
 
 
@@ -37,6 +37,8 @@ class _Cut:
         self._fresh = graph.fresh_names()
         self._device = {value: value.device or local for value in graph.inputs}
         self._copies: dict[tuple[Value, str], Value] = {}
+        self._edges: dict[Value, str] = {}
+        self._fresh_edge = FreshNames()
 
     def add(self, node: Node) -> None:
         assert node.device is not None
@@ -61,8 +63,17 @@ class _Cut:
         origin = producer.origin if producer is not None else None
         token = Value(self._fresh(f"{value.name}.sent"), TokenType())
         copy = Value(self._fresh(f"{value.name}.received"), value.type.strong)
-        send = {"edge": value.name, "destination": destination}
-        recv = {"edge": value.name, "source": source, "type": value.type.strong}
+        edge = self._edge(value, producer)
+        send = {"edge": edge, "destination": destination}
+        recv = {"edge": edge, "source": source, "type": value.type.strong}
         self.nodes.append(Node(ops.net_send, (value,), (token,), send, None, source, (), origin))
         self.nodes.append(Node(ops.net_recv, (), (copy,), recv, None, destination, (), origin))
         return copy
+
+    def _edge(self, value: Value, producer: Node | None) -> str:
+        if value not in self._edges:
+            ref = producer.inputs[0] if producer is not None and producer.op is ops.var_read else value
+            assert isinstance(ref, Value)
+            name = f"{producer.op.name}.{value.name}" if producer is not None and value.name.isdigit() else ref.name
+            self._edges[value] = self._fresh_edge(name)
+        return self._edges[value]

@@ -16,8 +16,7 @@ import jax
 import numpy as np
 
 from dflow.config import CONFIG
-from dflow.distributed.cluster import ClusterHome
-from dflow.lowering.local import LocalHome, Runner
+from dflow.lowering.local import LocalHome, Runner, RunnerHome
 from dflow.lowering.passes.base import Observer
 from dflow.tracing.context import set_default_home
 from dflow.tracing.errors import VariableError
@@ -65,10 +64,6 @@ class Function(Generic[P, R]):
         name = getattr(self._fn, "__name__", "function")
         return home.runner(traced, check=CONFIG.check, observe=_dumper(name)), traced.out_tree
 
-    def trace(self, *args: P.args, **kwargs: P.kwargs) -> Graph:
-        """The graph of the function for arguments of these types, before any pass; nothing is run."""
-        return trace(self._fn, args, kwargs).graph
-
 
 def jit(fn: Callable[P, R]) -> Function[P, R]:
     """Compile `fn`, with its reads and writes of variables, into as few XLA calls as its devices allow.
@@ -88,12 +83,12 @@ def _type_key(leaf: Any) -> Any:
     return type(leaf)
 
 
-def _home_of(traced: Traced) -> LocalHome | ClusterHome:
+def _home_of(traced: Traced) -> RunnerHome:
     homes = {id(variable.home): variable.home for variable in traced.variables if variable.home is not LOCAL}
     if len(homes) > 1:
         names = ", ".join(variable.name for variable in traced.variables)
         raise VariableError(f"one function uses variables of {len(homes)} clusters ({names}){at(caller())}")
-    return cast(LocalHome | ClusterHome, next(iter(homes.values()), LOCAL))
+    return cast(RunnerHome, next(iter(homes.values()), LOCAL))
 
 
 def _dumper(name: str) -> Observer | None:

@@ -1,0 +1,26 @@
+"""Every public name, gathered; `dflow` takes them from here when one is first asked for."""
+
+from dflow import distributed
+from dflow.cluster import connect
+from dflow.function import Function, jit
+from dflow.optimizer import Optimizer
+from dflow.tracing.autodiff import grad, value_and_grad
+from dflow.tracing.device import device
+from dflow.tracing.errors import DflowError
+from dflow.tracing.resources import Variable, name, read, variables
+
+__all__ = [
+    "DflowError",
+    "Function",
+    "Optimizer",
+    "Variable",
+    "connect",
+    "device",
+    "distributed",
+    "grad",
+    "jit",
+    "name",
+    "read",
+    "value_and_grad",
+    "variables",
+]

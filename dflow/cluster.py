@@ -1,0 +1,48 @@
+"""`dflow.connect()`: join the cluster that the launcher or the environment says, or be a cluster of one."""
+
+from __future__ import annotations
+
+import os
+
+from dflow.distributed import lifeline
+from dflow.distributed.alone import Alone
+from dflow.distributed.cluster import Cluster, ClusterSettings
+from dflow.distributed.transport.tcp import TcpTransport
+from dflow.function import LOCAL
+from dflow.tracing.errors import ConfigError
+
+
+def connect(
+    coordinator: str | None = None, *, job: str = "worker", index: int | None = None, settings: ClusterSettings | None = None
+) -> Cluster | Alone:
+    """Join a cluster as a worker, or run alone.
+
+    coordinator  the coordinator's address, such as `127.0.0.1:4321`; given none, the environment's DFLOW_COORDINATOR,
+                 with DFLOW_JOB and DFLOW_INDEX, as `dflow launch` sets them; without that, this process runs alone
+    index        which task of `job` this process is
+    raises       DeadlineExceeded when the coordinator or a parameter task does not answer; ConfigError when an
+                 address is known but no index
+    """
+    address = coordinator or os.environ.get("DFLOW_COORDINATOR")
+    if not address:
+        return Alone()
+    lifeline.watch()
+    number = index if index is not None else _index_from_environment()
+    return Cluster(
+        address,
+        TcpTransport(),
+        job=os.environ.get("DFLOW_JOB", job) if coordinator is None else job,
+        index=number,
+        store=LOCAL.store,
+        settings=settings or ClusterSettings(),
+    )
+
+
+def _index_from_environment() -> int:
+    text = os.environ.get("DFLOW_INDEX", "")
+    if not text.isdigit():
+        raise ConfigError(
+            f"DFLOW_INDEX is {text!r}, so it is not known which worker this is\n"
+            "  start the script with `dflow launch`, or give connect() an index"
+        )
+    return int(text)

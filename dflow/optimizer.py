@@ -1,0 +1,134 @@
+"""Any optax transformation over variables: its slots are variables too, and live with what they belong to."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from dflow.lowering.discharge import discharge
+from dflow.lowering.passes.prune import Prune
+from dflow.tracing.device import with_state
+from dflow.tracing.errors import GraphTypeError, VariableError
+from dflow.tracing.graph import Graph, Literal
+from dflow.tracing.resources import Initial, Variable, is_variable, path_name, read
+from dflow.tracing.source import at, caller
+from dflow.tracing.trace import trace
+
+_counts = itertools.count()
+
+
+class Optimizer:
+    """Applies gradients to variables by an optax transformation.
+
+    transformation  any `optax.GradientTransformation`, chains and schedules included
+    variables       a pytree of variables; gradients come in the same structure
+    name            prefix of the slots' names; given none, one is made up in order of creation
+
+    Each array of the transformation's state becomes a variable, on the task of the variable it belongs to where it
+    belongs to one (a momentum), initialised there. `apply` runs where the variables live, so that on a cluster only
+    gradients travel. Raises VariableError when `variables` holds anything but variables.
+    """
+
+    def __init__(self, transformation: optax.GradientTransformation, variables: Any, *, name: str | None = None) -> None:
+        self._transformation = transformation
+        self._variables, self._tree = jax.tree_util.tree_flatten(variables, is_leaf=is_variable)
+        strangers = [type(leaf).__name__ for leaf in self._variables if not is_variable(leaf)]
+        if strangers or not self._variables:
+            raise VariableError(
+                f"an optimizer needs variables, but was given {', '.join(strangers) or 'none'}{at(caller())}\n"
+                "  make variables of a model's parameters with dflow.variables(params)"
+            )
+        self.name = name or f"optimizer_{next(_counts)}"
+        #: The transformation's state, with variables for arrays.
+        self.slots = self._make_slots()
+
+    def apply(self, gradients: Any) -> None:
+        """Update the variables by `gradients`, a pytree of arrays in their structure.
+
+        In traced code the update is part of the graph, placed where the variables live. Raises GraphTypeError when
+        the structure is another.
+        """
+        with with_state():
+            updates, state = self._transformation.update(
+                self._tree_of(gradients), read(self.slots), self._tree.unflatten([v.read() for v in self._variables])
+            )
+            for variable, update in zip(self._variables, self._tree.flatten_up_to(updates), strict=True):
+                variable.assign_add(jnp.asarray(update).astype(variable.dtype))
+            slots = jax.tree_util.tree_leaves(self.slots, is_leaf=is_variable)
+            for slot, value in zip(slots, jax.tree_util.tree_leaves(state), strict=True):
+                slot.assign(value)
+
+    def _tree_of(self, gradients: Any) -> Any:
+        given = jax.tree_util.tree_structure(gradients)
+        if given != self._tree and given.num_leaves != len(self._variables):
+            raise GraphTypeError(
+                f"the gradients have the structure {given}, but the variables {self._tree}{at(caller())}\n"
+                "  differentiate with respect to the very variables the optimizer was made for"
+            )
+        return self._tree.unflatten(jax.tree_util.tree_leaves(gradients))
+
+    def _make_slots(self) -> Any:
+        parameters = self._tree.unflatten([variable.type.struct for variable in self._variables])
+        state = jax.eval_shape(self._transformation.init, parameters)
+        owners = self._owners(state)
+        initials = self._initials()
+        flat, tree = jax.tree_util.tree_flatten_with_path(state)
+        slots = [
+            Variable(initial, name=f"{self.name}/{self._slot_name(path, owner)}", near=owner)
+            for (path, _), owner, initial in zip(flat, owners, initials, strict=True)
+        ]
+        return tree.unflatten(slots)
+
+    def _slot_name(self, path: tuple[Any, ...], owner: Variable | None) -> str:
+        """The path in the transformation's state, with the variable's name for its own path: `0/mu/dense/kernel`."""
+        if owner is None:
+            return path_name(path)
+        places = jax.tree_util.tree_flatten_with_path(self._tree.unflatten(list(range(len(self._variables)))))[0]
+        inner = next(inner for inner, place in places if self._variables[place] is owner)
+        return path_name((*path[: len(path) - len(inner)], jax.tree_util.DictKey(owner.name)))
+
+    def _owners(self, state: Any) -> list[Variable | None]:
+        """For each array of the state the variable it belongs to, as far as optax knows."""
+        places = self._tree.unflatten(list(range(len(self._variables))))
+        marked = optax.tree_utils.tree_map_params(
+            self._transformation, lambda _, place: place, state, places, transform_non_params=lambda _: -1
+        )
+        return [None if place < 0 else self._variables[place] for place in jax.tree_util.tree_leaves(marked)]
+
+    def _initials(self) -> list[Initial]:
+        """How each array of the state begins.
+
+        One that does not depend on the parameters, such as a zero momentum, is a function of nothing that runs
+        where the slot lives; another is computed here.
+        """
+        traced = trace(self._initial_state, (), {})
+        whole = functools.cache(lambda: jax.tree_util.tree_leaves(self._initial_state()))
+        return [
+            _independent(traced.graph, index) or functools.partial(_nth, whole, index)
+            for index in range(len(traced.graph.outputs))
+        ]
+
+    def _initial_state(self) -> Any:
+        return self._transformation.init(self._tree.unflatten([variable.read() for variable in self._variables]))
+
+
+def _independent(graph: Graph, index: int) -> Callable[[], Any] | None:
+    output = graph.outputs[index]
+    if isinstance(output, Literal):
+        return lambda: jnp.asarray(output.value, output.type.dtype)
+    part = Prune()(Graph(graph.inputs, graph.nodes, (output,)))
+    used = {value for node in part.nodes for value in node.values}
+    if used.intersection(graph.inputs):
+        return None
+    pure = discharge(Graph((), part.nodes, part.outputs))
+    return lambda: pure.fn()[0]
+
+
+def _nth(whole: Callable[[], list[Any]], index: int) -> Any:
+    return whole()[index]

@@ -1,0 +1,316 @@
+"""A worker's view of the cluster: variables on other tasks, and steps that run over them.
+
+A step starts with one small message to each task that has a part in it; values then go straight from task to task,
+and the worker waits for its own part and for each task's word that its part has ended. Every wait has a deadline and
+its error names who is missing. What fails anywhere is cancelled everywhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import msgspec
+
+from dflow.distributed.codec import decode_array, encode_array
+from dflow.distributed.coordinator_client import ANSWER_S, CoordinatorClient
+from dflow.distributed.messages import (
+    CancelStep,
+    CreateVariable,
+    ReadVariable,
+    Registered,
+    RegisterPlan,
+    RunPlan,
+    Value,
+    VariableCreated,
+    WriteVariable,
+)
+from dflow.distributed.task_name import short_task_name, task_name
+from dflow.distributed.task_server import TaskServer, TaskSettings
+from dflow.distributed.transport.base import PendingReply, Reply, Transport
+from dflow.lowering.channel import StepId
+from dflow.lowering.compile import Compiled, TaskPlan, make_plans
+from dflow.lowering.execute import Outcome
+from dflow.lowering.local import Runner, compile_programs, fetched
+from dflow.lowering.passes.base import Observer, run_passes
+from dflow.lowering.pipeline import pipeline
+from dflow.lowering.program import export_program
+from dflow.lowering.store import Store
+from dflow.tracing.context import Slot, home
+from dflow.tracing.errors import DeadlineExceeded, DflowError, VariableError, WireError
+from dflow.tracing.jax_frontend import make_jaxpr, touches_state
+from dflow.tracing.resources import Initial, Variable
+from dflow.tracing.source import at
+from dflow.tracing.trace import Traced, trace
+
+_ENCODER = msgspec.msgpack.Encoder()
+_Answer = TypeVar("_Answer")
+
+
+@dataclass(frozen=True)
+class ClusterSettings:
+    """How long things may take, in s.
+
+    `join_timeout_s`     until the coordinator answers and the parameter tasks are up
+    `request_timeout_s`  a read, a write, the creation of a variable, the compilation of a plan on a task
+    `step_timeout_s`     one step, from its start until every task has ended its part
+    """
+
+    join_timeout_s: float = 60.0
+    request_timeout_s: float = 300.0
+    step_timeout_s: float = 600.0
+
+
+class Cluster:
+    """This process as the task `/job:<job>/task:<index>` of the cluster whose coordinator is at `coordinator`.
+
+    store   where this task's own variables are
+    raises  DeadlineExceeded when the coordinator or a parameter task does not answer: it names the role, the address
+            and how long was waited
+    """
+
+    def __init__(
+        self,
+        coordinator: str,
+        transport: Transport,
+        *,
+        job: str,
+        index: int,
+        store: Store,
+        settings: ClusterSettings = ClusterSettings(),
+    ) -> None:
+        self.task = task_name(job, index)
+        self.index = index
+        self._settings = settings
+        self._steps = itertools.count()
+        name = self.task
+        self._client = CoordinatorClient(transport, coordinator, name=name, timeout_s=settings.join_timeout_s)
+        waits = TaskSettings(wait_timeout_s=settings.step_timeout_s)
+        self._server = TaskServer(name, transport, store=store, settings=waits)
+        try:
+            self._join()
+        except BaseException:
+            self._server.close()
+            self._client.close("could not join")
+            raise
+
+    def _join(self) -> None:
+        roster = self._client.join(self.task, self._server.address, traffic=self._server.traffic)
+        self._client.call_on_roster(self._server.roster_changed)
+        others = [task for task in roster.expected if not task.startswith(self.task.rsplit("/", 1)[0])]
+        self._client.wait_for_tasks(others, timeout_s=self._settings.join_timeout_s)
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """The tasks that are alive, this one included."""
+        return tuple(info.task for info in self._client.roster.tasks if info.left_at_s is None)
+
+    @contextmanager
+    def parameter_servers(self, job: str = "ps") -> Iterator[None]:
+        """Spread the variables made inside over the tasks of `job`, by size.
+
+        The coordinator decides where, and says the same to every worker; whoever asks first creates the variable.
+        """
+        with home(ClusterHome(self, job)):
+            yield
+
+    def claim(
+        self, run: str, total_steps: int, *, done: int = 0, step_s: float = 0.0, metrics: Mapping[str, float] = {}
+    ) -> range:
+        """Report the last claimed steps and get the next; see `CoordinatorClient.claim`."""
+        return self._client.claim(run, total_steps, done=done, step_s=step_s, metrics=metrics)
+
+    def elect(self, what: str) -> bool:
+        """Whether this task is the one that does `what`: the first to ask is."""
+        return self._client.elect(what)
+
+    def report(self, name: str, value: float) -> None:
+        """Add a result to the closing table of the run."""
+        self._client.report(name, value)
+
+    def close(self) -> None:
+        """Leave the cluster; a second call does nothing."""
+        self._client.leave()
+        self._server.close()
+
+    # Variables on other tasks.
+
+    def request(self, task: str, message: Any, payload: Any = b"") -> Reply:
+        """Ask another task, and wait for its answer."""
+        return self._server.peer(task).call(message, payload, timeout_s=self._settings.request_timeout_s)
+
+    def place(self, variable: Variable, job: str, near: Variable | None) -> str:
+        """The task that holds, or shall hold, the variable."""
+        type = variable.type
+        return self._client.place(
+            variable.name,
+            str(jnp.dtype(type.dtype).name),
+            type.shape,
+            type.size_bytes,
+            job=job,
+            near=near.name if near is not None else "",
+            timeout_s=ANSWER_S,
+        )
+
+    # Steps.
+
+    def runner(self, traced: Traced, *, check: bool, observe: Observer | None) -> Runner:
+        """Place, cut and register a traced function; the result runs one step of it."""
+        passes = pipeline(self.task, self.tasks)
+        graph = run_passes(traced.graph, passes, check=check, observe=observe)
+        keys = {ref: variable.key for ref, variable in zip(graph.refs, traced.variables, strict=True)}
+        compiled = make_plans(graph, self.task, keys)
+        return _Step(self, self._register(compiled), traced.constants, compiled)
+
+    def _register(self, compiled: Compiled) -> Mapping[str, int]:
+        handles = {task: self._register_remote(task, plan) for task, plan in compiled.remote.items()}
+        handles[self.task] = self._server.register(compiled.local.plan, compile_programs(compiled.local))
+        return handles
+
+    def _register_remote(self, task: str, task_plan: TaskPlan) -> int:
+        blobs = [export_program(pure.fn, pure.types) for pure in task_plan.programs]
+        message = RegisterPlan(_ENCODER.encode(task_plan.plan), tuple(map(len, blobs)))
+        answer, _ = self.request(task, message, b"".join(blobs))
+        return _expect(answer, Registered, task).handle
+
+    def run_step(self, handles: Mapping[str, int], feeds: Sequence[Any]) -> tuple[jax.Array, ...]:
+        """Run one step on every task that has a part in it; this task's fetches."""
+        step = StepId(self.task, next(self._steps))
+        others = [task for task in handles if task != self.task]
+        mine: Future[Outcome] = Future()
+        replies: dict[str, PendingReply] = {}
+        try:
+            for task in others:
+                replies[task] = self._server.peer(task).start(RunPlan(handles[task], step.origin, step.number))
+                replies[task].when_done(partial(_fail_on_error, mine))
+            self._server.run(handles[self.task], step, feeds, partial(_set_once, mine))
+            fetches = fetched(self._own_part(mine, step))
+            for task, reply in replies.items():
+                reply.wait(self._settings.step_timeout_s)
+        except BaseException as error:
+            self._cancel(step, others, error)
+            raise
+        return fetches
+
+    def _own_part(self, mine: Future[Outcome], step: StepId) -> Outcome:
+        try:
+            return mine.result(self._settings.step_timeout_s)
+        except FutureTimeoutError:
+            raise DeadlineExceeded(
+                f"step {step.number} of {short_task_name(self.task)} did not end within "
+                f"{self._settings.step_timeout_s:g} s; the tasks in the cluster are "
+                f"{', '.join(map(short_task_name, self.tasks))}"
+            ) from None
+
+    def _cancel(self, step: StepId, others: Sequence[str], error: BaseException) -> None:
+        self._server.cancel(step, error)
+        message = CancelStep(step.origin, step.number, f"{type(error).__name__}: {error}")
+        for task in others:
+            try:
+                self._server.peer(task).notify(message)
+            except DflowError:
+                continue  # the task is gone, and its part with it
+
+
+class _Step:
+    """One traced function, registered on every task it touches."""
+
+    def __init__(
+        self, cluster: Cluster, handles: Mapping[str, int], constants: Sequence[Any], compiled: Compiled
+    ) -> None:
+        self._cluster = cluster
+        self._handles = handles
+        self._constants = list(constants)
+        self._literals = [jnp.asarray(literal.value, literal.type.dtype) for literal in compiled.literals]
+
+    def __call__(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        arrays = [leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf) for leaf in leaves]
+        return self._cluster.run_step(self._handles, [*self._constants, *arrays, *self._literals])
+
+
+class ClusterHome:
+    """The home of variables spread over the tasks of one job."""
+
+    def __init__(self, cluster: Cluster, job: str) -> None:
+        self._cluster = cluster
+        self._job = job
+        self._adders: dict[str, Runner] = {}
+
+    def create(self, variable: Variable, initial: Initial, near: Variable | None) -> Slot:
+        try:
+            task = self._cluster.place(variable, self._job, near)
+            self._create_on(task, variable, initial)
+        except VariableError as error:
+            raise VariableError(f"{error}{at(variable.loc)}") from None
+        return Slot(task, variable.name)
+
+    def _create_on(self, task: str, variable: Variable, initial: Initial) -> None:
+        dtype, shape = jnp.dtype(variable.dtype).name, variable.shape
+        program = callable(initial) and not _reads_state(initial)
+        if program:
+            payload: Any = export_program(lambda: [initial()], ())
+        else:
+            value = jnp.asarray(initial() if callable(initial) else initial, variable.dtype)
+            payload = encode_array(value)
+        answer, _ = self._cluster.request(task, CreateVariable(variable.name, dtype, shape, program), payload)
+        _expect(answer, VariableCreated, task)
+
+    def read(self, variable: Variable) -> jax.Array:
+        answer, payload = self._cluster.request(_task_of(variable), ReadVariable(variable.key))
+        value = _expect(answer, Value, _task_of(variable))
+        array: jax.Array = jax.device_put(decode_array(value.dtype, value.shape, payload))
+        return array
+
+    def write(self, variable: Variable, value: Any) -> None:
+        dtype = jnp.dtype(variable.dtype).name
+        message = WriteVariable(variable.key, dtype, variable.shape)
+        self._cluster.request(_task_of(variable), message, encode_array(jnp.asarray(value)))
+
+    def add(self, variable: Variable, delta: Any) -> None:
+        step = self._adders.get(variable.key)
+        if step is None:
+            traced = trace(variable.assign_add, (delta,), {})
+            step = self._adders[variable.key] = self.runner(traced, check=False, observe=None)
+        step([delta])
+
+    def runner(self, traced: Traced, *, check: bool, observe: Observer | None) -> Runner:
+        return self._cluster.runner(traced, check=check, observe=observe)
+
+
+def _reads_state(initial: Any) -> bool:
+    """Whether an initialiser reads variables, so that it cannot run on its own elsewhere."""
+    jaxpr, _, _ = make_jaxpr(initial)
+    return touches_state(jaxpr.effects)
+
+
+def _task_of(variable: Variable) -> str:
+    assert variable.device is not None
+    return variable.device
+
+
+def _expect(answer: Any, wanted: type[_Answer], task: str) -> _Answer:
+    if not isinstance(answer, wanted):
+        raise WireError(
+            f"{short_task_name(task)} answered with {type(answer).__name__} where {wanted.__name__} was due; "
+            "install the same dflow on both"
+        )
+    return answer
+
+
+def _set_once(future: Future[Outcome], outcome: Outcome) -> None:
+    with contextlib.suppress(InvalidStateError):
+        future.set_result(outcome)
+
+
+def _fail_on_error(future: Future[Outcome], reply: Reply | BaseException) -> None:
+    if isinstance(reply, BaseException):
+        _set_once(future, reply)

@@ -1,0 +1,64 @@
+"""Asynchronous training: each worker reads, computes and applies at its own pace.
+
+No worker waits for another. A worker's gradient is applied to whatever the variables hold by then, which may be a few
+updates newer than what it read (section 4.4 of the OSDI 2016 paper). A step that a lost worker had claimed and not
+done is done by another.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+_runs = itertools.count()
+
+
+class StepSource(Protocol):
+    """What a strategy needs of a cluster: who does which steps."""
+
+    def claim(
+        self, run: str, total_steps: int, *, done: int = 0, step_s: float = 0.0, metrics: Mapping[str, float] = {}
+    ) -> range:
+        """Report the last claim, and get the next steps to do; an empty range says that the run is complete."""
+        ...
+
+
+class Async:
+    """Runs a training step on every worker until the cluster has done a number of steps in all."""
+
+    def __init__(self, cluster: StepSource) -> None:
+        self._cluster = cluster
+
+    def run(
+        self, step: Callable[..., Any], batches: Iterable[Any], *, steps: int, name: str | None = None
+    ) -> Iterator[Any]:
+        """Call `step(*batch)` with this worker's own batches, and yield what each call returns.
+
+        step     a `dflow.jit` function; a scalar or a dict of scalars that it returns is shown as its progress
+        batches  tuples of arguments (anything else is passed as the one argument); the run ends early for this
+                 worker when they end, and the other workers do what is left
+        steps    how many steps all workers do together
+        name     of the run, the same on every worker; given none, runs are numbered in the order of the program
+        """
+        run = name or f"run_{next(_runs)}"
+        supply = iter(batches)
+        claimed = self._cluster.claim(run, steps)
+        while claimed:
+            done, times, outcome = 0, [], None
+            for batch in itertools.islice(supply, len(claimed)):
+                started = time.perf_counter()
+                outcome = step(*batch) if isinstance(batch, tuple) else step(batch)
+                times.append(time.perf_counter() - started)
+                done += 1
+                yield outcome
+            step_s = statistics.median(times) if times else 0.0
+            claimed = self._cluster.claim(run, steps, done=done, step_s=step_s, metrics=_scalars(outcome))
+
+
+def _scalars(outcome: Any) -> dict[str, float]:
+    """The numbers in what a step returned: a scalar counts as its loss."""
+    named = outcome if isinstance(outcome, Mapping) else {"loss": outcome}
+    return {str(key): float(value) for key, value in named.items() if getattr(value, "shape", None) == ()}
