@@ -26,7 +26,7 @@ import jax
 from jax._src import core as jax_core
 from jax._src import effects as jax_effects
 from jax._src import source_info_util, traceback_util
-from jax._src.interpreters import mlir as _mlir
+from jax._src.interpreters import mlir as jax_mlir
 from jax._src.random.prng import PRNGImpl
 from jax.extend import core as jex
 from jax.extend.core import primitives as jax_primitives
@@ -250,9 +250,7 @@ def touches_state(effects: Any) -> bool:
 
 def has_other_effects(effects: Any) -> bool:
     """Whether any effect is one that JAX has and dflow does not know."""
-    return any(
-        not isinstance(effect, (VariableEffect, jax_core.NamedAxisEffect)) for effect in effects
-    )
+    return any(not isinstance(effect, (VariableEffect, jax_core.NamedAxisEffect)) for effect in effects)
 
 
 def make_jaxpr(fn: Callable[..., Any], *args: Any) -> tuple[Jaxpr, list[Any], Any]:
@@ -275,14 +273,6 @@ def is_open(jaxpr: Any) -> bool:
     return not hasattr(jaxpr, "consts")
 
 
-def scan_counts(params: Any) -> tuple[int, int]:
-    """How many operands of a scan are constants, and how many are carries."""
-    if "num_carry" in params:
-        return params["num_consts"], params["num_carry"]
-    consts, carry, _ = params["ft_in"].unpack()
-    return len(consts), len(carry)
-
-
 def is_key_implementation(value: Any) -> bool:
     """Whether a parameter is a PRNG implementation; it has a `tag`, the short name that key dtypes print."""
     return isinstance(value, PRNGImpl)
@@ -291,6 +281,11 @@ def is_key_implementation(value: Any) -> bool:
 def key_implementation(dtype: Any) -> Any:
     """The PRNG implementation of a key dtype."""
     return dtype._impl
+
+
+def has_primitive(name: str) -> bool:
+    """Whether this JAX has a primitive of that name."""
+    return name in _primitives_by_name()
 
 
 def primitive_named(name: str) -> Any:
@@ -306,7 +301,7 @@ def _primitives_by_name() -> dict[str, Any]:
     """Every primitive with a lowering, and those that JAX lists; where two share a name, a listed one."""
     members = [getattr(jax_primitives, member) for member in dir(jax_primitives)]
     listed = [member for member in members if isinstance(member, jex.Primitive)]
-    return {primitive.name: primitive for primitive in (*_mlir._lowerings, *listed)}
+    return {primitive.name: primitive for primitive in (*jax_mlir._lowerings, *listed)}
 
 
 def infer_types(primitive: Any, params: Any, types: Sequence[ArrayType]) -> list[ArrayType]:

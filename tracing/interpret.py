@@ -1,0 +1,246 @@
+"""What a graph means: run it node by node on concrete values, state included.
+
+Every other way to run a graph is tested against this one, so it is simple, slow, and shares nothing with them: no
+discharge, no compiled region, loops and branches turned by Python. Graphs that were cut apart run side by side, each
+node when its operands, its order edges and the value it receives are there.
+
+A node with an effect runs in program order with those on the same variable that it does not commute with. Given a
+`choose`, program order counts for nothing, and only order edges hold effects apart: that is what an executor keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from dflow.tracing import ops
+from dflow.tracing.attributes import Body, bind_node, body_of
+from dflow.tracing.effects import Effect, commute
+from dflow.tracing.errors import DflowError, InternalError
+from dflow.tracing.graph import Graph, Node, Operand, Value
+from dflow.tracing.jax_frontend import scan_counts
+from dflow.tracing.source import at
+from dflow.tracing.types import RefType
+
+#: The values of variables, by the names of the refs that stand for them.
+StateByName = dict[str, Any]
+
+#: Given the nodes that can run now, which runs.
+Choose = Callable[[Sequence[Node]], Node]
+
+
+def interpret(
+    graph: Graph, inputs: Sequence[Any], state: Mapping[str, Any], choose: Choose | None = None
+) -> tuple[list[Any], StateByName]:
+    """Run `graph`: its outputs, and the state after it.
+
+    inputs  a value for each input of the graph that is not a variable, in order
+    state   a value for each variable of the graph, by the name of its ref; it is not changed
+    raises  DflowError when a node cannot run: it holds what text does not carry, or waits for a value nobody sends
+    """
+    outputs, after = interpret_parts([(graph, inputs)], state, choose)
+    return outputs[0], after
+
+
+def interpret_parts(
+    parts: Sequence[tuple[Graph, Sequence[Any]]], state: Mapping[str, Any], choose: Choose | None = None
+) -> tuple[list[list[Any]], StateByName]:
+    """Run graphs that share a state and send to each other, each on its inputs: the outputs of each, and the state."""
+    after, edges = dict(state), _Edges()
+    runs = [_Run(graph, inputs, after, edges, choose) for graph, inputs in parts]
+    while any(run.waiting for run in runs):
+        if not any(run.advance() for run in runs):
+            stuck = [node for run in runs for node in run.waiting]
+            raise DflowError(_stuck(stuck, edges))
+    return [run.outputs() for run in runs], after
+
+
+class _Edges(dict[str, Any]):
+    """What was sent and not yet received, by edge."""
+
+
+def _stuck(nodes: Sequence[Node], edges: Mapping[str, Any]) -> str:
+    waits = [f"%{node.outputs[0].name} for edge {node.attributes['edge']!r}" for node in nodes if _receives(node)]
+    first = nodes[0]
+    return (
+        f"the graph stops with {len(nodes)} nodes to run, the first %{first.outputs[0].name} ({first.op.name})"
+        f"{at(first.loc)}\n  waiting: {', '.join(waits) or 'none'}; sent and not received: {sorted(edges) or 'none'}"
+    )
+
+
+def _receives(node: Node) -> bool:
+    return node.op is ops.net_recv
+
+
+class _Run:
+    """One graph on its way: the values so far and the nodes that wait."""
+
+    def __init__(
+        self, graph: Graph, inputs: Sequence[Any], state: StateByName, edges: _Edges, choose: Choose | None
+    ) -> None:
+        self.waiting = list(graph.nodes)
+        self._graph = graph
+        self._state = state
+        self._edges = edges
+        self._choose = choose
+        arrays = [value for value in graph.inputs if not isinstance(value.type, RefType)]
+        if len(arrays) != len(inputs):
+            raise DflowError(f"the graph takes {len(arrays)} inputs beside variables, and was given {len(inputs)}")
+        self._env: dict[Value, Any] = dict(zip(arrays, inputs, strict=True))
+        self._names = {ref: ref.name for ref in graph.refs}
+        if missing := sorted({*self._names.values()} - {*state}):
+            raise DflowError(f"the state has no value for {', '.join(missing)}; it has {sorted(state) or 'none'}")
+
+    def advance(self) -> bool:
+        """Run one node, if one can run."""
+        node = self._next()
+        if node is None:
+            return False
+        self.waiting.remove(node)
+        results = self._apply(node)
+        if not node.array_outputs:
+            results = [None]
+        self._env.update(zip(node.outputs, results, strict=True))
+        return True
+
+    def _next(self) -> Node | None:
+        ready = (node for index, node in enumerate(self.waiting) if self._can_run(index, node))
+        if self._choose is None:
+            return next(ready, None)
+        nodes = list(ready)
+        return self._choose(nodes) if nodes else None
+
+    def outputs(self) -> list[Any]:
+        """The values of the graph's outputs."""
+        return [self._value(output) for output in self._graph.outputs]
+
+    def _can_run(self, index: int, node: Node) -> bool:
+        needed = (value for value in (*node.values, *node.after) if not isinstance(value.type, RefType))
+        if any(value not in self._env for value in needed):
+            return False
+        if _receives(node) and node.attributes["edge"] not in self._edges:
+            return False
+        return self._choose is not None or not any(_in_order(before, node) for before in self.waiting[:index])
+
+    def _value(self, operand: Operand) -> Any:
+        return self._env[operand] if isinstance(operand, Value) else jnp.asarray(operand.value, operand.type.dtype)
+
+    def _apply(self, node: Node) -> list[Any]:
+        if node.op.primitive is not None:
+            return numeric_results(node, [self._value(operand) for operand in node.inputs])
+        if node.graph is not None:
+            return self._call(node, node.graph)
+        if node.op is ops.net_send:
+            self._edges[node.attributes["edge"]] = self._value(node.inputs[0])
+            return []
+        if _receives(node):
+            return [self._edges.pop(node.attributes["edge"])]
+        return self._touch(node)
+
+    def _touch(self, node: Node) -> list[Any]:
+        ref, *operands = node.inputs
+        name, values = ref_name(ref), [self._value(operand) for operand in operands]
+        if node.op is ops.var_read:
+            return [self._state[name]]
+        if node.op is ops.var_assign:
+            self._state[name] = values[0]
+        elif node.op is ops.var_assign_add:
+            self._state[name] = self._state[name] + values[0]
+        else:
+            raise InternalError(f"the interpreter has no rule for {node.op.name}; please report this")
+        return []
+
+    def _call(self, node: Node, body: Graph) -> list[Any]:
+        """Run a body on the variables and values that its node is given."""
+        outer = dict(zip(body.inputs, node.inputs, strict=True))
+        names = {ref.name: ref_name(outer[ref]) for ref in body.refs}
+        inputs = [self._value(outer[value]) for value in body.inputs if not isinstance(value.type, RefType)]
+        results, after = interpret(body, inputs, {name: self._state[outside] for name, outside in names.items()})
+        self._state.update({names[name]: value for name, value in after.items()})
+        return results
+
+
+def ref_name(operand: Operand) -> str:
+    """The name of the variable that an operand stands for. Raises InternalError for one that is no variable."""
+    if not isinstance(operand, Value) or not isinstance(operand.type, RefType):
+        raise InternalError(f"{operand!r} stands where a variable should; please report this")
+    return operand.name
+
+
+def _in_order(before: Node, node: Node) -> bool:
+    """Whether `node` has an effect that must come after one of `before`'s."""
+    return any(
+        Effect.UNKNOWN in (one, other) or (where is not None and where is elsewhere and not commute(one, other))
+        for one, where in before.effects
+        for other, elsewhere in node.effects
+    )
+
+
+def numeric_results(node: Node, operands: list[Any]) -> list[Any]:
+    """The results of a numeric node: loops, branches and calls by running their bodies, all else by JAX."""
+    rule = _CONTROL.get(node.op.name)
+    return rule(node, operands) if rule is not None else bind_node(node, operands)
+
+
+def _run_body(body: Any, operands: Sequence[Any]) -> list[Any]:
+    body = body if isinstance(body, Body) else body_of(body)
+    if not isinstance(body, Body):
+        raise DflowError(f"a body is {body}, which cannot be run node by node")
+    return interpret(body.graph, [*body.constants, *operands], {})[0]
+
+
+def _call(key: str) -> Callable[[Node, list[Any]], list[Any]]:
+    return lambda node, operands: _run_body(node.attributes[key], operands)
+
+
+def _scan(node: Node, operands: list[Any]) -> list[Any]:
+    attributes = node.attributes
+    num_consts, num_carry = scan_counts(attributes)
+    consts, rest = operands[:num_consts], operands[num_consts:]
+    carry, xs = rest[:num_carry], rest[num_carry:]
+    stacked: list[list[Any]] = [[] for _ in node.outputs[num_carry:]]
+    turns = range(attributes["length"])
+    for turn in reversed(turns) if attributes["reverse"] else turns:
+        results = _run_body(attributes["jaxpr"], [*consts, *carry, *(x[turn] for x in xs)])
+        carry = results[:num_carry]
+        for values, result in zip(stacked, results[num_carry:], strict=True):
+            values.append(result)
+    types: list[Any] = [value.type for value in node.outputs[num_carry:]]
+    ordered = [values[::-1] if attributes["reverse"] else values for values in stacked]
+    ys = [
+        jnp.stack(values) if values else jnp.zeros(t.shape, t.dtype) for values, t in zip(ordered, types, strict=True)
+    ]
+    return [*carry, *ys]
+
+
+def _while(node: Node, operands: list[Any]) -> list[Any]:
+    attributes = node.attributes
+    test_end = attributes["cond_nconsts"]
+    body_end = test_end + attributes["body_nconsts"]
+    test, consts, carry = operands[:test_end], operands[test_end:body_end], operands[body_end:]
+    while bool(np.asarray(_run_body(attributes["cond_jaxpr"], [*test, *carry])[0])):
+        carry = _run_body(attributes["body_jaxpr"], [*consts, *carry])
+    return carry
+
+
+def _cond(node: Node, operands: list[Any]) -> list[Any]:
+    index, *rest = operands
+    branches = node.attributes["branches"]
+    return _run_body(branches[min(max(int(index), 0), len(branches) - 1)], rest)
+
+
+_CONTROL: Mapping[str, Callable[[Node, list[Any]], list[Any]]] = {
+    "jax.scan": _scan,
+    "jax.while": _while,
+    "jax.cond": _cond,
+    "jax.jit": _call("jaxpr"),
+    "jax.pjit": _call("jaxpr"),
+    "jax.closed_call": _call("call_jaxpr"),
+    "jax.custom_jvp_call": _call("call_jaxpr"),
+    "jax.custom_vjp_call": _call("call_jaxpr"),
+    "jax.remat2": _call("jaxpr"),
+    "jax.checkpoint": _call("jaxpr"),
+}
