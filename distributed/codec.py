@@ -81,7 +81,7 @@ def encode_array(value: jax.Array | npt.NDArray[Any]) -> memoryview:
     raises  WireError for PRNG key arrays, for dtypes that do not travel, and for arrays spread over processes
     """
     host = _host_array(value)
-    wanted = _dtype(host.dtype.name)
+    wanted = parse_dtype(host.dtype.name)
     contiguous = np.ascontiguousarray(host, dtype=wanted)
     return contiguous.reshape(-1).view(np.uint8).data
 
@@ -91,13 +91,21 @@ def decode_array(dtype: str, shape: Sequence[int], payload: Payload) -> npt.NDAr
 
     raises  WireError if `dtype` does not travel, or if `payload` has not the size that dtype and shape ask for
     """
-    known = _dtype(dtype)
+    known = parse_dtype(dtype)
     if any(extent < 0 for extent in shape):
         raise WireError(f"shape {tuple(shape)} has a negative extent; extents are 0 or more")
     wanted = math.prod(shape) * known.itemsize
     if len(payload) != wanted:
         raise WireError(f"{dtype}{list(shape)} takes {wanted} bytes but the payload has {len(payload)}")
     return np.frombuffer(payload, dtype=known).reshape(tuple(shape))
+
+
+def parse_dtype(name: str) -> np.dtype[Any]:
+    """The dtype called `name`; raises WireError if it does not travel."""
+    try:
+        return DTYPES[name]
+    except KeyError:
+        raise WireError(f"dtype {name!r} does not travel; these do: {', '.join(sorted(DTYPES))}") from None
 
 
 def empty_payload(size_bytes: int) -> memoryview:
@@ -122,10 +130,3 @@ def _host_array(value: jax.Array | npt.NDArray[Any]) -> npt.NDArray[Any]:
                 f"an array of shape {value.shape} is spread over several processes; send the shards of each process"
             )
     return np.asarray(value)
-
-
-def _dtype(name: str) -> np.dtype[Any]:
-    try:
-        return DTYPES[name]
-    except KeyError:
-        raise WireError(f"dtype {name!r} does not travel; these do: {', '.join(sorted(DTYPES))}") from None

@@ -1,0 +1,71 @@
+"""Connections to the other tasks, by name.
+
+Why: plans and messages name tasks; only this file knows where they are. Invariants: one connection per task, opened
+when it is first needed and kept; one that has ended is opened anew when next needed; a task that is not in the
+address book is not tried.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from dflow.distributed.transport.base import Handler, Peer, Transport
+from dflow.tracing.errors import TaskLost
+
+
+@dataclass
+class _Place:
+    address: str
+    connecting: threading.Lock = field(default_factory=threading.Lock)
+    peer: Peer | None = None
+
+
+class Peers:
+    """The other tasks of the cluster, as `name` reaches them; every method may be called from any thread."""
+
+    def __init__(self, transport: Transport, *, name: str, handler: Handler, connect_timeout_s: float) -> None:
+        self._transport = transport
+        self._name = name
+        self._handler = handler
+        self._connect_timeout_s = connect_timeout_s
+        self._lock = threading.Lock()
+        self._places: dict[str, _Place] = {}
+
+    def set_addresses(self, addresses: Mapping[str, str]) -> None:
+        """Replace the address book, ending connections to tasks that left or moved."""
+        with self._lock:
+            stale = [place for task, place in self._places.items() if addresses.get(task) != place.address]
+            kept = {task: place for task, place in self._places.items() if addresses.get(task) == place.address}
+            self._places = {task: kept.get(task) or _Place(address) for task, address in addresses.items()}
+        for place in stale:
+            if place.peer is not None:
+                place.peer.close("the task has left or moved")
+
+    def get(self, task: str) -> Peer:
+        """The connection to `task`, opened if need be.
+
+        raises  TaskLost if no such task is in the cluster; what `Transport.connect` raises
+        """
+        with self._lock:
+            place = self._places.get(task)
+            known = sorted(self._places)
+        if place is None:
+            raise TaskLost(f"{task} is not in the cluster; these tasks are: {', '.join(known) or 'none'}")
+        peer = place.peer
+        if peer is not None and not peer.closed:
+            return peer
+        with place.connecting:
+            if place.peer is None or place.peer.closed:
+                place.peer = self._connect(task, place.address)
+            return place.peer
+
+    def close(self) -> None:
+        """End every connection and forget every address."""
+        self.set_addresses({})
+
+    def _connect(self, task: str, address: str) -> Peer:
+        return self._transport.connect(
+            address, name=self._name, handler=self._handler, who=task, timeout_s=self._connect_timeout_s
+        )

@@ -1,0 +1,150 @@
+"""The plans a task was given, ready to run.
+
+Why: a step names a plan by its handle, so that it costs one small message; checking, loading and compiling happen
+once, here. Invariants: equal plans with equal programs share a handle, and equal programs are compiled once, however
+many workers register them; a plan that is kept can be run without an index going out of range.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import hashlib
+import itertools
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from dflow.distributed.messages import RegisterPlan
+from dflow.lowering.execute import Schedule, gives, takes
+from dflow.lowering.plan import Call, Plan
+from dflow.lowering.program import Program, load_program
+from dflow.tracing.errors import InternalError, WireError
+
+#: A plan may number this many slots.
+MAX_SLOTS = 1 << 20
+#: How long one registration waits for another to compile the same program.
+COMPILE_TIMEOUT_S = 600.0
+
+_DECODER = msgspec.msgpack.Decoder(Plan)
+_ENCODER = msgspec.msgpack.Encoder()
+_ProgramKey = tuple[bytes, int]
+
+
+@dataclass(frozen=True)
+class Registration:
+    """A plan with what it needs to run."""
+
+    schedule: Schedule
+    programs: tuple[Program, ...]
+
+
+class PlanRegistry:
+    """The plans of the task `task`; every method may be called from any thread."""
+
+    def __init__(self, task: str) -> None:
+        self._task = task
+        self._lock = threading.Lock()
+        self._plans: list[Registration] = []
+        self._handles: dict[tuple[bytes, tuple[_ProgramKey, ...]], int] = {}
+        self._programs: dict[_ProgramKey, concurrent.futures.Future[Program]] = {}
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+    def get(self, handle: int) -> Registration:
+        """The plan behind a handle; raises InternalError if none was registered under it."""
+        if not 0 <= handle < len(self._plans):
+            raise InternalError(
+                f"{self._task} was asked for plan {handle} but has {len(self._plans)}; register it first"
+            )
+        return self._plans[handle]
+
+    def add(self, plan: Plan, programs: Sequence[Program]) -> int:
+        """Keep a plan whose programs are compiled already; returns its handle."""
+        _check(plan, self._task, len(programs))
+        with self._lock:
+            self._plans.append(Registration(Schedule(plan), tuple(programs)))
+            return len(self._plans) - 1
+
+    def add_encoded(self, message: RegisterPlan, payload: memoryview) -> int:
+        """Keep a plan that came over the network, compiling its programs; returns its handle.
+
+        raises  WireError if the plan is malformed or does not fit its programs; what loading a program raises
+        """
+        plan = _decode(message.plan)
+        blobs = list(_split(payload, message.program_sizes))
+        _check(plan, self._task, len(blobs))
+        donated = _donated(plan, len(blobs))
+        keys = tuple((hashlib.sha256(blob).digest(), count) for blob, count in zip(blobs, donated, strict=True))
+        identity = (_ENCODER.encode(plan), keys)
+        with self._lock:
+            known = self._handles.get(identity)
+        if known is not None:
+            return known
+        programs = [self._load(key, blob) for key, blob in zip(keys, blobs, strict=True)]
+        handle = self.add(plan, programs)
+        with self._lock:
+            return self._handles.setdefault(identity, handle)
+
+    def _load(self, key: _ProgramKey, blob: memoryview) -> Program:
+        with self._lock:
+            loading = self._programs.get(key)
+            is_first = loading is None
+            if loading is None:
+                loading = self._programs[key] = concurrent.futures.Future()
+        if is_first:
+            try:
+                loading.set_result(load_program(blob, key[1]))
+            except BaseException as error:
+                loading.set_exception(error)
+                with self._lock:
+                    del self._programs[key]
+        return loading.result(COMPILE_TIMEOUT_S)
+
+
+def _decode(data: bytes) -> Plan:
+    try:
+        return _DECODER.decode(data)
+    except msgspec.DecodeError as error:
+        raise WireError(f"{len(data)} bytes are no plan: {error}") from error
+
+
+def _split(payload: memoryview, sizes: Sequence[int]) -> Iterator[memoryview]:
+    if any(size < 0 for size in sizes) or sum(sizes) != len(payload):
+        raise WireError(f"programs of {list(sizes)} bytes do not fill a payload of {len(payload)} bytes")
+    ends = itertools.accumulate(sizes)
+    return (payload[end - size : end] for size, end in zip(sizes, ends, strict=True))
+
+
+def _check(plan: Plan, task: str, programs: int) -> None:
+    """Raise WireError unless `task` can run `plan` with so many programs."""
+    if plan.task != task:
+        raise WireError(f"a plan for {plan.task} was sent to {task}")
+    if not 0 <= plan.slots <= MAX_SLOTS:
+        raise WireError(f"a plan of {plan.slots} slots; 0 to {MAX_SLOTS} are taken")
+    slots = {slot for item in plan.items for slot in (*takes(item), *gives(item))} | {*plan.feeds, *plan.fetches}
+    _check_range("slot", slots, plan.slots)
+    _check_range("item", {index for item in plan.items for index in item.after}, len(plan.items))
+    _check_range("program", {item.program for item in plan.items if isinstance(item, Call)}, programs)
+
+
+def _check_range(what: str, used: set[int], count: int) -> None:
+    outside = sorted(index for index in used if not 0 <= index < count)
+    if outside:
+        raise WireError(f"a plan with {count} {what}s names {what} {outside[0]}")
+
+
+def _donated(plan: Plan, programs: int) -> list[int]:
+    """How many arguments each program donates: as many as the calls of it write variables."""
+    donated: list[int | None] = [None] * programs
+    for item in plan.items:
+        if isinstance(item, Call):
+            before = donated[item.program]
+            if before is not None and before != len(item.writes):
+                raise WireError(
+                    f"program {item.program} is called with {before} and with {len(item.writes)} variables to write"
+                )
+            donated[item.program] = len(item.writes)
+    return [count or 0 for count in donated]

@@ -1,0 +1,363 @@
+"""The shell of a task: a place that holds variables and runs its part of steps.
+
+Why: this joins the pieces that decide (rendezvous), hold (store), run (execute) and reach others (peers, transport);
+it decides nothing of its own. Parameter servers are one of these and nothing else; a worker has one for the values
+that are sent to it, and runs its own part of each step through it.
+
+Invariants:
+
+- An error in carrying out a message is the answer to that message, and never ends the task.
+- Reader threads only sort messages: they begin steps, take values in and cancel. What reads or writes a variable,
+  compiles or computes is done by the task's pool.
+- `RunPlan` is answered when the plan has ended, and no thread waits for that.
+- A plan that was begun ends exactly once: by its last item, its first error, `CancelStep`, the loss of the task that
+  started the step, or `close`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+from jax import export
+
+from dflow.distributed.codec import decode_array, encode_array, parse_dtype
+from dflow.distributed.messages import (
+    AnyMessage,
+    CancelStep,
+    CreateVariable,
+    EdgeTraffic,
+    Ok,
+    ReadVariable,
+    Registered,
+    RegisterPlan,
+    Roster,
+    RunPlan,
+    TaskInfo,
+    Tensor,
+    Value,
+    VariableCreated,
+    WriteVariable,
+)
+from dflow.distributed.peers import Peers
+from dflow.distributed.plan_registry import PlanRegistry, Registration
+from dflow.distributed.rendezvous import RendezvousStatistics, describe
+from dflow.distributed.task_channel import TaskChannel
+from dflow.distributed.transport.base import Peer, Responder, Transport
+from dflow.lowering.channel import StepId
+from dflow.lowering.execute import Execution, Outcome, execute
+from dflow.lowering.plan import Plan
+from dflow.lowering.program import Program
+from dflow.lowering.store import Store
+from dflow.tracing.errors import DflowError, InternalError, StepCancelled, TaskLost, VariableError, WireError
+from dflow.tracing.types import ArrayType
+
+
+@dataclass(frozen=True)
+class TaskSettings:
+    """`wait_timeout_s`     how long a receive waits for its value
+    `connect_timeout_s`  how long connecting to another task is tried
+    `threads`            how many items of plans, and requests, run at a time
+    """
+
+    wait_timeout_s: float = 600.0
+    connect_timeout_s: float = 10.0
+    threads: int = 8
+
+
+@dataclass(frozen=True)
+class TaskStatistics:
+    """What a task holds: plans registered, plans running now, and the state of its rendezvous."""
+
+    plans: int
+    running: int
+    rendezvous: RendezvousStatistics
+
+
+class TaskServer:
+    """The task `name`, listening at `address` from construction on.
+
+    raises  what `Transport.listen` raises
+    """
+
+    def __init__(
+        self,
+        name: str,
+        transport: Transport,
+        *,
+        store: Store | None = None,
+        address: str = "127.0.0.1:0",
+        settings: TaskSettings | None = None,
+    ) -> None:
+        self.name = name
+        self.store = store or Store()
+        settings = settings or TaskSettings()
+        self._lock = threading.Lock()
+        self._runs: dict[StepId, _Run] = {}
+        self._live: dict[str, TaskInfo] = {}
+        self._plans = PlanRegistry(name)
+        self._pool = ThreadPoolExecutor(settings.threads, thread_name_prefix=f"dflow {name}")
+        self._peers = Peers(transport, name=name, handler=self, connect_timeout_s=settings.connect_timeout_s)
+        self._channel = TaskChannel(name, self._peers, wait_timeout_s=settings.wait_timeout_s)
+        self._listener = transport.listen(address, name=name, handler=self)
+
+    @property
+    def address(self) -> str:
+        """Where other tasks connect to."""
+        return self._listener.address
+
+    @property
+    def channel(self) -> TaskChannel:
+        """The channel over which this task's plans send and receive."""
+        return self._channel
+
+    def peer(self, task: str) -> Peer:
+        """The connection to another task, opened if need be; see `Peers.get`."""
+        return self._peers.get(task)
+
+    def traffic(self) -> tuple[EdgeTraffic, ...]:
+        """What this task has sent to others so far, per edge."""
+        return self._channel.traffic()
+
+    def statistics(self) -> TaskStatistics:
+        """What this task holds now."""
+        with self._lock:
+            running = len(self._runs)
+        return TaskStatistics(len(self._plans), running, self._channel.statistics())
+
+    # Running plans.
+
+    def register(self, plan: Plan, programs: Sequence[Program]) -> int:
+        """Keep a plan of this task's own; returns its handle. Raises WireError if plan and programs do not fit."""
+        return self._plans.add(plan, programs)
+
+    def run(self, handle: int, step: StepId, feeds: Sequence[Any], on_done: Callable[[Outcome], None]) -> None:
+        """Run a registered plan as this task's part of `step`; `on_done` is called once, from any thread.
+
+        A task runs one plan in a step.
+
+        raises  InternalError if no such plan is registered, or one runs in this step; StepCancelled if the step has
+                ended here; TaskLost if the task that started it has left
+        """
+        registration = self._plans.get(handle)
+        run = _Run(on_done)
+        start = partial(self._start, run, registration, step, feeds)
+        with self._lock:
+            if step in self._runs:
+                raise InternalError(f"{self.name} already runs a plan in {describe(step)}")
+            self._channel.begin(step)
+            self._runs[step] = run
+        try:
+            self._pool.submit(start)
+        except RuntimeError:
+            self._ended(run, step, StepCancelled(f"{self.name} is closed"))
+
+    def cancel(self, step: StepId, error: BaseException) -> None:
+        """End this task's part of `step` with `error`, now or when it comes."""
+        # The run first, so that it ends with `error` and not with what the channel then refuses it; and once more
+        # for a run that began in between, which later ones cannot.
+        self._cancel_run(step, error)
+        self._channel.abort(step, error)
+        self._cancel_run(step, error)
+
+    def _cancel_run(self, step: StepId, error: BaseException) -> None:
+        with self._lock:
+            run = self._runs.get(step)
+        if run is not None:
+            run.cancel(error)
+
+    def _start(self, run: _Run, registration: Registration, step: StepId, feeds: Sequence[Any]) -> None:
+        if run.cause is not None:
+            self._ended(run, step, run.cause)
+            return
+        try:
+            execution = execute(
+                registration.schedule,
+                registration.programs,
+                self.store,
+                self._channel,
+                step,
+                feeds,
+                on_done=partial(self._ended, run, step),
+                submit=self._pool.submit,
+            )
+        except BaseException as error:
+            self._ended(run, step, error)
+        else:
+            run.started(execution)
+
+    def _ended(self, run: _Run, step: StepId, outcome: Outcome) -> None:
+        with self._lock:
+            self._runs.pop(step, None)
+        self._channel.finish(step)
+        run.end(outcome)
+
+    # The other tasks.
+
+    def roster_changed(self, roster: Roster) -> None:
+        """Take over who is in the cluster and where; those who left are given up, and never waited for again."""
+        live = {info.task: info for info in roster.tasks if info.left_at_s is None}
+        gone = {info.task: info for info in roster.tasks if info.task not in live}
+        with self._lock:
+            before, self._live = self._live, live
+        self._peers.set_addresses({task: info.address for task, info in live.items()})
+        for task, info in live.items():
+            if task in before and before[task].joined_at_s != info.joined_at_s:
+                self.task_left(task, "it has started anew")
+            self._channel.task_joined(task)
+        for task, info in gone.items():
+            if task != self.name:
+                self.task_left(task, info.left or "it said no reason")
+
+    def task_left(self, task: str, why: str) -> None:
+        """Give a task up: steps it started are cancelled, and waits for its values end with `TaskLost`."""
+        error = TaskLost(f"{task} has left the cluster: {why}")
+        for step in self._channel.task_left(task, error):
+            self.cancel(step, error)
+
+    def close(self) -> None:
+        """Cancel what runs, stop listening and end every connection; a second call does nothing."""
+        with self._lock:
+            steps = list(self._runs)
+        for step in steps:
+            self.cancel(step, StepCancelled(f"{describe(step)} was cancelled: {self.name} closes"))
+        self._listener.close()
+        self._peers.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._channel.close()
+
+    # Messages; see `transport.base.Handler`.
+
+    def on_call(self, peer: Peer, message: AnyMessage, payload: memoryview, responder: Responder) -> None:
+        """Take a request."""
+        match message:
+            case RunPlan(handle, origin, number):
+                self.run(handle, StepId(origin, number), (), partial(_answer_run, responder))
+            case CancelStep():
+                self._cancel_as_told(message)
+                responder.reply(Ok())
+            case _:
+                self._pool.submit(self._answer, message, payload, responder)
+
+    def on_notify(self, peer: Peer, message: AnyMessage, payload: memoryview) -> None:
+        """Take a value or a cancellation."""
+        match message:
+            case Tensor():
+                self._take_in(message, payload)
+            case CancelStep():
+                self._cancel_as_told(message)
+            case _:
+                raise NotImplementedError(f"{type(message).__name__} is a request; use `call`")
+
+    def on_close(self, peer: Peer, reason: str) -> None:
+        """End the waits for values from a peer, since some may be lost with the connection."""
+        error = TaskLost(f"the connection between {self.name} and {peer.name} has ended: {reason}")
+        self._channel.connection_lost(peer.name, error)
+
+    def _take_in(self, message: Tensor, payload: memoryview) -> None:
+        """Hand a value to who waits for it; one that is malformed ends its step, since no other will come."""
+        try:
+            self._channel.arrived(message, payload)
+        except WireError as error:
+            self.cancel(StepId(message.origin, message.step), error)
+            raise
+
+    def _cancel_as_told(self, message: CancelStep) -> None:
+        step = StepId(message.origin, message.step)
+        self.cancel(step, StepCancelled(f"{describe(step)} was cancelled: {message.reason}"))
+
+    def _answer(self, message: AnyMessage, payload: memoryview, responder: Responder) -> None:
+        try:
+            answer, data = self._carry_out(message, payload)
+        except Exception as error:
+            responder.fail(error)
+        else:
+            responder.reply(answer, data)
+
+    def _carry_out(self, message: AnyMessage, payload: memoryview) -> tuple[AnyMessage, memoryview]:
+        match message:
+            case CreateVariable():
+                return VariableCreated(self._create(message, payload)), _NOTHING
+            case ReadVariable(name):
+                value = self.store.read(name)
+                return Value(value.dtype.name, tuple(value.shape)), encode_array(value)
+            case WriteVariable(name, dtype, shape):
+                self.store.write(name, _on_device(dtype, shape, payload))
+                return Ok(), _NOTHING
+            case RegisterPlan():
+                return Registered(self._plans.add_encoded(message, payload)), _NOTHING
+            case _:
+                raise NotImplementedError(f"a task does not answer {type(message).__name__}")
+
+    def _create(self, message: CreateVariable, payload: memoryview) -> bool:
+        make: Callable[[], jax.Array]
+        if message.program:
+            make = partial(_initial_value, message.name, payload)
+        else:
+            make = partial(_on_device, message.dtype, message.shape, payload)
+        return self.store.create(message.name, ArrayType(parse_dtype(message.dtype), message.shape), make)
+
+
+_NOTHING = memoryview(b"")
+
+
+class _Run:
+    """A plan being run: keeps a cancellation that comes before the execution exists.
+
+    A cancelled step also refuses what the plan does next, so an error may reach the end before the cancellation that
+    caused it does; the cause is what is told.
+    """
+
+    def __init__(self, on_done: Callable[[Outcome], None]) -> None:
+        self._on_done = on_done
+        self._lock = threading.Lock()
+        self._execution: Execution | None = None
+        self.cause: BaseException | None = None
+
+    def started(self, execution: Execution) -> None:
+        with self._lock:
+            self._execution = execution
+            cause = self.cause
+        if cause is not None:
+            execution.cancel(cause)
+
+    def cancel(self, error: BaseException) -> None:
+        with self._lock:
+            self.cause = self.cause or error
+            execution = self._execution
+        if execution is not None:
+            execution.cancel(error)
+
+    def end(self, outcome: Outcome) -> None:
+        self._on_done(self.cause or outcome if isinstance(outcome, BaseException) else outcome)
+
+
+def _answer_run(responder: Responder, outcome: Outcome) -> None:
+    if isinstance(outcome, BaseException):
+        responder.fail(outcome)
+    else:
+        responder.reply(Ok())
+
+
+def _on_device(dtype: str, shape: tuple[int, ...], payload: memoryview) -> jax.Array:
+    value: jax.Array = jax.device_put(decode_array(dtype, shape, payload))
+    return value
+
+
+def _initial_value(name: str, program: memoryview) -> jax.Array:
+    """Run an exported initialiser on this task."""
+    try:
+        results = jax.tree.leaves(export.deserialize(bytearray(program)).call())
+    except DflowError:
+        raise
+    except Exception as error:
+        raise VariableError(f"the initialiser of variable {name!r} cannot be run here: {error}") from error
+    if len(results) != 1:
+        raise VariableError(f"the initialiser of variable {name!r} gave {len(results)} arrays; it has to give one")
+    value: jax.Array = results[0]
+    return value

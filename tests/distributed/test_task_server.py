@@ -1,0 +1,485 @@
+"""A task as others see it, over each transport; and its part in steps."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+import pytest
+
+from dflow.distributed.codec import decode_array, encode_array
+from dflow.distributed.messages import (
+    AnyMessage,
+    CancelStep,
+    CreateVariable,
+    GetStatus,
+    Ok,
+    ReadVariable,
+    Registered,
+    RegisterPlan,
+    Roster,
+    RunPlan,
+    TaskInfo,
+    Tensor,
+    Value,
+    VariableCreated,
+    WriteVariable,
+)
+from dflow.distributed.task_server import TaskServer, TaskSettings
+from dflow.distributed.transport.base import Peer, Reply, Transport
+from dflow.lowering.channel import StepId
+from dflow.lowering.plan import Call, Item, Plan, Recv, Send
+from dflow.lowering.program import Program, compile_program, export_program
+from dflow.tracing import errors
+from dflow.tracing.types import ArrayType
+from tests.distributed.transports import DEADLINE_S, KINDS, Kind, Recorder, reach
+
+PS, WORKER, OTHER = "/job:ps/task:0", "/job:worker/task:0", "/job:worker/task:1"
+F32 = ArrayType(np.dtype("float32"), (3,))
+ONES = np.ones(3, np.float32)
+STEPS = itertools.count(1)
+
+
+def add_in_place(state: jax.Array, delta: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A variable that grows by an operand; gives the new value too."""
+    return state + delta, state + delta
+
+
+def roster(*servers: TaskServer, left: dict[str, str] | None = None) -> Roster:
+    """All of `servers` are live, and each of `left` has left for the reason given."""
+    live = tuple(TaskInfo(server.name, server.address, 0.0) for server in servers)
+    gone = tuple(TaskInfo(task, "", 0.0, 1.0, why) for task, why in (left or {}).items())
+    return Roster(live + gone, ())
+
+
+class Cluster:
+    """A few tasks that know of each other, and a client of each."""
+
+    def __init__(self, kind: Kind, settings: TaskSettings) -> None:
+        self.transport: Transport = kind.make(None)
+        self.tasks = {
+            name: TaskServer(name, self.transport, address=kind.free, settings=settings) for name in (PS, WORKER, OTHER)
+        }
+        for server in self.tasks.values():
+            server.roster_changed(roster(*self.tasks.values()))
+        self.ps, self.worker, self.other = (self.tasks[name] for name in (PS, WORKER, OTHER))
+        self.client = reach(self.transport, self.ps.address, Recorder())
+
+    def ask(self, message: AnyMessage, payload: bytes | memoryview = b"") -> Reply:
+        """Ask the parameter server."""
+        return self.client.call(message, payload, timeout_s=DEADLINE_S)
+
+    def close(self) -> None:
+        for server in self.tasks.values():
+            server.close()
+
+
+MakeCluster = Callable[..., Cluster]
+
+
+@pytest.fixture(params=sorted(KINDS))
+def make_cluster(request: pytest.FixtureRequest) -> Iterator[MakeCluster]:
+    made: list[Cluster] = []
+
+    def make(settings: TaskSettings | None = None) -> Cluster:
+        made.append(Cluster(KINDS[request.param], settings or TaskSettings(threads=2)))
+        return made[-1]
+
+    yield make
+    for cluster in made:
+        cluster.close()
+
+
+@pytest.fixture
+def cluster(make_cluster: MakeCluster) -> Cluster:
+    return make_cluster()
+
+
+# Variables.
+
+
+def create(cluster: Cluster, name: str = "w", value: np.ndarray[Any, Any] = ONES) -> bool:
+    reply = cluster.ask(CreateVariable(name, value.dtype.name, value.shape, False), encode_array(value)).message
+    assert isinstance(reply, VariableCreated)
+    return reply.created
+
+
+def read(cluster: Cluster, name: str = "w") -> list[float]:
+    message, payload = cluster.ask(ReadVariable(name))
+    assert isinstance(message, Value)
+    values: list[float] = decode_array(message.dtype, message.shape, payload).tolist()
+    return values
+
+
+def test_a_variable_is_created_read_and_written(cluster: Cluster) -> None:
+    assert create(cluster)
+    assert not create(cluster, value=np.zeros(3, np.float32))
+    assert read(cluster) == [1, 1, 1]
+    assert cluster.ask(WriteVariable("w", "float32", (3,)), encode_array(2 * ONES)).message == Ok()
+    assert read(cluster) == [2, 2, 2]
+
+
+def test_the_first_to_create_wins_and_the_rest_find_it(cluster: Cluster) -> None:
+    clients = [reach(cluster.transport, cluster.ps.address, Recorder(), f"client {n}") for n in range(8)]
+
+    def ask(client: Peer) -> AnyMessage:
+        return client.call(
+            CreateVariable("w", "float32", (3,), False), encode_array(ONES), timeout_s=DEADLINE_S
+        ).message
+
+    with ThreadPoolExecutor(8) as pool:
+        replies = list(pool.map(ask, clients))
+    assert sorted(reply.created for reply in replies if isinstance(reply, VariableCreated)) == [False] * 7 + [True]
+
+
+def test_an_initialiser_runs_on_the_task(cluster: Cluster) -> None:
+    exported = jax.export.export(jax.jit(lambda: jnp.arange(4.0)))().serialize()
+    cluster.ask(CreateVariable("w", "float32", (4,), program=True), bytes(exported))
+    assert read(cluster) == [0, 1, 2, 3]
+
+
+def test_bfloat16_variables_travel(cluster: Cluster) -> None:
+    create(cluster, value=np.asarray(jnp.array([1.5, -2.0], jnp.bfloat16)))
+    assert read(cluster) == [1.5, -2.0]
+
+
+def two_arrays() -> bytes:
+    return bytes(jax.export.export(jax.jit(lambda: (jnp.zeros(3), jnp.zeros(3))))().serialize())
+
+
+REFUSED: list[tuple[AnyMessage, Callable[[], bytes], type[Exception], str]] = [
+    (ReadVariable("v"), bytes, errors.VariableError, "no variable 'v'"),
+    (WriteVariable("v", "float32", (1,)), lambda: bytes(4), errors.VariableError, "no variable 'v'"),
+    (WriteVariable("w", "float32", (2,)), lambda: bytes(8), errors.VariableShapeError, r"holds f32\[3\]"),
+    (WriteVariable("w", "float32", (3,)), lambda: bytes(8), errors.WireError, "takes 12 bytes but the payload has 8"),
+    (CreateVariable("v", "object", (), False), lambda: bytes(8), errors.WireError, "'object' does not travel"),
+    (CreateVariable("v", "float32", (3,), False), lambda: bytes(11), errors.WireError, "payload has 11"),
+    (CreateVariable("w", "float32", (4,), False), lambda: bytes(16), errors.VariableError, "exists and holds"),
+    (CreateVariable("v", "float32", (3,), True), lambda: b"not a program", errors.VariableError, "cannot be run here"),
+    (CreateVariable("v", "float32", (3,), True), two_arrays, errors.VariableError, "gave 2 arrays; it has to give one"),
+    (RunPlan(0, "w", 1), bytes, errors.InternalError, f"{PS} was asked for plan 0 but has 0; register it first"),
+    (GetStatus(), bytes, errors.RemoteError, "a task does not answer GetStatus"),
+]
+
+
+@pytest.mark.parametrize(("message", "payload", "kind", "text"), REFUSED, ids=lambda case: getattr(case, "name", None))
+def test_a_request_that_fails_says_why_and_the_task_goes_on(
+    cluster: Cluster, message: AnyMessage, payload: Callable[[], bytes], kind: type[Exception], text: str
+) -> None:
+    create(cluster)
+    with pytest.raises(kind, match=text):
+        cluster.ask(message, payload())
+    assert read(cluster) == [1, 1, 1]
+
+
+# Plans.
+
+
+def register(
+    cluster: Cluster, *items: Item, slots: int = 4, programs: tuple[bytes, ...] = (), task: str = PS, **fields: Any
+) -> int:
+    plan = msgspec.msgpack.encode(Plan(task, slots, items, **fields))
+    sizes = tuple(len(program) for program in programs)
+    reply = cluster.ask(RegisterPlan(plan, sizes), b"".join(programs)).message
+    assert isinstance(reply, Registered)
+    return reply.handle
+
+
+def accumulate() -> bytes:
+    return export_program(add_in_place, (F32, F32))
+
+
+def serve_gradients(cluster: Cluster) -> int:
+    """The plan of a parameter server: take a gradient, add it, send the new value back."""
+    return register(
+        cluster,
+        Recv("grad", WORKER, 0, "float32", (3,)),
+        Call(0, writes=("w",), reads=(), takes=(0,), gives=(1,)),
+        Send("value", WORKER, 1),
+        programs=(accumulate(),),
+    )
+
+
+def start(server: TaskServer, handle: int, step: StepId, *feeds: Any) -> Future[tuple[jax.Array, ...]]:
+    """Run a plan of the task's own; the future has its fetches or its error."""
+    done: Future[tuple[jax.Array, ...]] = Future()
+
+    def on_done(outcome: tuple[jax.Array, ...] | BaseException) -> None:
+        done.set_exception(outcome) if isinstance(outcome, BaseException) else done.set_result(outcome)
+
+    server.run(handle, step, feeds, on_done)
+    return done
+
+
+def next_step(origin: str = WORKER) -> StepId:
+    return StepId(origin, next(STEPS))
+
+
+def run_plan(step: StepId, handle: int) -> RunPlan:
+    return RunPlan(handle, step.origin, step.number)
+
+
+def send_and_receive(cluster: Cluster) -> int:
+    """The plan of a worker: send a gradient, wait for the value."""
+    plan = Plan(WORKER, 2, (Send("grad", PS, 0), Recv("value", PS, 1, "float32", (3,))), feeds=(0,), fetches=(1,))
+    return cluster.worker.register(plan, ())
+
+
+def test_a_step_over_two_tasks(cluster: Cluster) -> None:
+    create(cluster)
+    remote, local = serve_gradients(cluster), send_and_receive(cluster)
+    for count in range(1, 6):
+        step = next_step()
+        pending = cluster.worker.peer(PS).start(run_plan(step, remote))
+        (value,) = start(cluster.worker, local, step, jnp.ones(3)).result(DEADLINE_S)
+        assert pending.wait(DEADLINE_S).message == Ok()
+        assert value.tolist() == [1.0 + count] * 3
+    assert read(cluster) == [6, 6, 6]
+    (sent,) = cluster.worker.traffic()
+    assert (sent.edge, sent.source, sent.destination, sent.values, sent.size_bytes) == ("grad", WORKER, PS, 5, 60)
+    assert cluster.ps.traffic()[0].destination == WORKER
+    statistics = cluster.ps.statistics()
+    assert (statistics.plans, statistics.running) == (1, 0)
+    assert (statistics.rendezvous.open_steps, statistics.rendezvous.delivered) == (0, 5)
+
+
+def test_many_steps_at_a_time_all_count(cluster: Cluster) -> None:
+    create(cluster, value=np.zeros(3, np.float32))
+    remote, local = serve_gradients(cluster), send_and_receive(cluster)
+    running = []
+    for _ in range(40):
+        step = next_step()
+        running.append(
+            (cluster.worker.peer(PS).start(run_plan(step, remote)), start(cluster.worker, local, step, ONES))
+        )
+    for pending, done in running:
+        pending.wait(DEADLINE_S)
+        done.result(DEADLINE_S)
+    assert read(cluster) == [40, 40, 40]
+
+
+def test_a_value_may_come_before_the_plan_is_run(cluster: Cluster) -> None:
+    create(cluster)
+    handle, step = serve_gradients(cluster), next_step()
+    cluster.client.notify(Tensor(step.origin, step.number, "grad", "float32", (3,)), encode_array(ONES))
+    cluster.ask(run_plan(step, handle))
+    assert read(cluster) == [2, 2, 2]
+
+
+def test_a_task_may_send_to_itself(cluster: Cluster) -> None:
+    plan = Plan(PS, 2, (Send("e", PS, 0), Recv("e", PS, 1, "float32", (3,))), feeds=(0,), fetches=(1,))
+    handle = cluster.ps.register(plan, ())
+    (value,) = start(cluster.ps, handle, next_step(PS), jnp.ones(3)).result(DEADLINE_S)
+    assert value.tolist() == [1, 1, 1]
+    assert cluster.ps.traffic() == ()
+
+
+def test_a_cancelled_step_ends_at_once_and_does_not_come_back(cluster: Cluster) -> None:
+    create(cluster)
+    handle, step = serve_gradients(cluster), next_step()
+    pending = cluster.client.start(run_plan(step, handle))
+    cluster.ask(CancelStep(step.origin, step.number, "the worker gave up"))
+    with pytest.raises(errors.StepCancelled, match=f"step {step.number} of {WORKER} was cancelled: the worker gave up"):
+        pending.wait(DEADLINE_S)
+    with pytest.raises(errors.StepCancelled, match="has ended here, or was cancelled"):
+        cluster.ask(run_plan(step, handle))
+    cluster.client.notify(Tensor(step.origin, step.number, "grad", "float32", (3,)), encode_array(ONES))
+    assert read(cluster) == [1, 1, 1]
+    assert cluster.ps.statistics().rendezvous.open_steps == 0
+
+
+def test_a_step_cancelled_before_it_came_is_refused(cluster: Cluster) -> None:
+    create(cluster)
+    handle, step = serve_gradients(cluster), next_step()
+    cluster.client.notify(CancelStep(step.origin, step.number, "early"))
+    with pytest.raises(errors.StepCancelled):
+        cluster.ask(run_plan(step, handle))
+
+
+def test_one_plan_runs_in_a_step_at_a_time(cluster: Cluster) -> None:
+    create(cluster)
+    handle, step = serve_gradients(cluster), next_step()
+    pending = cluster.client.start(run_plan(step, handle))
+    with pytest.raises(errors.InternalError, match=f"{PS} already runs a plan in step {step.number}"):
+        cluster.ask(run_plan(step, handle))
+    cluster.client.notify(CancelStep(step.origin, step.number, "test"))
+    with pytest.raises(errors.StepCancelled):
+        pending.wait(DEADLINE_S)
+
+
+def test_a_failing_item_fails_the_plan_with_its_error(cluster: Cluster) -> None:
+    handle, step = serve_gradients(cluster), next_step()
+    pending = cluster.client.start(run_plan(step, handle))
+    cluster.client.notify(Tensor(step.origin, step.number, "grad", "float32", (3,)), encode_array(ONES))
+    with pytest.raises(errors.VariableError, match="no variable 'w'"):
+        pending.wait(DEADLINE_S)
+
+
+def test_a_malformed_value_fails_its_step(cluster: Cluster) -> None:
+    create(cluster)
+    handle, step = serve_gradients(cluster), next_step()
+    pending = cluster.client.start(run_plan(step, handle))
+    cluster.client.notify(Tensor(step.origin, step.number, "grad", "float32", (3,)), bytes(11))
+    with pytest.raises(errors.WireError, match=r"'grad' in step .* takes 12 bytes but the payload has 11"):
+        pending.wait(DEADLINE_S)
+    assert read(cluster) == [1, 1, 1]
+
+
+def test_a_wait_ends_at_its_deadline_and_names_who_is_missing(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(TaskSettings(wait_timeout_s=0.05, threads=2))
+    create(cluster)
+    step = next_step()
+    expected = rf"{PS} waited 0\.05 s for {WORKER} to send edge 'grad' in step {step.number} of {WORKER}"
+    with pytest.raises(errors.DeadlineExceeded, match=expected):
+        cluster.ask(run_plan(step, serve_gradients(cluster)))
+
+
+def test_losing_the_origin_cancels_its_steps(cluster: Cluster) -> None:
+    create(cluster)
+    handle, step = serve_gradients(cluster), next_step()
+    pending = cluster.client.start(run_plan(step, handle))
+    create(cluster)
+    cluster.ps.roster_changed(roster(cluster.ps, cluster.other, left={WORKER: "no heartbeat for 10 s"}))
+    with pytest.raises(errors.TaskLost, match=f"{WORKER} has left the cluster: no heartbeat for 10 s"):
+        pending.wait(DEADLINE_S)
+    with pytest.raises(errors.TaskLost):
+        cluster.ask(run_plan(next_step(), handle))
+    cluster.ps.roster_changed(roster(cluster.ps, cluster.worker, cluster.other))
+    again = cluster.client.start(run_plan(step, handle))
+    cluster.client.notify(Tensor(step.origin, step.number, "grad", "float32", (3,)), encode_array(ONES))
+    assert again.wait(DEADLINE_S).message == Ok()
+
+
+def test_losing_a_source_ends_the_waits_for_it(cluster: Cluster) -> None:
+    create(cluster)
+    handle, step = serve_gradients(cluster), next_step(OTHER)
+    pending = cluster.client.start(run_plan(step, handle))
+    create(cluster)
+    cluster.ps.task_left(WORKER, "killed")
+    with pytest.raises(errors.TaskLost, match=f"{WORKER} has left the cluster: killed"):
+        pending.wait(DEADLINE_S)
+
+
+def test_a_task_that_started_anew_is_a_new_task(cluster: Cluster) -> None:
+    create(cluster)
+    handle, step = serve_gradients(cluster), next_step()
+    pending = cluster.client.start(run_plan(step, handle))
+    create(cluster)
+    anew = TaskInfo(WORKER, cluster.worker.address, joined_at_s=5.0)
+    cluster.ps.roster_changed(Roster((TaskInfo(WORKER, "", 0.0, 4.0, "killed"), anew), ()))
+    with pytest.raises(errors.TaskLost, match=f"{WORKER} has left the cluster: it has started anew"):
+        pending.wait(DEADLINE_S)
+
+
+def test_a_lost_connection_ends_the_waits_for_its_values(cluster: Cluster) -> None:
+    create(cluster)
+    handle, step = serve_gradients(cluster), next_step(OTHER)
+    link = cluster.worker.peer(PS)
+    link.call(ReadVariable("w"), timeout_s=DEADLINE_S)
+    pending = cluster.client.start(run_plan(step, handle))
+    create(cluster)
+    link.close("killed")
+    with pytest.raises(errors.TaskLost, match=f"connection between {PS} and {WORKER} has ended: the other side"):
+        pending.wait(DEADLINE_S)
+    assert cluster.worker.peer(PS).call(ReadVariable("w"), timeout_s=DEADLINE_S)
+
+
+def test_sending_to_a_task_that_is_not_there_fails_the_plan(cluster: Cluster) -> None:
+    plan = Plan(WORKER, 1, (Send("e", "/job:ps/task:9", 0),), feeds=(0,))
+    done = start(cluster.worker, cluster.worker.register(plan, ()), next_step(), jnp.ones(3))
+    with pytest.raises(errors.TaskLost, match=f"/job:ps/task:9 is not in the cluster; these tasks are: {PS}, {WORKER}"):
+        done.result(DEADLINE_S)
+
+
+def test_closing_a_task_fails_what_runs_there(cluster: Cluster) -> None:
+    create(cluster)
+    handle, step = serve_gradients(cluster), next_step()
+    pending = cluster.client.start(run_plan(step, handle))
+    create(cluster)
+    cluster.ps.close()
+    with pytest.raises((errors.StepCancelled, errors.TransportClosed), match=r"closes|stopped|closed"):
+        pending.wait(DEADLINE_S)
+    cluster.ps.close()
+
+
+# What is registered.
+
+
+def test_equal_plans_share_a_handle_and_equal_programs_one_compilation(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[int] = []
+
+    def load(blob: memoryview, writes: int) -> Program:
+        loaded.append(writes)
+        return compile_program(add_in_place, (F32, F32), writes)
+
+    monkeypatch.setattr("dflow.distributed.plan_registry.load_program", load)
+    call = Call(0, writes=("w",), reads=(), takes=(0,), gives=(1,))
+    first = register(cluster, call, programs=(b"program",))
+    assert register(cluster, call, programs=(b"program",)) == first
+    assert register(cluster, call, slots=5, programs=(b"program",)) == first + 1
+    assert register(cluster, Call(0, (), ("w",), (0,), (1, 2)), programs=(b"program",)) == first + 2
+    assert loaded == [1, 0]
+
+
+def test_a_program_that_cannot_be_loaded_is_tried_again(cluster: Cluster) -> None:
+    for _ in range(2):
+        with pytest.raises(errors.DflowError):
+            register(cluster, Call(0, (), (), (), ()), programs=(b"not a program",))
+    assert cluster.ps.statistics().plans == 0
+
+
+MALFORMED: list[tuple[str, dict[str, Any], str]] = [
+    ("another task's", {"task": WORKER}, f"a plan for {WORKER} was sent to {PS}"),
+    ("slots", {"slots": 1 << 40}, "a plan of 1099511627776 slots; 0 to 1048576 are taken"),
+    ("feed", {"feeds": (4,)}, "a plan with 4 slots names slot 4"),
+    ("fetch", {"fetches": (-1,)}, "a plan with 4 slots names slot -1"),
+    ("take", {"items": (Send("e", WORKER, 9),)}, "a plan with 4 slots names slot 9"),
+    ("after", {"items": (Send("e", WORKER, 0, after=(1,)),)}, "a plan with 1 items names item 1"),
+    ("program", {"items": (Call(1, (), (), (), ()),), "programs": (b"x",)}, "a plan with 1 programs names program 1"),
+    (
+        "donation",
+        {"items": (Call(0, ("w",), (), (), ()), Call(0, (), (), (), ())), "programs": (b"x",)},
+        "program 0 is called with 1 and with 0 variables to write",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "text"), [case[1:] for case in MALFORMED], ids=[case[0] for case in MALFORMED])
+def test_a_plan_that_cannot_run_is_refused(cluster: Cluster, fields: dict[str, Any], text: str) -> None:
+    fields = dict(fields)
+    with pytest.raises(errors.WireError, match=text):
+        register(cluster, *fields.pop("items", ()), **fields)
+
+
+def test_bytes_that_are_no_plan_are_refused(cluster: Cluster) -> None:
+    with pytest.raises(errors.WireError, match="4 bytes are no plan"):
+        cluster.ask(RegisterPlan(b"junk", ()))
+    with pytest.raises(errors.WireError, match=r"programs of \[3, -1\] bytes do not fill a payload of 2 bytes"):
+        cluster.ask(RegisterPlan(msgspec.msgpack.encode(Plan(PS, 0, ())), (3, -1)), bytes(2))
+
+
+def test_an_empty_plan_ends_at_once(cluster: Cluster) -> None:
+    assert cluster.ask(run_plan(next_step(), register(cluster))).message == Ok()
+
+
+def test_no_thread_waits_for_a_plan_to_end(cluster: Cluster) -> None:
+    """Far more plans than threads wait for values, and requests are still answered."""
+    create(cluster)
+    handle = serve_gradients(cluster)
+    steps = [next_step() for _ in range(50)]
+    running = [cluster.client.start(run_plan(step, handle)) for step in steps]
+    assert read(cluster) == [1, 1, 1]
+    assert cluster.ps.statistics().running == 50
+    for step in steps:
+        cluster.client.notify(CancelStep(step.origin, step.number, "enough"))
+    for pending in running:
+        with pytest.raises(errors.StepCancelled, match="enough"):
+            pending.wait(DEADLINE_S)
