@@ -13,7 +13,11 @@ from dflow.tracing.errors import ConfigError
 
 
 def connect(
-    coordinator: str | None = None, *, job: str = "worker", index: int | None = None, settings: ClusterSettings | None = None
+    coordinator: str | None = None,
+    *,
+    job: str = "worker",
+    index: int | None = None,
+    settings: ClusterSettings | None = None,
 ) -> Cluster | Alone:
     """Join a cluster as a worker, or run alone.
 

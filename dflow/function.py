@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Generic, ParamSpec, TypeVar, cast
 
@@ -21,7 +21,7 @@ from dflow.lowering.passes.base import Observer
 from dflow.tracing.context import set_default_home
 from dflow.tracing.errors import VariableError
 from dflow.tracing.graph import Graph
-from dflow.tracing.jax_frontend import is_tracing
+from dflow.tracing.jax_frontend import is_tracing, x64_enabled
 from dflow.tracing.source import at, caller
 from dflow.tracing.text import text
 from dflow.tracing.trace import Traced, trace
@@ -48,7 +48,7 @@ class Function(Generic[P, R]):
         if is_tracing():
             return cast(R, jax.jit(self._fn)(*args, **kwargs))
         leaves, in_tree = jax.tree_util.tree_flatten((args, kwargs))
-        key = (in_tree, tuple([_type_key(leaf) for leaf in leaves]), jax.config.jax_enable_x64)
+        key = (in_tree, tuple([_type_key(leaf) for leaf in leaves]), x64_enabled())
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plans[key] = self._lower(args, kwargs)
@@ -99,5 +99,5 @@ def _dumper(name: str) -> Observer | None:
     return functools.partial(_write_dump, folder, itertools.count())
 
 
-def _write_dump(folder: Path, numbers: Sequence[int] | Any, stage: str, graph: Graph) -> None:
+def _write_dump(folder: Path, numbers: Iterator[int], stage: str, graph: Graph) -> None:
     (folder / f"{next(numbers):02d}-{stage}.graph").write_text(text(graph) + "\n")

@@ -35,9 +35,12 @@ class Optimizer:
     gradients travel. Raises VariableError when `variables` holds anything but variables.
     """
 
-    def __init__(self, transformation: optax.GradientTransformation, variables: Any, *, name: str | None = None) -> None:
+    def __init__(
+        self, transformation: optax.GradientTransformation, variables: Any, *, name: str | None = None
+    ) -> None:
         self._transformation = transformation
-        self._variables, self._tree = jax.tree_util.tree_flatten(variables, is_leaf=is_variable)
+        self._variables, tree = jax.tree_util.tree_flatten(variables, is_leaf=is_variable)
+        self._tree: Any = tree
         strangers = [type(leaf).__name__ for leaf in self._variables if not is_variable(leaf)]
         if strangers or not self._variables:
             raise VariableError(
@@ -65,7 +68,7 @@ class Optimizer:
                 slot.assign(value)
 
     def _tree_of(self, gradients: Any) -> Any:
-        given = jax.tree_util.tree_structure(gradients)
+        given: Any = jax.tree_util.tree_structure(gradients)
         if given != self._tree and given.num_leaves != len(self._variables):
             raise GraphTypeError(
                 f"the gradients have the structure {given}, but the variables {self._tree}{at(caller())}\n"
@@ -78,12 +81,12 @@ class Optimizer:
         state = jax.eval_shape(self._transformation.init, parameters)
         owners = self._owners(state)
         initials = self._initials()
-        flat, tree = jax.tree_util.tree_flatten_with_path(state)
+        flat, _ = jax.tree_util.tree_flatten_with_path(state)
         slots = [
             Variable(initial, name=f"{self.name}/{self._slot_name(path, owner)}", near=owner)
             for (path, _), owner, initial in zip(flat, owners, initials, strict=True)
         ]
-        return tree.unflatten(slots)
+        return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(state), slots)
 
     def _slot_name(self, path: tuple[Any, ...], owner: Variable | None) -> str:
         """The path in the transformation's state, with the variable's name for its own path: `0/mu/dense/kernel`."""

@@ -222,10 +222,9 @@ def make_view(console: Console) -> TerminalView | PlainView:
 
 
 def _present(status: Status) -> str:
-    live = [info.task for info in status.tasks if info.left_at_s is None]
-    return f"{len(live)} tasks are up" + (
-        "; waiting for " + ", ".join(map(short_task_name, status.expected)) if status.expected else ""
-    )
+    live = sum(info.left_at_s is None for info in status.tasks)
+    waiting = "; waiting for " + ", ".join(map(short_task_name, status.expected)) if status.expected else ""
+    return f"{live} of {live + len(status.expected)} tasks are up{waiting}"
 
 
 def _job(task: str) -> str:

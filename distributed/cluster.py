@@ -194,7 +194,7 @@ class Cluster:
                 replies[task].when_done(partial(_fail_on_error, mine))
             self._server.run(handles[self.task], step, feeds, partial(_set_once, mine))
             fetches = fetched(self._own_part(mine, step))
-            for task, reply in replies.items():
+            for reply in replies.values():
                 reply.wait(self._settings.step_timeout_s)
         except BaseException as error:
             self._cancel(step, others, error)

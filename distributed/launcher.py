@@ -31,7 +31,7 @@ from dflow.distributed.transport.base import Transport
 from dflow.tracing.errors import DeadlineExceeded, TransportClosed
 
 START_S = 60.0
-POLL_S = 0.1
+POLL_S = 0.2
 STATUS_S = 2.0
 #: How long a process that was asked to end may take before it is killed.
 GRACE_S = 5.0
@@ -214,7 +214,7 @@ class _Launch:
         deadline = time.monotonic() + GRACE_S
         running = ending
         while running := [child for child in running if child.poll() is None]:
-            if time.monotonic() > deadline or self._stop.wait(POLL_S / 4) is not None:
+            if time.monotonic() > deadline or self._stop.wait(POLL_S / 8) is not None:
                 break
         for child in running:
             child.kill()

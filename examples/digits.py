@@ -7,7 +7,7 @@ The lines are the same: on a cluster the variables live on the parameter tasks, 
 """
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -28,13 +28,13 @@ def read_digits() -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.n
     return (images[held_out:], labels[held_out:]), (images[:held_out], labels[:held_out])
 
 
-def normal(seed: int, *shape: int):
+def normal(seed: int, *shape: int) -> Callable[[], jax.Array]:
     """An initialiser, run where the variable lives."""
     fan_in = int(np.prod(shape[:-1]))
     return lambda: jax.random.normal(jax.random.key(seed), shape) * np.sqrt(2 / fan_in)
 
 
-def zeros(*shape: int):
+def zeros(*shape: int) -> Callable[[], jax.Array]:
     """An initialiser, run where the variable lives."""
     return lambda: jnp.zeros(shape)
 

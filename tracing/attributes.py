@@ -299,7 +299,7 @@ def _is_jax_param(value: Any) -> bool:
 
 
 def _jax_param(value: Any) -> Any:
-    if isinstance(value, (tuple, list)):
+    if type(value) in (tuple, list):
         return type(value)(_jax_param(item) for item in value)
     return jaxpr_of(value) if isinstance(value, Body) else value
 

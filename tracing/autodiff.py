@@ -21,6 +21,7 @@ from dflow.tracing.resources import Variable, is_variable, name
 from dflow.tracing.source import at, caller
 from dflow.tracing.types import array_type_of
 
+
 def value_and_grad(
     fun: Callable[..., Any],
     variables: Any = None,
@@ -163,4 +164,3 @@ def _scalar(value: Any) -> Any:
             "  reduce it, for instance with .mean() or .sum()"
         )
     return array
-

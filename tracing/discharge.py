@@ -187,9 +187,7 @@ _RULES: Mapping[str, Callable[[Mapping[str, Any], list[Any], State], list[Any]]]
     assign_add_p.name: _assign_add,
     "jit": _jit,
     "pjit": _jit,
-    "closed_call": lambda params, operands, state: evaluate(
-        *closed_parts(params["call_jaxpr"]), operands, state
-    ),
+    "closed_call": lambda params, operands, state: evaluate(*closed_parts(params["call_jaxpr"]), operands, state),
     "scan": _scan,
     "cond": _cond,
     "while": _while,

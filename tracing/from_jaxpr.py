@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from dflow.tracing import ops
@@ -117,7 +118,9 @@ class _Builder:
         """
         env: dict[Any, Operand] = dict(zip((*jaxpr.constvars, *jaxpr.invars), operands, strict=True))
         wanted = _wanted_names(jaxpr) | {
-            atom: name for atom, name in zip(jaxpr.outvars, names) if name is not None and not is_literal(atom)
+            atom: name
+            for atom, name in zip(jaxpr.outvars, names, strict=False)
+            if name is not None and not is_literal(atom)
         }
 
         def operand(atom: Any) -> Operand:
@@ -147,9 +150,7 @@ class _Builder:
         if touches_state(equation.effects):
             return self._discharged(equation, inputs, names, origin)
         op = numeric(primitive, unknown_effects=has_other_effects(equation.effects))
-        outputs = [
-            Value(self._name(name), _type(var.aval)) for name, var in zip(names, equation.outvars, strict=True)
-        ]
+        outputs = [Value(self._name(name), _type(var.aval)) for name, var in zip(names, equation.outvars, strict=True)]
         return self._node(op, inputs, outputs, params, origin, origin_of(equation).device)
 
     def _discharged(
@@ -164,7 +165,7 @@ class _Builder:
             return apply(equation, operands, state), state.of(writes)
 
         structs = [variable.type.struct for variable in touched]
-        jaxpr, consts, _ = make_jaxpr(pure, structs, *(operand.type.struct for operand in inputs))
+        jaxpr, consts, _ = make_jaxpr(pure, structs, *(_struct(operand) for operand in inputs))
         values = [self._read(variable, origin) for variable in touched]
         results = self.inline(jaxpr, [*map(self.captured, consts), *values, *inputs], origin, names)
         count = len(equation.outvars)
@@ -203,3 +204,7 @@ class _Builder:
 def _type(aval: Any) -> ArrayType:
     return ArrayType(aval.dtype, tuple(aval.shape), bool(getattr(aval, "weak_type", False)))
 
+
+def _struct(operand: Operand) -> jax.ShapeDtypeStruct:
+    assert isinstance(operand.type, ArrayType)
+    return operand.type.struct

@@ -14,6 +14,7 @@ and the public form that was tried:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -209,6 +210,11 @@ def is_tracing() -> bool:
     return not jax_core.trace_state_clean()
 
 
+def x64_enabled() -> bool:
+    """Whether JAX makes 64-bit numbers by default."""
+    return bool(jax.config.read("jax_enable_x64"))
+
+
 def is_literal(atom: Any) -> bool:
     """Whether an equation's operand is a literal rather than a variable of the jaxpr."""
     return isinstance(atom, jex.Literal)
@@ -258,7 +264,8 @@ def make_jaxpr(fn: Callable[..., Any], *args: Any) -> tuple[Jaxpr, list[Any], An
 
     `fn` is wrapped anew, because JAX keeps traces by function and dflow's may see other variables each time.
     """
-    closed, out = jax.make_jaxpr(lambda *inner: fn(*inner), return_shape=True)(*args)
+    anew = functools.partial(fn)
+    closed, out = jax.make_jaxpr(anew, return_shape=True)(*args)
     jaxpr, consts = closed_parts(closed)
     return jaxpr, consts, out
 

@@ -41,7 +41,7 @@ class OpDef:
 
 
 def _ref(node: Node, index: int) -> Value:
-    operand: Any = node.inputs[index]
+    operand: Value = node.inputs[index]  # type: ignore[assignment]  # a literal is no resource
     return operand
 
 

@@ -169,6 +169,13 @@ def _binary(function: Callable[[Any, Any], Any]) -> tuple[Callable[..., Any], Ca
     return forward, reflected
 
 
+def _unary(function: Callable[[Any], Any]) -> Callable[..., Any]:
+    def applied(self: Variable) -> Any:
+        return function(self.read())
+
+    return applied
+
+
 for _name in (
     "add",
     "sub",
@@ -190,7 +197,7 @@ for _name in (
 for _name in ("lt", "le", "gt", "ge"):
     setattr(Variable, f"__{_name}__", _binary(getattr(operator, _name))[0])
 for _name in ("neg", "pos", "abs", "invert"):
-    setattr(Variable, f"__{_name}__", lambda self, _op=getattr(operator, _name): _op(self.read()))
+    setattr(Variable, f"__{_name}__", _unary(getattr(operator, _name)))
 
 
 jax.tree_util.register_pytree_node(Variable, lambda variable: ((), variable), lambda variable, _: variable)

@@ -22,7 +22,7 @@ from dflow.tracing.types import array_type_of
 
 @dataclass(frozen=True, eq=False)
 class Traced:
-    """A graph whose inputs are `variables`, then `constants`, then the argument leaves; `out_tree` shapes its outputs."""
+    """A graph whose inputs are `variables`, then `constants`, then argument leaves; `out_tree` shapes its outputs."""
 
     graph: Graph
     variables: tuple[Any, ...]
@@ -31,7 +31,7 @@ class Traced:
 
 
 def trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
-    """Trace `fn` for arguments of the types of `args` and `kwargs` (arrays, scalars or ShapeDtypeStructs in pytrees)."""
+    """Trace `fn` for arguments of the types of `args` and `kwargs` (arrays, scalars, ShapeDtypeStructs in pytrees)."""
     leaves, in_tree = jax.tree_util.tree_flatten((args, kwargs))
     structs = [array_type_of(leaf).struct for leaf in leaves]
     out_tree: Any = None

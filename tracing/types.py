@@ -79,7 +79,7 @@ class ArrayType:
     @property
     def size_bytes(self) -> int:
         """How many bytes the elements take."""
-        return math.prod(self.shape) * int(self.dtype.itemsize)
+        return int(math.prod(self.shape) * self.dtype.itemsize)
 
     @property
     def strong(self) -> ArrayType:

@@ -26,9 +26,7 @@ class Pass(Protocol):
 Observer = Callable[[str, Graph], None]
 
 
-def run_passes(
-    graph: Graph, passes: Sequence[Pass], *, check: bool = False, observe: Observer | None = None
-) -> Graph:
+def run_passes(graph: Graph, passes: Sequence[Pass], *, check: bool = False, observe: Observer | None = None) -> Graph:
     """Run the passes in order. With `check` the graph is verified before and after each; `observe` sees each result."""
     if check:
         verify(graph)

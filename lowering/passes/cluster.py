@@ -39,8 +39,8 @@ class Cluster:
             ranked.append((level, 1, call))
         ranked += [(levels[id(n)], 0 if n.op is ops.net_recv else 2, n) for n in graph.nodes if _is_transfer(n)]
         ranked.sort(key=lambda entry: entry[:2])
-        nodes = tuple(_reordered(node, moved) for _, _, node in ranked)
-        return Graph(graph.inputs, nodes, graph.outputs)
+        ordered = tuple(_reordered(node, moved) for _, _, node in ranked)
+        return Graph(graph.inputs, ordered, graph.outputs)
 
 
 def _is_transfer(node: Node) -> bool:

@@ -44,7 +44,9 @@ class _Cut:
         assert node.device is not None
         inputs = self._inputs(node.inputs, node.device)
         self._device.update(dict.fromkeys(node.outputs, node.device))
-        self.nodes.append(Node(node.op, inputs, node.outputs, node.attributes, node.graph, node.device, (), node.origin))
+        self.nodes.append(
+            Node(node.op, inputs, node.outputs, node.attributes, node.graph, node.device, (), node.origin)
+        )
 
     def _inputs(self, operands: Sequence[Operand], device: str) -> tuple[Operand, ...]:
         return tuple(self.at(operand, device) for operand in operands)

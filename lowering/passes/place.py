@@ -32,9 +32,7 @@ class Place:
             for value in graph.refs
         }
         devices = self._devices(graph)
-        nodes = tuple(
-            dataclasses.replace(node.with_operands(inputs), device=devices[id(node)]) for node in graph.nodes
-        )
+        nodes = tuple(dataclasses.replace(node.with_operands(inputs), device=devices[id(node)]) for node in graph.nodes)
         return Graph(tuple(inputs.get(value, value) for value in graph.inputs), nodes, graph.outputs)
 
     def _devices(self, graph: Graph) -> Mapping[int, str]:

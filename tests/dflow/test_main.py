@@ -49,7 +49,7 @@ def test_status_shows_a_running_cluster(capsys: pytest.CaptureFixture[str]) -> N
     client.join("/job:ps/task:0", "here:1")
     assert main(["status", "--coordinator", coordinator.address]) == 0
     output = capsys.readouterr().out
-    assert "1 tasks are up; waiting for ps:1" in output
+    assert "1 of 2 tasks are up; waiting for ps:1" in output
     assert "Tasks" in output
     client.close()
     coordinator.close()

@@ -62,7 +62,7 @@ def test_progress_leaves_out_the_step_time_of_a_worker_that_left() -> None:
 
 def test_before_the_first_step_progress_says_who_is_awaited() -> None:
     assert progress_line(status(steps_total=0, expected=(PS1, WORKERS[2])), 0.0) == (
-        " 10.0 s  3 tasks are up; waiting for ps:1, worker:2"
+        " 10.0 s  3 of 5 tasks are up; waiting for ps:1, worker:2"
     )
 
 
