@@ -60,7 +60,9 @@ from dflow.tracing.types import ArrayType
 
 @dataclass(frozen=True)
 class TaskSettings:
-    """`wait_timeout_s`     how long a receive waits for its value
+    """How long a task waits, and how much it does at a time.
+
+    `wait_timeout_s`     how long a receive waits for its value
     `connect_timeout_s`  how long connecting to another task is tried
     `threads`            how many items of plans, and requests, run at a time
     """

@@ -35,7 +35,7 @@ from dflow.distributed.task_server import TaskServer, TaskSettings
 from dflow.distributed.transport.base import Peer, Reply, Transport
 from dflow.lowering.channel import StepId
 from dflow.lowering.plan import Call, Item, Plan, Recv, Send
-from dflow.lowering.program import Program, compile_program, export_program
+from dflow.lowering.program import export_program
 from dflow.tracing import errors
 from dflow.tracing.types import ArrayType
 from tests.distributed.transports import DEADLINE_S, KINDS, Kind, Recorder, reach
@@ -406,64 +406,6 @@ def test_closing_a_task_fails_what_runs_there(cluster: Cluster) -> None:
     with pytest.raises((errors.StepCancelled, errors.TransportClosed), match=r"closes|stopped|closed"):
         pending.wait(DEADLINE_S)
     cluster.ps.close()
-
-
-# What is registered.
-
-
-def test_equal_plans_share_a_handle_and_equal_programs_one_compilation(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loaded: list[int] = []
-
-    def load(blob: memoryview, writes: int) -> Program:
-        loaded.append(writes)
-        return compile_program(add_in_place, (F32, F32), writes)
-
-    monkeypatch.setattr("dflow.distributed.plan_registry.load_program", load)
-    call = Call(0, writes=("w",), reads=(), takes=(0,), gives=(1,))
-    first = register(cluster, call, programs=(b"program",))
-    assert register(cluster, call, programs=(b"program",)) == first
-    assert register(cluster, call, slots=5, programs=(b"program",)) == first + 1
-    assert register(cluster, Call(0, (), ("w",), (0,), (1, 2)), programs=(b"program",)) == first + 2
-    assert loaded == [1, 0]
-
-
-def test_a_program_that_cannot_be_loaded_is_tried_again(cluster: Cluster) -> None:
-    for _ in range(2):
-        with pytest.raises(errors.DflowError):
-            register(cluster, Call(0, (), (), (), ()), programs=(b"not a program",))
-    assert cluster.ps.statistics().plans == 0
-
-
-MALFORMED: list[tuple[str, dict[str, Any], str]] = [
-    ("another task's", {"task": WORKER}, f"a plan for {WORKER} was sent to {PS}"),
-    ("slots", {"slots": 1 << 40}, "a plan of 1099511627776 slots; 0 to 1048576 are taken"),
-    ("feed", {"feeds": (4,)}, "a plan with 4 slots names slot 4"),
-    ("fetch", {"fetches": (-1,)}, "a plan with 4 slots names slot -1"),
-    ("take", {"items": (Send("e", WORKER, 9),)}, "a plan with 4 slots names slot 9"),
-    ("after", {"items": (Send("e", WORKER, 0, after=(1,)),)}, "a plan with 1 items names item 1"),
-    ("program", {"items": (Call(1, (), (), (), ()),), "programs": (b"x",)}, "a plan with 1 programs names program 1"),
-    (
-        "donation",
-        {"items": (Call(0, ("w",), (), (), ()), Call(0, (), (), (), ())), "programs": (b"x",)},
-        "program 0 is called with 1 and with 0 variables to write",
-    ),
-]
-
-
-@pytest.mark.parametrize(("fields", "text"), [case[1:] for case in MALFORMED], ids=[case[0] for case in MALFORMED])
-def test_a_plan_that_cannot_run_is_refused(cluster: Cluster, fields: dict[str, Any], text: str) -> None:
-    fields = dict(fields)
-    with pytest.raises(errors.WireError, match=text):
-        register(cluster, *fields.pop("items", ()), **fields)
-
-
-def test_bytes_that_are_no_plan_are_refused(cluster: Cluster) -> None:
-    with pytest.raises(errors.WireError, match="4 bytes are no plan"):
-        cluster.ask(RegisterPlan(b"junk", ()))
-    with pytest.raises(errors.WireError, match=r"programs of \[3, -1\] bytes do not fill a payload of 2 bytes"):
-        cluster.ask(RegisterPlan(msgspec.msgpack.encode(Plan(PS, 0, ())), (3, -1)), bytes(2))
 
 
 def test_an_empty_plan_ends_at_once(cluster: Cluster) -> None:

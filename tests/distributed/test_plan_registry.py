@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import msgspec
+import numpy as np
+import pytest
+
+from dflow.distributed.messages import RegisterPlan
+from dflow.distributed.plan_registry import PlanRegistry
+from dflow.lowering.plan import Call, Item, Plan, Send
+from dflow.lowering.program import Program, compile_program, export_program
+from dflow.tracing import errors
+from dflow.tracing.types import ArrayType
+
+PS, WORKER = "/job:ps/task:0", "/job:worker/task:0"
+F32 = ArrayType(np.dtype("float32"), (3,))
+CALL = Call(0, writes=("w",), reads=(), takes=(0,), gives=(1,))
+
+
+def add_in_place(state: jax.Array, delta: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return state + delta, state + delta
+
+
+def add(
+    registry: PlanRegistry,
+    *items: Item,
+    slots: int = 4,
+    programs: tuple[bytes, ...] = (),
+    task: str = PS,
+    **fields: Any,
+) -> int:
+    plan = msgspec.msgpack.encode(Plan(task, slots, items, **fields))
+    message = RegisterPlan(plan, tuple(len(program) for program in programs))
+    return registry.add_encoded(message, memoryview(b"".join(programs)))
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bytes, int]]:
+    """Which programs were loaded, donating how many arguments; they all compute the same."""
+    loaded: list[tuple[bytes, int]] = []
+
+    def load(blob: memoryview, writes: int) -> Program:
+        loaded.append((bytes(blob), writes))
+        return compile_program(add_in_place, (F32, F32), writes)
+
+    monkeypatch.setattr("dflow.distributed.plan_registry.load_program", load)
+    return loaded
+
+
+def test_equal_plans_share_a_handle_and_equal_programs_one_compilation(loaded: list[tuple[bytes, int]]) -> None:
+    registry = PlanRegistry(PS)
+    first = add(registry, CALL, programs=(b"add",))
+    assert add(registry, CALL, programs=(b"add",)) == first
+    assert add(registry, CALL, slots=5, programs=(b"add",)) == first + 1
+    assert add(registry, Call(0, (), ("w",), (0,), (1, 2)), programs=(b"add",)) == first + 2
+    assert loaded == [(b"add", 1), (b"add", 0)]
+    assert len(registry) == 3
+
+
+def test_programs_are_told_apart_by_their_sizes(loaded: list[tuple[bytes, int]]) -> None:
+    registry = PlanRegistry(PS)
+    add(registry, CALL, Call(1, ("v",), (), (0,), (2,)), programs=(b"first", b"2nd"))
+    assert loaded == [(b"first", 1), (b"2nd", 1)]
+
+
+def test_a_program_that_travelled_runs_and_donates() -> None:
+    registry = PlanRegistry(PS)
+    handle = add(registry, CALL, programs=(export_program(add_in_place, (F32, F32)),))
+    state = jax.numpy.ones(3)
+    new, result = registry.get(handle).programs[0](state, jax.numpy.ones(3))
+    assert new.tolist() == result.tolist() == [2, 2, 2]
+    assert state.is_deleted()
+
+
+def test_a_program_that_cannot_be_loaded_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry, tried = PlanRegistry(PS), []
+
+    def fail(blob: memoryview, writes: int) -> Program:
+        tried.append(writes)
+        raise ValueError("out of memory")
+
+    monkeypatch.setattr("dflow.distributed.plan_registry.load_program", fail)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="out of memory"):
+            add(registry, CALL, programs=(b"add",))
+    assert tried == [1, 1]
+    assert len(registry) == 0
+
+
+@pytest.mark.parametrize("handle", [-1, 0, 7])
+def test_a_handle_that_names_no_plan_is_refused(handle: int) -> None:
+    with pytest.raises(errors.InternalError, match=f"{PS} was asked for plan {handle} but has 0; register it first"):
+        PlanRegistry(PS).get(handle)
+
+
+TWO_WAYS = (Call(0, ("w",), (), (), ()), Call(0, (), (), (), ()))
+MALFORMED: dict[str, tuple[tuple[Item, ...], dict[str, Any], str]] = {
+    "another task's": ((), {"task": WORKER}, f"a plan for {WORKER} was sent to {PS}"),
+    "slots": ((), {"slots": 1 << 40}, "a plan of 1099511627776 slots; 0 to 1048576 are taken"),
+    "feed": ((), {"feeds": (4,)}, "a plan with 4 slots names slot 4"),
+    "fetch": ((), {"fetches": (-1,)}, "a plan with 4 slots names slot -1"),
+    "take": ((Send("e", WORKER, 9),), {}, "a plan with 4 slots names slot 9"),
+    "after": ((Send("e", WORKER, 0, after=(1,)),), {}, "a plan with 1 items names item 1"),
+    "program": ((Call(1, (), (), (), ()),), {"programs": (b"x",)}, "a plan with 1 programs names program 1"),
+    "donation": (TWO_WAYS, {"programs": (b"x",)}, "program 0 is called with 1 and with 0 variables to write"),
+}
+
+
+@pytest.mark.parametrize(("items", "fields", "text"), MALFORMED.values(), ids=MALFORMED)
+def test_a_plan_that_cannot_run_is_refused(items: tuple[Item, ...], fields: dict[str, Any], text: str) -> None:
+    with pytest.raises(errors.WireError, match=text):
+        add(PlanRegistry(PS), *items, **fields)
+
+
+def test_bytes_that_are_no_plan_are_refused() -> None:
+    with pytest.raises(errors.WireError, match="4 bytes are no plan"):
+        PlanRegistry(PS).add_encoded(RegisterPlan(b"junk", ()), memoryview(b""))
+
+
+def test_programs_that_do_not_fill_the_payload_are_refused() -> None:
+    message = RegisterPlan(msgspec.msgpack.encode(Plan(PS, 0, ())), (3, -1))
+    with pytest.raises(errors.WireError, match=r"programs of \[3, -1\] bytes do not fill a payload of 2 bytes"):
+        PlanRegistry(PS).add_encoded(message, memoryview(bytes(2)))
