@@ -22,13 +22,25 @@ class Alone:
         #: What the program has reported, by name.
         self.results: dict[str, float] = {}
 
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """The tasks that are alive: this one."""
+        return (self.task,)
+
     @contextmanager
-    def parameter_servers(self) -> Iterator[None]:
-        """Variables made inside live in this process."""
+    def parameter_servers(self, job: str = "ps") -> Iterator[None]:
+        """Variables made inside live in this process, whatever the job."""
         yield
 
     def claim(
-        self, run: str, total_steps: int, *, done: int = 0, step_s: float = 0.0, metrics: Mapping[str, float] = {}
+        self,
+        run: str,
+        total_steps: int,
+        *,
+        done: int = 0,
+        step_s: float = 0.0,
+        metrics: Mapping[str, float] = {},
+        more: bool = True,
     ) -> range:
         """All steps of the run at the first claim, then none."""
         first = self._runs.get(run, 0)

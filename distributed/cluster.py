@@ -124,10 +124,17 @@ class Cluster:
             yield
 
     def claim(
-        self, run: str, total_steps: int, *, done: int = 0, step_s: float = 0.0, metrics: Mapping[str, float] = {}
+        self,
+        run: str,
+        total_steps: int,
+        *,
+        done: int = 0,
+        step_s: float = 0.0,
+        metrics: Mapping[str, float] = {},
+        more: bool = True,
     ) -> range:
         """Report the last claimed steps and get the next; see `CoordinatorClient.claim`."""
-        return self._client.claim(run, total_steps, done=done, step_s=step_s, metrics=metrics)
+        return self._client.claim(run, total_steps, done=done, step_s=step_s, metrics=metrics, more=more)
 
     def elect(self, what: str) -> bool:
         """Whether this task is the one that does `what`: the first to ask is."""

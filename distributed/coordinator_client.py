@@ -193,14 +193,16 @@ class CoordinatorClient(RefuseAll):
         done: int = 0,
         step_s: float = 0.0,
         metrics: Mapping[str, float] | None = None,
+        more: bool = True,
         timeout_s: float = CLAIM_S,
     ) -> range:
         """Report the last claim and get the next steps to do; an empty range says that the run is complete.
 
-        Waits while other workers may yet give steps back.
+        Waits while other workers may yet give steps back. With `more` false it gives back what was not done, waits
+        for nothing and gets no steps.
         raises  RemoteError when the run has another number of steps; TaskLost when this task has left
         """
-        request = ClaimSteps(run, self._require_task(), total_steps, done, step_s, dict(metrics or {}))
+        request = ClaimSteps(run, self._require_task(), total_steps, done, step_s, dict(metrics or {}), more)
         claimed = self._ask(request, Claimed, timeout_s)
         return range(claimed.first, claimed.first + claimed.count)
 

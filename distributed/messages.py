@@ -194,6 +194,7 @@ class ClaimSteps(Message, frozen=True):
     `done`       how many steps of the last claim were done
     `step_s`     median seconds a step took since the last claim (0 when none)
     `metrics`    the newest scalar metrics of the worker
+    `more`       false when the worker takes no further part in the run: it is answered at once, with no steps
     """
 
     run: str
@@ -202,10 +203,11 @@ class ClaimSteps(Message, frozen=True):
     done: int = 0
     step_s: float = 0.0
     metrics: dict[str, float] = {}
+    more: bool = True
 
 
 class Claimed(Message, frozen=True):
-    """`count` steps from number `first` on; a count of 0 says the run is complete."""
+    """`count` steps from number `first` on; a count of 0 says the run is complete, or that no more were wanted."""
 
     first: int
     count: int

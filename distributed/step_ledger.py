@@ -5,9 +5,10 @@ A run has `total_steps` steps. Workers claim consecutive ranges of them, large a
 
 Invariants, of each run:
 - each step is in the pool, in exactly one worker's claim, or done; it becomes done once;
-- the steps of a claim that were not reported when its worker leaves go back to the pool, lowest numbers first out;
+- the steps of a claim that were not reported when its worker leaves, or wants no more, go back to the pool, lowest
+  numbers first out;
 - an ask is answered exactly once; it waits only while the pool is empty and another worker holds a claim;
-- an answer of no steps means that all steps are done.
+- an answer of no steps means that all steps are done, unless the asker wanted no more.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class StepLedger:
             return [Reply(ask, Failure("RemoteError", f"run {claim.run!r}: {refusal}"))]
         self._runs[claim.run] = run
         self._note_progress(claim, run.settle(claim))
-        return run.ask(claim.task, ask)
+        return run.ask(claim.task, ask) if claim.more else run.stop(claim.task, ask)
 
     def _note_progress(self, claim: ClaimSteps, done: int) -> None:
         last = self._progress.get(claim.task, WorkerProgress(claim.task, 0, 0.0, {}))
@@ -127,13 +128,22 @@ class _Run:
 
     def ask(self, task: str, ask: int) -> list[Reply]:
         """Let the worker wait for steps, and answer all that can be answered."""
-        replies = []
-        if task in self.waiting:
-            text = f"a later claim of {short_task_name(task)} has taken the place of this one"
-            replies.append(Reply(self.waiting.pop(task), Failure("RemoteError", text)))
+        replies = self._replace(task)
         self.workers.add(task)
         self.waiting[task] = ask
         return replies + self._answer_waiting()
+
+    def stop(self, task: str, ask: int) -> list[Reply]:
+        """Count the worker out, tell it so, and answer all that can be answered now."""
+        self.workers.discard(task)
+        return [*self._replace(task), Reply(ask, Claimed(0, 0)), *self._answer_waiting()]
+
+    def _replace(self, task: str) -> list[Reply]:
+        """Refuse the worker's ask that waits, since a later one came."""
+        if task not in self.waiting:
+            return []
+        text = f"a later claim of {short_task_name(task)} has taken the place of this one"
+        return [Reply(self.waiting.pop(task), Failure("RemoteError", text))]
 
     def leave(self, task: str, reason: str) -> list[Reply]:
         """Give the worker's unreported steps back, and answer all that can be answered now."""

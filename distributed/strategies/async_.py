@@ -7,11 +7,16 @@ done is done by another.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
+
+import jax.numpy as jnp
+
+from dflow.tracing.errors import DflowError
 
 _runs = itertools.count()
 
@@ -20,9 +25,19 @@ class StepSource(Protocol):
     """What a strategy needs of a cluster: who does which steps."""
 
     def claim(
-        self, run: str, total_steps: int, *, done: int = 0, step_s: float = 0.0, metrics: Mapping[str, float] = {}
+        self,
+        run: str,
+        total_steps: int,
+        *,
+        done: int = 0,
+        step_s: float = 0.0,
+        metrics: Mapping[str, float] = {},
+        more: bool = True,
     ) -> range:
-        """Report the last claim, and get the next steps to do; an empty range says that the run is complete."""
+        """Report the last claim, and get the next steps to do; an empty range says that the run is complete.
+
+        With `more` false it gives back what was not done, and gets no steps.
+        """
         ...
 
 
@@ -39,7 +54,7 @@ class Async:
 
         step     a `dflow.jit` function; a scalar or a dict of scalars that it returns is shown as its progress
         batches  tuples of arguments (anything else is passed as the one argument); the run ends early for this
-                 worker when they end, and the other workers do what is left
+                 worker when they end or the program leaves the loop, and the other workers do what is left
         steps    how many steps all workers do together
         name     of the run, the same on every worker; given none, runs are numbered in the order of the program
         """
@@ -47,18 +62,37 @@ class Async:
         supply = iter(batches)
         claimed = self._cluster.claim(run, steps)
         while claimed:
-            done, times, outcome = 0, [], None
-            for batch in itertools.islice(supply, len(claimed)):
-                started = time.perf_counter()
-                outcome = step(*batch) if isinstance(batch, tuple) else step(batch)
-                times.append(time.perf_counter() - started)
-                done += 1
-                yield outcome
-            step_s = statistics.median(times) if times else 0.0
-            claimed = self._cluster.claim(run, steps, done=done, step_s=step_s, metrics=_scalars(outcome))
+            times: list[float] = []
+            outcome = None
+            try:
+                for batch in itertools.islice(supply, len(claimed)):
+                    started = time.perf_counter()
+                    outcome = step(*batch) if isinstance(batch, tuple) else step(batch)
+                    times.append(time.perf_counter() - started)
+                    yield outcome
+            except GeneratorExit:
+                # The program has left the loop: the others shall not wait for what this worker will not do.
+                with contextlib.suppress(DflowError):
+                    self._cluster.claim(run, steps, done=len(times), more=False)
+                raise
+            claimed = self._cluster.claim(
+                run,
+                steps,
+                done=len(times),
+                step_s=statistics.median(times) if times else 0.0,
+                metrics=_scalars(outcome),
+                more=len(times) == len(claimed),
+            )
 
 
 def _scalars(outcome: Any) -> dict[str, float]:
-    """The numbers in what a step returned: a scalar counts as its loss."""
+    """The real numbers in what a step returned: a scalar counts as its loss."""
     named = outcome if isinstance(outcome, Mapping) else {"loss": outcome}
-    return {str(key): float(value) for key, value in named.items() if getattr(value, "shape", None) == ()}
+    return {str(key): float(value) for key, value in named.items() if _is_real_scalar(value)}
+
+
+def _is_real_scalar(value: Any) -> bool:
+    if isinstance(value, (int, float)):
+        return True
+    kinds = (jnp.bool_, jnp.integer, jnp.floating)
+    return getattr(value, "shape", None) == () and any(jnp.issubdtype(value.dtype, kind) for kind in kinds)

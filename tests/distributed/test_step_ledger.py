@@ -102,6 +102,39 @@ def test_more_done_than_claimed_is_refused() -> None:
     assert "worker:0 reports 17 steps done of a claim of 16" in reply.message.text
 
 
+def test_a_worker_that_wants_no_more_is_answered_at_once_and_the_others_get_its_rest() -> None:
+    ledger = StepLedger()
+    ledger.handle(asked(1, A, total=3))
+    ledger.handle(asked(2, B, total=3))
+    assert ledger.handle(asked(3, C, total=3)) == [Reply(3, Claimed(2, 1))]
+    assert ledger.handle(asked(4, C, total=3, done=1)) == []
+    replies = ledger.handle(asked(5, A, total=3, more=False))
+    assert replies == [Reply(5, Claimed(0, 0)), Reply(4, Claimed(0, 1))]
+    assert ledger.steps_done == 1
+
+
+def test_a_worker_that_wants_no_more_reports_what_it_did_and_no_longer_has_a_share() -> None:
+    ledger = StepLedger()
+    ledger.handle(asked(1, A))
+    ledger.handle(asked(2, B))
+    assert ledger.handle(asked(3, A, done=5, more=False)) == [Reply(3, Claimed(0, 0))]
+    assert ledger.steps_done == ledger.workers()[0].steps == 5
+    assert ledger.handle(asked(4, B, done=10)) == [Reply(4, Claimed(5, 11))]
+    assert ledger.handle(asked(5, B, done=11)) == [Reply(5, Claimed(26, 16))]
+
+
+def test_one_that_wants_no_more_never_waits_and_may_come_back() -> None:
+    ledger = StepLedger()
+    ledger.handle(asked(1, A, total=1))
+    assert ledger.handle(asked(2, B, total=1)) == []
+    [refused, stopped] = ledger.handle(asked(3, B, total=1, more=False))
+    assert refused.ask == 2
+    assert isinstance(refused.message, Failure)
+    assert stopped == Reply(3, Claimed(0, 0))
+    assert ledger.handle(asked(4, A, total=1, more=False)) == [Reply(4, Claimed(0, 0))]
+    assert ledger.handle(asked(5, B, total=1)) == [Reply(5, Claimed(0, 1))]
+
+
 def test_progress_keeps_the_newest_of_each_worker() -> None:
     ledger = StepLedger()
     ledger.handle(asked(1, A))
@@ -112,7 +145,7 @@ def test_progress_keeps_the_newest_of_each_worker() -> None:
 
 
 class RandomRun(RuleBasedStateMachine):
-    """Workers that claim, do part of a claim, die and come back in any order."""
+    """Workers that claim, do part of a claim, want no more, die and come back in any order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,11 +165,11 @@ class RandomRun(RuleBasedStateMachine):
             if isinstance(reply.message, Claimed):
                 self.claims[task] = range(reply.message.first, reply.message.first + reply.message.count)
 
-    def ask(self, task: str, done: int) -> None:
+    def ask(self, task: str, done: int, *, more: bool = True) -> None:
         held = self.claims.pop(task, range(0))
         self.done += held[:done]
         self.asks[self.next_ask] = task
-        self.take(self.ledger.handle(asked(self.next_ask, task, done, self.total)))
+        self.take(self.ledger.handle(asked(self.next_ask, task, done, self.total, more=more)))
         self.next_ask += 1
 
     @precondition(lambda self: self.next_ask == 0)
@@ -148,6 +181,13 @@ class RandomRun(RuleBasedStateMachine):
     def claim(self, task: str, part: float) -> None:
         if task not in self.asks.values():
             self.ask(task, round(part * len(self.claims.get(task, ()))))
+
+    @rule(task=st.sampled_from([A, B, C]), part=st.floats(0, 1))
+    def want_no_more(self, task: str, part: float) -> None:
+        if task not in self.asks.values():
+            self.ask(task, round(part * len(self.claims.get(task, ()))), more=False)
+            assert task not in self.asks.values(), "one that wants no more is answered at once"
+            assert not self.claims[task]
 
     @rule(task=st.sampled_from([A, B, C]))
     def die(self, task: str) -> None:

@@ -1,0 +1,149 @@
+"""What the asynchronous strategy asks of a cluster and yields to the program; no tasks and no tracing."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dflow.distributed.alone import Alone
+from dflow.distributed.coordinator import Coordinator
+from dflow.distributed.coordinator_client import CoordinatorClient
+from dflow.distributed.strategies.async_ import Async
+from dflow.distributed.transport.memory import MemoryNetwork
+from dflow.tracing.errors import TransportClosed
+
+DEADLINE_S = 60.0
+
+
+class Scripted:
+    """A source of steps that gives out the claims it was made with, and keeps what it is told."""
+
+    def __init__(self, *claims: range) -> None:
+        self.claims = list(claims)
+        self.told: list[dict[str, Any]] = []
+
+    def claim(self, run: str, total_steps: int, **told: Any) -> range:
+        """Hand out the next claim, or none when no more are wanted."""
+        self.told.append(told)
+        if not told.get("more", True):
+            return range(0)
+        return self.claims.pop(0) if self.claims else range(0)
+
+
+class Lost(Scripted):
+    """A coordinator that is lost after the first claim."""
+
+    def claim(self, run: str, total_steps: int, **told: Any) -> range:
+        """Answer once."""
+        if self.told:
+            raise TransportClosed("the coordinator is lost")
+        return super().claim(run, total_steps, **told)
+
+
+def told(source: Scripted) -> list[tuple[int, bool]]:
+    return [(words["done"], words["more"]) for words in source.told[1:]]
+
+
+def test_it_yields_what_each_call_returns_and_passes_tuples_as_arguments() -> None:
+    source = Scripted(range(2), range(2, 3))
+    batches = [(1, 2), (3, 4), (5, 6), (7, 8)]
+    assert list(Async(source).run(lambda a, b: (a, b), batches, steps=3)) == [(1, 2), (3, 4), (5, 6)]
+    assert told(source) == [(2, True), (1, True)]
+    assert list(Async(Alone()).run(lambda batch: batch, [[1, 2], {"a": 3}], steps=2)) == [[1, 2], {"a": 3}]
+
+
+def test_no_batch_is_taken_that_no_step_uses() -> None:
+    batches = iter(range(10))
+    list(Async(Alone()).run(lambda batch: batch, batches, steps=4))
+    assert next(batches) == 4
+
+
+@pytest.mark.parametrize(
+    ("outcome", "metrics"),
+    [
+        (jnp.float32(1.5), {"loss": 1.5}),
+        (2.5, {"loss": 2.5}),
+        ({"loss": np.float32(0.5), "hits": jnp.int32(3)}, {"loss": 0.5, "hits": 3.0}),
+        ({"key": jax.random.key(0), "rows": jnp.zeros(3), "name": "x", "z": 1j}, {}),
+        ((jnp.float32(1.0), jnp.float32(2.0)), {}),
+        (None, {}),
+    ],
+    ids=["scalar", "python number", "dict", "nothing real", "tuple", "none"],
+)
+def test_real_scalars_are_shown_as_progress(outcome: Any, metrics: dict[str, float]) -> None:
+    source = Scripted(range(1))
+    list(Async(source).run(lambda _: outcome, [0], steps=1))
+    assert source.told[-1]["metrics"] == metrics
+
+
+def test_alone_does_exactly_the_steps_asked_for() -> None:
+    calls = itertools.count()
+    assert len(list(Async(Alone()).run(lambda _: next(calls), itertools.repeat(0), steps=37))) == 37
+    assert next(calls) == 37
+
+
+@pytest.mark.parametrize("count", [0, 3, 4])
+def test_batches_that_end_early_end_the_run_here(count: int) -> None:
+    source = Scripted(*[range(4)] * 100)
+    assert len(list(Async(source).run(lambda batch: batch, range(count), steps=1000))) == count
+    assert told(source)[-1] == (count % 4, False)
+    assert len(list(Async(Alone()).run(lambda batch: batch, range(count), steps=1000))) == count
+
+
+def test_leaving_the_loop_gives_back_what_was_not_done() -> None:
+    source = Scripted(range(4))
+    for number in Async(source).run(lambda batch: batch, itertools.count(), steps=1000):
+        if number == 1:
+            break
+    assert told(source) == [(2, False)]
+
+
+def test_leaving_the_loop_when_the_coordinator_is_lost_is_quiet() -> None:
+    run = Async(Lost(range(4))).run(lambda batch: batch, itertools.count(), steps=1000)
+    assert isinstance(run, Iterator)
+    assert next(run) == 0
+    run.close()  # type: ignore[attr-defined]
+
+
+def test_an_error_of_the_step_ends_the_run_with_it() -> None:
+    def fail(_: Any) -> None:
+        raise ZeroDivisionError("in the user's step")
+
+    with pytest.raises(ZeroDivisionError, match="in the user's step"):
+        list(Async(Alone()).run(fail, [0], steps=1))
+
+
+def test_the_other_workers_do_what_one_leaves_undone() -> None:
+    network = MemoryNetwork()
+    coordinator = Coordinator(network, "", {"worker": 3}, tick_s=None)
+    clients = []
+    for index in range(3):
+        task = f"/job:worker/task:{index}"
+        clients.append(CoordinatorClient(network, coordinator.address, name=task))
+        clients[index].join(task, f"nowhere:{index}")
+
+    def work(index: int) -> int:
+        batches = itertools.repeat(0) if index == 0 else range(index)
+        return sum(1 for _ in Async(clients[index]).run(lambda _: None, batches, steps=100, name="run"))
+
+    with ThreadPoolExecutor(3) as pool:
+        done = [future.result(DEADLINE_S) for future in [pool.submit(work, index) for index in range(3)]]
+    assert sum(done) == coordinator.status().steps_done == 100
+    assert done[1] <= 1
+    assert done[2] <= 2
+    for client in clients:
+        client.leave()
+    coordinator.close()
+
+
+def test_two_runs_of_one_program_have_names_of_their_own() -> None:
+    alone = Alone()
+    counts = [len(list(Async(alone).run(lambda batch: batch, itertools.count(), steps=3))) for _ in range(2)]
+    assert counts == [3, 3]
