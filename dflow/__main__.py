@@ -14,8 +14,8 @@ from pathlib import Path
 from dflow import __version__
 from dflow.distributed.lifeline import watch
 from dflow.distributed.stop_signal import StopSignal
-from dflow.distributed.task_name import task_name
 from dflow.tracing.errors import DflowError
+from dflow.tracing.task_name import task_name
 
 COORDINATOR_VARIABLE = "DFLOW_COORDINATOR"
 

@@ -21,8 +21,8 @@ from rich.text import Text
 
 from dflow.distributed.membership import FINISHED, NORMAL_ENDS
 from dflow.distributed.messages import EdgeTraffic, Status, TaskInfo, VariableInfo
-from dflow.distributed.task_name import short_task_name, split_task_name
 from dflow.tracing.errors import DeviceError
+from dflow.tracing.task_name import short_task_name, split_task_name
 
 #: Rows of a table before the rest is summed up in one.
 MOST_ROWS = 30

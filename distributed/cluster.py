@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -34,7 +35,6 @@ from dflow.distributed.messages import (
     VariableCreated,
     WriteVariable,
 )
-from dflow.distributed.task_name import short_task_name, task_name
 from dflow.distributed.task_server import TaskServer, TaskSettings
 from dflow.distributed.transport.base import PendingReply, Reply, Transport
 from dflow.lowering.channel import StepId
@@ -50,6 +50,7 @@ from dflow.tracing.errors import DeadlineExceeded, DflowError, VariableError, Wi
 from dflow.tracing.jax_frontend import make_jaxpr, touches_state
 from dflow.tracing.resources import Initial, Variable
 from dflow.tracing.source import at
+from dflow.tracing.task_name import short_task_name, task_name
 from dflow.tracing.trace import Traced, trace
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -91,7 +92,8 @@ class Cluster:
         self.task = task_name(job, index)
         self.index = index
         self._settings = settings
-        self._steps = itertools.count()
+        # Numbers of a worker that is started anew must not meet those of its past life.
+        self._steps = itertools.count(time.time_ns() // 1000)
         name = self.task
         self._client = CoordinatorClient(transport, coordinator, name=name, timeout_s=settings.join_timeout_s)
         waits = TaskSettings(wait_timeout_s=settings.step_timeout_s)

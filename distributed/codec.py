@@ -13,10 +13,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jax
-import jax.numpy as jnp
 import ml_dtypes
 import msgspec
 import numpy as np
@@ -24,6 +22,10 @@ import numpy.typing as npt
 
 from dflow.distributed.messages import AnyMessage
 from dflow.tracing.errors import WireError
+
+if TYPE_CHECKING:
+    # The coordinator and the launcher send no arrays, and start in half the time without JAX.
+    import jax
 
 #: Bytes behind a message: what a sender may hand over, and (as a memoryview) what a receiver gets.
 Payload = bytes | bytearray | memoryview
@@ -119,14 +121,13 @@ def empty_payload(size_bytes: int) -> memoryview:
 
 
 def _host_array(value: jax.Array | npt.NDArray[Any]) -> npt.NDArray[Any]:
-    if isinstance(value, jax.Array):
-        if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-            raise WireError(
-                f"an array of PRNG keys ({value.dtype}) cannot be sent; send `jax.random.key_data(keys)` and call "
-                "`jax.random.wrap_key_data` on the other side"
-            )
-        if not value.is_fully_addressable:
-            raise WireError(
-                f"an array of shape {value.shape} is spread over several processes; send the shards of each process"
-            )
+    if str(value.dtype).startswith("key<"):
+        raise WireError(
+            f"an array of PRNG keys ({value.dtype}) cannot be sent; send `jax.random.key_data(keys)` and call "
+            "`jax.random.wrap_key_data` on the other side"
+        )
+    if not getattr(value, "is_fully_addressable", True):
+        raise WireError(
+            f"an array of shape {value.shape} is spread over several processes; send the shards of each process"
+        )
     return np.asarray(value)

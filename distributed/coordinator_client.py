@@ -37,9 +37,9 @@ from dflow.distributed.messages import (
     Status,
     TaskInfo,
 )
-from dflow.distributed.task_name import short_task_name
 from dflow.distributed.transport.base import Peer, RefuseAll, Transport
 from dflow.tracing.errors import DeadlineExceeded, DflowError, InternalError, TransportClosed, WireError
+from dflow.tracing.task_name import short_task_name
 
 HEARTBEAT_S = 1.0
 #: How long a call waits for an answer that the coordinator gives at once.

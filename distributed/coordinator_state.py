@@ -52,10 +52,10 @@ from dflow.distributed.messages import (
     Status,
 )
 from dflow.distributed.step_ledger import StepLedger, StepsAsked, WorkerLeft
-from dflow.distributed.task_name import short_task_name, split_task_name
 from dflow.distributed.traffic_totals import TrafficTotals
 from dflow.distributed.variable_directory import VariableDirectory
 from dflow.tracing.errors import DeviceError
+from dflow.tracing.task_name import short_task_name, split_task_name
 
 LOG_EVENTS = 10_000
 

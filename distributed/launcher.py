@@ -26,9 +26,9 @@ from dflow.distributed.coordinator_client import CoordinatorClient
 from dflow.distributed.lifeline import LIFELINE_VARIABLE
 from dflow.distributed.messages import Status
 from dflow.distributed.stop_signal import StopSignal
-from dflow.distributed.task_name import short_task_name, task_name
 from dflow.distributed.transport.base import Transport
 from dflow.tracing.errors import DeadlineExceeded, TransportClosed
+from dflow.tracing.task_name import short_task_name, task_name
 
 START_S = 60.0
 POLL_S = 0.2

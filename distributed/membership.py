@@ -19,7 +19,7 @@ import msgspec
 
 from dflow.distributed.coordinator_events import Ticked
 from dflow.distributed.messages import Roster, TaskInfo
-from dflow.distributed.task_name import short_task_name, split_task_name, task_name
+from dflow.tracing.task_name import short_task_name, split_task_name, task_name
 
 #: Why a worker leaves when its program has ended well.
 FINISHED = "finished"

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from dflow.distributed.coordinator_events import Reply
 from dflow.distributed.messages import Claimed, ClaimSteps, Failure, WorkerProgress
-from dflow.distributed.task_name import short_task_name
+from dflow.tracing.task_name import short_task_name
 
 LARGEST_CLAIM = 16
 #: A worker gets this part of its fair share of what remains, so that a slow worker's last claim stays small.

@@ -10,9 +10,9 @@ import sys
 from dflow.distributed.coordinator_client import CoordinatorClient
 from dflow.distributed.membership import STOPPED
 from dflow.distributed.stop_signal import StopSignal
-from dflow.distributed.task_name import short_task_name
 from dflow.distributed.task_server import TaskServer
 from dflow.distributed.transport.base import Transport
+from dflow.tracing.task_name import short_task_name
 
 
 def serve_task(stop: StopSignal, transport: Transport, task: str, coordinator: str) -> int:

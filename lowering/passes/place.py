@@ -12,10 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from dflow.tracing.device import WITH_STATE, short
+from dflow.tracing.device import WITH_STATE
 from dflow.tracing.errors import DeviceError
 from dflow.tracing.graph import Graph, Node, Value
 from dflow.tracing.source import at
+from dflow.tracing.task_name import short_task_name
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Place:
     def _offered(self, device: str, what: str, node: Node | None = None) -> str:
         if device in self.tasks:
             return device
-        offered = ", ".join(short(task) for task in self.tasks)
+        offered = ", ".join(short_task_name(task) for task in self.tasks)
         where = at(node.loc) if node is not None else ""
         raise DeviceError(
             f"%{what} is placed on {device}, but no task offers it; the tasks are {offered}{where}\n"

@@ -1,13 +1,14 @@
 import pytest
 
-from dflow.distributed.task_name import short_task_name, split_task_name, task_name
 from dflow.tracing.errors import DeviceError
+from dflow.tracing.task_name import full_task_name, short_task_name, split_task_name, task_name
 
 
 def test_a_name_and_its_parts() -> None:
     assert task_name("ps", 3) == "/job:ps/task:3"
     assert split_task_name("/job:ps/task:3") == ("ps", 3)
     assert short_task_name("/job:ps/task:3") == "ps:3"
+    assert full_task_name("ps:3") == full_task_name("/job:ps/task:3") == "/job:ps/task:3"
     assert short_task_name("the coordinator") == "the coordinator"
 
 
