@@ -97,6 +97,8 @@ def normal(value: Any) -> Any:
         return Symbol(f"{type(value).__name__}.{value.name}")
     if type(value) in _PLAIN:
         return value
+    if is_key_implementation(value):
+        return Symbol(f"prng.{value.tag}")
     if hasattr(value, "_fields"):
         return _record(value, value._fields)
     if isinstance(value, (tuple, list)):
@@ -115,8 +117,6 @@ def _normal_leaf(value: Any) -> Any:
         return Symbol(dtype_name(value))
     if hasattr(value, "__array__") and hasattr(value, "dtype"):
         return _normal_array(value)
-    if is_key_implementation(value):
-        return Symbol(f"prng.{value.tag}")
     if isinstance(value, Primitive):
         return Symbol(f"jax.{value.name}")
     if is_dataclass(value) and type(value).__name__ in _CLASSES:

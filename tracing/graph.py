@@ -93,6 +93,13 @@ class Node:
         return self.op.effects_of(self)
 
     @property
+    def has_effects(self) -> bool:
+        """Whether the node or its body has an effect; of a malformed node too, for the verifier quotes those."""
+        if self.graph is not None:
+            return any(node.has_effects for node in self.graph.nodes)
+        return bool(self.op.declared)
+
+    @property
     def must_run(self) -> bool:
         """Whether the node has an effect that someone may see, so that it stays though nobody uses its results."""
         return any(effect is not Effect.READ for effect, _ in self.effects)

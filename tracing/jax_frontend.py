@@ -83,7 +83,7 @@ def _aval(type: ArrayType) -> Any:
 def _refuse_batched_write(args: Sequence[Any], dims: Sequence[Any], *, variable: Any) -> Any:
     raise DflowError(
         f"variable {variable.name!r} is written under vmap with a value that differs along the batch; which of the "
-        f"values should it hold? Reduce over the batch first, or write outside the vmap{at(caller())}"
+        f"values should it hold? Reduce over the batch first, or write outside the vmap{at(_line_bound())}"
     )
 
 
@@ -92,7 +92,7 @@ def _refuse_lost_write(primals: Sequence[Any], tangents: Sequence[Any], *, varia
         return bind.bind(*primals, variable=variable), []
     raise LostWriteError(
         f"variable {variable.name!r} is written a value that depends on what jax.grad differentiates, and JAX "
-        f"would drop that write{at(caller())}\n"
+        f"would drop that write{at(_line_bound())}\n"
         "  use dflow.grad or dflow.value_and_grad in the place of jax.grad: they carry the state through; "
         "or write jax.lax.stop_gradient(value)"
     )
@@ -101,7 +101,7 @@ def _refuse_lost_write(primals: Sequence[Any], tangents: Sequence[Any], *, varia
 def _refuse_plain_jit(*_: Any, variable: Any, **__: Any) -> Any:
     raise DflowError(
         f"variable {variable.name!r} is used in a function that JAX compiles by itself{at(caller())}\n"
-        "  decorate the outermost function with @dflow.jit, or pass the value: {variable.name}.read()"
+        f"  decorate the outermost function with @dflow.jit, or pass it the value, {variable.name}.read()"
     )
 
 
@@ -187,6 +187,11 @@ class Origin:
             self.context.manager,
         ):
             yield
+
+
+def _line_bound() -> Loc | None:
+    """The user's line of the op that JAX transforms now: not where the transformation stands, but where the op does."""
+    return Origin(None, source_info_util.current()).loc
 
 
 def origin_of(equation: Equation) -> Origin:

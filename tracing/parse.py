@@ -212,7 +212,7 @@ class _Reader(_Scanner):
         device = self._device()
         after = self.sequence(")", self._known) if self.take("after(") else []
         node = Node(op, tuple(inputs), tuple(outputs), attributes, body, device, tuple(after), Written(self._loc()))
-        if bool(node.effects) != has_effects:
+        if node.has_effects != has_effects:
             self.fail(f"the node before, %{outputs[0].name} ({op.name}), {_MARKS[has_effects]}")
         return node
 

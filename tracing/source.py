@@ -17,9 +17,10 @@ _HIDDEN = tuple(
         *(_PACKAGE / name for name in ("dflow", "tracing", "lowering", "distributed")),
         Path(__file__).absolute().parent.parent,
         Path(jax.__file__).parent,
-        Path(os.__file__).parent / "contextlib.py",
     )
 )
+_STANDARD_LIBRARY = str(Path(os.__file__).parent) + os.sep
+_INSTALLED = tuple(f"{os.sep}{folder}{os.sep}" for folder in ("site-packages", "dist-packages"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,8 @@ class Loc:
 
 def is_user_file(file: str) -> bool:
     """Whether a frame of this file is one a user wants to read."""
+    if file.startswith(_STANDARD_LIBRARY):
+        return any(folder in file for folder in _INSTALLED) and not file.startswith(_HIDDEN)
     return not file.startswith(_HIDDEN) and not file.startswith("<frozen")
 
 

@@ -98,12 +98,7 @@ def _line(node: Node, locs: bool) -> str:
         line += f"  after({', '.join(map(_operand, node.after))})"
     if locs and node.loc is not None:
         line += f"  # {node.loc.short}"
-    return f" {'!' if _has_effects(node) else ' '}{line}".replace("\n", "\n  ")
-
-
-def _has_effects(node: Node) -> bool:
-    """As `bool(node.effects)`, for a malformed node too: the verifier quotes those."""
-    return any(map(_has_effects, node.graph.nodes)) if node.graph is not None else bool(node.op.declared)
+    return f" {'!' if node.has_effects else ' '}{line}".replace("\n", "\n  ")
 
 
 def _indented(block: str) -> str:
