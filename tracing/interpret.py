@@ -58,8 +58,17 @@ def interpret_parts(
     return [run.outputs() for run in runs], after
 
 
-class _Edges(dict[str, Any]):
-    """What was sent and not yet received, by edge."""
+class _Edges(dict[str, list[Any]]):
+    """What was sent and not yet received, by edge: its value, once for each task that it was sent to."""
+
+    def send(self, edge: str, value: Any) -> None:
+        self.setdefault(edge, []).append(value)
+
+    def receive(self, edge: str) -> Any:
+        value, *rest = self.pop(edge)
+        if rest:
+            self[edge] = rest
+        return value
 
 
 def _stuck(nodes: Sequence[Node], edges: Mapping[str, Any]) -> str:
@@ -134,10 +143,10 @@ class _Run:
         if node.graph is not None:
             return self._call(node, node.graph)
         if node.op is ops.net_send:
-            self._edges[node.attributes["edge"]] = self._value(node.inputs[0])
+            self._edges.send(node.attributes["edge"], self._value(node.inputs[0]))
             return []
         if _receives(node):
-            return [self._edges.pop(node.attributes["edge"])]
+            return [self._edges.receive(node.attributes["edge"])]
         return self._touch(node)
 
     def _touch(self, node: Node) -> list[Any]:

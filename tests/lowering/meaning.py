@@ -1,0 +1,76 @@
+"""Holds passes to the reference rules: what a pass made of a graph gives the same outputs and leaves the same state."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from dflow.lowering.passes.base import Pass
+from dflow.tracing.graph import Graph
+from dflow.tracing.interpret import Choose, interpret
+from dflow.tracing.text import parse, text
+from dflow.tracing.types import RefType
+from dflow.tracing.verify import verify
+from tests.golden import GoldenCase, check
+
+WORKER, PS_0, PS_1 = "/job:worker/task:0", "/job:ps/task:0", "/job:ps/task:1"
+TASKS = (WORKER, PS_0, PS_1)
+
+
+def inputs_of(graph: Graph) -> list[Any]:
+    """A value for each array that a graph takes; no two are equal."""
+    arrays: list[Any] = [value.type for value in graph.inputs if not isinstance(value.type, RefType)]
+    return [jnp.full(type.shape, 2 + index, type.dtype) for index, type in enumerate(arrays)]
+
+
+def state_of(graph: Graph) -> dict[str, Any]:
+    """A value for each variable of a graph, by its name; no two are equal."""
+    held: list[tuple[str, Any]] = [(ref.name, ref.type) for ref in graph.refs]
+    return {name: jnp.full(ref.of.shape, 10 * (1 + index), ref.of.dtype) for index, (name, ref) in enumerate(held)}
+
+
+def assert_equal_values(one: Sequence[Any], other: Sequence[Any]) -> None:
+    """Both hold equal arrays, bit by bit."""
+    assert [np.asarray(value).tolist() for value in one] == [np.asarray(value).tolist() for value in other]
+
+
+def assert_equal_states(one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
+    """Both hold the same variables with equal values."""
+    assert sorted(one) == sorted(other)
+    assert_equal_values([one[name] for name in sorted(one)], [other[name] for name in sorted(one)])
+
+
+def assert_same_meaning(
+    before: Graph,
+    after: Graph,
+    inputs: Sequence[Any] | None = None,
+    state: Mapping[str, Any] | None = None,
+    choose: Choose | None = None,
+) -> None:
+    """`after` gives what `before` gives and leaves the same state; its nodes run as `choose` says, if given."""
+    inputs = inputs_of(before) if inputs is None else inputs
+    state = state_of(before) if state is None else state
+    outputs, end = interpret(before, inputs, state)
+    given, left = interpret(after, inputs, state, choose)
+    assert_equal_values(given, outputs)
+    assert_equal_states(left, end)
+
+
+def chooser(seed: int) -> Choose:
+    """Runs the nodes of a graph in any order that operands and order edges allow."""
+    return random.Random(seed).choice
+
+
+def check_pass(case: GoldenCase, one: Pass) -> None:
+    """The pass makes the golden graph, valid from valid, with the same meaning; and leaves its argument as it was."""
+    graph = parse(case.input)
+    verify(graph)
+    made = one(graph)
+    assert text(graph) == text(parse(case.input))
+    check(case, text(made))
+    verify(made)
+    assert_same_meaning(graph, made)

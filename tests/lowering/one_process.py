@@ -1,0 +1,121 @@
+"""Several tasks in one process: a store each, and mail between them. What runs next is drawn from a seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from dflow.lowering.channel import Deliver, StepId
+from dflow.lowering.compile import Compiled, TaskPlan, make_plans
+from dflow.lowering.execute import Outcome, Schedule, execute
+from dflow.lowering.local import compile_programs
+from dflow.lowering.passes.base import run_passes
+from dflow.lowering.pipeline import pipeline
+from dflow.lowering.store import Store
+from dflow.tracing.graph import Graph
+from dflow.tracing.types import RefType
+from tests.lowering.meaning import TASKS, WORKER
+
+
+class Mail:
+    """Matches a send with its receive by step, edge, source and destination, whichever comes first."""
+
+    def __init__(self) -> None:
+        self.values: dict[Any, Any] = {}
+        self.waiting: dict[Any, Deliver] = {}
+        self.log: list[tuple[str, str]] = []
+
+    def put(self, key: Any, value: Any) -> None:
+        """Deliver a value, or keep it for its receive."""
+        assert key not in self.values, f"{key} is sent twice"
+        if key in self.waiting:
+            self.waiting.pop(key)(value)
+        else:
+            self.values[key] = value
+
+    def take(self, key: Any, deliver: Deliver) -> None:
+        """Deliver a value that is there, or wait for it."""
+        assert key not in self.waiting, f"{key} is received twice"
+        if key in self.values:
+            deliver(self.values.pop(key))
+        else:
+            self.waiting[key] = deliver
+
+
+class Mailbox:
+    """A task's end of the mail: a `Channel`."""
+
+    def __init__(self, mail: Mail, task: str) -> None:
+        self._mail, self._task = mail, task
+
+    def send(self, step: StepId, edge: str, destination: str, value: jax.Array) -> None:
+        self._mail.log.append(("send", edge))
+        self._mail.put((step, edge, self._task, destination), value)
+
+    def receive(self, step: StepId, edge: str, source: str, deliver: Deliver) -> None:
+        self._mail.log.append(("receive", edge))
+        self._mail.take((step, edge, source, self._task), deliver)
+
+
+class Cluster:
+    """The tasks of a graph: each holds the variables placed on it, and has its plan of the graph compiled."""
+
+    def __init__(self, graph: Graph, state: Mapping[str, Any], tasks: Sequence[str] = TASKS) -> None:
+        lowered = run_passes(graph, pipeline(WORKER, tuple(tasks)), check=True)
+        keys = {ref: ref.name for ref in lowered.refs}
+        self.mail = Mail()
+        self.stores = {task: Store() for task in tasks}
+        self._home = {ref.name: str(ref.device) for ref in lowered.refs}
+        for ref in lowered.refs:
+            assert isinstance(ref.type, RefType)
+            self.stores[self._home[ref.name]].create(ref.name, ref.type.of, lambda name=ref.name: state[name])
+        self.compiled: Compiled = make_plans(lowered, WORKER, keys)
+        parts: dict[str, TaskPlan] = {WORKER: self.compiled.local, **self.compiled.remote}
+        self._parts = {task: (Schedule(part.plan), compile_programs(part)) for task, part in parts.items()}
+        self._steps = 0
+
+    def run(self, inputs: Sequence[Any], seed: int = 0) -> Sequence[Any]:
+        """Run one step on all tasks; the caller's fetches. Raises what ended any of them."""
+        chance = random.Random(seed)
+        self._steps += 1
+        step = StepId(WORKER, self._steps)
+        outcomes: dict[str, Outcome] = {}
+        work: list[Callable[[], object]] = [
+            lambda task=task: self._start(task, step, inputs, outcomes, work.append) for task in self._parts
+        ]
+        while work:
+            work.pop(chance.randrange(len(work)))()
+        for outcome in outcomes.values():
+            if isinstance(outcome, BaseException):
+                raise outcome
+        assert set(outcomes) == set(self._parts)
+        assert not self.mail.values
+        assert not self.mail.waiting
+        fetches = outcomes[WORKER]
+        assert isinstance(fetches, tuple)
+        return fetches
+
+    def _start(
+        self,
+        task: str,
+        step: StepId,
+        inputs: Sequence[Any],
+        outcomes: dict[str, Outcome],
+        submit: Callable[[Callable[[], None]], object],
+    ) -> None:
+        schedule, programs = self._parts[task]
+        literals = [literal.value for literal in self.compiled.literals]
+        feeds = [*inputs, *literals] if task == WORKER else []
+
+        def on_done(outcome: Outcome) -> None:
+            assert task not in outcomes, f"{task} is done twice"
+            outcomes[task] = outcome
+
+        execute(schedule, programs, self.stores[task], Mailbox(self.mail, task), step, feeds, on_done, submit)
+
+    def state(self) -> dict[str, jax.Array]:
+        """The values of all variables."""
+        return {name: self.stores[task].read(name) for name, task in self._home.items()}

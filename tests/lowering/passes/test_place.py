@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from dflow.lowering.passes.place import Place
+from dflow.lowering.pipeline import ALONE
+from dflow.tracing.errors import DeviceError
+from dflow.tracing.text import parse
+from tests.golden import GoldenCase, golden_cases
+from tests.lowering.meaning import TASKS, WORKER, check_pass
+
+
+@pytest.mark.parametrize("case", golden_cases(Path(__file__).with_name("place.graphs")))
+def test_golden(case: GoldenCase) -> None:
+    check_pass(case, Place(WORKER, TASKS))
+
+
+def test_a_device_that_no_task_offers_is_named_with_the_line_and_the_tasks() -> None:
+    graph = parse("""
+graph(%x: f32[]) {
+  %loss: f32[] = jax.neg(%x)  @/job:ps/task:7  # train.py:14
+  return %loss
+}""")
+    message = (
+        "%loss is placed on /job:ps/task:7, but no task offers it; the tasks are worker:0, ps:0, ps:1\n"
+        "  at train.py:14\n"
+        "  name one of these, or start more tasks"
+    )
+    with pytest.raises(DeviceError, match=f"^{re.escape(message)}$"):
+        Place(WORKER, TASKS)(graph)
+
+
+def test_a_variable_on_a_task_that_is_not_there_is_refused() -> None:
+    graph = parse("graph(%w: ref<f32[]> @/job:ps/task:7) {\n  return\n}")
+    with pytest.raises(DeviceError, match="%w is placed on /job:ps/task:7, but no task offers it"):
+        Place(WORKER, TASKS)(graph)
+
+
+def test_alone_every_other_task_is_refused() -> None:
+    graph = parse("graph(%x: f32[]) {\n  %1: f32[] = jax.neg(%x)  @/job:ps/task:0\n  return %1\n}")
+    with pytest.raises(DeviceError, match="no task offers it; the tasks are localhost:0\n  name one of these"):
+        Place(ALONE, (ALONE,))(graph)

@@ -1,0 +1,143 @@
+"""Each pass, and all of them, on random graphs: valid after, and with the meaning of before."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflow.lowering.passes.base import run_passes
+from dflow.lowering.pipeline import ALONE, pipeline
+from dflow.tracing import ops
+from dflow.tracing.graph import Graph, Value
+from dflow.tracing.interpret import interpret
+from dflow.tracing.types import RefType
+from dflow.tracing.verify import verify
+from tests.graphs_ import Case, cases
+from tests.lowering.meaning import (
+    TASKS,
+    WORKER,
+    assert_equal_states,
+    assert_equal_values,
+    assert_same_meaning,
+    chooser,
+)
+from tests.lowering.one_process import Cluster
+from tests.lowering.stateful_graphs import some_inputs, some_state, stateful_graphs
+
+PASSES = pipeline(WORKER, TASKS)
+NAMES = [one.name for one in PASSES]
+#: From here on the order of the node list carries no meaning of its own.
+ORDERED = NAMES.index("order")
+SEEDS = st.integers(0, 2**16)
+
+
+def test_the_pipeline_is_for_this_process_alone_unless_told_otherwise() -> None:
+    assert [one.name for one in pipeline()] == NAMES
+    assert pipeline() == pipeline(ALONE, (ALONE,))
+
+
+@pytest.mark.parametrize("index", range(len(PASSES)), ids=NAMES)
+@settings(max_examples=60)
+@given(graph=stateful_graphs(), seed=SEEDS)
+def test_a_pass_keeps_the_meaning_of_any_graph(index: int, graph: Graph, seed: int) -> None:
+    before = run_passes(graph, PASSES[:index])
+    after = PASSES[index](before)
+    verify(after)
+    assert_same_meaning(before, after, choose=chooser(seed) if index >= ORDERED else None)
+
+
+@settings(max_examples=25)
+@given(case=cases(devices=TASKS), seed=SEEDS)
+def test_the_pipeline_keeps_the_meaning_of_any_traced_program(case: Case, seed: int) -> None:
+    lowered = run_passes(case.graph, PASSES, check=True)
+    assert_same_meaning(case.graph, lowered, case.inputs, case.state, chooser(seed))
+
+
+@given(graph=stateful_graphs())
+def test_passes_find_nothing_more_when_run_again(graph: Graph) -> None:
+    simplify = PASSES[:2]
+    once = run_passes(graph, simplify)
+    assert len(run_passes(once, simplify).nodes) == len(once.nodes)
+
+
+def device_of_values(graph: Graph) -> dict[Value, str | None]:
+    """Where each value is."""
+    made = {value: node.device for node in graph.nodes for value in node.outputs}
+    return {value: value.device or WORKER for value in graph.inputs} | made
+
+
+@pytest.mark.parametrize("name", ["partition", "order", "cluster", "donate"])
+@settings(max_examples=40)
+@given(graph=stateful_graphs())
+def test_after_partition_all_that_a_node_needs_is_on_its_task(name: str, graph: Graph) -> None:
+    after = run_passes(graph, PASSES[: NAMES.index(name) + 1])
+    where = device_of_values(after)
+    assert {where[value] for value in after.outputs if isinstance(value, Value)} <= {WORKER}
+    for node in after.nodes:
+        assert {where[value] for value in (*node.values, *node.after)} <= {node.device}
+
+
+@given(graph=stateful_graphs())
+def test_a_value_crosses_once_to_a_task(graph: Graph) -> None:
+    after = run_passes(graph, PASSES[: NAMES.index("partition") + 1])
+    sends = [node for node in after.nodes if node.op is ops.net_send]
+    edges = {node.inputs[0]: node.attributes["edge"] for node in sends}
+    assert len(set(edges.values())) == len(edges)
+    sent = Counter((n.attributes["edge"], n.device, n.attributes["destination"]) for n in sends)
+    received = Counter(
+        (n.attributes["edge"], n.attributes["source"], n.device) for n in after.nodes if n.op is ops.net_recv
+    )
+    assert sent == received
+    assert set(sent.values()) <= {1}
+
+
+@given(graph=stateful_graphs())
+def test_all_between_two_transfers_of_a_task_is_one_call(graph: Graph) -> None:
+    after = run_passes(graph, PASSES)
+    assert {node.op for node in after.nodes} <= {ops.xla_call, ops.net_send, ops.net_recv}
+    levels: dict[Value, int] = {}
+    sent: dict[Any, int] = {}
+    calls = []
+    for node in after.nodes:
+        level = max((levels[value] for value in (*node.values, *node.after) if value in levels), default=0)
+        if node.op is ops.net_send:
+            sent[node.attributes["edge"], node.attributes["destination"]] = level + 1
+        if node.op is ops.net_recv:
+            level = sent[node.attributes["edge"], node.device]
+        levels.update(dict.fromkeys(node.outputs, level))
+        calls += [(node.device, level)] if node.op is ops.xla_call else []
+    assert len(calls) == len(set(calls))
+
+
+@given(graph=stateful_graphs())
+def test_a_call_donates_what_it_writes_and_nothing_else(graph: Graph) -> None:
+    for call in run_passes(graph, PASSES).nodes:
+        if call.graph is not None:
+            outer = dict(zip(call.graph.inputs, call.inputs, strict=True))
+            writes = [node for node in call.graph.nodes if node.op in (ops.var_assign, ops.var_assign_add)]
+            written = {outer[ref] for node in writes for ref in node.values if isinstance(ref.type, RefType)}
+            assert {call.inputs[index] for index in call.attributes["donate"]} == written
+
+
+@settings(max_examples=25)
+@given(graph=stateful_graphs(max_nodes=8), seed=SEEDS)
+def test_tasks_that_run_their_plans_do_what_the_graph_means(graph: Graph, seed: int) -> None:
+    inputs, state = some_inputs(graph), some_state(graph)
+    cluster = Cluster(graph, state)
+    for step in range(2):
+        wanted, state = interpret(graph, inputs, state)
+        assert_equal_values(cluster.run(inputs, seed + step), wanted)
+        assert_equal_states(cluster.state(), state)
+
+
+@settings(max_examples=10)
+@given(case=cases(devices=TASKS), seed=SEEDS)
+def test_tasks_do_what_a_traced_program_means(case: Case, seed: int) -> None:
+    cluster = Cluster(case.graph, case.state)
+    wanted, state = interpret(case.graph, case.inputs, case.state)
+    assert_equal_values(cluster.run(case.inputs, seed), wanted)
+    assert_equal_states(cluster.state(), state)
