@@ -117,6 +117,22 @@ def test_graphs_that_were_cut_apart_run_as_the_values_arrive() -> None:
     assert state == {"w": 42.0}
 
 
+def test_a_read_waits_for_the_write_before_it_that_waits_for_a_value() -> None:
+    server = parse("""
+    graph(%w: ref<f32[]>) {
+     !%1: f32[] = net.recv() {edge="there", source="/job:worker/task:0", type=f32[]}
+     !%2: token = var.assign(%w, %1)
+     !%3: f32[] = var.read(%w)
+      return %3
+    }""")
+    worker = parse("""
+    graph(%x: f32[]) {
+     !%1: token = net.send(%x) {destination="/job:ps/task:0", edge="there"}
+      return
+    }""")
+    assert interpret_parts([(server, []), (worker, [2.0])], {"w": 1.0}) == ([[2.0], []], {"w": 2.0})
+
+
 def test_a_value_that_nobody_sends_is_named() -> None:
     with pytest.raises(DflowError, match=r"stops with 4 nodes to run, the first %1 \(net.recv\)(.|\n)*edge 'there'"):
         interpret(parse(CUT[1]), [], {"w": 0.0})
