@@ -2,7 +2,9 @@
 
 from dflow import distributed
 from dflow.cluster import connect
+from dflow.distributed.cluster import ClusterSettings
 from dflow.function import Function, jit
+from dflow.graph_view import GraphView, graph
 from dflow.optimizer import Optimizer
 from dflow.tracing.autodiff import grad, value_and_grad
 from dflow.tracing.device import device
@@ -10,14 +12,17 @@ from dflow.tracing.errors import DflowError
 from dflow.tracing.resources import Variable, name, read, variables
 
 __all__ = [
+    "ClusterSettings",
     "DflowError",
     "Function",
+    "GraphView",
     "Optimizer",
     "Variable",
     "connect",
     "device",
     "distributed",
     "grad",
+    "graph",
     "jit",
     "name",
     "read",

@@ -40,29 +40,30 @@ class Function(Generic[P, R]):
 
     def __init__(self, fn: Callable[P, R]) -> None:
         functools.update_wrapper(self, fn)
-        self._fn = fn
-        self._plans: dict[Any, tuple[Runner, Any]] = {}
+        self.fn = fn
+        # The variables are kept alive with the plan that names them.
+        self._plans: dict[Any, tuple[Runner, Any, tuple[Any, ...]]] = {}
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the function on the values of its variables; inside another trace, become part of it."""
         if is_tracing():
-            return cast(R, jax.jit(self._fn)(*args, **kwargs))
+            return cast(R, jax.jit(self.fn)(*args, **kwargs))
         leaves, in_tree = jax.tree_util.tree_flatten((args, kwargs))
         key = (in_tree, tuple([_type_key(leaf) for leaf in leaves]), x64_enabled())
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plans[key] = self._lower(args, kwargs)
-        runner, out_tree = plan
+        runner, out_tree, _ = plan
         return cast(R, jax.tree_util.tree_unflatten(out_tree, runner(leaves)))
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
 
-    def _lower(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Runner, Any]:
-        traced = trace(self._fn, args, kwargs)
+    def _lower(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Runner, Any, tuple[Any, ...]]:
+        traced = trace(self.fn, args, kwargs)
         home = _home_of(traced)
-        name = getattr(self._fn, "__name__", "function")
-        return home.runner(traced, check=CONFIG.check, observe=_dumper(name)), traced.out_tree
+        name = getattr(self.fn, "__name__", "function")
+        return home.runner(traced, check=CONFIG.check, observe=_dumper(name)), traced.out_tree, traced.variables
 
 
 def jit(fn: Callable[P, R]) -> Function[P, R]:

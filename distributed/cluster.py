@@ -27,6 +27,7 @@ from dflow.distributed.coordinator_client import ANSWER_S, CoordinatorClient
 from dflow.distributed.messages import (
     CancelStep,
     CreateVariable,
+    EdgeTraffic,
     ReadVariable,
     Registered,
     RegisterPlan,
@@ -74,8 +75,9 @@ class ClusterSettings:
 class Cluster:
     """This process as the task `/job:<job>/task:<index>` of the cluster whose coordinator is at `coordinator`.
 
-    store   where this task's own variables are
-    raises  DeadlineExceeded when the coordinator or a parameter task does not answer: it names the role, the address
+    store    where this task's own variables are
+    address  where this task listens
+    raises   DeadlineExceeded when the coordinator or a parameter task does not answer: it names the role, the address
             and how long was waited
     """
 
@@ -87,6 +89,7 @@ class Cluster:
         job: str,
         index: int,
         store: Store,
+        address: str = "127.0.0.1:0",
         settings: ClusterSettings = ClusterSettings(),
     ) -> None:
         self.task = task_name(job, index)
@@ -97,7 +100,7 @@ class Cluster:
         name = self.task
         self._client = CoordinatorClient(transport, coordinator, name=name, timeout_s=settings.join_timeout_s)
         waits = TaskSettings(wait_timeout_s=settings.step_timeout_s)
-        self._server = TaskServer(name, transport, store=store, settings=waits)
+        self._server = TaskServer(name, transport, store=store, address=address, settings=waits)
         try:
             self._join()
         except BaseException:
@@ -106,8 +109,8 @@ class Cluster:
             raise
 
     def _join(self) -> None:
-        roster = self._client.join(self.task, self._server.address, traffic=self._server.traffic)
         self._client.call_on_roster(self._server.roster_changed)
+        roster = self._client.join(self.task, self._server.address, traffic=self._server.traffic)
         others = [task for task in roster.expected if not task.startswith(self.task.rsplit("/", 1)[0])]
         self._client.wait_for_tasks(others, timeout_s=self._settings.join_timeout_s)
 
@@ -115,6 +118,10 @@ class Cluster:
     def tasks(self) -> tuple[str, ...]:
         """The tasks that are alive, this one included."""
         return tuple(info.task for info in self._client.roster.tasks if info.left_at_s is None)
+
+    def traffic(self) -> tuple[EdgeTraffic, ...]:
+        """What this task has sent to others so far, per edge."""
+        return self._server.traffic()
 
     @contextmanager
     def parameter_servers(self, job: str = "ps") -> Iterator[None]:

@@ -15,19 +15,30 @@ from dflow.distributed.transport.base import Transport
 from dflow.tracing.task_name import short_task_name
 
 
-def serve_task(stop: StopSignal, transport: Transport, task: str, coordinator: str) -> int:
-    """Be `task` of the cluster whose coordinator is at that address, until `stop`; returns the exit status.
+class StockTask:
+    """The task `task` of the cluster whose coordinator is at `coordinator`, listening at `address`.
 
     raises  DeadlineExceeded when the coordinator is not there; RemoteError when a live task has the name
     """
-    client = CoordinatorClient(transport, coordinator, name=task)
-    server = TaskServer(task, transport)
-    client.call_on_lost(lambda reason: stop.stop(f"the coordinator at {coordinator} is lost: {reason}"))
-    client.call_on_roster(server.roster_changed)
-    client.join(task, server.address, traffic=server.traffic)
+
+    def __init__(self, transport: Transport, task: str, coordinator: str, address: str = "127.0.0.1:0") -> None:
+        self.client = CoordinatorClient(transport, coordinator, name=task)
+        self.server = TaskServer(task, transport, address=address)
+        self.client.call_on_roster(self.server.roster_changed)
+        self.client.join(task, self.server.address, traffic=self.server.traffic)
+
+    def close(self) -> None:
+        """Leave the cluster and end what runs."""
+        self.client.leave(STOPPED)
+        self.server.close()
+
+
+def serve_task(stop: StopSignal, transport: Transport, task: str, coordinator: str) -> int:
+    """Be a stock task until `stop`; returns the exit status. Raises what `StockTask` raises."""
+    stock = StockTask(transport, task, coordinator)
+    stock.client.call_on_lost(lambda reason: stop.stop(f"the coordinator at {coordinator} is lost: {reason}"))
     status, fault = stop.wait_for_exit_status()
     if fault:
         print(f"dflow task {short_task_name(task)}: {fault}", file=sys.stderr)
-    client.leave(STOPPED)
-    server.close()
+    stock.close()
     return status

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -44,17 +45,27 @@ class LocalHome:
         self._named: weakref.WeakValueDictionary[str, Variable] = weakref.WeakValueDictionary()
 
     def create(self, variable: Variable, initial: Initial, near: Variable | None) -> Slot:
-        earlier = self._named.get(variable.name)
-        if earlier is not None and earlier.type != variable.type:
+        earlier = self._clashing(variable)
+        if earlier is not None:
             raise VariableError(
                 f"variable {variable.name!r} holds {earlier.type}, but is created again with {variable.type}"
-                f"{at(variable.loc)}\n  it was first made{at(earlier.loc)}\n  give one of them another name"
+                f"{at(variable.loc)}\n  it was first made{at(earlier.loc)}\n  give one of them another name, or delete the first"
             )
         key = f"{variable.name}#{variable.serial}"
         self.store.create(key, variable.type, initial if callable(initial) else lambda: initial)
         self._named[variable.name] = variable
         weakref.finalize(variable, self.store.drop, key)
         return Slot(None, key)
+
+    def _clashing(self, variable: Variable) -> Variable | None:
+        """A living variable of the same name and another type."""
+        earlier = self._named.get(variable.name)
+        if earlier is not None and earlier.type != variable.type:
+            # Functions and what they close over are often garbage in a cycle by now.
+            del earlier
+            gc.collect()
+            earlier = self._named.get(variable.name)
+        return earlier if earlier is not None and earlier.type != variable.type else None
 
     def read(self, variable: Variable) -> jax.Array:
         return self.store.read(variable.key)

@@ -23,18 +23,25 @@ class Program:
         self.writes = writes
         #: Results that are an argument's own buffer, as (result, argument) indices; known after the first call.
         self.forwards: tuple[tuple[int, int], ...] | None = None
+        self._is_settled = False
 
     def __call__(self, *args: Any) -> Sequence[jax.Array]:
         results: Sequence[jax.Array] = self._compiled(*args)
-        if self.forwards is None:
-            self.forwards = tuple(_forwards(results, args, self.writes))
+        if not self._is_settled:
+            self.forwards = _forwards(results, args, self.writes)
+            # While one array stands for two arguments, each of the two may be the one handed back.
+            self._is_settled = len({id(arg) for arg in args}) == len(args)
         return results
 
 
-def _forwards(results: Sequence[jax.Array], args: Sequence[Any], donated: int) -> list[tuple[int, int]]:
-    """JAX hands back an argument itself where a result is only that argument."""
-    places = {id(arg): index for index, arg in enumerate(args) if index >= donated}
-    return [(index, places[id(result)]) for index, result in enumerate(results) if id(result) in places]
+def _forwards(results: Sequence[jax.Array], args: Sequence[Any], donated: int) -> tuple[tuple[int, int], ...]:
+    """JAX may hand back an argument itself where a result is only that argument."""
+    return tuple(
+        (index, place)
+        for index, result in enumerate(results)
+        for place, arg in enumerate(args)
+        if place >= donated and result is arg
+    )
 
 
 def compile_program(fn: Callable[..., Any], types: Sequence[ArrayType], writes: int) -> Program:

@@ -82,16 +82,16 @@ def apply(equation: Equation, operands: Sequence[Any], state: State) -> list[Any
 
 
 def _read(params: Mapping[str, Any], operands: list[Any], state: State) -> list[Any]:
-    return [state[params["variable"]]]
+    return [state[params["handle"].variable]]
 
 
 def _assign(params: Mapping[str, Any], operands: list[Any], state: State) -> list[Any]:
-    state[params["variable"]] = operands[0]
+    state[params["handle"].variable] = operands[0]
     return []
 
 
 def _assign_add(params: Mapping[str, Any], operands: list[Any], state: State) -> list[Any]:
-    state[params["variable"]] = state[params["variable"]] + operands[0]
+    state[params["handle"].variable] = state[params["handle"].variable] + operands[0]
     return []
 
 

@@ -140,7 +140,7 @@ class _Builder:
         if primitive is name_p:
             return inputs
         if primitive in _STATE_OPS:
-            ref = self.refs[params["variable"]]
+            ref = self.refs[params["handle"].variable]
             outputs = [Value(self._name(names[0], ref.name), _type(var.aval)) for var in equation.outvars]
             return self._node(_STATE_OPS[primitive], (ref, *inputs), outputs, {}, origin, origin_of(equation).device)
         if primitive.name in _INLINED:

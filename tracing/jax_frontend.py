@@ -15,6 +15,7 @@ and the public form that was tried:
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -54,15 +55,34 @@ class Access(Enum):
     WRITE = "write"
 
 
+class Handle:
+    """A variable as JAX's traces hold it: weakly, since JAX keeps parameters of primitives in global caches."""
+
+    def __init__(self, variable: Any) -> None:
+        self._variable = weakref.ref(variable)
+        self.name, self.serial, self.type = variable.name, variable.serial, variable.type
+
+    @property
+    def variable(self) -> Any:
+        """The variable. Raises InternalError when it has been deleted."""
+        variable = self._variable()
+        if variable is None:
+            raise InternalError(f"variable {self.name!r} was deleted while a trace still uses it")
+        return variable
+
+    def __repr__(self) -> str:
+        return f"<{self.name}>"
+
+
 @dataclass(frozen=True)
 class VariableEffect(jax_effects.Effect):
     """An access to one variable; two are equal when they are the same access to the same variable."""
 
     access: Access
-    variable: Any
+    handle: Handle
 
     def __str__(self) -> str:
-        return f"{self.access.value}<{self.variable.name}>"
+        return f"{self.access.value}{self.handle}"
 
     __repr__ = __str__
 
@@ -80,28 +100,28 @@ def _aval(type: ArrayType) -> Any:
     return jax_core.ShapedArray(type.shape, type.dtype)
 
 
-def _refuse_batched_write(args: Sequence[Any], dims: Sequence[Any], *, variable: Any) -> Any:
+def _refuse_batched_write(args: Sequence[Any], dims: Sequence[Any], *, handle: Handle) -> Any:
     raise DflowError(
-        f"variable {variable.name!r} is written under vmap with a value that differs along the batch; which of the "
+        f"variable {handle.name!r} is written under vmap with a value that differs along the batch; which of the "
         f"values should it hold? Reduce over the batch first, or write outside the vmap{at(_line_bound())}"
     )
 
 
-def _refuse_lost_write(primals: Sequence[Any], tangents: Sequence[Any], *, variable: Any, bind: Any) -> Any:
+def _refuse_lost_write(primals: Sequence[Any], tangents: Sequence[Any], *, handle: Handle, bind: Any) -> Any:
     if all(type(tangent) is ad.Zero for tangent in tangents):
-        return bind.bind(*primals, variable=variable), []
+        return bind.bind(*primals, handle=handle), []
     raise LostWriteError(
-        f"variable {variable.name!r} is written a value that depends on what jax.grad differentiates, and JAX "
+        f"variable {handle.name!r} is written a value that depends on what jax.grad differentiates, and JAX "
         f"would drop that write{at(_line_bound())}\n"
         "  use dflow.grad or dflow.value_and_grad in the place of jax.grad: they carry the state through; "
         "or write jax.lax.stop_gradient(value)"
     )
 
 
-def _refuse_plain_jit(*_: Any, variable: Any, **__: Any) -> Any:
+def _refuse_plain_jit(*_: Any, handle: Handle, **__: Any) -> Any:
     raise DflowError(
-        f"variable {variable.name!r} is used in a function that JAX compiles by itself{at(caller())}\n"
-        f"  decorate the outermost function with @dflow.jit, or pass it the value, {variable.name}.read()"
+        f"variable {handle.name!r} is used in a function that JAX compiles by itself{at(caller())}\n"
+        f"  decorate the outermost function with @dflow.jit, or pass it the value, {handle.name}.read()"
     )
 
 
@@ -109,9 +129,9 @@ def _state_primitive(name: str, accesses: tuple[Access, ...], *, gives: bool) ->
     primitive = jex.Primitive(name)
     primitive.multiple_results = not gives
 
-    def abstract(*_: Any, variable: Any) -> Any:
-        effects = {VariableEffect(access, variable) for access in accesses}
-        return (_aval(variable.type) if gives else []), effects
+    def abstract(*_: Any, handle: Handle) -> Any:
+        effects = {VariableEffect(access, handle) for access in accesses}
+        return (_aval(handle.type) if gives else []), effects
 
     primitive.def_effectful_abstract_eval(abstract)
     mlir.register_lowering(primitive, _refuse_plain_jit)
@@ -123,24 +143,24 @@ assign_p = _state_primitive("var_assign", (Access.WRITE,), gives=False)
 assign_add_p = _state_primitive("var_assign_add", (Access.READ, Access.WRITE), gives=False)
 WRITES = (assign_p, assign_add_p)
 
-read_p.def_impl(lambda *, variable: variable.home.read(variable))
+read_p.def_impl(lambda *, handle: handle.variable.home.read(handle.variable))
 
 
 @assign_p.def_impl
-def _assign_now(value: jax.Array, *, variable: Any) -> list[Any]:
-    variable.home.write(variable, value)
+def _assign_now(value: jax.Array, *, handle: Handle) -> list[Any]:
+    handle.variable.home.write(handle.variable, value)
     return []
 
 
 @assign_add_p.def_impl
-def _assign_add_now(delta: jax.Array, *, variable: Any) -> list[Any]:
-    variable.home.add(variable, delta)
+def _assign_add_now(delta: jax.Array, *, handle: Handle) -> list[Any]:
+    handle.variable.home.add(handle.variable, delta)
     return []
 
 
 def _register_write_rules(primitive: Any) -> None:
-    def jvp(primals: Sequence[Any], tangents: Sequence[Any], *, variable: Any) -> Any:
-        return _refuse_lost_write(primals, tangents, variable=variable, bind=primitive)
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any], *, handle: Handle) -> Any:
+        return _refuse_lost_write(primals, tangents, handle=handle, bind=primitive)
 
     ad.primitive_jvps[primitive] = jvp
     batching.primitive_batchers[primitive] = _refuse_batched_write
@@ -241,7 +261,7 @@ def accesses(effects: Any) -> tuple[list[Any], list[Any]]:
     found: dict[Access, set[Any]] = {Access.READ: set(), Access.WRITE: set()}
     for effect in effects:
         if isinstance(effect, VariableEffect):
-            found[effect.access].add(effect.variable)
+            found[effect.access].add(effect.handle.variable)
     reads, writes = (sorted(found[access], key=lambda variable: variable.serial) for access in Access)
     return reads, writes
 

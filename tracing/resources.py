@@ -18,7 +18,7 @@ import numpy as np
 
 from dflow.tracing.context import Home, current_home
 from dflow.tracing.errors import VariableError, VariableShapeError
-from dflow.tracing.jax_frontend import assign_add_p, assign_p, is_tracing, name_p, read_p
+from dflow.tracing.jax_frontend import Handle, assign_add_p, assign_p, is_tracing, name_p, read_p
 from dflow.tracing.source import at, caller
 from dflow.tracing.types import ArrayType, array_type_of
 
@@ -72,8 +72,10 @@ class Variable:
         self.type = initial_type(first)
         self.loc = caller()
         self.home: Home = near.home if near is not None else current_home()
-        slot = self.home.create(self, first, near)
+        self.handle = Handle(self)
         #: The task that holds the value, such as `/job:ps/task:0`; None is this process.
+        self.device: str | None = None
+        slot = self.home.create(self, first, near)
         self.device = slot.device
         #: What the value is called in that task's store.
         self.key = slot.key
@@ -100,16 +102,16 @@ class Variable:
 
     def read(self) -> jax.Array:
         """The value: in traced code as of this point of the program, elsewhere as of now."""
-        value: jax.Array = read_p.bind(variable=self)
+        value: jax.Array = read_p.bind(handle=self.handle)
         return value
 
     def assign(self, value: Any) -> None:
         """Replace the value. Raises VariableShapeError when shape or dtype is not the variable's."""
-        assign_p.bind(self._fitting("assign", value), variable=self)
+        assign_p.bind(self._fitting("assign", value), handle=self.handle)
 
     def assign_add(self, delta: Any) -> None:
         """Add `delta`, as one update that no other step comes between. Raises VariableShapeError."""
-        assign_add_p.bind(self._fitting("assign_add", delta), variable=self)
+        assign_add_p.bind(self._fitting("assign_add", delta), handle=self.handle)
 
     def _fitting(self, method: str, value: Any) -> Any:
         array = value.read() if isinstance(value, Variable) else jnp.asarray(value)

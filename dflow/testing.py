@@ -1,0 +1,54 @@
+"""A whole cluster inside one process, for tests and for reading: the same code, messages over memory."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from dflow.distributed.cluster import Cluster, ClusterSettings
+from dflow.distributed.coordinator import Coordinator
+from dflow.distributed.stock_task import StockTask
+from dflow.distributed.transport.memory import MemoryNetwork
+from dflow.lowering.store import Store
+from dflow.tracing.task_name import task_name
+
+
+class MemoryCluster:
+    """A coordinator and parameter tasks in this process. Made by `memory_cluster`."""
+
+    def __init__(self, ps: int, workers: int) -> None:
+        self.network = MemoryNetwork()
+        self.coordinator = Coordinator(self.network, "", {"ps": ps, "worker": workers})
+        #: The parameter tasks, by short name.
+        self.tasks = {
+            f"ps:{index}": StockTask(self.network, task_name("ps", index), self.coordinator.address, address="")
+            for index in range(ps)
+        }
+
+    def worker(self, index: int = 0, settings: ClusterSettings | None = None) -> Cluster:
+        """Join as worker number `index`; close it before the cluster ends."""
+        return Cluster(
+            self.coordinator.address,
+            self.network,
+            job="worker",
+            index=index,
+            store=Store(),
+            address="",
+            settings=settings or ClusterSettings(),
+        )
+
+    def close(self) -> None:
+        """End the parameter tasks, then the coordinator."""
+        for task in self.tasks.values():
+            task.close()
+        self.coordinator.close()
+
+
+@contextlib.contextmanager
+def memory_cluster(*, ps: int = 1, workers: int = 1) -> Iterator[MemoryCluster]:
+    """A cluster of `ps` parameter tasks that expects `workers` workers, all in this process."""
+    cluster = MemoryCluster(ps, workers)
+    try:
+        yield cluster
+    finally:
+        cluster.close()
