@@ -20,6 +20,8 @@ def __getattr__(name: str) -> Any:
     if name.startswith("__") and name != "__all__":
         raise AttributeError(name)
     api = importlib.import_module("dflow.api")
+    if name != "__all__" and name not in api.__all__:
+        raise AttributeError(f"module 'dflow' has no attribute {name!r}; it has {', '.join(api.__all__)}")
     return getattr(api, name)
 
 

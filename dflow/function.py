@@ -7,7 +7,9 @@ unknown one traces the function to a graph, runs the passes, compiles, and keeps
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Generic, ParamSpec, TypeVar, cast
@@ -43,6 +45,7 @@ class Function(Generic[P, R]):
         self.fn = fn
         # The variables are kept alive with the plan that names them.
         self._plans: dict[Any, tuple[Runner, Any, tuple[Any, ...]]] = {}
+        self._methods: dict[int, tuple[weakref.ref[Any], Function[..., R]]] = {}
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the function on the values of its variables; inside another trace, become part of it."""
@@ -57,7 +60,19 @@ class Function(Generic[P, R]):
         return cast(R, jax.tree_util.tree_unflatten(out_tree, runner(leaves)))
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        return self if instance is None else functools.partial(self, instance)
+        if instance is None:
+            return self
+        if not jax.tree_util.all_leaves([instance]):
+            return functools.partial(self, instance)
+        return self._method(instance)
+
+    def _method(self, instance: Any) -> Function[..., R]:
+        """This function as the method of an object that is no pytree: compiled for each object, and gone with it."""
+        number = id(instance)
+        if number not in self._methods:
+            alive = weakref.ref(instance, lambda _: self._methods.pop(number, None))
+            self._methods[number] = alive, Function(_bound(self.fn, alive))
+        return self._methods[number][1]
 
     def _lower(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Runner, Any, tuple[Any, ...]]:
         traced = trace(self.fn, args, kwargs)
@@ -71,8 +86,27 @@ def jit(fn: Callable[P, R]) -> Function[P, R]:
 
     `fn` takes and returns pytrees of arrays; variables may be closed over, passed and returned. It is traced once
     for each structure and type of arguments. The effects on one variable happen in the order of the program.
+
+    As a method it is traced once for each object, too: the object's variables are read and written as they are then,
+    its other attributes count as they were when it was traced.
     """
     return Function(fn)
+
+
+def _bound(fn: Callable[..., R], alive: weakref.ref[Any]) -> Callable[..., R]:
+    """`fn` as the method of an object that it does not keep alive; a caller of a method does."""
+
+    @functools.wraps(fn)
+    def method(*args: Any, **kwargs: Any) -> R:
+        return fn(alive(), *args, **kwargs)
+
+    method.__signature__ = _without_first(fn)  # type: ignore[attr-defined]
+    return method
+
+
+def _without_first(fn: Callable[..., Any]) -> inspect.Signature:
+    signature = inspect.signature(fn)
+    return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
 def _type_key(leaf: Any) -> Any:

@@ -49,7 +49,8 @@ class LocalHome:
         if earlier is not None:
             raise VariableError(
                 f"variable {variable.name!r} holds {earlier.type}, but is created again with {variable.type}"
-                f"{at(variable.loc)}\n  it was first made{at(earlier.loc)}\n  give one of them another name, or delete the first"
+                f"{at(variable.loc)}\n  it was first made{at(earlier.loc)}\n"
+                "  give one of them another name, or delete the first"
             )
         key = f"{variable.name}#{variable.serial}"
         self.store.create(key, variable.type, initial if callable(initial) else lambda: initial)

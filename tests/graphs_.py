@@ -25,6 +25,7 @@ from dflow.tracing.jax_frontend import primitive_named
 from dflow.tracing.op import numeric
 from dflow.tracing.resources import Variable
 from dflow.tracing.source import Loc
+from dflow.tracing.task_name import full_task_name
 from dflow.tracing.trace import Traced, trace
 from dflow.tracing.types import DTYPES, ArrayType, RefType, TokenType, dtype_name
 
@@ -37,7 +38,7 @@ class DictHome:
 
     def __init__(self, devices: Sequence[str | None] = (None,)) -> None:
         self.values: dict[Variable, Any] = {}
-        self._devices = devices
+        self._devices = [None if device is None else full_task_name(device) for device in devices]
 
     def create(self, variable: Variable, initial: Any, near: Variable | None) -> Slot:
         self.values[variable] = jnp.asarray(initial() if callable(initial) else initial)

@@ -22,6 +22,7 @@ METADATA_KEY = "dflow_device"
 #: The placement of an op that belongs to an update: it goes where the variables that it feeds live.
 WITH_STATE = "with-state"
 
+
 @contextmanager
 def device(name: str) -> Iterator[None]:
     """Place the ops traced inside on the task `name` (`/job:ps/task:0` or `ps:0`).
