@@ -1,0 +1,405 @@
+"""Values of variables: created once, never torn, never taken from who has read them, copied no more than needed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflow.lowering.program import Program, compile_program
+from dflow.lowering.store import Store
+from dflow.tracing.errors import VariableError, VariableShapeError
+from dflow.tracing.types import ArrayType
+
+F32 = ArrayType(np.dtype("float32"), (3,))
+ONES = jnp.ones(3, jnp.float32)
+
+
+def pointer(array: jax.Array) -> int:
+    """Where the array's elements are in memory."""
+    return int(array.unsafe_buffer_pointer())
+
+
+def new_store(**values: Any) -> Store:
+    store = Store()
+    for key, value in values.items():
+        store.create(key, F32, lambda value=value: jnp.full(3, value, jnp.float32))
+    return store
+
+
+def in_store(store: Store, key: str) -> jax.Array:
+    """The array that the store holds, which no one has been handed."""
+    held: jax.Array = store._held[key].value
+    return held
+
+
+ADD = compile_program(lambda w, x: [w + x], [F32, F32], 1)
+ASSIGN = compile_program(lambda w, x: [x], [F32, F32], 1)
+ADD_AND_GIVE = compile_program(lambda w, x: [w + x, w + x], [F32, F32], 1)
+READ = compile_program(lambda w: [w], [F32], 0)
+COPY = compile_program(lambda w, v: [v], [F32, F32], 1)
+
+
+# Creation.
+
+
+def test_the_first_to_ask_creates_and_the_others_get_what_there_is() -> None:
+    store, made = Store(), []
+
+    def make(value: float) -> Callable[[], Any]:
+        return lambda: made.append(value) or jnp.full(3, value, jnp.float32)
+
+    assert store.create("w", F32, make(1.0))
+    assert not store.create("w", F32, make(2.0))
+    assert made == [1.0]
+    assert store.read("w").tolist() == [1.0] * 3
+    assert "w" in store
+    assert store.types() == {"w": F32}
+
+
+def test_many_who_ask_at_once_make_one() -> None:
+    store, made = Store(), []
+    everyone = threading.Barrier(8)
+
+    def ask(value: int) -> bool:
+        everyone.wait()
+        return store.create("w", F32, lambda: made.append(value) or jnp.full(3, value, jnp.float32))
+
+    with ThreadPoolExecutor(8) as pool:
+        created = list(pool.map(ask, range(8)))
+    assert created.count(True) == 1
+    assert made == [created.index(True)]
+    assert store.read("w").tolist() == made * 3
+
+
+def test_another_type_is_refused() -> None:
+    store = new_store(w=1)
+    message = r"'w' exists and holds f32\[3\], but is created again with i32\[3\]; give one of them another name"
+    with pytest.raises(VariableError, match=message):
+        store.create("w", ArrayType(np.dtype("int32"), (3,)), lambda: pytest.fail("made though it is there"))
+
+
+def test_an_initial_value_of_another_type_is_refused_and_nothing_is_held() -> None:
+    store = Store()
+    with pytest.raises(VariableError, match=r"initial value of variable 'w' is f32\[2\], but it is to hold f32\[3\]"):
+        store.create("w", F32, lambda: jnp.ones(2, jnp.float32))
+    assert "w" not in store
+
+
+def test_an_initial_value_is_copied() -> None:
+    # Aligned so that JAX would take the memory as it is.
+    memory = np.empty(3 * 4 + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    initial = memory[start : start + 12].view(np.float32)
+    initial[:] = 1
+    given = jax.device_put(initial)
+    store = Store()
+    store.create("w", F32, lambda: initial)
+    store.create("v", F32, lambda: given)
+    for key in ("w", "v"):
+        store.call(ADD, [key], [], [ONES])
+    assert initial.tolist() == given.tolist() == [1.0] * 3
+    initial[:] = 7
+    assert store.read("w").tolist() == store.read("v").tolist() == [2.0] * 3
+
+
+def test_what_was_dropped_is_no_longer_there() -> None:
+    store = new_store(w=1, v=2)
+    store.drop("w")
+    store.drop("w")
+    with pytest.raises(VariableError, match=r"no variable 'w' is held here; there are \['v'\]"):
+        store.read("w")
+    store.drop("v")
+    with pytest.raises(VariableError, match="no variable 'v' is held here; there are none"):
+        store.call(ADD, ["v"], [], [ONES])
+    assert store.create("w", F32, lambda: ONES)
+
+
+# Single reads and writes.
+
+
+def test_writes_and_adds() -> None:
+    store = new_store(w=1)
+    store.write("w", np.array([1, 2, 3], np.float32))
+    store.add("w", ONES)
+    assert store.read("w").tolist() == [2.0, 3.0, 4.0]
+
+
+@pytest.mark.parametrize("method", [Store.write, Store.add])
+def test_a_value_of_another_type_is_refused(method: Callable[..., None]) -> None:
+    store = new_store(w=1)
+    for wrong, name in ((jnp.ones(2, jnp.float32), "f32[2]"), (np.ones(3, np.int32), "i32[3]")):
+        with pytest.raises(VariableShapeError) as caught:
+            method(store, "w", wrong)
+        assert str(caught.value) == f"variable 'w' holds f32[3] but was given {name}"
+    assert store.read("w").tolist() == [1.0] * 3
+
+
+def test_what_was_written_stays_the_writers() -> None:
+    store = new_store(w=0)
+    value = jnp.arange(3, dtype=jnp.float32)
+    store.write("w", value)
+    store.call(ADD, ["w"], [], [ONES])
+    assert value.tolist() == [0.0, 1.0, 2.0]
+    memory = np.zeros(3, np.float32)
+    store.write("w", memory)
+    memory[:] = 5
+    assert store.read("w").tolist() == [0.0] * 3
+
+
+# Lending and donating.
+
+
+def test_a_buffer_that_nobody_has_is_donated() -> None:
+    store = new_store(w=1)
+    for _ in range(3):
+        old = in_store(store, "w")
+        store.call(ADD, ["w"], [], [ONES])
+        assert old.is_deleted()
+    assert store.read("w").tolist() == [4.0] * 3
+
+
+def test_an_array_that_was_read_stays_valid() -> None:
+    store = new_store(w=0)
+    arrays = []
+    for count in range(4):
+        arrays.append(store.read("w"))
+        arrays.append(store.read("w"))
+        for _ in range(count):
+            store.call(ADD, ["w"], [], [ONES])
+    assert [array.tolist()[0] for array in arrays] == [0, 0, 0, 0, 1, 1, 3, 3]
+
+
+def test_what_was_read_is_copied_once() -> None:
+    store = new_store(w=0)
+    lent = store.read("w")
+    assert in_store(store, "w") is lent
+    store.call(ADD, ["w"], [], [ONES])
+    assert not lent.is_deleted()
+    for _ in range(2):
+        old = in_store(store, "w")
+        store.call(ADD, ["w"], [], [ONES])
+        assert old.is_deleted()
+    store.read("w")
+    store.add("w", ONES)
+    old = in_store(store, "w")
+    store.call(ADD, ["w"], [], [ONES])
+    assert old.is_deleted()
+
+
+def test_operands_and_variables_that_are_only_read_keep_their_buffers() -> None:
+    store = new_store(w=1, v=2)
+    program = compile_program(lambda w, v, x: [w + v + x], [F32] * 3, 1)
+    operand, read = jnp.full(3, 4, jnp.float32), in_store(store, "v")
+    for _ in range(2):
+        store.call(program, ["w"], ["v"], [operand])
+    assert store.read("w").tolist() == [13.0] * 3
+    assert not read.is_deleted()
+    assert operand.tolist() == [4.0] * 3
+
+
+def test_an_assigned_operand_stays_valid() -> None:
+    store = new_store(w=0)
+    operand = jnp.full(3, 4, jnp.float32)
+    for _ in range(2):
+        store.call(ASSIGN, ["w"], [], [operand])
+        store.call(ADD, ["w"], [], [ONES])
+        store.call(ADD, ["w"], [], [ONES])
+    assert operand.tolist() == [4.0] * 3
+    assert store.read("w").tolist() == [6.0] * 3
+
+
+def test_an_array_given_by_a_program_stays_valid() -> None:
+    store = new_store(w=0)
+    (first,) = store.call(ADD_AND_GIVE, ["w"], [], [ONES])
+    (second,) = store.call(READ, [], ["w"], [])
+    store.call(ADD, ["w"], [], [ONES])
+    store.call(ADD, ["w"], [], [ONES])
+    assert first.tolist() == second.tolist() == [1.0] * 3
+
+
+def test_variables_that_got_one_value_have_a_buffer_each() -> None:
+    store = new_store(w=0, v=0, u=5)
+    spread = compile_program(lambda w, v, u: [u, u, u], [F32] * 3, 2)
+    (given,) = store.call(spread, ["w", "v"], ["u"], [])
+    for count, key in enumerate(("w", "v", "u")):
+        store.call(ADD, [key], [], [jnp.full(3, count, jnp.float32)])
+    assert [store.read(key).tolist()[0] for key in ("w", "v", "u")] == [5, 6, 7]
+    assert given.tolist() == [5.0] * 3
+
+
+def test_two_variables_change_places() -> None:
+    store = new_store(w=1, v=2)
+    swap = compile_program(lambda w, v: [v, w], [F32] * 2, 2)
+    for _ in range(3):
+        store.call(swap, ["w", "v"], [], [])
+    assert store.read("w").tolist() == [2.0] * 3
+    assert store.read("v").tolist() == [1.0] * 3
+
+
+def forwarding(writes: int, *picks: int) -> Program:
+    """A program that hands arguments back as they are, as JAX may."""
+    return Program(lambda *arguments: [arguments[index] for index in picks], writes)
+
+
+def test_an_operand_handed_on_into_the_store_stays_valid() -> None:
+    store, operand = new_store(w=0), jnp.full(3, 4, jnp.float32)
+    assign = forwarding(1, 1)
+    for _ in range(2):
+        store.call(assign, ["w"], [], [operand])
+        store.call(ADD, ["w"], [], [ONES])
+    assert operand.tolist() == [4.0] * 3
+    assert store.read("w").tolist() == [5.0] * 3
+
+
+def test_a_variable_handed_out_stays_valid() -> None:
+    store, read = new_store(w=1), forwarding(0, 0)
+    for _ in range(2):
+        (given,) = store.call(read, [], ["w"], [])
+        store.call(ADD, ["w"], [], [ONES])
+        assert given.tolist() == [in_store(store, "w").tolist()[0] - 1] * 3
+
+
+def test_a_variable_handed_to_another_stays_valid() -> None:
+    store, copy = new_store(w=1, v=2), forwarding(1, 1)
+    store.call(copy, ["w"], ["v"], [])
+    store.call(ADD, ["w"], [], [ONES])
+    store.call(ADD, ["v"], [], [ONES])
+    assert store.read("w").tolist() == store.read("v").tolist() == [3.0] * 3
+
+
+def test_what_is_handed_on_is_known_though_two_arguments_were_one_array_at_first() -> None:
+    store = new_store(w=1)
+    read = forwarding(0, 0)
+    store.call(read, [], ["w"], [store.read("w")])
+    store.call(ADD, ["w"], [], [ONES])
+    (given,) = store.call(read, [], ["w"], [ONES])
+    store.call(ADD, ["w"], [], [ONES])
+    assert given.tolist() == [2.0] * 3
+
+
+PROGRAMS: Mapping[str, Callable[[], Program]] = {
+    "ADD": lambda: ADD,
+    "ASSIGN": lambda: ASSIGN,
+    "GIVE": lambda: ADD_AND_GIVE,
+    "READ": lambda: READ,
+    "COPY": lambda: COPY,
+    # Made anew each time, because it learns at its first call what it hands on.
+    "HAND": lambda: forwarding(0, 0),
+    "TAKE": lambda: forwarding(1, 1),
+}
+_STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.sampled_from(["read", "write", "add"]), st.integers(0, 1), st.integers(0, 9)),
+        st.tuples(
+            st.sampled_from(["ADD", "ASSIGN", "GIVE", "READ", "COPY", "HAND"]), st.integers(0, 1), st.integers(0, 9)
+        ),
+    ),
+    max_size=12,
+)
+
+
+@settings(max_examples=60)
+@given(steps=_STEPS)
+def test_no_array_that_anyone_holds_ever_changes(steps: Sequence[tuple[str, int, int]]) -> None:
+    store, values = new_store(a=0, b=1), {"a": 0.0, "b": 1.0}
+    held: list[tuple[jax.Array, float]] = [(ONES, 1.0)]
+    programs = {
+        "ADD": ADD,
+        "ASSIGN": ASSIGN,
+        "GIVE": ADD_AND_GIVE,
+        "READ": READ,
+        "COPY": COPY,
+        "HAND": forwarding(0, 0),
+    }
+    for kind, which, number in steps:
+        key, other = ("a", "b") if which == 0 else ("b", "a")
+        operand, amount = held[number % len(held)]
+        match kind:
+            case "read":
+                held.append((store.read(key), values[key]))
+            case "write":
+                store.write(key, operand)
+                values[key] = amount
+            case "add":
+                store.add(key, operand)
+                values[key] += amount
+            case "READ" | "HAND":
+                held.append((store.call(programs[kind], [], [key], [])[0], values[key]))
+            case "COPY":
+                store.call(programs[kind], [key], [other], [])
+                values[key] = values[other]
+            case _:
+                given = store.call(programs[kind], [key], [], [operand])
+                values[key] = amount if kind in ("ASSIGN", "TAKE") else values[key] + amount
+                held += [(array, values[key]) for array in given]
+    assert [array.tolist() for array, _ in held] == [[value] * 3 for _, value in held]
+    assert {key: store.read(key).tolist() for key in values} == {key: [value] * 3 for key, value in values.items()}
+
+
+# Many threads.
+
+
+def test_variables_written_together_are_never_seen_apart() -> None:
+    store = new_store(a=0, b=0)
+    both = compile_program(lambda a, b: [a + 1, b + 1], [F32] * 2, 2)
+    look = compile_program(lambda a, b: [a, b], [F32] * 2, 0)
+    everyone = threading.Barrier(8)
+
+    def write(_: int) -> None:
+        everyone.wait()
+        for _ in range(50):
+            store.call(both, ["a", "b"], [], [])
+
+    def read(_: int) -> list[tuple[float, float]]:
+        everyone.wait()
+        pairs = [store.call(look, [], ["a", "b"], []) for _ in range(50)]
+        return [(a.tolist()[0], b.tolist()[0]) for a, b in pairs]
+
+    with ThreadPoolExecutor(8) as pool:
+        writers = [pool.submit(write, index) for index in range(4)]
+        readers = [pool.submit(read, index) for index in range(4)]
+        seen = [pair for reader in readers for pair in reader.result()]
+        for writer in writers:
+            writer.result()
+    assert all(a == b for a, b in seen)
+    assert store.read("a").tolist() == store.read("b").tolist() == [200.0] * 3
+
+
+def test_adds_from_many_threads_all_count() -> None:
+    store = new_store(w=0)
+    everyone = threading.Barrier(8)
+
+    def work(index: int) -> None:
+        everyone.wait()
+        for _ in range(25):
+            if index % 2:
+                store.call(ADD, ["w"], [], [ONES])
+            else:
+                store.add("w", ONES)
+            assert store.read("w").tolist()[0] >= 1
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(8)))
+    assert store.read("w").tolist() == [200.0] * 3
+
+
+def test_a_program_that_fails_leaves_the_values() -> None:
+    store = new_store(w=1)
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        store.call(Program(fail, 1), ["w"], [], [ONES])
+    with pytest.raises(VariableError, match="no variable 'v' is held here"):
+        store.call(ADD, ["w"], ["v"], [ONES])
+    assert store.read("w").tolist() == [1.0] * 3
