@@ -125,7 +125,8 @@ class Execution:
             return
         self._slots[item.give] = value
         ready = self._done(index)
-        if ready:
+        # After the end there may be no worker left to submit to.
+        if ready and not self._ended:
             self._submit(lambda: self._run(ready))
 
     def _done(self, index: int) -> list[int]:

@@ -1,0 +1,322 @@
+"""One task's part of a step: what waits for what, and how an execution ends."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dflow.lowering.channel import StepId
+from dflow.lowering.execute import Execution, Outcome, Schedule, execute
+from dflow.lowering.local import fetched
+from dflow.lowering.plan import Call, Item, Plan, Recv, Send
+from dflow.lowering.program import Program, compile_program
+from dflow.lowering.store import Store
+from dflow.tracing.errors import InternalError, StepCancelled
+from dflow.tracing.types import ArrayType
+from tests.lowering.meaning import PS_0, WORKER
+from tests.lowering.one_process import Mail, Mailbox
+
+F32 = ArrayType(np.dtype("float32"), ())
+STEP = StepId(WORKER, 1)
+ONE = jnp.float32(1)
+
+
+class Task:
+    """A task, its mail from and to another, and the executions it was asked for. Work waits until `work` is called."""
+
+    def __init__(self, *programs: Program) -> None:
+        self.store, self.mail, self.outcomes = Store(), Mail(), list[Outcome]()
+        self.submitted: list[Callable[[], None]] = []
+        self.programs = programs
+
+    def execution(self, *items: Item, slots: int = 9, feeds: Any = (), fetches: Sequence[int] = ()) -> Execution:
+        """An execution of a plan, not yet started; `feeds` maps slots to values."""
+        feeds = dict(feeds)
+        plan = Plan(WORKER, slots, items, tuple(feeds), tuple(fetches))
+        mailbox = Mailbox(self.mail, WORKER)
+        return Execution(
+            Schedule(plan),
+            self.programs,
+            self.store,
+            mailbox,
+            STEP,
+            list(feeds.values()),
+            self.outcomes.append,
+            self.submitted.append,
+        )
+
+    def start(self, *items: Item, **options: Any) -> Execution:
+        """Start a plan."""
+        execution = self.execution(*items, **options)
+        execution.start()
+        return execution
+
+    def arrive(self, edge: str, value: Any) -> None:
+        """Deliver what the other task sent."""
+        self.mail.put((STEP, edge, PS_0, WORKER), value)
+
+    def work(self) -> None:
+        """Do all work that was submitted."""
+        while self.submitted:
+            self.submitted.pop()()
+
+    @property
+    def sent(self) -> dict[str, Any]:
+        """What was sent to the other task, by edge."""
+        return {edge: value for (_, edge, _, to), value in self.mail.values.items() if to == PS_0}
+
+
+def calls(log: list[int], count: int) -> list[Program]:
+    """Programs that note when they run and give their number."""
+    return [Program(lambda *_, index=index: log.append(index) or [jnp.float32(index)], 0) for index in range(count)]
+
+
+def call(program: int, *takes: int, gives: int, after: Sequence[int] = ()) -> Call:
+    return Call(program, (), (), takes, (gives,), tuple(after))
+
+
+def recv(edge: str, give: int) -> Recv:
+    return Recv(edge, PS_0, give, "f32", ())
+
+
+def send(edge: str, take: int, *after: int) -> Send:
+    return Send(edge, PS_0, take, after)
+
+
+# What waits for what.
+
+
+def test_a_plan_without_items_gives_its_feeds() -> None:
+    task = Task()
+    task.start(feeds={0: "a", 1: "b"}, fetches=(1, 0, 1))
+    assert task.outcomes == [("b", "a", "b")]
+
+
+def test_an_item_waits_for_its_operands_wherever_it_stands() -> None:
+    log: list[int] = []
+    task = Task(*calls(log, 3))
+    task.start(call(2, 1, gives=2), call(1, 0, gives=1), call(0, gives=0), fetches=(2,))
+    assert log == [0, 1, 2]
+    assert task.outcomes == [(jnp.float32(2),)]
+
+
+def test_an_item_waits_for_those_it_comes_after() -> None:
+    log: list[int] = []
+    Task(*calls(log, 3)).start(call(0, gives=0, after=[1, 2]), call(1, gives=1, after=[2]), call(2, gives=2))
+    assert log == [2, 1, 0]
+
+
+@given(data=st.data())
+def test_order_edges_are_kept_in_any_order_of_items_and_arrivals(data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, 6))
+    log: list[int] = []
+    task = Task(*calls(log, count))
+    after = {index: data.draw(st.sets(st.integers(0, index - 1))) if index else set() for index in range(count)}
+    places = data.draw(st.permutations(range(2 * count)))
+    items: list[Item] = [send("unused", 0)] * (2 * count)
+    for index in range(count):
+        items[places[index]] = call(index, 10 + index, gives=index, after=[places[other] for other in after[index]])
+        items[places[count + index]] = recv(f"edge {index}", 10 + index)
+    task.start(*items, slots=20, fetches=range(count))
+    for index in data.draw(st.permutations(range(count))):
+        assert not task.outcomes
+        task.arrive(f"edge {index}", ONE)
+        if data.draw(st.booleans()):
+            task.work()
+    task.work()
+    assert sorted(log) == list(range(count))
+    assert all(log.index(other) < log.index(index) for index in range(count) for other in after[index])
+    assert [value.item() for value in fetched(task.outcomes[0])] == list(range(count))
+    assert len(task.outcomes) == 1
+
+
+def test_a_receive_before_its_value_leaves_no_thread_waiting() -> None:
+    task = Task()
+    task.start(recv("x", 0), fetches=(0,))
+    assert task.outcomes == []
+    task.arrive("x", ONE)
+    assert task.outcomes == [(ONE,)]
+    assert task.submitted == []
+
+
+def test_a_receive_after_its_value() -> None:
+    task = Task(*calls([], 1))
+    task.arrive("x", ONE)
+    task.start(recv("x", 0), call(0, 0, gives=1), send("y", 1), fetches=(0,))
+    task.work()
+    assert task.outcomes == [(ONE,)]
+    assert task.sent == {"y": jnp.float32(0)}
+
+
+def test_what_a_value_makes_ready_is_done_by_a_worker_not_by_who_delivers_it() -> None:
+    log: list[int] = []
+    task = Task(*calls(log, 1))
+    task.start(recv("x", 0), call(0, 0, gives=1))
+    task.arrive("x", ONE)
+    assert log == []
+    assert len(task.submitted) == 1
+    task.work()
+    assert log == [0]
+
+
+def test_receives_are_left_before_anything_is_sent() -> None:
+    task = Task()
+    task.start(send("there", 0), recv("back", 1), feeds={0: ONE})
+    assert task.mail.log == [("receive", "back"), ("send", "there")]
+
+
+def test_a_send_waits_for_what_it_comes_after() -> None:
+    task = Task()
+    task.start(send("there", 0, 1), recv("first", 1), feeds={0: ONE})
+    assert task.sent == {}
+    task.arrive("first", ONE)
+    task.work()
+    assert task.sent == {"there": ONE}
+
+
+def test_an_execution_ends_when_all_is_done_not_when_its_fetches_are_there() -> None:
+    task = Task(*calls([], 1))
+    task.start(call(0, gives=0), recv("late", 1), fetches=(0,))
+    assert task.outcomes == []
+    task.arrive("late", ONE)
+    assert len(task.outcomes) == 1
+
+
+def test_calls_run_on_the_variables_of_the_store() -> None:
+    add = compile_program(lambda w, v, x: [w + v * x, w], [F32] * 3, 1)
+    task = Task(add)
+    task.store.create("w", F32, lambda: jnp.float32(1))
+    task.store.create("v", F32, lambda: jnp.float32(2))
+    task.start(Call(0, ("w",), ("v",), (0,), (1,)), feeds={0: jnp.float32(3)}, fetches=(1,))
+    assert task.outcomes == [(jnp.float32(1),)]
+    assert task.store.read("w") == 7
+    assert task.store.read("v") == 2
+
+
+# How it ends.
+
+
+def test_feeds_are_counted() -> None:
+    plan = Plan(WORKER, 2, (), (0, 1), ())
+    with pytest.raises(InternalError, match="the plan of /job:worker/task:0 takes 2 feeds but was given 1"):
+        execute(Schedule(plan), [], Store(), Mailbox(Mail(), WORKER), STEP, [ONE], pytest.fail, pytest.fail)
+
+
+def failing(error: BaseException) -> Program:
+    def fail(*_: Any) -> Any:
+        raise error
+
+    return Program(fail, 0)
+
+
+@pytest.mark.parametrize("error", [ValueError("bad"), KeyboardInterrupt("stop")], ids=["error", "interrupt"])
+def test_the_first_error_ends_the_execution_once(error: BaseException) -> None:
+    log: list[int] = []
+    task = Task(failing(error), *calls(log, 1))
+    task.start(call(0, gives=0), call(1, 0, gives=1), call(1, gives=2, after=[0]), recv("x", 3))
+    assert task.outcomes == [error]
+    task.arrive("x", ONE)
+    task.work()
+    assert task.outcomes == [error]
+    assert log == []
+
+
+def test_an_error_that_arrives_ends_the_execution() -> None:
+    task, error = Task(), StepCancelled("the peer gave up")
+    task.start(recv("x", 0), recv("y", 1))
+    task.arrive("x", error)
+    task.arrive("y", StepCancelled("another"))
+    assert task.outcomes == [error]
+
+
+def test_what_arrives_after_the_end_makes_no_work() -> None:
+    log: list[int] = []
+    task, error = Task(*calls(log, 1)), StepCancelled("cancelled")
+    execution = task.start(recv("x", 0), call(0, 0, gives=1))
+    execution.cancel(error)
+    task.arrive("x", ONE)
+    assert task.submitted == []
+    assert log == []
+    assert task.outcomes == [error]
+
+
+def test_work_submitted_before_the_end_and_done_after_it_does_nothing() -> None:
+    log: list[int] = []
+    task, error = Task(*calls(log, 1)), StepCancelled("cancelled")
+    execution = task.start(recv("x", 0), call(0, 0, gives=1))
+    task.arrive("x", ONE)
+    execution.cancel(error)
+    task.work()
+    assert log == []
+    assert task.outcomes == [error]
+
+
+def test_cancel_before_the_start() -> None:
+    log: list[int] = []
+    task, error = Task(*calls(log, 1)), StepCancelled("cancelled")
+    for items in ([call(0, gives=0), recv("x", 1)], []):
+        task.outcomes.clear()
+        execution = task.execution(*items)
+        execution.cancel(error)
+        execution.start()
+        assert task.outcomes == [error]
+    assert log == []
+    assert task.mail.waiting == {}
+
+
+def test_cancel_after_the_end_changes_nothing() -> None:
+    task = Task(*calls([], 1))
+    execution = task.start(call(0, gives=0), fetches=(0,))
+    execution.cancel(StepCancelled("too late"))
+    assert task.outcomes == [(jnp.float32(0),)]
+
+
+def test_cancelled_twice_it_ends_with_the_first_reason() -> None:
+    task, error = Task(), StepCancelled("first")
+    execution = task.start(recv("x", 0))
+    execution.cancel(error)
+    execution.cancel(StepCancelled("second"))
+    assert task.outcomes == [error]
+
+
+def test_a_channel_that_cannot_send_ends_the_execution() -> None:
+    class Broken(Mailbox):
+        def send(self, step: StepId, edge: str, destination: str, value: jax.Array) -> None:
+            raise ConnectionError(f"no way to {destination}")
+
+    outcomes: list[Outcome] = []
+    plan = Plan(WORKER, 2, (send("x", 0), recv("y", 1)), (0,), ())
+    execute(Schedule(plan), [], Store(), Broken(Mail(), WORKER), STEP, [ONE], outcomes.append, pytest.fail)
+    with pytest.raises(ConnectionError, match="no way to /job:ps/task:0"):
+        fetched(outcomes[0])
+    assert len(outcomes) == 1
+
+
+# Many threads.
+
+
+def test_values_that_arrive_on_many_threads_end_it_once() -> None:
+    add = compile_program(lambda x, y: [x + y], [F32] * 2, 0)
+    width, rounds = 8, 20
+    items: list[Item] = [recv(f"edge {index}", index) for index in range(width)]
+    items += [Call(0, (), (), (width + index, index), (width + index + 1,)) for index in range(width)]
+    with ThreadPoolExecutor(8) as pool:
+        for _ in itertools.repeat(None, rounds):
+            task, done = Task(add), Future[Outcome]()
+            plan = Plan(WORKER, 2 * width + 1, tuple(items), (width,), (2 * width,))
+            execute(
+                Schedule(plan), [add], Store(), Mailbox(task.mail, WORKER), STEP, [ONE], done.set_result, pool.submit
+            )
+            order = random.Random(0).sample(range(width), width)
+            list(pool.map(lambda index, task=task: task.arrive(f"edge {index}", jnp.float32(index)), order))
+            assert fetched(done.result())[0] == 1 + sum(range(width))
