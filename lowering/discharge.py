@@ -6,13 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from dflow.tracing import ops
 from dflow.tracing.effects import Effect
 from dflow.tracing.errors import InternalError
-from dflow.tracing.graph import Graph, Literal, Node, Operand, Value
+from dflow.tracing.graph import Graph, Node, Operand, Value
 from dflow.tracing.jax_frontend import bind
 from dflow.tracing.op import OpDef
-from dflow.tracing.types import ArrayType, RefType
+from dflow.tracing.types import ArrayType, RefType, array_type_of
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,12 @@ def _held(value: Value) -> ArrayType:
 
 
 def _value(operand: Operand, env: Mapping[Value, Any]) -> Any:
-    return operand.value if isinstance(operand, Literal) else env[operand]
+    if isinstance(operand, Value):
+        return env[operand]
+    if array_type_of(operand.value).dtype == operand.type.dtype:
+        return operand.value
+    # A plain number has the dtype that JAX gives it; the literal may have another.
+    return np.asarray(operand.value).astype(operand.type.dtype)[()]
 
 
 def _step(node: Node, env: dict[Value, Any]) -> None:
