@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
-import jax.numpy as jnp
+import numpy as np
 
 from dflow.tracing.errors import DflowError
 
@@ -94,5 +94,10 @@ def _scalars(outcome: Any) -> dict[str, float]:
 def _is_real_scalar(value: Any) -> bool:
     if isinstance(value, (int, float)):
         return True
-    kinds = (jnp.bool_, jnp.integer, jnp.floating)
-    return getattr(value, "shape", None) == () and any(jnp.issubdtype(value.dtype, kind) for kind in kinds)
+    dtype = getattr(value, "dtype", None)
+    # Every real dtype, bfloat16 and the 8-bit floats too, casts to float64; complex numbers do not, and keys are none.
+    return (
+        getattr(value, "shape", None) == ()
+        and isinstance(dtype, np.dtype)
+        and np.can_cast(dtype, np.float64, "same_kind")
+    )
