@@ -98,10 +98,14 @@ def _local_runner(compiled: Compiled, store: Store, constants: list[Any], litera
     if len(plan.items) == 1 and isinstance(plan.items[0], Call) and plan.fetches == plan.items[0].gives:
         return _one_call(plan.items[0], plan.feeds, programs[0], store, constants)
     schedule = Schedule(plan)
+    given_back = [index for index, slot in enumerate(plan.feeds) if slot in plan.fetches]
 
     def run(leaves: Sequence[Any]) -> Sequence[Any]:
         done: Future[Outcome] = Future()
         feeds = [*constants, *leaves, *literals]
+        for index in given_back:
+            # A copy, because the caller may write to a NumPy array.
+            feeds[index] = feeds[index] if isinstance(feeds[index], jax.Array) else jnp.array(feeds[index])
         step = StepId(ALONE, 0)
         Execution(schedule, programs, store, _NO_CHANNEL, step, feeds, done.set_result, lambda work: work()).start()
         return fetched(done.result())

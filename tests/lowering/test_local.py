@@ -1,0 +1,283 @@
+"""Functions over variables of this process: what they give, and how long values live."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from dflow.lowering.local import LocalHome
+from dflow.tracing.context import home
+from dflow.tracing.device import device
+from dflow.tracing.errors import DeviceError, VariableError
+from dflow.tracing.resources import Variable
+from dflow.tracing.trace import trace
+from tests.graphs_ import ARGUMENTS, EAGER, Program, programs
+from tests.lowering.meaning import assert_equal_values
+
+
+@pytest.fixture
+def here() -> Iterator[LocalHome]:
+    """A new home, in which the variables of a test are made."""
+    local = LocalHome()
+    with home(local):
+        yield local
+
+
+def lower(local: LocalHome, fn: Callable[..., Any], *args: Any) -> Callable[..., Any]:
+    """The function as it runs locally, for arguments of these types."""
+    traced = trace(fn, args, {})
+    runner = local.runner(traced, check=True, observe=None)
+    return lambda *args: jax.tree_util.tree_unflatten(traced.out_tree, runner(jax.tree_util.tree_leaves(args)))
+
+
+def call(local: LocalHome, fn: Callable[..., Any], *args: Any) -> Any:
+    """Lower and run once."""
+    return lower(local, fn, *args)(*args)
+
+
+# What functions give.
+
+
+def test_a_step_reads_and_writes_variables(here: LocalHome) -> None:
+    w = Variable(jnp.ones(3), name="w")
+
+    def step(x: jax.Array) -> jax.Array:
+        before = w.read()
+        w.assign_add(x * before)
+        return before + w.read()
+
+    run = lower(here, step, 2.0)
+    assert run(2.0).tolist() == [4.0] * 3
+    assert run(0.5).tolist() == [7.5] * 3
+    assert w.read().tolist() == [4.5] * 3
+
+
+def test_an_output_that_is_an_argument_is_an_array_of_its_own(here: LocalHome) -> None:
+    given = np.ones(3, np.float32)
+    same, number, doubled = call(here, lambda x, n: (x, n, x * 2), given, 7)
+    given[:] = 5
+    assert isinstance(same, jax.Array)
+    assert same.tolist() == [1.0] * 3
+    assert isinstance(number, jax.Array)
+    assert (number.item(), number.dtype) == (7, jnp.int32)
+    assert doubled.tolist() == [2.0] * 3
+
+
+def test_an_output_that_is_a_closed_over_array_is_an_array_of_its_own(here: LocalHome) -> None:
+    closed = np.ones(3, np.float32)
+    run = lower(here, lambda: jnp.asarray(closed))
+    for _ in range(2):
+        result = run()
+        assert isinstance(result, jax.Array)
+        assert result.tolist() == [1.0] * 3
+
+
+def test_a_function_without_ops_gives_its_arguments(here: LocalHome) -> None:
+    x = jnp.arange(3)
+    assert call(here, lambda x: {"a": x, "b": (x, None)}, x)["b"][0].tolist() == [0, 1, 2]
+    assert call(here, lambda: ()) == ()
+
+
+def test_outputs_that_are_literals(here: LocalHome) -> None:
+    one, half, yes = call(here, lambda x: (1, 0.5, True), jnp.ones(3))
+    assert [value.dtype for value in (one, half, yes)] == [jnp.int32, jnp.float32, jnp.bool_]
+    assert [value.item() for value in (one, half, yes)] == [1, 0.5, True]
+    assert all(isinstance(value, jax.Array) for value in (one, half, yes))
+
+
+def test_outputs_that_are_one_value(here: LocalHome) -> None:
+    w = Variable(jnp.ones(3), name="w")
+
+    def step(x: jax.Array) -> Any:
+        y = x + w.read()
+        w.assign(y)
+        return y, y, w.read(), x, 3, 3
+
+    run = lower(here, step, jnp.ones(3))
+    first = run(jnp.ones(3))
+    second = run(jnp.ones(3))
+    assert [value.tolist() for value in first] == [[2.0] * 3] * 3 + [[1.0] * 3, 3, 3]
+    assert [value.tolist() for value in second] == [[3.0] * 3] * 3 + [[1.0] * 3, 3, 3]
+    assert w.read().tolist() == [3.0] * 3
+
+
+def test_closed_over_arrays_come_before_the_arguments(here: LocalHome) -> None:
+    big, other = jnp.arange(3.0), np.full(3, 10, np.float32)
+    w = Variable(0.0, name="w")
+
+    def step(x: jax.Array, y: jax.Array) -> jax.Array:
+        w.assign_add(x - y)
+        return big * x + other + y
+
+    run = lower(here, step, 1.0, 2.0)
+    assert run(1.0, 2.0).tolist() == [12.0, 13.0, 14.0]
+    assert run(3.0, 1.0).tolist() == [11.0, 14.0, 17.0]
+    assert w.read().item() == 1.0
+
+
+def test_arguments_that_are_ignored_or_out_of_order(here: LocalHome) -> None:
+    run = lower(here, lambda a, b, c: c - a, 1, 2, 3)
+    assert run(10, 20, 40).item() == 30
+
+
+def test_what_a_step_gave_stays_valid(here: LocalHome) -> None:
+    w = Variable(jnp.zeros(3), name="w")
+
+    def step() -> jax.Array:
+        w.assign_add(jnp.ones(3))
+        return w.read()
+
+    run = lower(here, step)
+    given = [run() for _ in range(4)]
+    assert [array.tolist()[0] for array in given] == [1, 2, 3, 4]
+
+
+@settings(max_examples=20)
+@given(program=programs(max_statements=4))
+def test_a_program_does_the_same_at_once_and_lowered(program: Program) -> None:
+    def variables(local: LocalHome) -> list[Variable]:
+        with home(local):
+            return [Variable(jnp.arange(3, dtype=jnp.int32) + index) for index in range(program.variables)]
+
+    at_once, lowered = LocalHome(), LocalHome()
+    eager, traced = variables(at_once), variables(lowered)
+    run = lower(lowered, lambda x, y: program(traced, x, y), *ARGUMENTS)
+    for _ in range(2):
+        assert_equal_values(run(*ARGUMENTS), program(eager, *map(jnp.asarray, ARGUMENTS), EAGER))
+        assert_equal_values([v.read() for v in traced], [v.read() for v in eager])
+
+
+def test_a_stated_device_is_refused_where_there_is_no_cluster(here: LocalHome) -> None:
+    def step(x: jax.Array) -> jax.Array:
+        with device("ps:0"):
+            return x + 1
+
+    with pytest.raises(DeviceError, match=r"no task offers it; the tasks are localhost:0\n  at .*test_local\.py:"):
+        lower(here, step, 1.0)
+
+
+def test_an_error_in_a_step_is_raised_to_who_called_it(here: LocalHome) -> None:
+    w = Variable(jnp.zeros(3), name="w")
+    run = lower(here, lambda x: (w.read() + x, x), jnp.ones(3))
+    here.store.drop(w.key)
+    with pytest.raises(VariableError, match=r"no variable 'w#\d+' is held here; there are none"):
+        run(jnp.ones(3))
+
+
+def test_steps_on_many_threads_are_each_whole(here: LocalHome) -> None:
+    a, b = Variable(jnp.zeros(3), name="a"), Variable(jnp.zeros(3), name="b")
+
+    def step(x: jax.Array) -> Any:
+        a.assign_add(x)
+        b.assign_add(x)
+        return a.read(), b.read(), x
+
+    run = lower(here, step, jnp.ones(3))
+    everyone = threading.Barrier(8)
+
+    def work(_: int) -> list[Any]:
+        everyone.wait()
+        return [run(jnp.ones(3)) for _ in range(20)]
+
+    with ThreadPoolExecutor(8) as pool:
+        results = [result for some in pool.map(work, range(8)) for result in some]
+    assert all(one.tolist() == other.tolist() for one, other, _ in results)
+    assert sorted(one.tolist()[0] for one, _, _ in results) == list(range(1, 161))
+
+
+# Variables at home.
+
+
+def plus_one(variable: Variable) -> jax.Array:
+    return variable.read() + 1
+
+
+def test_ops_outside_a_function_act_at_once(here: LocalHome) -> None:
+    w = Variable(lambda: jnp.ones(3), name="w")
+    read = w.read()
+    w.assign_add(jnp.ones(3))
+    w.assign_add(w.read())
+    assert read.tolist() == [1.0] * 3
+    assert w.read().tolist() == [4.0] * 3
+    w.assign(read)
+    w.assign_add(read)
+    assert read.tolist() == [1.0] * 3
+    assert w.device is None
+
+
+def test_an_initial_array_stays_the_users(here: LocalHome) -> None:
+    array, memory = jnp.ones(3), np.ones(3, np.float32)
+    w, v = Variable(array, name="w"), Variable(memory, name="v")
+
+    def step() -> None:
+        w.assign_add(jnp.ones(3))
+        v.assign_add(jnp.ones(3))
+
+    run = lower(here, step)
+    for _ in range(2):
+        run()
+    memory[:] = 9
+    assert array.tolist() == [1.0] * 3
+    assert v.read().tolist() == w.read().tolist() == [3.0] * 3
+
+
+def test_the_value_goes_with_the_variable(here: LocalHome) -> None:
+    w, v = Variable(jnp.ones(3), name="w"), Variable(jnp.ones(3), name="v")
+    run = lower(here, functools.partial(plus_one, w))
+    assert len(here.store.types()) == 2
+    del v
+    gc.collect()
+    assert list(here.store.types()) == [w.key]
+    # A function keeps the variables that it uses.
+    key = w.key
+    del w
+    gc.collect()
+    assert list(here.store.types()) == [key]
+    assert run().tolist() == [2.0] * 3
+    del run
+    gc.collect()
+    assert here.store.types() == {}
+
+
+def test_a_name_taken_over_with_the_same_type_is_another_variable(here: LocalHome) -> None:
+    old = Variable(jnp.ones(3), name="w")
+    read_old = lower(here, old.read)
+    new = Variable(jnp.zeros(3), name="w")
+    old.assign_add(jnp.ones(3))
+    assert new.read().tolist() == [0.0] * 3
+    assert read_old().tolist() == old.read().tolist() == [2.0] * 3
+    del old, read_old
+    gc.collect()
+    assert new.read().tolist() == [0.0] * 3
+    with pytest.raises(VariableError, match="holds f32"):
+        Variable(jnp.zeros(4), name="w")
+
+
+def test_a_name_taken_with_another_type_is_refused_with_both_lines(here: LocalHome) -> None:
+    first = Variable(jnp.ones(3), name="w")
+    message = (
+        r"variable 'w' holds f32\[3\], but is created again with i32\[2\]\n"
+        r"  at .*test_local.py:\d+\n"
+        rf"  it was first made\n  at {first.loc}\n"
+        r"  give one of them another name"
+    )
+    with pytest.raises(VariableError, match=message):
+        Variable(jnp.ones(2, jnp.int32), name="w")
+    assert first.read().tolist() == [1.0] * 3
+    assert list(here.store.types()) == [first.key]
+
+
+def test_a_name_is_free_again_when_its_variable_is_gone(here: LocalHome) -> None:
+    Variable(jnp.ones(3), name="w")
+    gc.collect()
+    assert Variable(jnp.ones(2), name="w").shape == (2,)
