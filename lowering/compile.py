@@ -64,7 +64,7 @@ class _Maker:
         return self.slots.setdefault(operand, len(self.slots))
 
     def add(self, node: Node) -> None:
-        after = tuple(self.makers[value] for value in node.after if value in self.makers)
+        after = tuple(dict.fromkeys(self.makers[value] for value in node.after if value in self.makers))
         self.makers.update(dict.fromkeys(node.outputs, len(self.items)))
         self.items.append(self._item(node, after))
 
