@@ -1,7 +1,12 @@
 """`@dflow.jit`: the whole path of a call.
 
-A call's arguments are flattened and keyed by their structure and types. A known key runs its plan at once. An
-unknown one traces the function to a graph, runs the passes, compiles, and keeps the plan.
+JAX does the tracing, by the very rules of `jax.jit`. What a trace finds decides how calls of those argument types run:
+
+- no state and nothing large closed over: `jax.jit` runs them, and dflow adds nothing but a check per call;
+- else the trace becomes a graph, goes through the passes, is compiled, and its plan is kept under the types.
+
+Inside another trace a function is part of that trace. Invariant: `_jax` never compiles a function before its trace
+was looked at, because the first run of the Python function for new types outside a look ends by `_LookFirst`.
 """
 
 from __future__ import annotations
@@ -9,10 +14,14 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import threading
+import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Generic, ParamSpec, TypeVar, cast
+from types import MethodType
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, cast, overload
 
 import jax
 import numpy as np
@@ -20,13 +29,16 @@ import numpy as np
 from dflow.config import CONFIG
 from dflow.lowering.local import LocalHome, Runner, RunnerHome
 from dflow.lowering.passes.base import Observer
+from dflow.static_arguments import StaticArguments, static_arguments
+from dflow.trace_log import TraceLog, captured_types, described
 from dflow.tracing.context import set_default_home
-from dflow.tracing.errors import VariableError
+from dflow.tracing.discharge import State, evaluate
+from dflow.tracing.errors import DflowError, PlainJitError, VariableError
 from dflow.tracing.graph import Graph
-from dflow.tracing.jax_frontend import is_tracing, x64_enabled
+from dflow.tracing.jax_frontend import accesses, closed_parts, is_tracing, touches_state, trace_context
 from dflow.tracing.source import at, caller
 from dflow.tracing.text import text
-from dflow.tracing.trace import Traced, trace
+from dflow.tracing.trace import Traced, argument_names, traced_from
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -34,79 +46,226 @@ R = TypeVar("R")
 LOCAL = LocalHome()
 set_default_home(LOCAL)
 
+#: Closed-over arrays of this size or more become inputs instead of constants of the program, and are reported.
+CAPTURE_BYTES = 1 << 16
+
 _dumps = itertools.count()
 
 
-class Function(Generic[P, R]):
-    """A function compiled for each structure and type of arguments it is called with. Made by `jit`."""
+class _LookFirst(BaseException):
+    """Ends a trace that JAX began by itself, before it is known how the function is to run."""
 
-    def __init__(self, fn: Callable[P, R]) -> None:
+
+class _Plan(NamedTuple):
+    """How calls of one kind run; the variables are kept alive with the plan that names them."""
+
+    runner: Runner
+    out_tree: Any
+    variables: tuple[Any, ...]
+
+
+class _Looking(threading.local):
+    depth = 0
+
+
+class Function(Generic[P, R]):
+    """A function compiled for each structure and type of arguments it is called with. Made by `jit`.
+
+    It has what a function made by `jax.jit` has (`lower`, `trace`, `eval_shape`, `clear_cache`), and `trace_log`.
+    """
+
+    def __init__(self, fn: Callable[P, R], options: Mapping[str, Any]) -> None:
         functools.update_wrapper(self, fn)
         self.fn = fn
-        # The variables are kept alive with the plan that names them.
-        self._plans: dict[Any, tuple[Runner, Any, tuple[Any, ...]]] = {}
-        self._methods: dict[int, tuple[weakref.ref[Any], Function[..., R]]] = {}
+        self._options = dict(options)
+        self._static: StaticArguments = static_arguments(
+            fn, options.get("static_argnums"), options.get("static_argnames")
+        )
+        self._log = TraceLog(getattr(fn, "__name__", type(fn).__name__))
+        self._looking = _Looking()
+        self._jax = jax.jit(self._recorded(), **options)
+        #: By key: the plan, or None where JAX runs the call. Empty while every call so far is JAX's.
+        self._plans: dict[Any, _Plan | None] = {}
+        #: By the identity of an object: the function as its method.
+        self._methods: dict[int, tuple[weakref.ref[Any], Function[..., Any]]] = {}
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the function on the values of its variables; inside another trace, become part of it."""
+        if jax.config.read("jax_disable_jit"):
+            return self.fn(*args, **kwargs)
         if is_tracing():
-            return cast(R, jax.jit(self.fn)(*args, **kwargs))
-        leaves, in_tree = jax.tree_util.tree_flatten((args, kwargs))
-        key = (in_tree, tuple([_type_key(leaf) for leaf in leaves]), x64_enabled())
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = self._plans[key] = self._lower(args, kwargs)
-        runner, out_tree, _ = plan
-        return cast(R, jax.tree_util.tree_unflatten(out_tree, runner(leaves)))
+            return self._within_trace(args, kwargs)
+        if not self._plans:
+            try:
+                return cast(R, self._jax(*args, **kwargs))
+            except _LookFirst:
+                pass
+        return self._planned(args, kwargs)
+
+    def trace_log(self) -> TraceLog:
+        """Every trace so far: what changed, from which line, and what it cost."""
+        return self._log
+
+    def lower(self, *args: P.args, **kwargs: P.kwargs) -> Any:
+        """As `jax.jit`'s `lower`, for a function without state. Raises PlainJitError for one with state."""
+        return self._look(self._jax.lower, args, kwargs)
+
+    def trace(self, *args: P.args, **kwargs: P.kwargs) -> Any:
+        """As `jax.jit`'s `trace`."""
+        return self._look(self._jax.trace, args, kwargs)
+
+    def eval_shape(self, *args: P.args, **kwargs: P.kwargs) -> Any:
+        """As `jax.jit`'s `eval_shape`: the types of the result, computed without running anything."""
+        return self._look(self._jax.eval_shape, args, kwargs)
+
+    def clear_cache(self) -> None:
+        """Forget every trace and every compiled program."""
+        self._jax.clear_cache()
+        self._plans.clear()
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         if instance is None:
             return self
-        if not jax.tree_util.all_leaves([instance]):
-            return functools.partial(self, instance)
-        return self._method(instance)
-
-    def _method(self, instance: Any) -> Function[..., R]:
-        """This function as the method of an object that is no pytree: compiled for each object, and gone with it."""
+        if 0 in self._static.positions or not jax.tree_util.all_leaves([instance]):
+            return MethodType(self, instance)
+        # An object that JAX knows nothing of: each has traces of its own, which are gone with it.
         number = id(instance)
         if number not in self._methods:
             alive = weakref.ref(instance, lambda _: self._methods.pop(number, None))
-            self._methods[number] = alive, Function(_bound(self.fn, alive))
+            self._methods[number] = alive, Function(_bound(self.fn, alive), self._options)
         return self._methods[number][1]
 
-    def _lower(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Runner, Any, tuple[Any, ...]]:
-        traced = trace(self.fn, args, kwargs)
-        home = _home_of(traced)
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_jax":
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self._jax, name)
+
+    def __repr__(self) -> str:
+        return f"<dflow.jit of {self.fn!r}>"
+
+    def _recorded(self) -> Callable[P, R]:
+        """The function as JAX sees it: it runs only to be traced, and each time is noted."""
+
+        @functools.wraps(self.fn)
+        def recorded(*args: P.args, **kwargs: P.kwargs) -> R:
+            if not self._looking.depth:
+                raise _LookFirst
+            started = time.perf_counter()
+            result = self.fn(*args, **kwargs)
+            names = argument_names(self.fn, args, kwargs)
+            self._log.add(described(names, args, kwargs), caller(), (time.perf_counter() - started) * 1e3)
+            return result
+
+        return recorded
+
+    def _look(self, do: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        self._looking.depth += 1
+        try:
+            return do(*args, **kwargs)
+        finally:
+            self._looking.depth -= 1
+
+    def _planned(self, args: Any, kwargs: Any) -> R:
+        traced_args, traced_kwargs, static = self._static.split(args, kwargs)
+        leaves, in_tree = jax.tree_util.tree_flatten((traced_args, traced_kwargs))
+        key = (in_tree, tuple([_type_key(leaf) for leaf in leaves]), static, trace_context())
+        try:
+            plan = self._plans[key]
+        except (KeyError, TypeError):
+            return self._first_call(key, args, kwargs, leaves)
+        if plan is None:
+            return cast(R, self._look(self._jax, args, kwargs))
+        return cast(R, jax.tree_util.tree_unflatten(plan.out_tree, plan.runner(leaves)))
+
+    def _first_call(self, key: Any, args: Any, kwargs: Any, leaves: list[Any]) -> R:
+        started, traces = time.perf_counter(), len(self._log)
+        looked = self._look(self._jax.trace, args, kwargs)
+        jaxpr, consts = closed_parts(looked.jaxpr)
+        captured = captured_types(consts, CAPTURE_BYTES)
+        if touches_state(jaxpr.effects) or captured:
+            plan = self._plans[key] = self._make_plan(looked, args, kwargs)
+            result = jax.tree_util.tree_unflatten(plan.out_tree, plan.runner(leaves))
+        else:
+            if self._plans:
+                self._plans[key] = None
+            result = self._look(self._jax, args, kwargs)
+        if len(self._log) > traces:
+            total_ms = (time.perf_counter() - started) * 1e3
+            self._log.records[-1] = replace(self._log[-1], total_ms=total_ms, captured=captured)
+        return cast(R, result)
+
+    def _make_plan(self, looked: Any, args: Any, kwargs: Any) -> _Plan:
+        self._refuse_shardings()
+        traced = traced_from(looked, argument_names(self.fn, args, kwargs, self._static.holds))
         name = getattr(self.fn, "__name__", "function")
-        return home.runner(traced, check=CONFIG.check, observe=_dumper(name)), traced.out_tree, traced.variables
+        runner = _home_of(traced).runner(traced, check=CONFIG.check, observe=_dumper(name))
+        return _Plan(runner, traced.out_tree, traced.variables)
+
+    def _refuse_shardings(self) -> None:
+        given = [name for name in ("in_shardings", "out_shardings") if self._options.get(name) is not None]
+        if given:
+            raise DflowError(
+                f"{self._log.name} has state, and {' and '.join(given)} for a function with state are not built yet"
+                f"{at(caller())}\n  use jax.lax.with_sharding_constraint inside the function"
+            )
+
+    def _within_trace(self, args: Any, kwargs: Any) -> R:
+        try:
+            return cast(R, self._look(self._jax, args, kwargs))
+        except PlainJitError:
+            # Under a transform of JAX's that runs at once, such as an outermost jax.grad.
+            return self._hoisted(args, kwargs)
+
+    def _hoisted(self, args: Any, kwargs: Any) -> R:
+        """The variables read, a pure function of their values, and the variables written."""
+        looked = self._look(self._jax.trace, args, kwargs)
+        jaxpr, consts = closed_parts(looked.jaxpr)
+        reads, writes = accesses(jaxpr.effects)
+        touched = list(dict.fromkeys([*reads, *writes]))
+
+        @jax.jit
+        def pure(values: list[Any], leaves: list[Any]) -> tuple[list[Any], list[Any]]:
+            state = State(dict(zip(touched, values, strict=True)))
+            return evaluate(jaxpr, consts, leaves, state), state.of(writes)
+
+        leaves = jax.tree_util.tree_leaves(self._static.split(args, kwargs)[:2])
+        results, written = pure([variable.read() for variable in touched], leaves)
+        for variable, value in zip(writes, written, strict=True):
+            variable.assign(value)
+        return cast(R, jax.tree_util.tree_unflatten(looked.out_tree, results))
 
 
-def jit(fn: Callable[P, R]) -> Function[P, R]:
+@overload
+def jit(fn: Callable[P, R], **options: Any) -> Function[P, R]: ...
+@overload
+def jit(fn: None = None, **options: Any) -> Callable[[Callable[P, R]], Function[P, R]]: ...
+def jit(fn: Callable[P, R] | None = None, **options: Any) -> Any:
     """Compile `fn`, with its reads and writes of variables, into as few XLA calls as its devices allow.
 
-    `fn` takes and returns pytrees of arrays; variables may be closed over, passed and returned. It is traced once
-    for each structure and type of arguments. The effects on one variable happen in the order of the program.
+    fn       takes and returns pytrees of arrays; variables may be closed over, passed and returned
+    options  those of `jax.jit`, with the same meaning: `static_argnums`, `static_argnames`, `donate_argnums`,
+             `donate_argnames`, `keep_unused`, `device`, `backend`, `inline`, `compiler_options`; `in_shardings` and
+             `out_shardings` for functions without state
+    raises   TypeError for an option that `jax.jit` does not have
 
-    As a method it is traced once for each object, too: the object's variables are read and written as they are then,
-    its other attributes count as they were when it was traced.
+    It is traced once for each structure and type of arguments. The effects on one variable happen in the order of
+    the program. Without `fn` it gives a decorator.
     """
-    return Function(fn)
+    if fn is None:
+        return lambda function: jit(function, **options)
+    return Function(fn, options)
 
 
-def _bound(fn: Callable[..., R], alive: weakref.ref[Any]) -> Callable[..., R]:
-    """`fn` as the method of an object that it does not keep alive; a caller of a method does."""
+def _bound(fn: Callable[..., Any], instance: weakref.ref[Any]) -> Callable[..., Any]:
+    """The function as a method of an object that it does not keep alive."""
 
-    @functools.wraps(fn)
-    def method(*args: Any, **kwargs: Any) -> R:
-        return fn(alive(), *args, **kwargs)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return fn(instance(), *args, **kwargs)
 
-    method.__signature__ = _without_first(fn)  # type: ignore[attr-defined]
-    return method
-
-
-def _without_first(fn: Callable[..., Any]) -> inspect.Signature:
-    signature = inspect.signature(fn)
-    return signature.replace(parameters=list(signature.parameters.values())[1:])
+    functools.update_wrapper(call, fn)
+    parameters = list(inspect.signature(fn).parameters.values())[1:]
+    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return call
 
 
 def _type_key(leaf: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +19,12 @@ from dflow.tracing.resources import Initial, Variable, is_variable, path_name, r
 from dflow.tracing.source import at, caller
 from dflow.tracing.trace import trace
 
+#: A path in a pytree.
+_Path = tuple[Any, ...]
+
 _counts = itertools.count()
+
+_REMEDY = "  differentiate with respect to the very variables the optimizer was made for"
 
 
 class Optimizer:
@@ -55,7 +59,7 @@ class Optimizer:
         """Update the variables by `gradients`, a pytree of arrays in their structure.
 
         In traced code the update is part of the graph, placed where the variables live. Raises GraphTypeError when
-        the structure is another.
+        the structure, or the shape of a gradient, is another than the variables'.
         """
         with with_state():
             updates, state = self._transformation.update(
@@ -69,12 +73,17 @@ class Optimizer:
 
     def _tree_of(self, gradients: Any) -> Any:
         given: Any = jax.tree_util.tree_structure(gradients)
-        if given != self._tree and given.num_leaves != len(self._variables):
+        if given != self._tree:
             raise GraphTypeError(
-                f"the gradients have the structure {given}, but the variables {self._tree}{at(caller())}\n"
-                "  differentiate with respect to the very variables the optimizer was made for"
+                f"the gradients have the structure {given}, but the variables {self._tree}{at(caller())}\n{_REMEDY}"
             )
-        return self._tree.unflatten(jax.tree_util.tree_leaves(gradients))
+        for variable, gradient in zip(self._variables, jax.tree_util.tree_leaves(gradients), strict=True):
+            if jnp.shape(gradient) != variable.shape:
+                raise GraphTypeError(
+                    f"the gradient of variable {variable.name!r} has the shape {jnp.shape(gradient)}, but the variable "
+                    f"{variable.shape}{at(caller())}\n{_REMEDY}"
+                )
+        return gradients
 
     def _make_slots(self) -> Any:
         parameters = self._tree.unflatten([variable.type.struct for variable in self._variables])
@@ -88,21 +97,29 @@ class Optimizer:
         ]
         return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(state), slots)
 
-    def _slot_name(self, path: tuple[Any, ...], owner: Variable | None) -> str:
+    def _slot_name(self, path: _Path, owner: Variable | None) -> str:
         """The path in the transformation's state, with the variable's name for its own path: `0/mu/dense/kernel`."""
         if owner is None:
             return path_name(path)
-        places = jax.tree_util.tree_flatten_with_path(self._tree.unflatten(list(range(len(self._variables)))))[0]
-        inner = next(inner for inner, place in places if self._variables[place] is owner)
+        inner = next(inner for inner, variable in self._paths() if variable is owner)
         return path_name((*path[: len(path) - len(inner)], jax.tree_util.DictKey(owner.name)))
 
     def _owners(self, state: Any) -> list[Variable | None]:
         """For each array of the state the variable it belongs to, as far as optax knows."""
-        places = self._tree.unflatten(list(range(len(self._variables))))
         marked = optax.tree_utils.tree_map_params(
-            self._transformation, lambda _, place: place, state, places, transform_non_params=lambda _: -1
+            self._transformation, lambda _: True, state, transform_non_params=lambda _: False
         )
-        return [None if place < 0 else self._variables[place] for place in jax.tree_util.tree_leaves(marked)]
+        flat, _ = jax.tree_util.tree_flatten_with_path(marked)
+        return [self._owner(path) if is_of_variable else None for path, is_of_variable in flat]
+
+    def _owner(self, path: _Path) -> Variable | None:
+        """The variable whose own path ends `path`; the longest, where several do."""
+        ends = [(inner, variable) for inner, variable in self._paths() if path[len(path) - len(inner) :] == inner]
+        return max(ends, key=lambda end: len(end[0]))[1] if ends else None
+
+    def _paths(self) -> list[tuple[_Path, Variable]]:
+        flat, _ = jax.tree_util.tree_flatten_with_path(self._tree.unflatten(range(len(self._variables))))
+        return [(path, self._variables[place]) for path, place in flat]
 
     def _initials(self) -> list[Initial]:
         """How each array of the state begins.
@@ -110,12 +127,12 @@ class Optimizer:
         One that does not depend on the parameters, such as a zero momentum, is a function of nothing that runs
         where the slot lives; another is computed here.
         """
-        traced = trace(self._initial_state, (), {})
-        whole = functools.cache(lambda: jax.tree_util.tree_leaves(self._initial_state()))
-        return [
-            _independent(traced.graph, index) or functools.partial(_nth, whole, index)
-            for index in range(len(traced.graph.outputs))
-        ]
+        graph = trace(self._initial_state, (), {}).graph
+        initials: list[Initial] = [_independent(graph, index) for index in range(len(graph.outputs))]
+        if None in initials:
+            values = jax.tree_util.tree_leaves(self._initial_state())
+            return [value if initial is None else initial for initial, value in zip(initials, values, strict=True)]
+        return initials
 
     def _initial_state(self) -> Any:
         return self._transformation.init(self._tree.unflatten([variable.read() for variable in self._variables]))
@@ -131,7 +148,3 @@ def _independent(graph: Graph, index: int) -> Callable[[], Any] | None:
         return None
     pure = discharge(Graph((), part.nodes, part.outputs))
     return lambda: pure.fn()[0]
-
-
-def _nth(whole: Callable[[], list[Any]], index: int) -> Any:
-    return whole()[index]

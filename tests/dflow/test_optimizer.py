@@ -1,0 +1,238 @@
+"""`dflow.Optimizer` against optax on arrays, for dicts, Flax and Haiku parameters; its slots, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import dflow
+from dflow.tracing.errors import GraphTypeError, VariableError
+
+HERE = Path(__file__).name
+STEPS = 5
+
+TRANSFORMATIONS: dict[str, Any] = {
+    "sgd": lambda: optax.sgd(0.1),
+    "momentum": lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
+    "adam": lambda: optax.adam(1e-2),
+    "adam with bf16 momentum": lambda: optax.adam(1e-2, mu_dtype=jnp.bfloat16),
+    "clipped adamw with a schedule": lambda: optax.chain(
+        optax.clip_by_global_norm(0.5), optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 1e-2, 2, 10))
+    ),
+    "every second step": lambda: optax.MultiSteps(optax.adam(1e-2), every_k_schedule=2),
+    "noisy": lambda: optax.noisy_sgd(1e-2, key=0),
+    "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=4),
+    "only kernels": lambda: optax.masked(
+        optax.adam(1e-2), lambda tree: jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key == "kernel", tree)
+    ),
+}
+
+
+def parameters() -> dict[str, Any]:
+    keys = jax.random.split(jax.random.key(0), 2)
+    return {
+        "hidden": {"kernel": jax.random.normal(keys[0], (4, 8)), "bias": jnp.zeros(8)},
+        "out": {"kernel": jax.random.normal(keys[1], (8, 4)), "bias": jnp.zeros(4)},
+    }
+
+
+def loss_of(params: Any, x: Any, y: Any) -> Any:
+    hidden = jax.nn.tanh(x @ params["hidden"]["kernel"] + params["hidden"]["bias"])
+    return ((hidden @ params["out"]["kernel"] + params["out"]["bias"] - y) ** 2).mean()
+
+
+def batches() -> list[tuple[Any, Any]]:
+    order = np.random.default_rng(1)
+    return [tuple(order.normal(size=(2, 6, 4)).astype(np.float32)) for _ in range(STEPS)]  # type: ignore[misc]
+
+
+def plain_jax(transformation: Any, params: Any, loss: Any) -> tuple[Any, Any, list[float]]:
+    """The parameters, the state and the losses after training with optax alone."""
+    state, losses = transformation.init(params), []
+
+    @jax.jit
+    def step(params: Any, state: Any, x: Any, y: Any) -> Any:
+        value, gradients = jax.value_and_grad(loss)(params, x, y)
+        updates, state = transformation.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    for x, y in batches():
+        params, state, value = step(params, state, x, y)
+        losses.append(float(value))
+    return params, state, losses
+
+
+def with_variables(transformation: Any, params: Any, loss: Any, prefix: str) -> tuple[Any, Any, list[float]]:
+    model = dflow.variables(params, prefix=prefix)
+    optimizer = dflow.Optimizer(transformation, model, name=f"{prefix}opt")
+
+    @dflow.jit
+    def step(x: Any, y: Any) -> Any:
+        value, gradients = dflow.value_and_grad(lambda: loss(dflow.read(model), x, y), model)()
+        optimizer.apply(gradients)
+        return value
+
+    losses = [float(step(x, y)) for x, y in batches()]
+    return dflow.read(model), dflow.read(optimizer.slots), losses
+
+
+def assert_trees_close(actual: Any, wanted: Any) -> None:
+    assert jax.tree.structure(actual) == jax.tree.structure(wanted)
+    for got, expected in zip(jax.tree.leaves(actual), jax.tree.leaves(wanted), strict=True):
+        if jnp.issubdtype(expected.dtype, jax.dtypes.prng_key):
+            got, expected = jax.random.key_data(got), jax.random.key_data(expected)
+        assert got.dtype == expected.dtype
+        np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(expected, np.float32), rtol=2e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_training_equals_optax_on_arrays(name: str) -> None:
+    make = TRANSFORMATIONS[name]
+    actual = with_variables(make(), parameters(), loss_of, f"{name}/")
+    wanted = plain_jax(make(), parameters(), loss_of)
+    for got, expected in zip(actual, wanted, strict=True):
+        assert_trees_close(jax.tree.map(jnp.asarray, got), jax.tree.map(jnp.asarray, expected))
+
+
+def test_apply_outside_of_any_function_is_the_same() -> None:
+    transformation = optax.adam(1e-2)
+    model = dflow.variables(parameters(), prefix="eager/")
+    optimizer = dflow.Optimizer(transformation, model)
+    for x, y in batches():
+        optimizer.apply(jax.grad(loss_of)(dflow.read(model), x, y))
+    wanted, _, _ = plain_jax(transformation, parameters(), loss_of)
+    assert_trees_close(dflow.read(model), wanted)
+
+
+def test_a_flax_model_trains_as_with_plain_jax() -> None:
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            return nn.Dense(4)(nn.relu(nn.LayerNorm()(nn.Dense(8)(x))))
+
+    net = Net()
+    params = net.init(jax.random.key(0), jnp.ones((1, 4)))
+
+    def loss(params: Any, x: Any, y: Any) -> Any:
+        return ((net.apply(params, x) - y) ** 2).mean()
+
+    actual = with_variables(optax.adam(1e-2), params, loss, "flax/")
+    wanted = plain_jax(optax.adam(1e-2), params, loss)
+    for got, expected in zip(actual[:2], wanted[:2], strict=True):
+        assert_trees_close(got, expected)
+    named = dflow.variables(params, prefix="flax again/")
+    assert named["params"]["Dense_0"]["kernel"].name == "flax again/params/Dense_0/kernel"
+
+
+def test_a_haiku_model_trains_as_with_plain_jax() -> None:
+    def apply(x: Any) -> Any:
+        return hk.nets.MLP([8, 4])(x)
+
+    net = hk.without_apply_rng(hk.transform(apply))
+    params = net.init(jax.random.key(0), jnp.ones((1, 4)))
+
+    def loss(params: Any, x: Any, y: Any) -> Any:
+        return ((net.apply(params, x) - y) ** 2).mean()
+
+    actual = with_variables(optax.adam(1e-2), params, loss, "haiku/")
+    wanted = plain_jax(optax.adam(1e-2), params, loss)
+    for got, expected in zip(actual[:2], wanted[:2], strict=True):
+        assert_trees_close(got, expected)
+
+
+def test_nested_containers_keep_their_structure_and_are_named_by_their_paths() -> None:
+    tree = {"a": [jnp.zeros(1), (jnp.ones(2), None)], "b": {"c": lambda: jnp.full(3, 2.0)}, "d": 1.5}
+    model = dflow.variables(tree, prefix="net/")
+    values = dflow.read(model)
+    assert jax.tree.structure(values) == jax.tree.structure(tree)
+    names = [leaf.name for leaf in jax.tree.leaves(model, is_leaf=lambda leaf: isinstance(leaf, dflow.Variable))]
+    assert names == ["net/a/0", "net/a/1/0", "net/b/c", "net/d"]
+    np.testing.assert_array_equal(values["b"]["c"], [2, 2, 2])
+    assert dflow.read({"x": 3, "v": model["d"]}) == {"x": 3, "v": 1.5}
+
+
+@pytest.mark.parametrize("shape", ["one", "list", "tuple"])
+def test_variables_in_any_structure(shape: str) -> None:
+    first, second = dflow.Variable(jnp.ones(2)), dflow.Variable(jnp.ones(3))
+    variables: Any = {"one": first, "list": [first, second], "tuple": (first, [second])}[shape]
+    optimizer = dflow.Optimizer(optax.sgd(0.5), variables)
+
+    @dflow.jit
+    def step() -> None:
+        optimizer.apply(dflow.grad(lambda: first.read().sum() + 2 * second.read().sum(), variables)())
+
+    step()
+    np.testing.assert_array_equal(first, [0.5, 0.5])
+    np.testing.assert_array_equal(second, np.ones(3) if shape == "one" else np.zeros(3))
+
+
+def test_slots_are_variables_named_for_what_they_belong_to() -> None:
+    model = dflow.variables({"dense": {"kernel": jnp.ones((2, 3))}}, prefix="m/")
+    optimizer = dflow.Optimizer(optax.adam(1e-3), model, name="adam")
+    assert optimizer.slots[0].mu["dense"]["kernel"].name == "adam/0/mu/m/dense/kernel"
+    assert optimizer.slots[0].count.name == "adam/0/count"
+    assert dflow.Optimizer(optax.sgd(0.1), model).name != dflow.Optimizer(optax.sgd(0.1), model).name
+
+
+def test_slots_that_begin_as_a_copy_of_the_parameters() -> None:
+    lookahead = optax.ema(0.5)
+    copies = optax.GradientTransformation(
+        lambda params: jax.tree.map(lambda p: p * 2, params), lambda updates, state, params=None: (updates, state)
+    )
+    weights = dflow.Variable(lambda: jnp.arange(3.0), name="weights")
+    weights.assign_add(jnp.ones(3))
+    optimizer = dflow.Optimizer(optax.chain(lookahead, copies), weights)
+    np.testing.assert_array_equal(jax.tree.leaves(dflow.read(optimizer.slots))[-1], [2, 4, 6])
+    np.testing.assert_array_equal(weights, [1, 2, 3])
+
+
+# Bad input, with the user's line.
+
+
+def assert_names_line(error: BaseException, words: str) -> None:
+    [line] = [line for line in str(error).splitlines() if line.startswith("  at ")]
+    assert HERE in line
+    assert words in Path(__file__).read_text().splitlines()[int(line.rpartition(":")[2]) - 1]
+
+
+def test_what_is_no_variable_is_refused() -> None:
+    v = dflow.Variable(jnp.ones(2))
+    with pytest.raises(VariableError, match="an optimizer needs variables, but was given ArrayImpl, float") as caught:
+        dflow.Optimizer(optax.sgd(0.1), [v, jnp.ones(3), 2.0])
+    assert_names_line(caught.value, "dflow.Optimizer(optax.sgd(0.1), [v, jnp.ones(3), 2.0])")
+    assert "make variables of a model's parameters with dflow.variables(params)" in str(caught.value)
+    with pytest.raises(VariableError, match="an optimizer needs variables, but was given none"):
+        dflow.Optimizer(optax.sgd(0.1), {})
+
+
+@pytest.mark.parametrize(
+    ("gradients", "text"),
+    [
+        ({"a": jnp.ones(2)}, "the gradients have the structure .* but the variables"),
+        ({"a": jnp.ones(2), "b": jnp.ones(3), "c": jnp.ones(1)}, "the gradients have the structure"),
+        ([jnp.ones(2), jnp.ones(3)], "the gradients have the structure"),
+        ({"a": jnp.ones(2), "z": jnp.ones(3)}, "the gradients have the structure"),
+        ({"a": jnp.ones(2), "b": jnp.ones(1)}, r"the gradient of variable 'b' has the shape \(1,\), .* \(3,\)"),
+    ],
+    ids=["one missing", "one too many", "another container", "another name", "another shape"],
+)
+@pytest.mark.parametrize("traced", [False, True], ids=["eager", "traced"])
+def test_gradients_that_do_not_fit_are_refused(gradients: Any, text: str, traced: bool) -> None:
+    model = {"a": dflow.Variable(jnp.ones(2), name="a"), "b": dflow.Variable(jnp.ones(3), name="b")}
+    optimizer = dflow.Optimizer(optax.adam(0.1), model)
+
+    def step(given: Any) -> None:
+        optimizer.apply(given)
+
+    with pytest.raises(GraphTypeError, match=text) as caught:
+        (dflow.jit(step) if traced else step)(gradients)
+    assert_names_line(caught.value, "optimizer.apply(given)")
+    np.testing.assert_array_equal(model["a"], [1, 1])
