@@ -47,7 +47,15 @@ from dflow.lowering.pipeline import pipeline
 from dflow.lowering.program import export_program
 from dflow.lowering.store import Store
 from dflow.tracing.context import Slot, home
-from dflow.tracing.errors import DeadlineExceeded, DflowError, VariableError, WireError
+from dflow.tracing.errors import (
+    DeadlineExceeded,
+    DeviceError,
+    DflowError,
+    TaskLost,
+    TransportClosed,
+    VariableError,
+    WireError,
+)
 from dflow.tracing.jax_frontend import make_jaxpr, touches_state
 from dflow.tracing.resources import Initial, Variable
 from dflow.tracing.source import at
@@ -185,11 +193,12 @@ class Cluster:
         graph = run_passes(traced.graph, passes, check=check, observe=observe)
         keys = {ref: variable.key for ref, variable in zip(graph.refs, traced.variables, strict=True)}
         compiled = make_plans(graph, self.task, keys)
-        return _Step(self, self._register(compiled), traced.constants, compiled)
+        given_up = [len(traced.constants) + leaf for leaf in traced.donated]
+        return _Step(self, self._register(compiled, given_up), traced.constants, compiled)
 
-    def _register(self, compiled: Compiled) -> Mapping[str, int]:
+    def _register(self, compiled: Compiled, given_up: Sequence[int]) -> Mapping[str, int]:
         handles = {task: self._register_remote(task, plan) for task, plan in compiled.remote.items()}
-        handles[self.task] = self._server.register(compiled.local.plan, compile_programs(compiled.local))
+        handles[self.task] = self._server.register(compiled.local.plan, compile_programs(compiled.local, given_up))
         return handles
 
     def _register_remote(self, task: str, task_plan: TaskPlan) -> int:
@@ -199,7 +208,10 @@ class Cluster:
         return _expect(answer, Registered, task).handle
 
     def run_step(self, handles: Mapping[str, int], feeds: Sequence[Any]) -> tuple[jax.Array, ...]:
-        """Run one step on every task that has a part in it; this task's fetches."""
+        """Run one step on every task that has a part in it; this task's fetches.
+
+        raises  what failed first on any of them, whose text names the task; TaskLost when a task is gone
+        """
         step = StepId(self.task, next(self._steps))
         others = [task for task in handles if task != self.task]
         mine: Future[Outcome] = Future()
@@ -212,6 +224,10 @@ class Cluster:
             fetches = fetched(self._own_part(mine, step))
             for reply in replies.values():
                 reply.wait(self._settings.step_timeout_s)
+        except TransportClosed as error:
+            lost = TaskLost(f"a task was lost in step {step.number} of {short_task_name(self.task)}: {error}")
+            self._cancel(step, others, lost)
+            raise lost from error
         except BaseException as error:
             self._cancel(step, others, error)
             raise
@@ -265,8 +281,8 @@ class ClusterHome:
         try:
             task = self._cluster.place(variable, self._job, near)
             self._create_on(task, variable, initial)
-        except VariableError as error:
-            raise VariableError(f"{error}{at(variable.loc)}") from None
+        except (VariableError, DeviceError) as error:
+            raise type(error)(f"{error}{at(variable.loc)}") from None
         return Slot(task, variable.name)
 
     def _create_on(self, task: str, variable: Variable, initial: Initial) -> None:

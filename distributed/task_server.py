@@ -227,7 +227,7 @@ class TaskServer:
         with self._lock:
             steps = list(self._runs)
         for step in steps:
-            self.cancel(step, StepCancelled(f"{describe(step)} was cancelled: {self.name} closes"))
+            self.cancel(step, TaskLost(f"{self.name} has left the cluster in {describe(step)}: it closes"))
         self._listener.close()
         self._peers.close()
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -403,7 +403,7 @@ def test_closing_a_task_fails_what_runs_there(cluster: Cluster) -> None:
     pending = cluster.client.start(run_plan(step, handle))
     create(cluster)
     cluster.ps.close()
-    with pytest.raises((errors.StepCancelled, errors.TransportClosed), match=r"closes|stopped|closed"):
+    with pytest.raises((errors.TaskLost, errors.TransportClosed), match=r"closes|stopped|closed"):
         pending.wait(DEADLINE_S)
     cluster.ps.close()
 

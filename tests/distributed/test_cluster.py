@@ -1,0 +1,497 @@
+"""A worker's view of a cluster, with every task in this process: same numbers as alone, and errors that say who."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import dflow
+from dflow.distributed.alone import Alone
+from dflow.distributed.cluster import Cluster, ClusterSettings
+from dflow.distributed.coordinator import Coordinator
+from dflow.distributed.transport.memory import MemoryNetwork
+from dflow.lowering.store import Store
+from dflow.testing import MemoryCluster, memory_cluster
+from dflow.tracing.errors import (
+    DeadlineExceeded,
+    DeviceError,
+    GraphTypeError,
+    RemoteError,
+    TaskLost,
+    VariableError,
+    VariableShapeError,
+)
+
+HERE = Path(__file__).name
+DEADLINE_S = 60.0
+SOON = ClusterSettings(join_timeout_s=0.2, request_timeout_s=30.0, step_timeout_s=30.0)
+
+
+@pytest.fixture
+def memory() -> Iterator[MemoryCluster]:
+    with memory_cluster(ps=2, workers=3) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def worker(memory: MemoryCluster) -> Iterator[Cluster]:
+    with closing(memory.worker(0)) as joined:
+        yield joined
+
+
+def line_of(error: BaseException) -> str:
+    """The line of this file that the message names."""
+    lines = [line for line in str(error).splitlines() if line.strip().startswith("at ") and HERE in line]
+    assert lines, error
+    return Path(__file__).read_text().splitlines()[int(lines[0].rpartition(":")[2]) - 1].strip()
+
+
+# The same numbers as alone.
+
+
+def normal(seed: int, *shape: int) -> Callable[[], jax.Array]:
+    return lambda: jax.random.normal(jax.random.key(seed), shape) / np.sqrt(np.prod(shape[:-1]))
+
+
+def zeros(*shape: int) -> Callable[[], jax.Array]:
+    return lambda: jnp.zeros(shape)
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "mlp": lambda: {
+        "hidden": {"kernel": normal(0, 64, 16), "bias": zeros(16)},
+        "logits": {"kernel": normal(1, 16, 10), "bias": zeros(10)},
+    },
+    "convnet": lambda: {
+        "conv": {"kernel": normal(0, 3, 3, 1, 4), "bias": zeros(4)},
+        "logits": {"kernel": normal(1, 64, 10), "bias": zeros(10)},
+    },
+}
+TRANSFORMATIONS: dict[str, Callable[[], Any]] = {
+    "sgd": lambda: optax.sgd(0.1),
+    "momentum": lambda: optax.sgd(0.1, momentum=0.9),
+    "adam": lambda: optax.adam(1e-2),
+    "clipped adamw": lambda: optax.chain(
+        optax.clip_by_global_norm(0.1), optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 1e-2, 2, 10))
+    ),
+}
+
+
+def predict(params: Any, images: Any) -> Any:
+    x = images
+    if "conv" in params:
+        numbers = ("NHWC", "HWIO", "NHWC")
+        x = jax.lax.conv_general_dilated(x, params["conv"]["kernel"], (2, 2), "SAME", dimension_numbers=numbers)
+        x = jax.nn.relu(x + params["conv"]["bias"])
+    x = x.reshape(x.shape[0], -1)
+    if "hidden" in params:
+        x = jax.nn.relu(x @ params["hidden"]["kernel"] + params["hidden"]["bias"])
+    return x @ params["logits"]["kernel"] + params["logits"]["bias"]
+
+
+def train(cluster: Cluster | Alone, model_name: str, transformation: str, steps: int = 6) -> tuple[Any, Any, Any]:
+    """Train on fixed batches; the weights, the optimizer's state and the losses."""
+    name = f"{model_name} {transformation}"
+    with cluster.parameter_servers():
+        model = dflow.variables(MODELS[model_name](), prefix=f"{name}/")
+        optimizer = dflow.Optimizer(TRANSFORMATIONS[transformation](), model, name=f"{name}/opt")
+
+    @dflow.jit
+    def step(images: Any, labels: Any) -> Any:
+        def loss() -> Any:
+            logits = predict(dflow.read(model), images)
+            return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+        value, gradients = dflow.value_and_grad(loss, model)()
+        optimizer.apply(gradients)
+        return {"loss": value}
+
+    order = np.random.default_rng(0)
+    batches = [
+        (order.normal(size=(8, 8, 8, 1)).astype(np.float32), order.integers(0, 10, 8).astype(np.int32))
+        for _ in range(steps)
+    ]
+    run = dflow.distributed.Async(cluster).run(step, batches, steps=steps, name=name)
+    losses = [float(metrics["loss"]) for metrics in run]
+    assert len(losses) == steps
+    return jax.device_get(dflow.read(model)), jax.device_get(dflow.read(optimizer.slots)), losses
+
+
+@pytest.mark.parametrize(
+    ("model", "transformation"),
+    [("convnet", "sgd"), ("mlp", "momentum"), ("mlp", "adam"), ("convnet", "clipped adamw"), ("mlp", "clipped adamw")],
+)
+def test_one_worker_trains_as_a_process_alone(worker: Cluster, model: str, transformation: str) -> None:
+    there, alone = train(worker, model, transformation), train(Alone(), model, transformation)
+    assert jax.tree.structure(there) == jax.tree.structure(alone)
+    for got, wanted in zip(jax.tree.leaves(there), jax.tree.leaves(alone), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_variables_are_spread_and_slots_are_with_what_they_belong_to(worker: Cluster) -> None:
+    with worker.parameter_servers():
+        model = dflow.variables({name: zeros(100) for name in "abcd"}, prefix="spread/")
+        optimizer = dflow.Optimizer(optax.adam(1e-3), model, name="spread/adam")
+    assert {variable.device for variable in model.values()} == {"/job:ps/task:0", "/job:ps/task:1"}
+    for name, variable in model.items():
+        assert optimizer.slots[0].mu[name].device == optimizer.slots[0].nu[name].device == variable.device
+
+
+def test_the_variables_of_a_cluster_are_used_as_any_other(worker: Cluster) -> None:
+    with worker.parameter_servers():
+        v = dflow.Variable(zeros(3), name="v")
+        key = dflow.Variable(lambda: jnp.ones(2, jnp.bfloat16), name="half")
+    v.assign(jnp.arange(3.0))
+    v.assign_add(jnp.ones(3))
+    v.assign_add(jnp.ones(3))
+    np.testing.assert_array_equal(v, [2, 3, 4])
+    assert float(v[1] + v @ v) == 32.0
+    assert key.read().dtype == jnp.bfloat16
+    before = v.read()
+    v.assign(jnp.zeros(3))
+    np.testing.assert_array_equal(before, [2, 3, 4])
+
+
+def test_the_first_to_ask_creates_and_the_others_get(memory: MemoryCluster) -> None:
+    def start(index: int) -> float:
+        with closing(memory.worker(index)) as cluster, cluster.parameter_servers():
+            ready.wait(DEADLINE_S)
+            v = dflow.Variable(jnp.float32(index), name="first")
+            ready.wait(DEADLINE_S)
+            return float(v)
+
+    ready = threading.Barrier(3)
+    with ThreadPoolExecutor(3) as pool:
+        seen = [future.result(DEADLINE_S) for future in [pool.submit(start, index) for index in range(3)]]
+    assert len(set(seen)) == 1
+
+
+def test_workers_that_add_at_once_lose_nothing(memory: MemoryCluster) -> None:
+    def work(index: int) -> int:
+        with closing(memory.worker(index)) as cluster:
+            with cluster.parameter_servers():
+                count, other = (dflow.Variable(zeros(), name=name) for name in ("count", "other"))
+
+            @dflow.jit
+            def step(x: Any) -> Any:
+                count.assign_add(x)
+                other.assign_add(2 * x)
+                return count.read()
+
+            run = dflow.distributed.Async(cluster).run(step, iter(lambda: (jnp.float32(1.0),), 0), steps=60, name="add")
+            done = sum(1 for _ in run)
+            ends.wait(DEADLINE_S)
+            totals.append((float(count), float(other)))
+            return done
+
+    ends, totals = threading.Barrier(3), list[tuple[float, float]]()
+    with ThreadPoolExecutor(3) as pool:
+        done = [future.result(DEADLINE_S) for future in [pool.submit(work, index) for index in range(3)]]
+    assert sum(done) == 60
+    assert totals == [(60.0, 120.0)] * 3
+
+
+def test_a_step_leaves_nothing_behind(memory: MemoryCluster, worker: Cluster) -> None:
+    with worker.parameter_servers():
+        v = dflow.Variable(zeros(3), name="v")
+
+    @dflow.jit
+    def step(x: Any) -> Any:
+        v.assign_add(x)
+        return v.read()
+
+    for _ in range(5):
+        step(jnp.ones(3))
+    for task in memory.tasks.values():
+        held = task.server.statistics()
+        assert (held.running, held.rendezvous.waiters, held.rendezvous.values) == (0, 0, 0)
+
+
+# Who is not there.
+
+
+def test_a_coordinator_nobody_answers_for() -> None:
+    with pytest.raises(DeadlineExceeded, match=r"the coordinator at nowhere could not be reached within 0\.2 s"):
+        Cluster("nowhere", MemoryNetwork(), job="worker", index=0, store=Store(), settings=SOON, address="")
+
+
+def test_an_address_nobody_answers_at_over_tcp() -> None:
+    with pytest.raises(DeadlineExceeded, match=r"the coordinator at 127\.0\.0\.1:1 could not be reached within 0\.2 s"):
+        dflow.connect("127.0.0.1:1", index=0, settings=SOON)
+
+
+def test_a_parameter_task_that_never_comes_is_named() -> None:
+    network = MemoryNetwork()
+    coordinator = Coordinator(network, "", {"ps": 2, "worker": 1})
+    with closing(coordinator), pytest.raises(DeadlineExceeded, match=r"2 are missing: ps:0, ps:1") as caught:
+        Cluster(coordinator.address, network, job="worker", index=0, store=Store(), settings=SOON, address="")
+    assert "waited 0.2 s" in str(caught.value)
+
+
+def test_a_second_worker_of_one_number_is_refused(memory: MemoryCluster, worker: Cluster) -> None:
+    with pytest.raises(RemoteError, match="worker:0"):
+        memory.worker(0)
+    assert "/job:worker/task:0" in worker.tasks
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (np.ones(3, np.float32), r"variable 'v' holds f32\[2\] but assign was given f32\[3\]"),
+        (np.ones(2, np.int32), r"variable 'v' holds f32\[2\] but assign was given i32\[2\]"),
+    ],
+)
+@pytest.mark.parametrize("traced", [False, True], ids=["eager", "traced"])
+def test_a_wrong_value_for_a_remote_variable(worker: Cluster, value: Any, text: str, traced: bool) -> None:
+    with worker.parameter_servers():
+        v = dflow.Variable(zeros(2), name="v")
+
+    def write(x: Any) -> None:
+        v.assign(x)
+
+    with pytest.raises(VariableShapeError, match=text) as caught:
+        (dflow.jit(write) if traced else write)(value)
+    assert line_of(caught.value) == "v.assign(x)"
+
+
+def test_one_name_with_two_types_is_refused_from_one_worker_and_from_two(memory: MemoryCluster) -> None:
+    first, second = memory.worker(0), memory.worker(1)
+    with closing(first), closing(second):
+        with first.parameter_servers():
+            dflow.Variable(zeros(2), name="taken")
+        for cluster in (first, second):
+            with cluster.parameter_servers():
+                with pytest.raises(VariableError, match=r"variable 'taken' is float32\[2\] and was asked") as caught:
+                    dflow.Variable(zeros(3), name="taken")
+                assert "float32[3]" in str(caught.value)
+                assert line_of(caught.value) == 'dflow.Variable(zeros(3), name="taken")'
+                dflow.Variable(zeros(2), name="taken")
+
+
+def test_a_job_without_tasks(worker: Cluster) -> None:
+    text = "job 'gpu', which has no task that is live or expected"
+    with worker.parameter_servers("gpu"), pytest.raises(DeviceError, match=text) as caught:
+        dflow.Variable(zeros(2), name="v")
+    assert line_of(caught.value) == 'dflow.Variable(zeros(2), name="v")'
+
+
+def test_a_device_that_no_task_offers_lists_the_tasks(worker: Cluster) -> None:
+    with worker.parameter_servers():
+        v = dflow.Variable(zeros(2), name="v")
+
+    @dflow.jit
+    def f(x: Any) -> Any:
+        with dflow.device("/job:ps/task:7"):
+            return x * v.read()
+
+    with pytest.raises(DeviceError, match="placed on /job:ps/task:7, but no task offers it") as caught:
+        f(jnp.ones(2))
+    assert "ps:0, ps:1" in str(caught.value)
+    assert line_of(caught.value) == "return x * v.read()"
+
+
+def test_a_device_scope_runs_its_ops_there(worker: Cluster) -> None:
+    with worker.parameter_servers():
+        v = dflow.Variable(lambda: jnp.arange(4.0), name="v")
+
+    @dflow.jit
+    def f(x: Any) -> Any:
+        with dflow.device("ps:1"):
+            product = v.read() * x
+        return product.sum()
+
+    assert float(f(jnp.ones(4))) == 6.0
+
+
+def test_gradients_that_do_not_fit_are_refused_before_any_step(worker: Cluster) -> None:
+    with worker.parameter_servers():
+        model = dflow.variables({"a": zeros(2), "b": zeros(3)}, prefix="fit/")
+        optimizer = dflow.Optimizer(optax.sgd(0.1), model, name="fit/sgd")
+
+    @dflow.jit
+    def step() -> None:
+        optimizer.apply({"a": jnp.ones(2)})
+
+    with pytest.raises(GraphTypeError, match="the gradients have the structure") as caught:
+        step()
+    assert line_of(caught.value) == 'optimizer.apply({"a": jnp.ones(2)})'
+
+
+def test_variables_of_two_clusters_in_one_function(worker: Cluster) -> None:
+    with worker.parameter_servers():
+        here = dflow.Variable(zeros(2), name="here")
+    with memory_cluster() as other, closing(other.worker(0)) as elsewhere:
+        with elsewhere.parameter_servers():
+            there = dflow.Variable(zeros(2), name="there")
+        with pytest.raises(VariableError, match="variables of 2 clusters"):
+            dflow.jit(lambda: here.read() + there.read())()
+
+
+# Steps that end early.
+
+
+def slow_and_quick(worker: Cluster) -> tuple[dflow.Variable, Callable[[Any], Any]]:
+    """A variable on ps:0 or ps:1, and a step over it."""
+    with worker.parameter_servers():
+        v = dflow.Variable(zeros(3), name="v")
+
+    @dflow.jit
+    def step(x: Any) -> Any:
+        v.assign_add(x)
+        return v.read()
+
+    return v, step
+
+
+def test_a_step_that_fails_on_a_task_names_it_and_the_next_one_runs(memory: MemoryCluster, worker: Cluster) -> None:
+    v, step = slow_and_quick(worker)
+    step(jnp.ones(3))
+    [task] = [task for task in memory.tasks.values() if v.key in task.server.store]
+    call = task.server.store.call
+
+    def fail(*_: Any) -> Any:
+        raise FloatingPointError("the multiplier is on fire")
+
+    task.server.store.call = fail  # type: ignore[method-assign]
+    with pytest.raises(RemoteError, match="the multiplier is on fire") as caught:
+        step(jnp.ones(3))
+    assert task.server.name in str(caught.value)
+    task.server.store.call = call  # type: ignore[method-assign]
+    np.testing.assert_array_equal(step(jnp.ones(3)), [2, 2, 2])
+    assert worker._server.statistics().running == 0
+
+
+def test_a_lost_variable_is_named(memory: MemoryCluster, worker: Cluster) -> None:
+    v, step = slow_and_quick(worker)
+    [task] = [task for task in memory.tasks.values() if v.key in task.server.store]
+    task.server.store.drop(v.key)
+    with pytest.raises(VariableError, match="no variable 'v' is held here") as caught:
+        step(jnp.ones(3))
+    assert task.server.name in str(caught.value)
+    with pytest.raises(VariableError, match="no variable 'v' is held here"):
+        v.read()
+
+
+def hold_calls(store: Store, entered: threading.Event, leave: threading.Event) -> None:
+    """Let the store's next programs wait until `leave` is set."""
+    call = store.call
+
+    def held(*words: Any) -> Any:
+        entered.set()
+        assert leave.wait(DEADLINE_S)
+        return call(*words)
+
+    store.call = held  # type: ignore[method-assign]
+
+
+def test_a_step_ends_when_every_task_has_ended_its_part(memory: MemoryCluster, worker: Cluster) -> None:
+    with worker.parameter_servers():
+        v, other = (dflow.Variable(zeros(3), name=name) for name in ("v", "other"))
+    [task] = [task for task in memory.tasks.values() if v.key in task.server.store]
+    step = dflow.jit(v.assign_add)
+    entered, leave = threading.Event(), threading.Event()
+    hold_calls(task.server.store, entered, leave)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(step, jnp.ones(3))
+        assert entered.wait(DEADLINE_S)
+        other.read()
+        assert not running.done()
+        leave.set()
+        running.result(DEADLINE_S)
+    np.testing.assert_array_equal(v, [1, 1, 1])
+
+
+@pytest.mark.parametrize("how", ["closes", "vanishes"])
+def test_a_task_that_dies_in_a_step_ends_it_with_its_name(memory: MemoryCluster, worker: Cluster, how: str) -> None:
+    v, step = slow_and_quick(worker)
+    step(jnp.ones(3))
+    [task] = [task for task in memory.tasks.values() if v.key in task.server.store]
+    entered, leave, gone = threading.Event(), threading.Event(), threading.Event()
+    worker._client.call_on_roster(lambda roster: gone.set() if any(info.left for info in roster.tasks) else None)
+    hold_calls(task.server.store, entered, leave)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(step, jnp.ones(3))
+        assert entered.wait(DEADLINE_S)
+        if how == "closes":
+            task.client.close("killed")
+            task.server.close()
+        else:
+            task.server._listener.close()
+        with pytest.raises(TaskLost, match=task.server.name):
+            running.result(DEADLINE_S)
+        task.client.close("killed")
+        leave.set()
+    gone.wait(DEADLINE_S)
+    with pytest.raises(TaskLost, match=f"{task.server.name} is not in the cluster"):
+        step(jnp.ones(3))
+
+
+def test_a_worker_that_leaves_in_a_step_frees_the_tasks(memory: MemoryCluster) -> None:
+    worker = memory.worker(0)
+    v, step = slow_and_quick(worker)
+    [task] = [task for task in memory.tasks.values() if v.key in task.server.store]
+    entered, leave = threading.Event(), threading.Event()
+    hold_calls(task.server.store, entered, leave)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(step, jnp.ones(3))
+        assert entered.wait(DEADLINE_S)
+        worker.close()
+        with pytest.raises(TaskLost, match="worker/task:0 has left the cluster"):
+            running.result(DEADLINE_S)
+        leave.set()
+    with closing(memory.worker(1)) as other:
+        _, step_of_other = slow_and_quick(other)
+        step_of_other(jnp.ones(3))
+
+
+def test_a_step_that_takes_too_long_names_the_tasks(memory: MemoryCluster) -> None:
+    with closing(memory.worker(0, ClusterSettings(step_timeout_s=0.2))) as worker:
+        v, step = slow_and_quick(worker)
+        [task] = [task for task in memory.tasks.values() if v.key in task.server.store]
+        entered, leave = threading.Event(), threading.Event()
+        hold_calls(task.server.store, entered, leave)
+        with pytest.raises(DeadlineExceeded, match=r"0\.2 s") as caught:
+            step(jnp.ones(3))
+        leave.set()
+    assert "ps" in str(caught.value)
+
+
+def test_a_failed_step_is_cancelled_on_every_task(memory: MemoryCluster, worker: Cluster) -> None:
+    with worker.parameter_servers():
+        made = [dflow.Variable(zeros(3), name=name) for name in "ab"]
+    assert len({variable.device for variable in made}) == 2
+
+    @dflow.jit
+    def step(x: Any) -> Any:
+        first, second = made
+        first.assign_add(second.read() + x)
+        return first.read()
+
+    step(jnp.ones(3))
+    sender = memory.tasks["ps:0" if made[1].device == "/job:ps/task:0" else "ps:1"]
+    waiting = memory.tasks["ps:1" if made[1].device == "/job:ps/task:0" else "ps:0"]
+
+    def fail(*_: Any) -> Any:
+        raise FloatingPointError("no second")
+
+    call, sender.server.store.call = sender.server.store.call, fail  # type: ignore[method-assign]
+    with pytest.raises(RemoteError, match="no second"):
+        step(jnp.ones(3))
+    sender.server.store.call = call  # type: ignore[method-assign]
+    # The waiting task answers in order, so its cancellation has been handled once this is answered.
+    np.testing.assert_array_equal(made[0], [1, 1, 1])
+    assert waiting.server.statistics().running == 0
+    np.testing.assert_array_equal(step(jnp.ones(3)), [2, 2, 2])
