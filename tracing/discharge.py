@@ -17,17 +17,15 @@ from dflow.tracing.jax_frontend import (
     Equation,
     Jaxpr,
     accesses,
-    assign_add_p,
-    assign_p,
     bind,
     closed_parts,
     is_literal,
     origin_of,
-    read_p,
     scan_counts,
     touches_state,
 )
 from dflow.tracing.source import at
+from dflow.tracing.state_primitives import assign_add_p, assign_p, read_p
 
 
 class State:

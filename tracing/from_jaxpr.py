@@ -22,18 +22,15 @@ from dflow.tracing.jax_frontend import (
     Jaxpr,
     Origin,
     accesses,
-    assign_add_p,
-    assign_p,
     closed_parts,
     has_other_effects,
     is_literal,
     make_jaxpr,
-    name_p,
     origin_of,
-    read_p,
     touches_state,
 )
 from dflow.tracing.op import numeric
+from dflow.tracing.state_primitives import assign_add_p, assign_p, name_p, read_p
 from dflow.tracing.types import ArrayType, RefType, TokenType, array_type_of
 
 _STATE_OPS = {read_p: ops.var_read, assign_p: ops.var_assign, assign_add_p: ops.var_assign_add}

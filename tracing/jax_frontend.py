@@ -1,8 +1,8 @@
 """The only file that touches JAX's internals.
 
-State is recorded by primitives with an effect per resource (`VariableEffect`), so that any JAX trace keeps them in
-program order and `scan`, `cond`, `remat` and the custom derivatives let them through. What is taken from `jax._src`,
-and the public form that was tried:
+State is recorded by primitives with an effect per resource (`ResourceEffect`; the primitives are in
+`state_primitives.py`), so that any JAX trace keeps them in program order and `scan`, `cond`, `remat` and the custom
+derivatives let them through. What is taken from `jax._src`, and the public form that was tried:
 
 - the effect allow-lists: none is public, and without them JAX refuses our effects inside control flow;
 - `Effect`: its only public name is in `jax.extend.core`, which warns that it may go;
@@ -32,11 +32,10 @@ from jax._src.interpreters import mlir as jax_mlir
 from jax._src.random.prng import PRNGImpl
 from jax.extend import core as jex
 from jax.extend.core import primitives as jax_primitives
-from jax.interpreters import ad, batching, mlir
 
 from dflow.tracing.device import METADATA_KEY
-from dflow.tracing.errors import DflowError, InternalError, LostWriteError
-from dflow.tracing.source import Loc, at, caller, is_user_file
+from dflow.tracing.errors import InternalError
+from dflow.tracing.source import Loc, is_user_file
 from dflow.tracing.types import ArrayType
 
 Jaxpr = Any
@@ -75,8 +74,8 @@ class Handle:
 
 
 @dataclass(frozen=True)
-class VariableEffect(jax_effects.Effect):
-    """An access to one variable; two are equal when they are the same access to the same variable."""
+class ResourceEffect(jax_effects.Effect):
+    """An access to one resource; two are equal when they are the same access to the same resource."""
 
     access: Access
     handle: Handle
@@ -93,88 +92,7 @@ for _allowed in (
     jax_effects.custom_derivatives_allowed_effects,
     jax_effects.lowerable_effects,
 ):
-    _allowed.add_type(VariableEffect)
-
-
-def _aval(type: ArrayType) -> Any:
-    return jax_core.ShapedArray(type.shape, type.dtype)
-
-
-def _refuse_batched_write(args: Sequence[Any], dims: Sequence[Any], *, handle: Handle) -> Any:
-    raise DflowError(
-        f"variable {handle.name!r} is written under vmap with a value that differs along the batch; which of the "
-        f"values should it hold? Reduce over the batch first, or write outside the vmap{at(_line_bound())}"
-    )
-
-
-def _refuse_lost_write(primals: Sequence[Any], tangents: Sequence[Any], *, handle: Handle, bind: Any) -> Any:
-    if all(type(tangent) is ad.Zero for tangent in tangents):
-        return bind.bind(*primals, handle=handle), []
-    raise LostWriteError(
-        f"variable {handle.name!r} is written a value that depends on what jax.grad differentiates, and JAX "
-        f"would drop that write{at(_line_bound())}\n"
-        "  use dflow.grad or dflow.value_and_grad in the place of jax.grad: they carry the state through; "
-        "or write jax.lax.stop_gradient(value)"
-    )
-
-
-def _refuse_plain_jit(*_: Any, handle: Handle, **__: Any) -> Any:
-    raise DflowError(
-        f"variable {handle.name!r} is used in a function that JAX compiles by itself{at(caller())}\n"
-        f"  decorate the outermost function with @dflow.jit, or pass it the value, {handle.name}.read()"
-    )
-
-
-def _state_primitive(name: str, accesses: tuple[Access, ...], *, gives: bool) -> Any:
-    primitive = jex.Primitive(name)
-    primitive.multiple_results = not gives
-
-    def abstract(*_: Any, handle: Handle) -> Any:
-        effects = {VariableEffect(access, handle) for access in accesses}
-        return (_aval(handle.type) if gives else []), effects
-
-    primitive.def_effectful_abstract_eval(abstract)
-    mlir.register_lowering(primitive, _refuse_plain_jit)
-    return primitive
-
-
-read_p = _state_primitive("var_read", (Access.READ,), gives=True)
-assign_p = _state_primitive("var_assign", (Access.WRITE,), gives=False)
-assign_add_p = _state_primitive("var_assign_add", (Access.READ, Access.WRITE), gives=False)
-WRITES = (assign_p, assign_add_p)
-
-read_p.def_impl(lambda *, handle: handle.variable.home.read(handle.variable))
-
-
-@assign_p.def_impl
-def _assign_now(value: jax.Array, *, handle: Handle) -> list[Any]:
-    handle.variable.home.write(handle.variable, value)
-    return []
-
-
-@assign_add_p.def_impl
-def _assign_add_now(delta: jax.Array, *, handle: Handle) -> list[Any]:
-    handle.variable.home.add(handle.variable, delta)
-    return []
-
-
-def _register_write_rules(primitive: Any) -> None:
-    def jvp(primals: Sequence[Any], tangents: Sequence[Any], *, handle: Handle) -> Any:
-        return _refuse_lost_write(primals, tangents, handle=handle, bind=primitive)
-
-    ad.primitive_jvps[primitive] = jvp
-    batching.primitive_batchers[primitive] = _refuse_batched_write
-
-
-for _primitive in WRITES:
-    _register_write_rules(_primitive)
-
-name_p = jex.Primitive("name")
-name_p.def_impl(lambda value, *, name: value)
-name_p.def_abstract_eval(lambda value, *, name: value)
-ad.primitive_jvps[name_p] = lambda primals, tangents, *, name: (name_p.bind(*primals, name=name), tangents[0])
-batching.defvectorized(name_p)
-mlir.register_lowering(name_p, lambda ctx, value, *, name: [value])
+    _allowed.add_type(ResourceEffect)
 
 
 @dataclass(frozen=True)
@@ -209,7 +127,7 @@ class Origin:
             yield
 
 
-def _line_bound() -> Loc | None:
+def line_bound() -> Loc | None:
     """The user's line of the op that JAX transforms now: not where the transformation stands, but where the op does."""
     return Origin(None, source_info_util.current()).loc
 
@@ -260,7 +178,7 @@ def accesses(effects: Any) -> tuple[list[Any], list[Any]]:
     """The variables read and the variables written by a set of effects, each once, in order of creation."""
     found: dict[Access, set[Any]] = {Access.READ: set(), Access.WRITE: set()}
     for effect in effects:
-        if isinstance(effect, VariableEffect):
+        if isinstance(effect, ResourceEffect):
             found[effect.access].add(effect.handle.variable)
     reads, writes = (sorted(found[access], key=lambda variable: variable.serial) for access in Access)
     return reads, writes
@@ -276,12 +194,12 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
 
 def touches_state(effects: Any) -> bool:
     """Whether any of the effects is an access to a variable."""
-    return any(isinstance(effect, VariableEffect) for effect in effects)
+    return any(isinstance(effect, ResourceEffect) for effect in effects)
 
 
 def has_other_effects(effects: Any) -> bool:
     """Whether any effect is one that JAX has and dflow does not know."""
-    return any(not isinstance(effect, (VariableEffect, jax_core.NamedAxisEffect)) for effect in effects)
+    return any(not isinstance(effect, (ResourceEffect, jax_core.NamedAxisEffect)) for effect in effects)
 
 
 def make_jaxpr(fn: Callable[..., Any], *args: Any) -> tuple[Jaxpr, list[Any], Any]:

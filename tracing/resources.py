@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -18,8 +18,9 @@ import numpy as np
 
 from dflow.tracing.context import Home, current_home
 from dflow.tracing.errors import VariableError, VariableShapeError
-from dflow.tracing.jax_frontend import Handle, assign_add_p, assign_p, is_tracing, name_p, read_p
+from dflow.tracing.jax_frontend import Handle, is_tracing
 from dflow.tracing.source import at, caller
+from dflow.tracing.state_primitives import assign_add_p, assign_p, name_p, read_p
 from dflow.tracing.types import ArrayType, array_type_of
 
 #: A first value, or a function without arguments that gives it, run where the variable lives.
@@ -137,6 +138,24 @@ class Variable:
 
     def __len__(self) -> int:
         return len(self.read())
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.read())
+
+    def __bool__(self) -> bool:
+        return bool(self.read())
+
+    def __int__(self) -> int:
+        return int(self.read())
+
+    def __float__(self) -> float:
+        return float(self.read())
+
+    def __index__(self) -> int:
+        return operator.index(self.read())
+
+    def __format__(self, spec: str) -> str:
+        return format(self.read(), spec) if spec else repr(self)
 
     def __repr__(self) -> str:
         place = f" on {self.device}" if self.device else ""
