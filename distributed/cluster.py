@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
@@ -37,7 +37,7 @@ from dflow.distributed.messages import (
     WriteVariable,
 )
 from dflow.distributed.task_server import TaskServer, TaskSettings
-from dflow.distributed.transport.base import PendingReply, Reply, Transport
+from dflow.distributed.transport.base import Peer, PendingReply, Reply, Transport
 from dflow.lowering.channel import StepId
 from dflow.lowering.compile import Compiled, TaskPlan, make_plans
 from dflow.lowering.execute import Outcome
@@ -213,23 +213,23 @@ class Cluster:
         raises  what failed first on any of them, whose text names the task; TaskLost when a task is gone
         """
         step = StepId(self.task, next(self._steps))
-        others = [task for task in handles if task != self.task]
+        others = {task: self._server.peer(task) for task in handles if task != self.task}
         mine: Future[Outcome] = Future()
-        replies: dict[str, PendingReply] = {}
+        replies: list[PendingReply] = []
         try:
-            for task in others:
-                replies[task] = self._server.peer(task).start(RunPlan(handles[task], step.origin, step.number))
-                replies[task].when_done(partial(_fail_on_error, mine))
+            for task, peer in others.items():
+                replies.append(peer.start(RunPlan(handles[task], step.origin, step.number)))
+                replies[-1].when_done(partial(_fail_on_error, mine))
             self._server.run(handles[self.task], step, feeds, partial(_set_once, mine))
             fetches = fetched(self._own_part(mine, step))
-            for reply in replies.values():
+            for reply in replies:
                 reply.wait(self._settings.step_timeout_s)
         except TransportClosed as error:
             lost = TaskLost(f"a task was lost in step {step.number} of {short_task_name(self.task)}: {error}")
-            self._cancel(step, others, lost)
+            self._cancel(step, others.values(), lost)
             raise lost from error
         except BaseException as error:
-            self._cancel(step, others, error)
+            self._cancel(step, others.values(), error)
             raise
         return fetches
 
@@ -243,14 +243,12 @@ class Cluster:
                 f"{', '.join(map(short_task_name, self.tasks))}"
             ) from None
 
-    def _cancel(self, step: StepId, others: Sequence[str], error: BaseException) -> None:
+    def _cancel(self, step: StepId, others: Iterable[Peer], error: BaseException) -> None:
         self._server.cancel(step, error)
         message = CancelStep(step.origin, step.number, f"{type(error).__name__}: {error}")
-        for task in others:
-            try:
-                self._server.peer(task).notify(message)
-            except DflowError:
-                continue  # the task is gone, and its part with it
+        for peer in others:
+            with contextlib.suppress(DflowError):  # the task is gone, and its part with it
+                peer.notify(message)
 
 
 class _Step:

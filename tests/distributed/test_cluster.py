@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +21,9 @@ import dflow
 from dflow.distributed.alone import Alone
 from dflow.distributed.cluster import Cluster, ClusterSettings
 from dflow.distributed.coordinator import Coordinator
+from dflow.distributed.stock_task import StockTask
 from dflow.distributed.transport.memory import MemoryNetwork
+from dflow.distributed.transport.tcp import TcpTransport
 from dflow.lowering.store import Store
 from dflow.testing import MemoryCluster, memory_cluster
 from dflow.tracing.errors import (
@@ -340,11 +344,39 @@ def test_variables_of_two_clusters_in_one_function(worker: Cluster) -> None:
             dflow.jit(lambda: here.read() + there.read())()
 
 
+# Bytes that are no messages.
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [b"GET / HTTP/1.1\r\n\r\n", b"\0" * 64, b"\xff" * 4096, bytes(range(256)) * 16],
+    ids=["http", "zeros", "ones", "counting"],
+)
+def test_nonsense_at_a_task_ends_its_own_connection_alone(nonsense: bytes) -> None:
+    coordinator = Coordinator(TcpTransport(), "127.0.0.1:0", {"ps": 1, "worker": 1})
+    task = StockTask(TcpTransport(), "/job:ps/task:0", coordinator.address)
+    worker = dflow.connect(coordinator.address, index=0, settings=SOON)
+    assert isinstance(worker, Cluster)
+    _, step = one_variable(worker)
+    step(jnp.ones(3))
+    for address in (task.server.address, worker._server.address, coordinator.address):
+        host, _, port = address.rpartition(":")
+        stranger = socket.create_connection((host, int(port)), timeout=DEADLINE_S)
+        with stranger, contextlib.suppress(ConnectionError):
+            stranger.sendall(nonsense)
+            stranger.shutdown(socket.SHUT_WR)
+            while stranger.recv(4096):
+                pass
+    np.testing.assert_array_equal(step(jnp.ones(3)), [2, 2, 2])
+    for one in (worker, task, coordinator):
+        one.close()
+
+
 # Steps that end early.
 
 
-def slow_and_quick(worker: Cluster) -> tuple[dflow.Variable, Callable[[Any], Any]]:
-    """A variable on ps:0 or ps:1, and a step over it."""
+def one_variable(worker: Cluster) -> tuple[dflow.Variable, Callable[[Any], Any]]:
+    """A variable on one of the tasks, and a step over it."""
     with worker.parameter_servers():
         v = dflow.Variable(zeros(3), name="v")
 
@@ -357,7 +389,7 @@ def slow_and_quick(worker: Cluster) -> tuple[dflow.Variable, Callable[[Any], Any
 
 
 def test_a_step_that_fails_on_a_task_names_it_and_the_next_one_runs(memory: MemoryCluster, worker: Cluster) -> None:
-    v, step = slow_and_quick(worker)
+    v, step = one_variable(worker)
     step(jnp.ones(3))
     [task] = [task for task in memory.tasks.values() if v.key in task.server.store]
     call = task.server.store.call
@@ -375,7 +407,7 @@ def test_a_step_that_fails_on_a_task_names_it_and_the_next_one_runs(memory: Memo
 
 
 def test_a_lost_variable_is_named(memory: MemoryCluster, worker: Cluster) -> None:
-    v, step = slow_and_quick(worker)
+    v, step = one_variable(worker)
     [task] = [task for task in memory.tasks.values() if v.key in task.server.store]
     task.server.store.drop(v.key)
     with pytest.raises(VariableError, match="no variable 'v' is held here") as caught:
@@ -414,17 +446,30 @@ def test_a_step_ends_when_every_task_has_ended_its_part(memory: MemoryCluster, w
     np.testing.assert_array_equal(v, [1, 1, 1])
 
 
+def note_connects(memory: MemoryCluster, tried: list[str]) -> None:
+    """Keep the addresses to which anyone connects from now on."""
+    connect = memory.network.connect
+
+    def noted(address: str, **words: Any) -> Any:
+        tried.append(address)
+        return connect(address, **words)
+
+    memory.network.connect = noted  # type: ignore[method-assign]
+
+
 @pytest.mark.parametrize("how", ["closes", "vanishes"])
 def test_a_task_that_dies_in_a_step_ends_it_with_its_name(memory: MemoryCluster, worker: Cluster, how: str) -> None:
-    v, step = slow_and_quick(worker)
+    v, step = one_variable(worker)
     step(jnp.ones(3))
     [task] = [task for task in memory.tasks.values() if v.key in task.server.store]
     entered, leave, gone = threading.Event(), threading.Event(), threading.Event()
     worker._client.call_on_roster(lambda roster: gone.set() if any(info.left for info in roster.tasks) else None)
     hold_calls(task.server.store, entered, leave)
+    tried: list[str] = []
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(step, jnp.ones(3))
         assert entered.wait(DEADLINE_S)
+        note_connects(memory, tried)
         if how == "closes":
             task.client.close("killed")
             task.server.close()
@@ -432,6 +477,7 @@ def test_a_task_that_dies_in_a_step_ends_it_with_its_name(memory: MemoryCluster,
             task.server._listener.close()
         with pytest.raises(TaskLost, match=task.server.name):
             running.result(DEADLINE_S)
+        assert tried == [], "nobody waits for a dead task to take a cancellation"
         task.client.close("killed")
         leave.set()
     gone.wait(DEADLINE_S)
@@ -441,7 +487,7 @@ def test_a_task_that_dies_in_a_step_ends_it_with_its_name(memory: MemoryCluster,
 
 def test_a_worker_that_leaves_in_a_step_frees_the_tasks(memory: MemoryCluster) -> None:
     worker = memory.worker(0)
-    v, step = slow_and_quick(worker)
+    v, step = one_variable(worker)
     [task] = [task for task in memory.tasks.values() if v.key in task.server.store]
     entered, leave = threading.Event(), threading.Event()
     hold_calls(task.server.store, entered, leave)
@@ -453,13 +499,13 @@ def test_a_worker_that_leaves_in_a_step_frees_the_tasks(memory: MemoryCluster) -
             running.result(DEADLINE_S)
         leave.set()
     with closing(memory.worker(1)) as other:
-        _, step_of_other = slow_and_quick(other)
+        _, step_of_other = one_variable(other)
         step_of_other(jnp.ones(3))
 
 
 def test_a_step_that_takes_too_long_names_the_tasks(memory: MemoryCluster) -> None:
     with closing(memory.worker(0, ClusterSettings(step_timeout_s=0.2))) as worker:
-        v, step = slow_and_quick(worker)
+        v, step = one_variable(worker)
         [task] = [task for task in memory.tasks.values() if v.key in task.server.store]
         entered, leave = threading.Event(), threading.Event()
         hold_calls(task.server.store, entered, leave)

@@ -1,0 +1,77 @@
+"""What `import dflow` gives, and what it leaves undone."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+import dflow
+
+DEADLINE_S = 60.0
+NAMES = dflow.__all__
+
+
+def python(script: str) -> str:
+    """What a fresh Python prints."""
+    ran = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_public_name_has_a_docstring_of_its_own(name: str) -> None:
+    documented = inspect.getdoc(getattr(dflow, name))
+    assert documented
+    assert documented != inspect.getdoc(object)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if inspect.isclass(getattr(dflow, name))])
+def test_every_public_method_has_a_docstring(name: str) -> None:
+    members = vars(getattr(dflow, name)).items()
+    public = {member: value for member, value in members if not member.startswith("_")}
+    functions = {
+        member: value for member, value in public.items() if inspect.isroutine(value) or isinstance(value, property)
+    }
+    assert [member for member, value in functions.items() if not value.__doc__] == []
+
+
+def test_all_is_sorted_and_what_star_gives() -> None:
+    given: dict[str, object] = {}
+    exec("from dflow import *", given)
+    del given["__builtins__"]
+    assert sorted(given) == sorted(NAMES)
+    assert sorted(NAMES) == list(NAMES)
+
+
+def test_dir_lists_every_public_name() -> None:
+    assert set(NAMES) <= set(dir(dflow))
+    assert "__version__" in dir(dflow)
+    assert dflow.distributed.__all__
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error_that_lists_those_that_are() -> None:
+    with pytest.raises(AttributeError, match=r"module 'dflow' has no attribute 'Varable'; it has .*Variable"):
+        _ = dflow.Varable
+    assert not hasattr(dflow, "__wrapped__")
+    assert getattr(dflow, "api_of_tomorrow", None) is None
+
+
+def test_importing_dflow_imports_no_jax_and_its_names_no_backend() -> None:
+    script = """
+import sys
+import dflow
+print("jax" in sys.modules, dflow.__version__)
+dflow.Variable, dflow.jit, dflow.Optimizer
+from jax._src import xla_bridge
+print(xla_bridge.backends_are_initialized())
+"""
+    assert python(script).split() == ["False", dflow.__version__, "False"]
+
+
+def test_the_command_line_imports_no_jax() -> None:
+    assert python("import sys, dflow.__main__; print('jax' in sys.modules)") == "False\n"

@@ -1,0 +1,64 @@
+"""A cluster of real processes over TCP, started by the launcher, of which one worker is killed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.distributed.processes import Spawned
+
+#: Worker 1 dies after its fifth step. The others go on beyond their fifth when they know, so that none can end first.
+TRAIN = """
+import os, signal, threading
+import jax.numpy as jnp
+import dflow
+
+cluster = dflow.connect()
+with cluster.parameter_servers():
+    count = dflow.Variable(lambda: jnp.zeros(()), name="count")
+    other = dflow.Variable(lambda: jnp.zeros(64), name="other")
+
+@dflow.jit
+def step(x):
+    count.assign_add(x)
+    other.assign_add(x * jnp.ones(64))
+    return {"loss": other.read().sum()}
+
+dead = threading.Event()
+
+def note(roster):
+    if any(info.left for info in roster.tasks if info.task == "/job:worker/task:1"):
+        dead.set()
+
+cluster._client.call_on_roster(note)
+
+def batches():
+    for number in range(1000):
+        if number == 5 and cluster.index == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if number == 5:
+            assert dead.wait(60)
+        yield jnp.float32(1.0)
+
+for metrics in dflow.distributed.Async(cluster).run(step, batches(), steps=200):
+    pass
+if cluster.elect("report"):
+    cluster.report("count", float(count))
+    cluster.report("other", float(other[63]))
+cluster.close()
+"""
+
+
+def test_a_killed_worker_leaves_its_steps_to_the_others(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAIN)
+    with Spawned("-m", "dflow", "launch", "--ps", "2", "--workers", "3", "train.py", cwd=tmp_path) as launched:
+        status, output = launched.finish()
+    assert status == 0, output
+    assert "Steps: 200 of 200" in output
+    assert "worker:1 ended: killed by SIGKILL; 2 of 3 workers go on" in output
+    assert re.search(r"\n worker:1 +\d+\.\d s +\d+\.\d s +killed by SIGKILL \(", output), output
+    for task in ("ps:0", "ps:1", "worker:0", "worker:2"):
+        assert re.search(rf"\n {task} +\d+\.\d s +\d+\.\d s +finished", output), output
+    # Five steps were applied but not reported, so they were done again.
+    assert re.search(r"\n count +205 ", output), output
+    assert re.search(r"\n other +205 ", output), output

@@ -1,0 +1,36 @@
+"""The examples as a user starts them, with few steps."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.distributed.processes import Spawned
+
+ROOT = Path(__file__).resolve().parents[2]
+ACCURACY = re.compile(r"test accuracy (\d\.\d{4}) on 359 held-out images")
+
+
+def accuracy(output: str) -> float:
+    """The one accuracy that was printed."""
+    [found] = ACCURACY.findall(output)
+    return float(found)
+
+
+def test_digits_in_one_process() -> None:
+    with Spawned("examples/digits.py", "--steps", "60", cwd=ROOT) as ran:
+        status, output = ran.finish()
+    assert status == 0, output
+    assert accuracy(output) > 0.6
+
+
+def test_digits_on_a_cluster() -> None:
+    words = ("-m", "dflow", "launch", "--ps", "2", "--workers", "2", "examples/digits.py", "--steps", "60")
+    with Spawned(*words, cwd=ROOT) as ran:
+        status, output = ran.finish()
+    assert status == 0, output
+    assert accuracy(output) > 0.5
+    assert "Steps: 60 of 60" in output
+    assert "grad/dense/kernel" in output
+    assert re.search(r"\n test accuracy +0\.\d+", output), output
+    assert re.search(r"\n Variables: 25, ", "\n " + output.replace("\n", "\n ")), output
