@@ -34,8 +34,17 @@ from dflow.trace_log import TraceLog, captured_types, described
 from dflow.tracing.context import set_default_home
 from dflow.tracing.discharge import State, evaluate
 from dflow.tracing.errors import DflowError, PlainJitError, VariableError
+from dflow.tracing.from_jaxpr import holds_device
 from dflow.tracing.graph import Graph
-from dflow.tracing.jax_frontend import accesses, closed_parts, is_tracing, touches_state, trace_context
+from dflow.tracing.jax_frontend import (
+    accesses,
+    closed_parts,
+    forget_failed_dispatch,
+    is_tracing,
+    jit_disabled,
+    touches_state,
+    trace_context,
+)
 from dflow.tracing.source import at, caller
 from dflow.tracing.text import text
 from dflow.tracing.trace import Traced, argument_names, traced_from
@@ -48,6 +57,9 @@ set_default_home(LOCAL)
 
 #: Closed-over arrays of this size or more become inputs instead of constants of the program, and are reported.
 CAPTURE_BYTES = 1 << 16
+
+#: Whether someone wants to see the passes, so that each function takes that way.
+_LOOK_AT_GRAPHS = CONFIG.check or CONFIG.dump is not None
 
 _dumps = itertools.count()
 
@@ -83,7 +95,7 @@ class Function(Generic[P, R]):
         )
         self._log = TraceLog(getattr(fn, "__name__", type(fn).__name__))
         self._looking = _Looking()
-        self._jax = jax.jit(self._recorded(), **options)
+        self._jax: Any = jax.jit(self._recorded(), **options)
         #: By key: the plan, or None where JAX runs the call. Empty while every call so far is JAX's.
         self._plans: dict[Any, _Plan | None] = {}
         #: By the identity of an object: the function as its method.
@@ -91,15 +103,15 @@ class Function(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the function on the values of its variables; inside another trace, become part of it."""
-        if jax.config.read("jax_disable_jit"):
+        if jit_disabled():
             return self.fn(*args, **kwargs)
         if is_tracing():
             return self._within_trace(args, kwargs)
         if not self._plans:
             try:
                 return cast(R, self._jax(*args, **kwargs))
-            except _LookFirst:
-                pass
+            except (_LookFirst, PlainJitError):  # types not seen yet, or seen within another trace only
+                forget_failed_dispatch(self._jax)
         return self._planned(args, kwargs)
 
     def trace_log(self) -> TraceLog:
@@ -133,7 +145,7 @@ class Function(Generic[P, R]):
         if number not in self._methods:
             alive = weakref.ref(instance, lambda _: self._methods.pop(number, None))
             self._methods[number] = alive, Function(_bound(self.fn, alive), self._options)
-        return self._methods[number][1]
+        return _Method(instance, self._methods[number][1])
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "_jax":
@@ -182,7 +194,7 @@ class Function(Generic[P, R]):
         looked = self._look(self._jax.trace, args, kwargs)
         jaxpr, consts = closed_parts(looked.jaxpr)
         captured = captured_types(consts, CAPTURE_BYTES)
-        if touches_state(jaxpr.effects) or captured:
+        if touches_state(jaxpr.effects) or captured or holds_device(jaxpr) or _LOOK_AT_GRAPHS:
             plan = self._plans[key] = self._make_plan(looked, args, kwargs)
             result = jax.tree_util.tree_unflatten(plan.out_tree, plan.runner(leaves))
         else:
@@ -254,6 +266,20 @@ def jit(fn: Callable[P, R] | None = None, **options: Any) -> Any:
     if fn is None:
         return lambda function: jit(function, **options)
     return Function(fn, options)
+
+
+class _Method:
+    """A function as the method of an object, which it keeps alive as Python's methods do."""
+
+    def __init__(self, instance: Any, function: Function[..., Any]) -> None:
+        self.__self__ = instance
+        self.__wrapped__ = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__wrapped__(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__wrapped__, name)
 
 
 def _bound(fn: Callable[..., Any], instance: weakref.ref[Any]) -> Callable[..., Any]:

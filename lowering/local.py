@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 
 from dflow.lowering.channel import Deliver, StepId
 from dflow.lowering.compile import Compiled, TaskPlan, make_plans
-from dflow.lowering.execute import Execution, Outcome, Schedule
+from dflow.lowering.execute import Execution, Outcome, Schedule, takes
 from dflow.lowering.passes.base import Observer, run_passes
 from dflow.lowering.pipeline import ALONE, pipeline
 from dflow.lowering.plan import Call
@@ -82,19 +83,35 @@ class LocalHome:
         graph = run_passes(traced.graph, pipeline(), check=check, observe=observe)
         keys = {ref: variable.key for ref, variable in zip(graph.refs, traced.variables, strict=True)}
         compiled = make_plans(graph, ALONE, keys)
-        fixed = [*traced.constants], [jnp.asarray(literal.value, literal.type.dtype) for literal in compiled.literals]
-        return _local_runner(compiled, self.store, *fixed)
+        literals = [jnp.asarray(literal.value, literal.type.dtype) for literal in compiled.literals]
+        return _local_runner(compiled, self.store, traced, literals)
 
 
-def compile_programs(task_plan: TaskPlan) -> list[Program]:
-    """Compile a plan's programs for this process."""
-    return [compile_program(pure.fn, pure.types, len(pure.written)) for pure in task_plan.programs]
+def compile_programs(task_plan: TaskPlan, given_up: Collection[int] = ()) -> list[Program]:
+    """Compile a plan's programs for this process.
+
+    Feeds numbered in `given_up` are the caller's to lose: they are donated to the one call that takes them.
+    """
+    plan = task_plan.plan
+    uses = Counter([*plan.fetches, *(slot for item in plan.items for slot in takes(item))])
+    slots = {plan.feeds[number] for number in given_up if uses[plan.feeds[number]] == 1}
+    donated: list[Sequence[int]] = [()] * len(task_plan.programs)
+    for item in plan.items:
+        if isinstance(item, Call):
+            state = len(item.writes) + len(item.reads)
+            donated[item.program] = [state + place for place, slot in enumerate(item.takes) if slot in slots]
+    return [
+        compile_program(pure.fn, pure.types, len(pure.written), lost)
+        for pure, lost in zip(task_plan.programs, donated, strict=True)
+    ]
 
 
-def _local_runner(compiled: Compiled, store: Store, constants: list[Any], literals: list[Any]) -> Runner:
+def _local_runner(compiled: Compiled, store: Store, traced: Traced, literals: list[Any]) -> Runner:
     if compiled.remote:
         raise InternalError(f"a local function was placed on {sorted(compiled.remote)}")
-    plan, programs = compiled.local.plan, compile_programs(compiled.local)
+    constants = list(traced.constants)
+    plan = compiled.local.plan
+    programs = compile_programs(compiled.local, [len(constants) + leaf for leaf in traced.donated])
     if len(plan.items) == 1 and isinstance(plan.items[0], Call) and plan.fetches == plan.items[0].gives:
         return _one_call(plan.items[0], plan.feeds, programs[0], store, constants)
     schedule = Schedule(plan)

@@ -36,17 +36,17 @@ class Program:
 
 def _forwards(results: Sequence[jax.Array], args: Sequence[Any], donated: int) -> tuple[tuple[int, int], ...]:
     """JAX may hand back an argument itself where a result is only that argument."""
-    return tuple(
-        (index, place)
-        for index, result in enumerate(results)
-        for place, arg in enumerate(args)
-        if place >= donated and result is arg
-    )
+    places: dict[int, list[int]] = {}
+    for place, arg in enumerate(args[donated:], donated):
+        places.setdefault(id(arg), []).append(place)
+    return tuple((index, place) for index, result in enumerate(results) for place in places.get(id(result), ()))
 
 
-def compile_program(fn: Callable[..., Any], types: Sequence[ArrayType], writes: int) -> Program:
-    """Compile `fn` for this process."""
-    jitted = jax.jit(fn, donate_argnums=tuple(range(writes)), keep_unused=True)
+def compile_program(
+    fn: Callable[..., Any], types: Sequence[ArrayType], writes: int, given_up: Sequence[int] = ()
+) -> Program:
+    """Compile `fn` for this process; of the arguments after the written ones, those in `given_up` are donated too."""
+    jitted = jax.jit(fn, donate_argnums=(*range(writes), *given_up), keep_unused=True)
     return Program(jitted.lower(*(type.struct for type in types)).compile(), writes)
 
 

@@ -35,6 +35,10 @@ class VariableShapeError(VariableError, TypeError):
     """A value of another shape or dtype was written to a variable."""
 
 
+class PlainJitError(DflowError, RuntimeError):
+    """A function with state is compiled by JAX alone, which does not know where the state is."""
+
+
 class LostWriteError(DflowError, RuntimeError):
     """A plain `jax.grad` (or `jvp`, `vjp`) would drop or reorder a variable write.
 

@@ -67,12 +67,13 @@ def _wanted_names(jaxpr: Jaxpr) -> dict[Any, str]:
     return {equation.invars[0]: equation.params["name"] for equation in named if not is_literal(equation.invars[0])}
 
 
-def _has_device_inside(jaxpr: Jaxpr) -> bool:
+def holds_device(jaxpr: Jaxpr) -> bool:
+    """Whether an op of the jaxpr, or of a function that it calls, was traced under a device scope."""
     for equation in jaxpr.eqns:
         if origin_of(equation).device is not None:
             return True
         key = _INLINED.get(equation.primitive.name)
-        if key is not None and _has_device_inside(closed_parts(equation.params[key])[0]):
+        if key is not None and holds_device(closed_parts(equation.params[key])[0]):
             return True
     return False
 
@@ -142,7 +143,7 @@ class _Builder:
             return self._node(_STATE_OPS[primitive], (ref, *inputs), outputs, {}, origin, origin_of(equation).device)
         if primitive.name in _INLINED:
             jaxpr, consts = closed_parts(params[_INLINED[primitive.name]])
-            if touches_state(equation.effects) or _has_device_inside(jaxpr):
+            if touches_state(equation.effects) or holds_device(jaxpr):
                 return self.inline(jaxpr, [*map(self.captured, consts), *inputs], None, names)
         if touches_state(equation.effects):
             return self._discharged(equation, inputs, names, origin)

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax._src import config as jax_config
 from jax._src import core as jax_core
 from jax._src import effects as jax_effects
 from jax._src import source_info_util, traceback_util
@@ -153,9 +154,22 @@ def is_tracing() -> bool:
     return not jax_core.trace_state_clean()
 
 
-def x64_enabled() -> bool:
-    """Whether JAX makes 64-bit numbers by default."""
-    return bool(jax.config.read("jax_enable_x64"))
+def forget_failed_dispatch(jitted: Any) -> None:
+    """Let calls of a `jax.jit` function be fast again after one raised: JAX keeps a failed one on its slow path.
+
+    The public `clear_cache` would drop the traces too.
+    """
+    jitted._clear_cache()
+
+
+def jit_disabled() -> bool:
+    """Whether `jax.disable_jit` is in force."""
+    return bool(jax_config.disable_jit.value)
+
+
+def trace_context() -> Any:
+    """All settings of JAX that a trace depends on (64-bit numbers, device scopes, meshes), as something to hash."""
+    return jax_config.trace_context()
 
 
 def is_literal(atom: Any) -> bool:

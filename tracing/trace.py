@@ -15,19 +15,23 @@ import jax
 
 from dflow.tracing.from_jaxpr import graph_of
 from dflow.tracing.graph import Graph
-from dflow.tracing.jax_frontend import make_jaxpr
+from dflow.tracing.jax_frontend import closed_parts, make_jaxpr
 from dflow.tracing.resources import path_name
 from dflow.tracing.types import array_type_of
 
 
 @dataclass(frozen=True, eq=False)
 class Traced:
-    """A graph whose inputs are `variables`, then `constants`, then argument leaves; `out_tree` shapes its outputs."""
+    """A graph whose inputs are `variables`, then `constants`, then argument leaves; `out_tree` shapes its outputs.
+
+    The argument leaves numbered in `donated` are the caller's to lose.
+    """
 
     graph: Graph
     variables: tuple[Any, ...]
     constants: tuple[Any, ...]
     out_tree: Any
+    donated: tuple[int, ...] = ()
 
 
 def trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
@@ -47,16 +51,40 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
     return Traced(graph, variables, constants, out_tree)
 
 
-def argument_names(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[str]:
-    """A name for each leaf of the arguments: the parameter's, and the path within it."""
+def traced_from(looked: Any, names: Sequence[str]) -> Traced:
+    """The bound graph of what `jax.jit(fn).trace(...)` gave; `names` are those of its argument leaves."""
+    jaxpr, consts = closed_parts(looked.jaxpr)
+    graph, variables, constants = graph_of(jaxpr, consts, names)
+    infos = jax.tree_util.tree_leaves(looked.args_info)
+    donated = tuple(index for index, info in enumerate(infos) if info.donated)
+    return Traced(graph, variables, constants, looked.out_tree, donated)
+
+
+def argument_names(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    is_left_out: Callable[[int | str], bool] = lambda parameter: False,
+) -> list[str]:
+    """A name for each leaf of the arguments: the parameter's, and the path within it.
+
+    Parameters, by position or name, that `is_left_out` says are left out.
+    """
     try:
         parameters = list(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError):
         parameters = []
     positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    named = {positional[i] if i < len(positional) else f"arg_{i}": value for i, value in enumerate(args)} | kwargs
-    names: list[str] = []
-    for parameter, value in named.items():
-        flat, _ = jax.tree_util.tree_flatten_with_path(value)
-        names += [f"{parameter}/{path_name(path)}" if path else parameter for path, _ in flat]
-    return names
+    named = [
+        (positional[index] if index < len(positional) else f"arg_{index}", value)
+        for index, value in enumerate(args)
+        if not is_left_out(index)
+    ]
+    named += [(name, kwargs[name]) for name in sorted(kwargs) if not is_left_out(name)]
+    return [name for parameter, value in named for name in leaf_names(parameter, value)]
+
+
+def leaf_names(parameter: str, value: Any) -> list[str]:
+    """A name for each leaf of one parameter's value."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(value)
+    return [f"{parameter}/{path_name(path)}" if path else parameter for path, _ in flat]

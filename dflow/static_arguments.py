@@ -1,0 +1,58 @@
+"""Telling the static arguments of a call from the traced ones, as `jax.jit` does.
+
+A parameter may be named static by its position or by its name, and passed either way.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class StaticArguments:
+    """Which positions and which names are static."""
+
+    positions: frozenset[int] = frozenset()
+    names: frozenset[str] = frozenset()
+
+    def holds(self, parameter: int | str) -> bool:
+        """Whether the parameter of this position, or of this name, is static."""
+        return parameter in self.positions or parameter in self.names
+
+    def split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+        """The traced arguments, the traced keyword arguments, and the static ones as something to hash."""
+        if not self.positions and not self.names:
+            return args, kwargs, ()
+        positions = {position % len(args) for position in self.positions if -len(args) <= position < len(args)}
+        traced = tuple(arg for index, arg in enumerate(args) if index not in positions)
+        traced_kwargs = {name: value for name, value in kwargs.items() if name not in self.names}
+        static = [(index, args[index], type(args[index])) for index in sorted(positions)]
+        static_kwargs = [(name, kwargs[name], type(kwargs[name])) for name in sorted(self.names & kwargs.keys())]
+        return traced, traced_kwargs, (*static, *static_kwargs)
+
+
+def static_arguments(
+    fn: Callable[..., Any], argnums: int | Iterable[int] | None, argnames: str | Iterable[str] | None
+) -> StaticArguments:
+    """What `static_argnums` and `static_argnames` say of `fn`; given one of them, the other follows the signature."""
+    positions = _several(argnums, int)
+    names = _several(argnames, str)
+    try:
+        parameters = list(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    by_either = [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    if argnames is None:
+        names = {by_either[position] for position in positions if -len(by_either) <= position < len(by_either)}
+    elif argnums is None:
+        positions = {index for index, name in enumerate(by_either) if name in names}
+    return StaticArguments(frozenset(positions), frozenset(names))
+
+
+def _several(given: Any, kind: type) -> set[Any]:
+    if given is None:
+        return set()
+    return {given} if isinstance(given, kind) else set(given)

@@ -1,0 +1,129 @@
+"""Why a function was traced, each time: what changed, from which line it was called, and what it cost."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from dflow.tracing.resources import path_name
+from dflow.tracing.source import Loc
+from dflow.tracing.types import array_type_of
+
+#: A function traced this often for changing arguments is warned about, once.
+WARN_AFTER = 6
+
+
+class RetraceWarning(UserWarning):
+    """A function is traced again and again; the message says for what, and what to do."""
+
+
+@dataclass(frozen=True)
+class TraceRecord:
+    """One trace.
+
+    `arguments`   the type (or, of a static argument, the value) of each leaf of the arguments, by name
+    `changes`     what differs from the most similar earlier trace: `x: f32[4] -> f32[5]`
+    `call`        the user's line that called the function
+    `trace_ms`    how long the function itself ran
+    `total_ms`    the whole call: trace, passes, compilation and first run; None within another trace
+    `captured`    the closed-over arrays of 64 KiB or more, as types
+    """
+
+    number: int
+    arguments: Mapping[str, str]
+    changes: tuple[str, ...]
+    call: Loc | None
+    trace_ms: float
+    total_ms: float | None = None
+    captured: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        total = "within another trace" if self.total_ms is None else f"{self.total_ms:.1f} ms in all"
+        lines = [f"trace {self.number} at {self.call or 'an unknown line'}: {self.trace_ms:.1f} ms, {total}"]
+        lines += [f"  {change}" for change in self.changes]
+        lines += [f"  closed over {captured}, which became an input" for captured in self.captured]
+        return "\n".join(lines)
+
+
+@dataclass
+class TraceLog:
+    """The traces of one function, oldest first; prints as a list of what changed."""
+
+    name: str
+    records: list[TraceRecord] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, index: int) -> TraceRecord:
+        return self.records[index]
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.records)) or f"{self.name} has not been traced"
+
+    def add(self, arguments: Mapping[str, str], call: Loc | None, trace_ms: float) -> None:
+        """Note a trace. Warns with RetraceWarning when the function is traced ever again for other types."""
+        changes = _changes(arguments, [record.arguments for record in self.records])
+        self.records.append(TraceRecord(len(self.records) + 1, arguments, changes, call, trace_ms))
+        if len(self.records) == WARN_AFTER and changes and changes[0] != _FIRST:
+            self._warn()
+
+    def _warn(self) -> None:
+        newest = self.records[-1]
+        warnings.warn(
+            f"{self.name} was traced {len(self.records)} times, the last time because of {'; '.join(newest.changes)}"
+            f" (called at {newest.call}); each trace compiles anew\n"
+            "  pad or bucket arguments to a few fixed shapes, pass Python numbers as arrays, and pass only what seldom "
+            f"changes as static; {self.name}.trace_log() lists every trace and its cost",
+            RetraceWarning,
+            stacklevel=5,
+        )
+
+
+_FIRST = "first trace"
+_SAME = "no argument changed: a setting of JAX, a device scope, or a cleared cache"
+
+
+def _changes(new: Mapping[str, str], earlier: Sequence[Mapping[str, str]]) -> tuple[str, ...]:
+    """What differs from the earlier trace that differs least."""
+    if not earlier:
+        return (_FIRST,)
+    differences = [_difference(old, new) for old in reversed(earlier)]
+    return min(differences, key=len) or (_SAME,)
+
+
+def _difference(old: Mapping[str, str], new: Mapping[str, str]) -> tuple[str, ...]:
+    names = dict.fromkeys([*old, *new])
+    return tuple(
+        f"{name}: {old.get(name, 'absent')} -> {new.get(name, 'absent')}"
+        for name in names
+        if old.get(name) != new.get(name)
+    )
+
+
+def described(names: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, str]:
+    """Each argument leaf's type, or its value where it is static, under its name."""
+    leaves = jax.tree_util.tree_leaves((args, dict(kwargs)))
+    return {name: _described(leaf) for name, leaf in zip(names, leaves, strict=True)}
+
+
+def _described(leaf: Any) -> str:
+    if isinstance(leaf, jax.core.Tracer):
+        return str(array_type_of(leaf))
+    text = repr(leaf)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def captured_types(constants: Sequence[Any], at_least_bytes: int) -> tuple[str, ...]:
+    """The types of the closed-over arrays that are large."""
+    types = [array_type_of(constant) for constant in constants]
+    return tuple(str(type) for type in types if type.size_bytes >= at_least_bytes)
+
+
+def argument_path(parameter: str, path: tuple[Any, ...]) -> str:
+    """The name of a leaf within a parameter."""
+    return f"{parameter}/{path_name(path)}" if path else parameter
