@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -71,7 +72,7 @@ class Cluster:
         self._home = {ref.name: str(ref.device) for ref in lowered.refs}
         for ref in lowered.refs:
             assert isinstance(ref.type, RefType)
-            self.stores[self._home[ref.name]].create(ref.name, ref.type.of, lambda name=ref.name: state[name])
+            self.stores[self._home[ref.name]].create(ref.name, ref.type.of, partial(state.__getitem__, ref.name))
         self.compiled: Compiled = make_plans(lowered, WORKER, keys)
         parts: dict[str, TaskPlan] = {WORKER: self.compiled.local, **self.compiled.remote}
         self._parts = {task: (Schedule(part.plan), compile_programs(part)) for task, part in parts.items()}
@@ -83,9 +84,8 @@ class Cluster:
         self._steps += 1
         step = StepId(WORKER, self._steps)
         outcomes: dict[str, Outcome] = {}
-        work: list[Callable[[], object]] = [
-            lambda task=task: self._start(task, step, inputs, outcomes, work.append) for task in self._parts
-        ]
+        work: list[Callable[[], None]] = []
+        work += [partial(self._start, task, step, inputs, outcomes, work.append) for task in self._parts]
         while work:
             work.pop(chance.randrange(len(work)))()
         for outcome in outcomes.values():

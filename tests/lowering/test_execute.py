@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from collections.abc import Callable, Sequence
@@ -78,7 +79,12 @@ class Task:
 
 def calls(log: list[int], count: int) -> list[Program]:
     """Programs that note when they run and give their number."""
-    return [Program(lambda *_, index=index: log.append(index) or [jnp.float32(index)], 0) for index in range(count)]
+
+    def run(index: int, *_: Any) -> list[jax.Array]:
+        log.append(index)
+        return [jnp.float32(index)]
+
+    return [Program(functools.partial(run, index), 0) for index in range(count)]
 
 
 def call(program: int, *takes: int, gives: int, after: Sequence[int] = ()) -> Call:
@@ -98,8 +104,8 @@ def send(edge: str, take: int, *after: int) -> Send:
 
 def test_a_plan_without_items_gives_its_feeds() -> None:
     task = Task()
-    task.start(feeds={0: "a", 1: "b"}, fetches=(1, 0, 1))
-    assert task.outcomes == [("b", "a", "b")]
+    task.start(feeds={0: jnp.float32(3), 1: ONE}, fetches=(1, 0, 1))
+    assert task.outcomes == [(1, 3, 1)]
 
 
 def test_an_item_waits_for_its_operands_wherever_it_stands() -> None:
@@ -209,7 +215,11 @@ def test_calls_run_on_the_variables_of_the_store() -> None:
 def test_feeds_are_counted() -> None:
     plan = Plan(WORKER, 2, (), (0, 1), ())
     with pytest.raises(InternalError, match="the plan of /job:worker/task:0 takes 2 feeds but was given 1"):
-        execute(Schedule(plan), [], Store(), Mailbox(Mail(), WORKER), STEP, [ONE], pytest.fail, pytest.fail)
+        execute(Schedule(plan), [], Store(), Mailbox(Mail(), WORKER), STEP, [ONE], never, never)
+
+
+def never(_: Any) -> None:
+    pytest.fail("called")
 
 
 def failing(error: BaseException) -> Program:
@@ -264,7 +274,8 @@ def test_work_submitted_before_the_end_and_done_after_it_does_nothing() -> None:
 def test_cancel_before_the_start() -> None:
     log: list[int] = []
     task, error = Task(*calls(log, 1)), StepCancelled("cancelled")
-    for items in ([call(0, gives=0), recv("x", 1)], []):
+    several: list[list[Item]] = [[call(0, gives=0), recv("x", 1)], []]
+    for items in several:
         task.outcomes.clear()
         execution = task.execution(*items)
         execution.cancel(error)
@@ -296,7 +307,7 @@ def test_a_channel_that_cannot_send_ends_the_execution() -> None:
 
     outcomes: list[Outcome] = []
     plan = Plan(WORKER, 2, (send("x", 0), recv("y", 1)), (0,), ())
-    execute(Schedule(plan), [], Store(), Broken(Mail(), WORKER), STEP, [ONE], outcomes.append, pytest.fail)
+    execute(Schedule(plan), [], Store(), Broken(Mail(), WORKER), STEP, [ONE], outcomes.append, never)
     with pytest.raises(ConnectionError, match="no way to /job:ps/task:0"):
         fetched(outcomes[0])
     assert len(outcomes) == 1

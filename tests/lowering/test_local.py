@@ -153,7 +153,9 @@ def test_a_program_does_the_same_at_once_and_lowered(program: Program) -> None:
     eager, traced = variables(at_once), variables(lowered)
     run = lower(lowered, lambda x, y: program(traced, x, y), *ARGUMENTS)
     for _ in range(2):
-        assert_equal_values(run(*ARGUMENTS), program(eager, *map(jnp.asarray, ARGUMENTS), EAGER))
+        assert_equal_values(
+            run(*ARGUMENTS), program(eager, jnp.asarray(ARGUMENTS[0]), jnp.asarray(ARGUMENTS[1]), EAGER)
+        )
         assert_equal_values([v.read() for v in traced], [v.read() for v in eager])
 
 

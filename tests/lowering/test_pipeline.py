@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from dflow.lowering.passes.base import run_passes
 from dflow.lowering.pipeline import ALONE, pipeline
 from dflow.tracing import ops
+from dflow.tracing.effects import Effect
 from dflow.tracing.graph import Graph, Value
 from dflow.tracing.interpret import interpret
 from dflow.tracing.types import RefType
@@ -111,6 +113,56 @@ def test_all_between_two_transfers_of_a_task_is_one_call(graph: Graph) -> None:
         levels.update(dict.fromkeys(node.outputs, level))
         calls += [(node.device, level)] if node.op is ops.xla_call else []
     assert len(calls) == len(set(calls))
+
+
+def ancestors(graph: Graph) -> dict[int, set[int]]:
+    """For each node, by its index, those that must have run before it: by operand, order edge or transfer."""
+    makers = {value: index for index, node in enumerate(graph.nodes) for value in node.outputs}
+    sends = {
+        (node.attributes["edge"], node.attributes["destination"]): index
+        for index, node in enumerate(graph.nodes)
+        if node.op is ops.net_send
+    }
+    before: dict[int, set[int]] = {}
+    for index, node in enumerate(graph.nodes):
+        needed = {makers[value] for value in (*node.values, *node.after) if value in makers}
+        if node.op is ops.net_recv:
+            needed.add(sends[node.attributes["edge"], node.device])
+        before[index] = needed.union(*(before[other] for other in needed))
+    return before
+
+
+def conflicts(graph: Graph) -> list[tuple[str, str]]:
+    """The nodes of a partitioned graph whose order can be seen, as pairs of their first results' names."""
+    nodes = [node for node in graph.nodes if node.op not in (ops.net_send, ops.net_recv) and node.effects]
+    return [
+        (one.outputs[0].name, other.outputs[0].name)
+        for one, other in itertools.combinations(nodes, 2)
+        if one.device == other.device
+        and any(
+            Effect.UNKNOWN in (first, second) or (on is where and {first, second} != {Effect.READ})
+            for first, on in one.effects
+            for second, where in other.effects
+        )
+    ]
+
+
+@settings(max_examples=200)
+@given(graph=stateful_graphs())
+def test_effects_whose_order_can_be_seen_are_held_apart_by_edges(graph: Graph) -> None:
+    partitioned = run_passes(graph, PASSES[:ORDERED])
+    ordered, clustered = PASSES[ORDERED](partitioned), run_passes(partitioned, PASSES[ORDERED:])
+    for after in (ordered, clustered):
+        before = ancestors(after)
+        bodies = [node.graph.nodes if node.graph is not None else (node,) for node in after.nodes]
+        places = {
+            inner.outputs[0].name: (index, place)
+            for index, body in enumerate(bodies)
+            for place, inner in enumerate(body)
+        }
+        for one, other in conflicts(partitioned):
+            (first, place), (second, later) = places[one], places[other]
+            assert first in before[second] or (first == second and place < later), f"{one}, {other}"
 
 
 @given(graph=stateful_graphs())

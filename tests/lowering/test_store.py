@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +32,7 @@ def pointer(array: jax.Array) -> int:
 def new_store(**values: Any) -> Store:
     store = Store()
     for key, value in values.items():
-        store.create(key, F32, lambda value=value: jnp.full(3, value, jnp.float32))
+        store.create(key, F32, functools.partial(jnp.full, 3, value, jnp.float32))
     return store
 
 
@@ -51,14 +52,16 @@ COPY = compile_program(lambda w, v: [v], [F32, F32], 1)
 # Creation.
 
 
+def noted(made: list[float], value: float) -> jax.Array:
+    """An initial value, and a note that it was made."""
+    made.append(value)
+    return jnp.full(3, value, jnp.float32)
+
+
 def test_the_first_to_ask_creates_and_the_others_get_what_there_is() -> None:
-    store, made = Store(), []
-
-    def make(value: float) -> Callable[[], Any]:
-        return lambda: made.append(value) or jnp.full(3, value, jnp.float32)
-
-    assert store.create("w", F32, make(1.0))
-    assert not store.create("w", F32, make(2.0))
+    store, made = Store(), list[float]()
+    assert store.create("w", F32, functools.partial(noted, made, 1.0))
+    assert not store.create("w", F32, functools.partial(noted, made, 2.0))
     assert made == [1.0]
     assert store.read("w").tolist() == [1.0] * 3
     assert "w" in store
@@ -66,12 +69,12 @@ def test_the_first_to_ask_creates_and_the_others_get_what_there_is() -> None:
 
 
 def test_many_who_ask_at_once_make_one() -> None:
-    store, made = Store(), []
+    store, made = Store(), list[float]()
     everyone = threading.Barrier(8)
 
     def ask(value: int) -> bool:
         everyone.wait()
-        return store.create("w", F32, lambda: made.append(value) or jnp.full(3, value, jnp.float32))
+        return store.create("w", F32, functools.partial(noted, made, value))
 
     with ThreadPoolExecutor(8) as pool:
         created = list(pool.map(ask, range(8)))

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import pytest
 
-from dflow.lowering.passes.base import run_passes
+from dflow.lowering.passes.base import Pass, run_passes
 from dflow.lowering.passes.merge import Merge
 from dflow.lowering.passes.prune import Prune
 from dflow.tracing.errors import VerifyError
@@ -45,7 +45,7 @@ def test_an_observer_sees_what_was_traced_and_what_each_pass_made() -> None:
 
 def test_a_pass_that_breaks_the_graph_is_blamed_by_name() -> None:
     seen: list[str] = []
-    passes = [Prune(), Backwards(), Merge()]
+    passes: list[Pass] = [Prune(), Backwards(), Merge()]
     with pytest.raises(VerifyError, match=r"%3: %1 is used before it is defined\n  at train.py:9") as caught:
         run_passes(GRAPH, passes, check=True, observe=lambda name, _: seen.append(name))
     assert caught.value.__notes__ == ["after the pass 'backwards'; the graph was valid before it"]
