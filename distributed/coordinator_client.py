@@ -70,6 +70,7 @@ class CoordinatorClient(RefuseAll):
         self._task = ""
         self._traffic: Callable[[], tuple[EdgeTraffic, ...]] = _no_traffic
         self._stopped = threading.Event()
+        self._closed = False
         self.address = address
         self._peer: Peer = transport.connect(
             address, name=name, handler=self, who="the coordinator", timeout_s=timeout_s
@@ -109,6 +110,7 @@ class CoordinatorClient(RefuseAll):
 
     def close(self, reason: str = "closed by this side") -> None:
         """End the connection, which is a leave with a fault if the task has joined; a second call does nothing."""
+        self._closed = True
         self._stopped.set()
         self._peer.close(reason)
 
@@ -143,7 +145,7 @@ class CoordinatorClient(RefuseAll):
         with self._changed:
             self._on_lost.append(callback)
             lost = self._lost
-        if lost and not self._stopped.is_set():
+        if lost and not self._closed:
             callback(lost)
 
     def wait_for_tasks(self, tasks: Iterable[str], *, timeout_s: float) -> Roster:
@@ -236,7 +238,7 @@ class CoordinatorClient(RefuseAll):
         """Wake those who wait, and tell those who asked."""
         with self._changed:
             self._lost = reason
-            callbacks = [] if self._stopped.is_set() else list(self._on_lost)
+            callbacks = [] if self._closed else list(self._on_lost)
             self._changed.notify_all()
         self._stopped.set()
         for callback in callbacks:

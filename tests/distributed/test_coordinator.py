@@ -127,6 +127,9 @@ def test_silence_ends_the_connection_of_a_task(cluster: Cluster) -> None:
         client.status()
     [task] = cluster.client().status().tasks
     assert task.left == "no heartbeat for 10.0 s"
+    late: list[str] = []
+    client.call_on_lost(late.append)
+    assert late == lost
 
 
 def test_traffic_of_the_last_moment_is_told_before_leaving(cluster: Cluster) -> None:
