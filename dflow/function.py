@@ -263,6 +263,8 @@ def jit(fn: Callable[P, R] | None = None, **options: Any) -> Any:
     It is traced once for each structure and type of arguments. The effects on one variable happen in the order of
     the program. Without `fn` it gives a decorator.
     """
+    if fn is not None and not callable(fn):
+        jax.jit(fn)  # says what is wrong as JAX does
     if fn is None:
         return lambda function: jit(function, **options)
     return Function(fn, options)

@@ -1,0 +1,258 @@
+"""`dflow.jit` in the place of `jax.jit`: each case is run by both, and must give the same result or the same error."""
+
+from __future__ import annotations
+
+import functools
+import re
+import warnings
+from collections import namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import dflow
+
+JITS = {"jax": jax.jit, "dflow": dflow.jit}
+Pair = namedtuple("Pair", "left right")
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class Point:
+    x: Any
+    y: Any
+
+
+def numpy_sine(x: Any) -> Any:
+    """A function of NumPy's, which jax.jit itself does not survive being given bare."""
+    return np.sin(x)
+
+
+def both(case: Callable[[Any], Any]) -> tuple[Any, Any]:
+    """What the case gives by each, an exception as its type and first line."""
+    return outcome(case, JITS["jax"]), outcome(case, JITS["dflow"])
+
+
+def outcome(case: Callable[[Any], Any], jit: Any) -> Any:
+    try:
+        return jax.tree.map(np.asarray, case(jit))
+    except Exception as error:
+        return type(error), re.sub(r" at 0x\w+", "", str(error)).splitlines()[0]
+
+
+CASES: dict[str, Callable[[Any], Any]] = {
+    "positional and keyword": lambda jit: jit(lambda x, *, y: x + y)(1.0, y=2),
+    "defaults": lambda jit: jit(lambda x, y=3: x * y)(jnp.ones(2)),
+    "varargs": lambda jit: jit(lambda *xs, **ys: sum(xs) + ys["z"])(1, 2, z=3),
+    "namedtuple": lambda jit: jit(lambda p: Pair(p.right, p.left))(Pair(1, 2.0)),
+    "custom pytree": lambda jit: jax.tree.leaves(jit(lambda p: Point(p.y, [p.x, None]))(Point(1, {"a": 2}))),
+    "none and empty": lambda jit: jit(lambda x, y: (x, y, ()))(None, []),
+    "weak types": lambda jit: jit(lambda x: x + jnp.ones((), jnp.bfloat16))(1.0).astype(jnp.float32),
+    "numpy scalars": lambda jit: jit(lambda x, y: x + y)(np.float32(1), np.int8(2)),
+    "booleans": lambda jit: jit(lambda x: ~x)(True),
+    "complex": lambda jit: jit(lambda x: x.conj())(1 + 2j),
+    "static by number": lambda jit: jit(lambda x, n: x * n, static_argnums=1)(2.0, 3),
+    "static by name": lambda jit: jit(lambda x, n: x * n, static_argnames="n")(2.0, n=3),
+    "static by name, passed by position": lambda jit: jit(lambda x, n: [x] * n, static_argnames="n")(2.0, 3),
+    "static by number, passed by name": lambda jit: jit(lambda x, n: [x] * n, static_argnums=1)(2.0, n=3),
+    "static that is negative": lambda jit: jit(lambda x, n: [x] * n, static_argnums=-1)(2.0, 2),
+    "static of equal value and other type": lambda jit: (lambda f: (f(1.0, 1), f(1.0, True), f(1.0, 1.0)))(
+        jit(lambda x, n: x + isinstance(n, bool), static_argnums=1)
+    ),
+    "static that is not hashable": lambda jit: jit(lambda x, n: x, static_argnums=1)(2.0, [3]),
+    "a static out of range": lambda jit: jit(lambda x: x, static_argnums=3)(2.0),
+    "not a JAX type": lambda jit: jit(lambda x: x)("text"),
+    "an object": lambda jit: jit(lambda x: x)(object()),
+    "a result that is no array": lambda jit: jit(lambda x: "text")(1.0),
+    "too few arguments": lambda jit: jit(lambda x, y: x)(1.0),
+    "a bool of a tracer": lambda jit: jit(lambda x: 1 if x > 0 else 2)(1.0),
+    "numpy of a tracer": lambda jit: jit(numpy_sine)(1.0),
+    "an index of a tracer": lambda jit: jit(lambda i: [1, 2][i])(1),
+    "a user's error": lambda jit: jit(lambda x: {}["missing"])(1.0),
+    "shape mismatch": lambda jit: jit(lambda x, y: x @ y)(jnp.ones(3), jnp.ones(4)),
+    "no such option": lambda jit: jit(lambda x: x, static_arguments=1),
+    "not callable": lambda jit: jit(3),
+    "a partial": lambda jit: jit(functools.partial(lambda a, x: a * x, 3))(2.0),
+    "a builtin": lambda jit: jit(abs)(jnp.array(-1.0)),
+    "a jitted function": lambda jit: jit(jit(lambda x: x + 1))(2.0),
+    "decorator with options": lambda jit: functools.partial(jit, static_argnums=0)(lambda n, x: x * n)(2, 3.0),
+    "keys": lambda jit: jax.random.key_data(jit(jax.random.split)(jax.random.key(0))),
+    "nested": lambda jit: jit(lambda x: jit(lambda y: y * 2)(x) + jax.jit(jnp.sin)(x))(1.0),
+    "eval_shape": lambda jit: repr(jit(lambda x: {"a": x @ x.T}).eval_shape(jnp.ones((2, 3)))),
+    "jax.eval_shape": lambda jit: repr(jax.eval_shape(jit(lambda x: x[None]), jnp.ones(3))),
+    "make_jaxpr": lambda jit: len(jax.make_jaxpr(jit(lambda x: x * 2))(1.0).eqns),
+    "lower": lambda jit: "stablehlo.multiply" in jit(lambda x: x * 2.5).lower(1.0).as_text(),
+    "lower and compile": lambda jit: jit(lambda x: x * 2.5).lower(1.0).compile()(3.0),
+    "trace": lambda jit: len(jit(lambda x: jnp.sin(x) * 2).trace(1.0).jaxpr.eqns),
+    "grad": lambda jit: jax.grad(jit(lambda x: (x**3).sum()))(jnp.arange(3.0)),
+    "jit of grad of jit": lambda jit: jit(jax.grad(jit(lambda x: jnp.sin(x).sum())))(jnp.arange(3.0)),
+    "jvp": lambda jit: jax.jvp(jit(jnp.sin), (1.0,), (2.0,)),
+    "vjp": lambda jit: jax.vjp(jit(jnp.sin), 1.0)[1](2.0),
+    "linearize": lambda jit: jax.linearize(jit(jnp.sin), 1.0)[1](2.0),
+    "hessian": lambda jit: jax.hessian(jit(lambda x: (x**3).sum()))(jnp.arange(2.0)),
+    "vmap": lambda jit: jax.vmap(jit(lambda x, y: x @ y), in_axes=(0, None))(jnp.ones((4, 3)), jnp.ones(3)),
+    "jit of vmap of jit": lambda jit: jit(jax.vmap(jit(jnp.sin)))(jnp.arange(3.0)),
+    "scan": lambda jit: jax.lax.scan(jit(lambda c, x: (c + x, c * x)), 0.0, jnp.arange(4.0)),
+    "while_loop": lambda jit: jax.lax.while_loop(jit(lambda x: x < 10), jit(lambda x: x * 2), 1),
+    "cond": lambda jit: jit(lambda p, x: jax.lax.cond(p, jit(jnp.sin), jnp.cos, x))(True, 1.0),
+    "checkpoint": lambda jit: jax.grad(jax.checkpoint(jit(lambda x: jnp.sin(jnp.sin(x)))))(1.0),
+    "custom_jvp": lambda jit: jax.grad(jit(lambda x: jax.nn.relu(x) * 2))(1.0),
+    "named scope": lambda jit: jit(jax.named_scope("here")(lambda x: x + 1))(1.0),
+    "closed-over array": lambda jit: jit(lambda x: x + jnp.arange(3))(1.0),
+    "device": lambda jit: jit(lambda x: x + 1, backend="cpu")(1.0),
+    "debug callback": lambda jit: jit(lambda x: (jax.debug.callback(lambda v: None, x), x)[1])(1.0),
+    "pure callback": lambda jit: jit(lambda x: jax.pure_callback(np.sin, jax.ShapeDtypeStruct((), "float32"), x))(1.0),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_same_as_jax_jit(name: str) -> None:
+    by_jax, by_dflow = both(CASES[name])
+    assert str(by_dflow) == str(by_jax)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in CASES if "no such option" not in name and "not callable" not in name]
+)
+def test_the_same_as_jax_jit_when_called_twice(name: str) -> None:
+    """The second call takes another way than the first; both must agree with JAX's."""
+    by_jax, by_dflow = both(lambda jit: (CASES[name](jit), CASES[name](jit))[1])
+    assert str(by_dflow) == str(by_jax)
+
+
+@pytest.mark.parametrize("jit", JITS.values(), ids=JITS)
+def test_donated_arguments_are_lost(jit: Any) -> None:
+    f = jit(lambda x, y: x + y, donate_argnums=0)
+    for _ in range(3):
+        x, y = jnp.ones(8), jnp.ones(8)
+        f(x, y)
+        assert x.is_deleted()
+        assert not y.is_deleted()
+    with pytest.raises((RuntimeError, ValueError), match="deleted"):
+        f(x, y)
+
+
+def test_a_donation_that_cannot_be_used_is_warned_about() -> None:
+    with pytest.warns(UserWarning, match="donated buffers were not usable"):
+        dflow.jit(lambda x: x[0], donate_argnums=0)(jnp.ones(8))
+
+
+def test_donated_arguments_of_a_function_with_state_are_lost() -> None:
+    v = dflow.Variable(jnp.zeros(8))
+
+    @functools.partial(dflow.jit, donate_argnames="x")
+    def f(x: Any, y: Any) -> Any:
+        v.assign_add(y)
+        return x + v
+
+    x, y = jnp.ones(8), jnp.ones(8)
+    assert f(x, y)[0] == 2
+    assert x.is_deleted()
+    assert not y.is_deleted()
+    with pytest.raises((RuntimeError, ValueError), match="deleted"):
+        f(x, y)
+
+
+def test_shardings_in_and_out() -> None:
+    mesh = Mesh(np.array(jax.devices()[:1]), ("i",))
+    sharding = NamedSharding(mesh, PartitionSpec("i"))
+    f = dflow.jit(lambda x: x * 2, in_shardings=sharding, out_shardings=sharding)
+    assert f(jnp.ones(4)).sharding == sharding
+
+
+def test_shardings_of_a_function_with_state_are_refused() -> None:
+    v = dflow.Variable(jnp.zeros(4))
+    sharding = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("i",)), PartitionSpec("i"))
+    with pytest.raises(dflow.DflowError, match=r"has state, and in_shardings for a function with state are not built"):
+        dflow.jit(lambda x: x + v, in_shardings=sharding)(jnp.ones(4))
+
+
+def test_x64_is_another_trace() -> None:
+    f = dflow.jit(lambda x: x + v.read().astype(x.dtype))
+    v = dflow.Variable(1.0)
+    assert f(1.0).dtype == jnp.float32
+    with jax.enable_x64(True):
+        assert f(np.float64(1.0)).dtype == jnp.float64
+
+
+def test_disable_jit_runs_the_function_itself() -> None:
+    seen: list[Any] = []
+    v = dflow.Variable(1.0)
+
+    @dflow.jit
+    def f(x: Any) -> Any:
+        seen.append(x)
+        v.assign_add(x)
+        return v.read()
+
+    with jax.disable_jit():
+        assert float(f(2.0)) == 3.0
+    assert seen == [2.0]
+    assert float(f(2.0)) == 5.0
+
+
+def test_state_with_static_arguments() -> None:
+    v = dflow.Variable(jnp.ones(2))
+    f = dflow.jit(lambda n, x: [x + v] * n, static_argnums=0)
+    assert len(f(2, 1.0)) == 2
+    assert len(f(3, 1.0)) == 3
+    with pytest.raises(ValueError, match=r"[Nn]on-hashable static arguments"):
+        f([], 1.0)
+
+
+def test_a_function_with_state_has_no_stablehlo_of_its_own() -> None:
+    v = dflow.Variable(jnp.ones(2))
+    with pytest.raises(dflow.DflowError, match="used in a function that JAX compiles by itself"):
+        dflow.jit(lambda x: x + v).lower(1.0)
+
+
+def test_clear_cache_traces_anew() -> None:
+    v = dflow.Variable(1.0)
+    f = dflow.jit(lambda x: x + v)
+    f(1.0)
+    f(1.0)
+    assert len(f.trace_log()) == 1
+    f.clear_cache()
+    f(1.0)
+    assert len(f.trace_log()) == 2
+
+
+def test_a_stateful_function_under_transforms_that_run_at_once() -> None:
+    v = dflow.Variable(3.0)
+    f = dflow.jit(lambda x: v * x**2)
+    for _ in range(2):
+        assert float(jax.grad(f)(2.0)) == 12.0
+        np.testing.assert_array_equal(jax.vmap(f)(jnp.arange(3.0)), [0, 3, 12])
+        np.testing.assert_array_equal(jax.vmap(jax.grad(f))(jnp.arange(3.0)), [0, 6, 12])
+    v.assign(1.0)
+    assert float(jax.grad(f)(2.0)) == 4.0
+
+
+def test_a_write_under_plain_grad_that_does_not_depend_is_kept() -> None:
+    count = dflow.Variable(0)
+
+    @dflow.jit
+    def f(x: Any) -> Any:
+        count.assign_add(1)
+        return x**2
+
+    assert float(jax.grad(f)(3.0)) == 6.0
+    assert int(count.read()) == 1
+
+
+def test_warm_calls_stay_warm_after_a_look() -> None:
+    """A look ends JAX's first attempt by an exception; later calls must not fall back to its slow path."""
+    calls: list[int] = []
+    f = dflow.jit(lambda x: (calls.append(1), x + 1)[1])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(5):
+            f(1.0)
+    assert f._cache_size() == 1
+    assert len(calls) == 1
