@@ -46,8 +46,10 @@ def line_of(error: BaseException) -> str:
 # When it traces.
 
 
-def test_same_types_do_not_trace_again_and_new_ones_do() -> None:
-    traces = Traces(lambda x: x * 2)
+@pytest.mark.parametrize("has_state", [False, True], ids=["without state", "with state"])
+def test_same_types_do_not_trace_again_and_new_ones_do(has_state: bool) -> None:
+    factor = dflow.Variable(2)
+    traces = Traces(lambda x: x * (factor.read() if has_state else 2))
     f = dflow.jit(traces)
     for value in (np.ones(3, np.float32), jnp.zeros(3), np.zeros(3, np.float32)):
         f(value)
@@ -55,7 +57,7 @@ def test_same_types_do_not_trace_again_and_new_ones_do() -> None:
     assert counted <= 2, "NumPy and JAX arrays of one type may be told apart, once"
     f(np.ones((2, 3), np.float32))
     assert traces.count == counted + 1
-    f(np.ones(3, np.int32))
+    assert f(np.ones(3, np.int32)).dtype == jnp.int32
     assert traces.count == counted + 2
     f(np.full(3, 7, np.float32))
     f(jnp.array([7.0, 8.0, 9.0]))

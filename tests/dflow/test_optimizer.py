@@ -182,6 +182,13 @@ def test_slots_are_variables_named_for_what_they_belong_to() -> None:
     assert dflow.Optimizer(optax.sgd(0.1), model).name != dflow.Optimizer(optax.sgd(0.1), model).name
 
 
+def test_a_slot_belongs_to_the_variable_whose_whole_path_it_has() -> None:
+    model = dflow.variables({"kernel": jnp.ones(2), "deep": {"kernel": jnp.ones(3)}}, prefix="paths/")
+    optimizer = dflow.Optimizer(optax.adam(1e-3), model, name="adam of paths")
+    assert optimizer.slots[0].mu["kernel"].name == "adam of paths/0/mu/paths/kernel"
+    assert optimizer.slots[0].mu["deep"]["kernel"].name == "adam of paths/0/mu/paths/deep/kernel"
+
+
 def test_slots_that_begin_as_a_copy_of_the_parameters() -> None:
     lookahead = optax.ema(0.5)
     copies = optax.GradientTransformation(

@@ -138,6 +138,8 @@ def test_the_other_workers_do_what_one_leaves_undone() -> None:
     assert sum(done) == coordinator.status().steps_done == 100
     assert done[1] <= 1
     assert done[2] <= 2
+    assert clients[0].claim("other run", 100)
+    assert clients[1].claim("other run", 100, more=False) == range(0)
     for client in clients:
         client.leave()
     coordinator.close()
