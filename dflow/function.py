@@ -87,6 +87,7 @@ class Function(Generic[P, R]):
     """
 
     def __init__(self, fn: Callable[P, R], options: Mapping[str, Any]) -> None:
+        jax.jit(fn, **options)  # refuses what JAX refuses, in JAX's words
         functools.update_wrapper(self, fn)
         self.fn = fn
         self._options = dict(options)
@@ -263,8 +264,6 @@ def jit(fn: Callable[P, R] | None = None, **options: Any) -> Any:
     It is traced once for each structure and type of arguments. The effects on one variable happen in the order of
     the program. Without `fn` it gives a decorator.
     """
-    if fn is not None and not callable(fn):
-        jax.jit(fn)  # says what is wrong as JAX does
     if fn is None:
         return lambda function: jit(function, **options)
     return Function(fn, options)
