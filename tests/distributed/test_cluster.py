@@ -183,6 +183,19 @@ def test_the_variables_of_a_cluster_are_used_as_any_other(worker: Cluster) -> No
     np.testing.assert_array_equal(before, [2, 3, 4])
 
 
+def test_an_add_outside_of_any_function_is_one_update_on_the_task(memory: MemoryCluster, worker: Cluster) -> None:
+    v, _ = one_variable(worker)
+    [task] = [task for task in memory.tasks.values() if v.key in task.server.store]
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("another worker's update may come between a read and a write")
+
+    task.server.store.write = refuse  # type: ignore[method-assign]
+    v.assign_add(jnp.ones(3))
+    v.assign_add(jnp.ones(3))
+    np.testing.assert_array_equal(v, [2, 2, 2])
+
+
 def test_the_first_to_ask_creates_and_the_others_get(memory: MemoryCluster) -> None:
     def start(index: int) -> float:
         with closing(memory.worker(index)) as cluster, cluster.parameter_servers():
