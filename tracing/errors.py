@@ -80,3 +80,15 @@ class SecurityError(DflowError, PermissionError):
 
 class ConfigError(DflowError, ValueError):
     """A setting has a value that is not legal; the message lists the legal ones."""
+
+
+class QueueError(DflowError, ValueError):
+    """A queue was made or used in a way that it cannot serve; the message says which and what it can."""
+
+
+class QueueTypeError(QueueError, TypeError):
+    """What was put into a queue has another structure, shape or dtype than the queue's elements."""
+
+
+class QueueClosed(DflowError, RuntimeError):
+    """A queue is closed: it takes nothing more, or what is left is too little for what was asked."""

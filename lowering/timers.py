@@ -1,0 +1,86 @@
+"""Calls that come later, from one thread of the process.
+
+Why: a wait of each kind has a deadline, and most end long before it. Starting and stopping a timer is therefore cheap,
+and no thread is started for it. A stopped timer is forgotten when half of those kept are stopped.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+import time
+from collections.abc import Callable
+
+
+class Timer:
+    """A call to come. `stop` may be called from any thread, also when the call has been made."""
+
+    def __init__(self, timers: Timers, call: Callable[[], None]) -> None:
+        self._timers = timers
+        self.call: Callable[[], None] | None = call
+
+    def stop(self) -> None:
+        """Let the call not come; one that runs now is not stopped."""
+        self._timers.forget(self)
+
+
+class Timers:
+    """Timers with one thread, started by the first of them. Calls must not block."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._heap: list[tuple[float, int, Timer]] = []
+        self._serials = itertools.count()
+        self._stopped = 0
+        self._thread: threading.Thread | None = None
+
+    def start(self, delay_s: float, call: Callable[[], None]) -> Timer:
+        """Have `call` called once, in `delay_s`."""
+        timer = Timer(self, call)
+        with self._changed:
+            entry = (time.monotonic() + delay_s, next(self._serials), timer)
+            heapq.heappush(self._heap, entry)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._watch, name="dflow timers", daemon=True)
+                self._thread.start()
+            if self._heap[0] is entry:
+                self._changed.notify()
+        return timer
+
+    def forget(self, timer: Timer) -> None:
+        """Stop a timer."""
+        with self._changed:
+            if timer.call is None:
+                return
+            timer.call = None
+            self._stopped += 1
+            if self._stopped > len(self._heap) // 2:
+                self._heap = [entry for entry in self._heap if entry[2].call is not None]
+                heapq.heapify(self._heap)
+                self._stopped = 0
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def _watch(self) -> None:
+        while True:
+            self._next_call()()
+
+    def _next_call(self) -> Callable[[], None]:
+        with self._changed:
+            while True:
+                left_s = self._heap[0][0] - time.monotonic() if self._heap else None
+                if left_s is None or left_s > 0:
+                    self._changed.wait(left_s)
+                    continue
+                timer = heapq.heappop(self._heap)[2]
+                if timer.call is None:
+                    self._stopped -= 1
+                    continue
+                call, timer.call = timer.call, None
+                return call
+
+
+#: The timers of this process.
+TIMERS = Timers()

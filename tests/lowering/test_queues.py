@@ -1,0 +1,114 @@
+"""The queue that threads share: callbacks, deadlines, cancellation, and threads that lose nothing."""
+
+from __future__ import annotations
+
+import queue as stdlib_queue
+import threading
+from functools import partial
+
+import pytest
+
+from dflow.lowering.queues import Answer, SharedQueue, wait
+from dflow.tracing.errors import DeadlineExceeded, QueueClosed, StepCancelled
+from dflow.tracing.queue_settings import QueueKind, QueueSettings
+
+WAIT_S = 60.0
+
+
+def fifo(capacity: int) -> SharedQueue:
+    """A new queue."""
+    return SharedQueue("q", QueueSettings(QueueKind.FIFO, capacity))
+
+
+def put(queue: SharedQueue, *numbers: int, timeout_s: float = WAIT_S) -> None:
+    """Enqueue numbers, and wait until they are in."""
+    wait(lambda done: queue.enqueue([(number,) for number in numbers], done, timeout_s))
+
+
+def take(queue: SharedQueue, count: int = 1, timeout_s: float = WAIT_S) -> list[int]:
+    """Dequeue numbers, waiting for them."""
+    return [number for (number,) in wait(lambda done: queue.dequeue(count, done, timeout_s))]
+
+
+def test_a_callback_is_called_by_whoever_brings_what_it_waits_for() -> None:
+    queue, answers = fifo(1), list[Answer]()
+    queue.dequeue(1, answers.append, WAIT_S)
+    assert answers == []
+    put(queue, 7)
+    assert answers == [((7,),)]
+    assert queue.size() == 0
+
+
+def test_a_deadline_says_what_was_waited_for() -> None:
+    queue = fifo(2)
+    put(queue, 1, 2)
+    with pytest.raises(DeadlineExceeded, match=r"queue 'q' could not take 1 element within 0 s; it holds 2 of at most"):
+        put(queue, 3, timeout_s=0)
+    with pytest.raises(
+        DeadlineExceeded, match=r"'q' could not give 3 elements within 0\.01 s; it holds 2 of at most 2$"
+    ):
+        take(queue, 3, timeout_s=0.01)
+    assert take(queue, 2) == [1, 2]
+
+
+def test_closing_wakes_every_waiter() -> None:
+    queue, answers = fifo(1), stdlib_queue.SimpleQueue[Answer]()
+    for count in (2, 1, 2):
+        queue.dequeue(count, answers.put, WAIT_S)
+    put(queue, 1)
+    queue.close()
+    assert "queue 'q' is closed and cannot give 2 elements; it holds" in str(answers.get(timeout=WAIT_S))
+    assert answers.get(timeout=WAIT_S) == ((1,),)
+    assert isinstance(answers.get(timeout=WAIT_S), QueueClosed)
+    with pytest.raises(QueueClosed, match="queue 'q' is closed and cannot take 1 element; it holds 0 of at most 1"):
+        put(queue, 1)
+
+
+def test_a_cancelled_wait_ends_with_the_reason_and_takes_nothing() -> None:
+    queue, answers = fifo(2), list[Answer]()
+    cancel = queue.dequeue(1, answers.append, WAIT_S)
+    cancel(StepCancelled("enough"))
+    cancel(StepCancelled("too late"))
+    put(queue, 1)
+    assert [str(answer) for answer in answers] == ["enough"]
+    assert queue.contents() == [(1,)]
+
+
+def test_a_callback_may_use_the_queue() -> None:
+    queue, answers = fifo(2), list[Answer]()
+    queue.dequeue(1, lambda answer: wait(lambda done: queue.enqueue([(2,)], done, WAIT_S)) and None, WAIT_S)
+    put(queue, 1)
+    queue.dequeue(1, answers.append, WAIT_S)
+    assert answers == [((2,),)]
+
+
+@pytest.mark.parametrize("capacity", [1, 3])
+def test_threads_lose_and_double_nothing(capacity: int) -> None:
+    queue, each = fifo(capacity), 200
+    taken: list[list[int]] = [[] for _ in range(4)]
+
+    def produce(producer: int) -> None:
+        for number in range(each):
+            put(queue, producer * each + number)
+
+    def consume(numbers: list[int]) -> None:
+        while True:
+            try:
+                numbers += take(queue)
+            except QueueClosed:
+                return
+
+    producers = [threading.Thread(target=partial(produce, producer)) for producer in range(4)]
+    consumers = [threading.Thread(target=partial(consume, numbers)) for numbers in taken]
+    for thread in (*producers, *consumers):
+        thread.start()
+    for thread in producers:
+        thread.join(WAIT_S)
+    queue.close()
+    for thread in consumers:
+        thread.join(WAIT_S)
+    assert sorted(number for numbers in taken for number in numbers) == list(range(4 * each))
+    for numbers in taken:
+        for producer in range(4):
+            mine = [number for number in numbers if number // each == producer]
+            assert mine == sorted(mine)

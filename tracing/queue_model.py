@@ -1,0 +1,68 @@
+"""A queue with one user at a time: what the queue ops mean.
+
+Every other queue is tested against this one, so it is a list and nothing more. Nothing waits: an op that would have
+to is an error of whoever runs the program.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from dflow.tracing.errors import DeadlineExceeded, QueueClosed
+from dflow.tracing.queue_settings import QueueKind, QueueSettings
+
+
+class QueueModel:
+    """The elements of a queue, first in first, and whether it is closed."""
+
+    def __init__(self, settings: QueueSettings, elements: Sequence[Any] = (), is_closed: bool = False) -> None:
+        self.settings = settings
+        self.elements = list(elements)
+        self.is_closed = is_closed
+        self._random = random.Random(settings.seed)
+
+    def copy(self) -> QueueModel:
+        """The same queue, to go its own way."""
+        other = QueueModel(self.settings, self.elements, self.is_closed)
+        other._random.setstate(self._random.getstate())
+        return other
+
+    def enqueue(self, elements: Sequence[Any]) -> None:
+        """Put elements in. Raises QueueClosed, or DeadlineExceeded when they do not fit."""
+        if self.is_closed:
+            raise QueueClosed("an enqueue on a closed queue")
+        if len(self.elements) + len(elements) > self.settings.capacity:
+            raise DeadlineExceeded(f"an enqueue of {len(elements)} waits for ever: {self}")
+        self.elements += elements
+
+    def dequeue(self, count: int, or_fewer: bool = False) -> list[Any]:
+        """Take elements out. Raises QueueClosed, or DeadlineExceeded when there are too few."""
+        held_back = 0 if self.is_closed else self.settings.min_after_dequeue
+        if self.is_closed and or_fewer and self.elements:
+            count = min(count, len(self.elements))
+        if count and len(self.elements) - held_back < count:
+            if self.is_closed:
+                raise QueueClosed(f"a dequeue of {count} on a closed queue: {self}")
+            raise DeadlineExceeded(f"a dequeue of {count} waits for ever: {self}")
+        return [self._next() for _ in range(count)]
+
+    def _next(self) -> Any:
+        match self.settings.kind:
+            case QueueKind.FIFO:
+                return self.elements.pop(0)
+            case QueueKind.PRIORITY:
+                return self.elements.pop(min(range(len(self.elements)), key=self._priority))
+            case QueueKind.SHUFFLE:
+                place = self._random.randrange(len(self.elements))
+                self.elements[place], self.elements[-1] = self.elements[-1], self.elements[place]
+                return self.elements.pop()
+
+    def _priority(self, place: int) -> int:
+        return int(np.asarray(self.elements[place][0]))
+
+    def __str__(self) -> str:
+        return f"it holds {len(self.elements)} of at most {self.settings.capacity}"

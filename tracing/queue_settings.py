@@ -1,0 +1,32 @@
+"""What makes a queue the queue it is: its kind, how much it holds, and in which order it gives that out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+#: How long a wait on a queue may last unless it is told otherwise, in s.
+DEFAULT_TIMEOUT_S = 600.0
+
+
+class QueueKind(Enum):
+    """In which order elements come out."""
+
+    FIFO = "fifo"
+    SHUFFLE = "shuffle"
+    PRIORITY = "priority"
+
+
+@dataclass(frozen=True)
+class QueueSettings:
+    """Equal settings and equal events make equal queues.
+
+    `capacity`           how many elements it holds
+    `min_after_dequeue`  how many it holds back to shuffle the next with, until it is closed
+    `seed`               of the shuffling
+    """
+
+    kind: QueueKind
+    capacity: int
+    min_after_dequeue: int = 0
+    seed: int = 0
