@@ -61,6 +61,7 @@ from dflow.tracing.resources import Initial, Variable
 from dflow.tracing.source import at
 from dflow.tracing.task_name import short_task_name, task_name
 from dflow.tracing.trace import Traced, trace
+from dflow.tracing.types import array_type_of
 
 _ENCODER = msgspec.msgpack.Encoder()
 _Answer = TypeVar("_Answer")
@@ -273,7 +274,7 @@ class ClusterHome:
     def __init__(self, cluster: Cluster, job: str) -> None:
         self._cluster = cluster
         self._job = job
-        self._adders: dict[str, Runner] = {}
+        self._ops: dict[tuple[Any, ...], Runner] = {}
 
     def create(self, variable: Variable, initial: Initial, near: Variable | None) -> Slot:
         try:
@@ -300,17 +301,26 @@ class ClusterHome:
         array: jax.Array = jax.device_put(decode_array(value.dtype, value.shape, payload))
         return array
 
-    def write(self, variable: Variable, value: Any) -> None:
+    def gather(self, variable: Variable, indices: Any) -> jax.Array:
+        rows: jax.Array = self._run_op(variable, "gather", indices)[0]
+        return rows
+
+    def update(self, variable: Variable, kind: str, *operands: Any) -> None:
+        if kind != "assign":
+            self._run_op(variable, kind, *operands)
+            return
         dtype = jnp.dtype(variable.dtype).name
         message = WriteVariable(variable.key, dtype, variable.shape)
-        self._cluster.request(_task_of(variable), message, encode_array(jnp.asarray(value)))
+        self._cluster.request(_task_of(variable), message, encode_array(jnp.asarray(operands[0])))
 
-    def add(self, variable: Variable, delta: Any) -> None:
-        step = self._adders.get(variable.key)
+    def _run_op(self, variable: Variable, method: str, *operands: Any) -> Sequence[Any]:
+        """Run one op on the variable as a step of its own; its plan is kept for operands of the same types."""
+        key = (variable.key, method, *map(array_type_of, operands))
+        step = self._ops.get(key)
         if step is None:
-            traced = trace(variable.assign_add, (delta,), {})
-            step = self._adders[variable.key] = self.runner(traced, check=False, observe=None)
-        step([delta])
+            traced = trace(getattr(variable, method), operands, {})
+            step = self._ops[key] = self.runner(traced, check=False, observe=None)
+        return step(operands)
 
     def runner(self, traced: Traced, *, check: bool, observe: Observer | None) -> Runner:
         return self._cluster.runner(traced, check=check, observe=observe)

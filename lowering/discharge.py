@@ -15,6 +15,7 @@ from dflow.tracing.graph import Graph, Node, Operand, Value
 from dflow.tracing.jax_frontend import bind
 from dflow.tracing.op import OpDef
 from dflow.tracing.types import ArrayType, RefType, array_type_of
+from dflow.tracing.updates import looked_up, updated
 
 
 @dataclass(frozen=True)
@@ -78,12 +79,15 @@ def _read(node: Node, values: Sequence[Any], env: dict[Value, Any]) -> None:
     env[node.outputs[0]] = values[0]
 
 
-def _assign(node: Node, values: Sequence[Any], env: dict[Value, Any]) -> None:
-    env[_ref(node)] = values[1]
+def _gather(node: Node, values: Sequence[Any], env: dict[Value, Any]) -> None:
+    env[node.outputs[0]] = looked_up(*values)
 
 
-def _assign_add(node: Node, values: Sequence[Any], env: dict[Value, Any]) -> None:
-    env[_ref(node)] = values[0] + values[1]
+def _update(kind: str) -> Callable[[Node, Sequence[Any], dict[Value, Any]], None]:
+    def rule(node: Node, values: Sequence[Any], env: dict[Value, Any]) -> None:
+        env[_ref(node)] = updated(kind, *values)
+
+    return rule
 
 
 def _ref(node: Node) -> Value:
@@ -94,6 +98,6 @@ def _ref(node: Node) -> Value:
 
 _RULES: Mapping[OpDef, Callable[[Node, Sequence[Any], dict[Value, Any]], None]] = {
     ops.var_read: _read,
-    ops.var_assign: _assign,
-    ops.var_assign_add: _assign_add,
+    ops.var_gather: _gather,
+    **{op: _update(kind) for kind, op in ops.UPDATES.items()},
 }

@@ -72,11 +72,11 @@ class LocalHome:
     def read(self, variable: Variable) -> jax.Array:
         return self.store.read(variable.key)
 
-    def write(self, variable: Variable, value: Any) -> None:
-        self.store.write(variable.key, value)
+    def gather(self, variable: Variable, indices: Any) -> jax.Array:
+        return self.store.gather(variable.key, indices)
 
-    def add(self, variable: Variable, delta: Any) -> None:
-        self.store.add(variable.key, delta)
+    def update(self, variable: Variable, kind: str, *operands: Any) -> None:
+        self.store.update(variable.key, kind, *operands)
 
     def runner(self, traced: Traced, *, check: bool, observe: Observer | None) -> Runner:
         """Lower a traced function whose variables all live here."""

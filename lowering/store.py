@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 from dflow.lowering.program import Program
 from dflow.tracing.errors import VariableError, VariableShapeError
 from dflow.tracing.types import ArrayType, array_type_of
+from dflow.tracing.updates import looked_up, operand_types, updated
 
 
 @dataclass(slots=True)
@@ -84,12 +86,23 @@ class Store:
             _check_type(key, held.type, value)
             held.value, held.lent = jnp.asarray(value), True
 
-    def add(self, key: str, delta: Any) -> None:
-        """Add to the value. Raises VariableShapeError when the type is another."""
+    def gather(self, key: str, indices: Any) -> jax.Array:
+        """The rows at `indices`."""
+        with self._lock:
+            rows: jax.Array = looked_up(self._find(key).value, indices)
+            return rows
+
+    def update(self, key: str, kind: str, *operands: Any) -> None:
+        """Change the value in place; `kind` is a key of `updates.KINDS`. Raises VariableShapeError."""
+        if kind == "assign":
+            self.write(key, *operands)
+            return
         with self._lock:
             held = self._find(key)
-            _check_type(key, held.type, delta)
-            held.value, held.lent = held.value + delta, False
+            given = [array_type_of(operand) for operand in operands]
+            for wanted, operand in zip(operand_types(kind, held.type, given), operands, strict=True):
+                _check_type(key, wanted.strong, operand)
+            held.value = _in_place(kind)(_own(held), *operands)
 
     def call(
         self, program: Program, writes: Sequence[str], reads: Sequence[str], operands: Sequence[Any]
@@ -122,6 +135,11 @@ class Store:
         if held is None:
             raise VariableError(f"no variable {key!r} is held here; there are {sorted(self._held) or 'none'}")
         return held
+
+
+@cache
+def _in_place(kind: str) -> Callable[..., jax.Array]:
+    return jax.jit(partial(updated, kind), donate_argnums=0)
 
 
 def _own(held: _Held) -> jax.Array:

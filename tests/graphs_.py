@@ -28,6 +28,7 @@ from dflow.tracing.source import Loc
 from dflow.tracing.task_name import full_task_name
 from dflow.tracing.trace import Traced, trace
 from dflow.tracing.types import DTYPES, ArrayType, RefType, TokenType, dtype_name
+from dflow.tracing.updates import ASSIGNS, KINDS, looked_up, updated
 
 #: The shape of every array in a program.
 SHAPE = (3,)
@@ -48,11 +49,12 @@ class DictHome:
         value: jax.Array = self.values[variable]
         return value
 
-    def write(self, variable: Variable, value: Any) -> None:
-        self.values[variable] = value
+    def gather(self, variable: Variable, indices: Any) -> jax.Array:
+        rows: jax.Array = looked_up(self.values[variable], indices)
+        return rows
 
-    def add(self, variable: Variable, delta: Any) -> None:
-        self.values[variable] = self.values[variable] + delta
+    def update(self, variable: Variable, kind: str, *operands: Any) -> None:
+        self.values[variable] = updated(kind, self.values[variable], *operands)
 
 
 @dataclass(frozen=True)
@@ -72,12 +74,20 @@ class Read:
 
 
 @dataclass(frozen=True)
-class Write:
-    """Assign a value to a variable, or add it."""
+class Gather:
+    """Push the elements of a variable at a value's numbers, most of which are past an end."""
 
     variable: int
     value: int
-    adds: bool
+
+
+@dataclass(frozen=True)
+class Write:
+    """Update a variable by a value; an update of rows takes it for indices too."""
+
+    variable: int
+    value: int
+    kind: str
 
 
 @dataclass(frozen=True)
@@ -123,7 +133,7 @@ class On:
     body: tuple[Statement, ...]
 
 
-Statement = Op | Read | Write | Scan | While | Cond | Call | On
+Statement = Op | Read | Gather | Write | Scan | While | Cond | Call | On
 
 _KINDS: Mapping[str, Callable[[Any, Any], Any]] = {
     "add": lambda x, y: x + y,
@@ -173,15 +183,25 @@ def run(
                 stack.append(_KINDS[kind](stack[left % len(stack)], stack[right % len(stack)]))
             case Read(variable):
                 stack.append(variables[variable % len(variables)].read())
-            case Write(variable, value, adds):
-                target = variables[variable % len(variables)]
-                (target.assign_add if adds else target.assign)(stack[value % len(stack)])
+            case Gather(variable, value):
+                stack.append(variables[variable % len(variables)].gather(stack[value % len(stack)]))
+            case Write(variable, value, kind):
+                _write(variables[variable % len(variables)], kind, stack[value % len(stack)])
             case On(name, body):
                 with device(name):
                     stack = run(body, stack, variables, control)
             case _:
                 stack += _run_control(statement, stack, variables, control)
     return stack
+
+
+def _write(variable: Variable, kind: str, value: Any) -> None:
+    if kind in ASSIGNS:
+        getattr(variable, kind)(value)
+    else:
+        # Of unequal rows for one index any may stay, so an update has equal ones.
+        rows = jnp.broadcast_to(value[0], SHAPE) if kind == "scatter_update" else value + 1
+        getattr(variable, kind)(value, rows)
 
 
 def _run_control(
@@ -223,7 +243,8 @@ _index = st.integers(0, 7)
 _simple: st.SearchStrategy[Statement] = st.one_of(
     st.builds(Op, st.sampled_from(sorted(_KINDS)), _index, _index),
     st.builds(Read, _index),
-    st.builds(Write, _index, _index, st.booleans()),
+    st.builds(Gather, _index, _index),
+    st.builds(Write, _index, _index, st.sampled_from([*KINDS])),
 )
 
 
@@ -357,15 +378,19 @@ def _nodes(
     ref, array = draw(st.sampled_from(refs)), draw(st.sampled_from(arrays))
     operand = draw(st.one_of(st.just(array), literals()))
     held: Any = ref.type
-    kind = draw(st.sampled_from(["read", "assign", "send", "recv", "neg", "add"] + ["call"] * (depth > 0)))
+    kind = draw(st.sampled_from(["read", "gather", "update", "send", "recv", "neg", "add"] + ["call"] * (depth > 0)))
     inputs: tuple[Any, ...] = {"read": (ref,), "recv": (), "add": (operand, array)}.get(kind, (array,))
     attributes: dict[str, Any] = {}
     body = None
     match kind:
         case "read":
             op, outputs = ops.var_read, (result(held.of),)
-        case "assign":
-            op, outputs, inputs = ops.var_assign, (result(TokenType()),), (ref, array)
+        case "gather":
+            op, outputs, inputs = ops.var_gather, (result(held.of),), (ref, array)
+        case "update":
+            update = draw(st.sampled_from([*ops.UPDATES]))
+            op, outputs = ops.UPDATES[update], (result(TokenType()),)
+            inputs = (ref, array) if update in ASSIGNS else (ref, array, operand)
         case "send":
             op, outputs = ops.net_send, (result(TokenType()),)
             attributes = {"edge": draw(st.text(max_size=4)), "destination": "/job:ps/task:0"}

@@ -40,12 +40,12 @@ class Home(Protocol):
         """The value now. The array stays valid, whatever later steps write."""
         ...
 
-    def write(self, variable: Variable, value: Any) -> None:
-        """Replace the value."""
+    def gather(self, variable: Variable, indices: Any) -> jax.Array:
+        """The rows at `indices` now."""
         ...
 
-    def add(self, variable: Variable, delta: Any) -> None:
-        """Add to the value, as one update."""
+    def update(self, variable: Variable, kind: str, *operands: Any) -> None:
+        """Change the value, as one update; `kind` is a key of `updates.KINDS`, the operands fit it."""
         ...
 
 

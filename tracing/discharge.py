@@ -25,7 +25,8 @@ from dflow.tracing.jax_frontend import (
     touches_state,
 )
 from dflow.tracing.source import at
-from dflow.tracing.state_primitives import assign_add_p, assign_p, read_p
+from dflow.tracing.state_primitives import gather_p, read_p, update_p
+from dflow.tracing.updates import looked_up, updated
 
 
 class State:
@@ -83,13 +84,15 @@ def _read(params: Mapping[str, Any], operands: list[Any], state: State) -> list[
     return [state[params["handle"].variable]]
 
 
-def _assign(params: Mapping[str, Any], operands: list[Any], state: State) -> list[Any]:
-    state[params["handle"].variable] = operands[0]
-    return []
+def _gather(params: Mapping[str, Any], operands: list[Any], state: State) -> list[Any]:
+    return [looked_up(state[params["handle"].variable], operands[0])]
 
 
-def _assign_add(params: Mapping[str, Any], operands: list[Any], state: State) -> list[Any]:
-    state[params["handle"].variable] = state[params["handle"].variable] + operands[0]
+def _update(params: Mapping[str, Any], operands: list[Any], state: State) -> list[Any]:
+    variable = params["handle"].variable
+    # An assign needs no old value, and of a variable that is only assigned there is none.
+    old = None if params["kind"] == "assign" else state[variable]
+    state[variable] = operands[0] if old is None else updated(params["kind"], old, *operands)
     return []
 
 
@@ -181,8 +184,8 @@ def _remat(params: Mapping[str, Any], operands: list[Any], state: State) -> list
 
 _RULES: Mapping[str, Callable[[Mapping[str, Any], list[Any], State], list[Any]]] = {
     read_p.name: _read,
-    assign_p.name: _assign,
-    assign_add_p.name: _assign_add,
+    gather_p.name: _gather,
+    update_p.name: _update,
     "jit": _jit,
     "pjit": _jit,
     "closed_call": lambda params, operands, state: evaluate(*closed_parts(params["call_jaxpr"]), operands, state),

@@ -30,10 +30,9 @@ from dflow.tracing.jax_frontend import (
     touches_state,
 )
 from dflow.tracing.op import numeric
-from dflow.tracing.state_primitives import assign_add_p, assign_p, name_p, read_p
+from dflow.tracing.state_primitives import gather_p, name_p, read_p, update_p
 from dflow.tracing.types import ArrayType, RefType, TokenType, array_type_of
 
-_STATE_OPS = {read_p: ops.var_read, assign_p: ops.var_assign, assign_add_p: ops.var_assign_add}
 _INLINED = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 
 
@@ -137,10 +136,11 @@ class _Builder:
         primitive, params = equation.primitive, equation.params
         if primitive is name_p:
             return inputs
-        if primitive in _STATE_OPS:
+        if primitive in (read_p, gather_p, update_p):
             ref = self.refs[params["handle"].variable]
+            op = {read_p: ops.var_read, gather_p: ops.var_gather}.get(primitive) or ops.UPDATES[params["kind"]]
             outputs = [Value(self._name(names[0], ref.name), _type(var.aval)) for var in equation.outvars]
-            return self._node(_STATE_OPS[primitive], (ref, *inputs), outputs, {}, origin, origin_of(equation).device)
+            return self._node(op, (ref, *inputs), outputs, {}, origin, origin_of(equation).device)
         if primitive.name in _INLINED:
             jaxpr, consts = closed_parts(params[_INLINED[primitive.name]])
             if touches_state(equation.effects) or holds_device(jaxpr):

@@ -154,10 +154,13 @@ class _Run:
         name, values = ref_name(ref), [self._value(operand) for operand in operands]
         if node.op is ops.var_read:
             return [self._state[name]]
-        if node.op is ops.var_assign:
-            self._state[name] = values[0]
-        elif node.op is ops.var_assign_add:
-            self._state[name] = self._state[name] + values[0]
+        if node.op is ops.var_gather:
+            return [_rows_at(self._state[name], *values)]
+        kind = node.op.name.removeprefix("var.")
+        if kind in _ASSIGNED:
+            self._state[name] = _ASSIGNED[kind](self._state[name], *values)
+        elif kind in _ROW_BY_ROW:
+            self._state[name] = _written_row_by_row(_ROW_BY_ROW[kind], self._state[name], *values)
         else:
             raise InternalError(f"the interpreter has no rule for {node.op.name}; please report this")
         return []
@@ -170,6 +173,39 @@ class _Run:
         results, after = interpret(body, inputs, {name: self._state[outside] for name, outside in names.items()})
         self._state.update({names[name]: value for name, value in after.items()})
         return results
+
+
+_ASSIGNED: Mapping[str, Callable[[Any, Any], Any]] = {
+    "assign": lambda old, new: new,
+    "assign_add": lambda old, new: old + new,
+    "assign_sub": lambda old, new: old - new,
+    "assign_mul": lambda old, new: old * new,
+    "assign_max": jnp.maximum,
+    "assign_min": jnp.minimum,
+}
+_ROW_BY_ROW = {f"scatter_{kind}": _ASSIGNED[f"assign_{kind}"] for kind in ("add", "mul", "max", "min")} | {
+    "scatter_update": _ASSIGNED["assign"]
+}
+
+
+def _rows_at(value: Any, indices: Any) -> Any:
+    """Each index by itself: from the end when negative, and past either end the row at that end."""
+    count, flat = len(value), np.asarray(indices).reshape(-1).tolist()
+    places = [min(max(index + count if index < 0 else index, 0), count - 1) for index in flat]
+    rows = [value[place] for place in places] or [jnp.zeros_like(value[0])]
+    shape = (*np.shape(indices), *value.shape[1:])
+    return jnp.stack(rows)[: len(places)].reshape(shape)
+
+
+def _written_row_by_row(new_row: Callable[[Any, Any], Any], value: Any, indices: Any, rows: Any) -> Any:
+    """Each row after the one before it; a row that does not exist is not written."""
+    value = jnp.asarray(value)
+    flat = np.asarray(indices).reshape(-1).tolist()
+    for index, row in zip(flat, jnp.reshape(rows, (len(flat), *value.shape[1:])), strict=True):
+        place = index + len(value) if index < 0 else index
+        if 0 <= place < len(value):
+            value = value.at[place].set(new_row(value[place], row))
+    return value
 
 
 def ref_name(operand: Operand) -> str:

@@ -5,17 +5,13 @@ An op that gives no array gives one `token`, so that each node has a value to be
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from dflow.tracing.effects import Effect
 from dflow.tracing.errors import GraphTypeError
-from dflow.tracing.op import op
+from dflow.tracing.op import OpDef, op
 from dflow.tracing.types import ArrayType, RefType, TokenType, Type
-
-
-def _holds(name: str, ref: Type, value: Type) -> None:
-    if not isinstance(ref, RefType):
-        raise GraphTypeError(f"{name}: the first operand is {ref}, not a variable")
-    if not isinstance(value, ArrayType) or value.strong != ref.of.strong:
-        raise GraphTypeError(f"{name}: the value is {value} but the variable holds {ref.of}")
+from dflow.tracing.updates import ASSIGNS, KINDS, indices_refusal, kind_refusal, lookup_type
 
 
 @op("var.read", (Effect.READ, 0))
@@ -26,18 +22,58 @@ def var_read(ref: RefType, /) -> tuple[Type, ...]:
     return (ref.of,)
 
 
-@op("var.assign", (Effect.WRITE, 0))
-def var_assign(ref: RefType, value: ArrayType, /) -> tuple[Type, ...]:
-    """Replace the value of the variable `ref`."""
-    _holds("var.assign", ref, value)
-    return (TokenType(),)
+@op("var.gather", (Effect.READ, 0))
+def var_gather(ref: RefType, indices: ArrayType, /) -> tuple[Type, ...]:
+    """The rows of the variable `ref` at `indices`, which may have any shape."""
+    _check_indices("var.gather", ref, indices)
+    return (lookup_type(ref.of, indices),)
 
 
-@op("var.assign_add", (Effect.READ, 0), (Effect.WRITE, 0))
-def var_assign_add(ref: RefType, delta: ArrayType, /) -> tuple[Type, ...]:
-    """Add `delta` into the variable `ref`, as one update that no other step comes between."""
-    _holds("var.assign_add", ref, delta)
-    return (TokenType(),)
+def _check_indices(name: str, ref: Type, indices: Type) -> None:
+    if not isinstance(ref, RefType):
+        raise GraphTypeError(f"{name}: the first operand is {ref}, not a variable")
+    if not isinstance(indices, ArrayType):
+        raise GraphTypeError(f"{name}: the indices are {indices}, not an array")
+    refusal = indices_refusal(ref.of, indices)
+    if refusal is not None:
+        raise GraphTypeError(f"{name}: {refusal}")
+
+
+def _update(kind: str) -> OpDef:
+    """The op of one kind of update; of rows, it takes their indices before them."""
+    name = f"var.{kind}"
+
+    def rule(ref: RefType, /, *operands: ArrayType) -> tuple[Type, ...]:
+        if not isinstance(ref, RefType):
+            raise GraphTypeError(f"{name}: the first operand is {ref}, not a variable")
+        refusal = kind_refusal(kind, ref.of)
+        if refusal is not None:
+            raise GraphTypeError(f"{name}: {refusal}")
+        _check_value(name, ref, operands) if kind in ASSIGNS else _check_rows(name, ref, operands)
+        return (TokenType(),)
+
+    # An assign gives what was there before to nobody; every other update makes its value of the old one.
+    return op(name, *([] if kind == "assign" else [(Effect.READ, 0)]), (Effect.WRITE, 0))(rule)
+
+
+def _check_value(name: str, ref: RefType, operands: Sequence[Type]) -> None:
+    (value,) = operands
+    if not isinstance(value, ArrayType) or value.strong != ref.of.strong:
+        raise GraphTypeError(f"{name}: the value is {value} but the variable holds {ref.of}")
+
+
+def _check_rows(name: str, ref: RefType, operands: Sequence[Type]) -> None:
+    indices, rows = operands
+    _check_indices(name, ref, indices)
+    assert isinstance(indices, ArrayType)
+    wanted = lookup_type(ref.of, indices)
+    if not isinstance(rows, ArrayType) or rows.strong != wanted.strong:
+        raise GraphTypeError(f"{name}: the rows are {rows} but {indices} of {ref.of} need {wanted}")
+
+
+#: The updates of a variable, by their kind: `assign`, `assign_add`, ... `scatter_min`.
+UPDATES = {kind: _update(kind) for kind in KINDS}
+var_assign, var_assign_add = UPDATES["assign"], UPDATES["assign_add"]
 
 
 @op("net.send", (Effect.SEND, None))

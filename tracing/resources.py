@@ -20,8 +20,9 @@ from dflow.tracing.context import Home, current_home
 from dflow.tracing.errors import VariableError, VariableShapeError
 from dflow.tracing.jax_frontend import Handle, is_tracing
 from dflow.tracing.source import at, caller
-from dflow.tracing.state_primitives import assign_add_p, assign_p, name_p, read_p
-from dflow.tracing.types import ArrayType, array_type_of
+from dflow.tracing.state_primitives import gather_p, name_p, read_p, update_p
+from dflow.tracing.types import ArrayType, array_type_of, dtype_name
+from dflow.tracing.updates import indices_refusal, kind_refusal, lookup_type
 
 #: A first value, or a function without arguments that gives it, run where the variable lives.
 Initial = Any | Callable[[], Any]
@@ -45,6 +46,7 @@ class Variable:
                name is made up
     `dtype`    converts the initial value; given none, it keeps its own
     `near`     another variable whose task this one shall share
+    `trainable`  whether gradients may be taken with respect to it; `trainable_variables` leaves out those that say no
 
     In one process each `Variable` is its own state, and a new one takes over the name. On a cluster the name is the
     variable: the first to ask creates it and the others get it. Either way a second variable of the same name but
@@ -61,6 +63,7 @@ class Variable:
         name: str | None = None,
         dtype: Any = None,
         near: Variable | None = None,
+        trainable: bool = True,
     ) -> None:
         if is_tracing():
             raise VariableError(
@@ -71,6 +74,7 @@ class Variable:
         self.serial = next(_serials)
         self.name = name or f"variable_{self.serial}"
         self.type = initial_type(first)
+        self.trainable = trainable
         self.loc = caller()
         self.home: Home = near.home if near is not None else current_home()
         self.handle = Handle(self)
@@ -108,22 +112,106 @@ class Variable:
 
     def assign(self, value: Any) -> None:
         """Replace the value. Raises VariableShapeError when shape or dtype is not the variable's."""
-        assign_p.bind(self._fitting("assign", value), handle=self.handle)
+        self._assign("assign", value)
 
-    def assign_add(self, delta: Any) -> None:
-        """Add `delta`, as one update that no other step comes between. Raises VariableShapeError."""
-        assign_add_p.bind(self._fitting("assign_add", delta), handle=self.handle)
+    def assign_add(self, delta: Any, *, reduce: str | None = None) -> None:
+        """Add `delta`, as one update that no other step comes between. Raises VariableShapeError.
 
-    def _fitting(self, method: str, value: Any) -> Any:
+        Under `vmap`, `reduce="sum"` adds the sum of the batch's deltas; without it a delta that differs along the
+        batch is refused. A delta that is the same for the whole batch is added once.
+        """
+        self._assign("assign_add", delta, reduce)
+
+    def assign_sub(self, delta: Any) -> None:
+        """Subtract `delta`, as one update. Raises VariableShapeError."""
+        self._assign("assign_sub", delta)
+
+    def assign_mul(self, factor: Any) -> None:
+        """Multiply by `factor`, element by element, as one update. Raises VariableShapeError."""
+        self._assign("assign_mul", factor)
+
+    def assign_max(self, value: Any) -> None:
+        """Keep the larger of each element and `value`'s, as one update. Raises VariableShapeError."""
+        self._assign("assign_max", value)
+
+    def assign_min(self, value: Any) -> None:
+        """Keep the smaller of each element and `value`'s, as one update. Raises VariableShapeError."""
+        self._assign("assign_min", value)
+
+    def gather(self, indices: Any) -> jax.Array:
+        """The rows at `indices`, integers of any shape: an array of shape `indices.shape + variable.shape[1:]`.
+
+        Where the variable lives elsewhere only the rows travel, and the gradient of a gather is made of rows. A
+        negative index counts from the end; one past either end gives the row at that end, as in `array[indices]`.
+        Raises VariableShapeError for indices that are no integers.
+        """
+        rows: jax.Array = gather_p.bind(self._indices("gather", indices), handle=self.handle)
+        return rows
+
+    def scatter_update(self, indices: Any, rows: Any) -> None:
+        """Replace the rows at `indices`; of rows for one index any one stays.
+
+        Here and in every `scatter_`: `indices` are integers of any shape and `rows` has `indices.shape +
+        variable.shape[1:]`; a negative index counts from the end; a row that does not exist is not written. It is
+        one update, in place. Raises VariableShapeError.
+        """
+        self._scatter("scatter_update", indices, rows)
+
+    def scatter_add(self, indices: Any, rows: Any, *, reduce: str | None = None) -> None:
+        """Add `rows` to the rows at `indices`; rows for one index add up. `reduce` is as in `assign_add`."""
+        self._scatter("scatter_add", indices, rows, reduce)
+
+    def scatter_mul(self, indices: Any, rows: Any) -> None:
+        """Multiply the rows at `indices` by `rows`."""
+        self._scatter("scatter_mul", indices, rows)
+
+    def scatter_max(self, indices: Any, rows: Any) -> None:
+        """Keep the larger of the rows at `indices` and `rows`, element by element."""
+        self._scatter("scatter_max", indices, rows)
+
+    def scatter_min(self, indices: Any, rows: Any) -> None:
+        """Keep the smaller of the rows at `indices` and `rows`, element by element."""
+        self._scatter("scatter_min", indices, rows)
+
+    def _assign(self, kind: str, value: Any, reduce: str | None = None) -> None:
+        self._check_kind(kind, reduce)
+        given = self._fitting(kind, value, self.type, "")
+        update_p.bind(given, handle=self.handle, kind=kind, reduce=reduce)
+
+    def _scatter(self, kind: str, indices: Any, rows: Any, reduce: str | None = None) -> None:
+        self._check_kind(kind, reduce)
+        places = self._indices(kind, indices)
+        wanted = lookup_type(self.type, array_type_of(places))
+        given = self._fitting(kind, rows, wanted, f", at these indices rows of {wanted},")
+        update_p.bind(places, given, handle=self.handle, kind=kind, reduce=reduce)
+
+    def _check_kind(self, kind: str, reduce: str | None) -> None:
+        refusal = kind_refusal(kind, self.type)
+        if refusal is not None:
+            raise VariableShapeError(f"variable {self.name!r} has no {kind}: {refusal}{at(caller())}")
+        if reduce not in (None, "sum"):
+            raise VariableError(f"{kind} was given reduce={reduce!r}{at(caller())}\n  give it None or 'sum'")
+
+    def _indices(self, method: str, indices: Any) -> Any:
+        array = indices.read() if isinstance(indices, Variable) else jnp.asarray(indices)
+        refusal = indices_refusal(self.type, array_type_of(array))
+        if refusal is not None:
+            raise VariableShapeError(
+                f"variable {self.name!r} holds {self.type} and has no {method} here: {refusal}{at(caller())}\n"
+                "  give it integers that count along the variable's first dimension"
+            )
+        return array
+
+    def _fitting(self, method: str, value: Any, wanted: ArrayType, why: str) -> Any:
         array = value.read() if isinstance(value, Variable) else jnp.asarray(value)
         given = array_type_of(array)
-        if given.weak:
-            array = jax.lax.convert_element_type(array, self.dtype) if _same_kind(given.dtype, self.dtype) else array
+        if given.weak and _same_kind(given.dtype, wanted.dtype):
+            array = jax.lax.convert_element_type(array, wanted.dtype)
             given = array_type_of(array)
-        if given.strong != self.type:
+        if given.strong != wanted:
             raise VariableShapeError(
-                f"variable {self.name!r} holds {self.type} but {method} was given {given}{at(caller())}\n"
-                f"  {_remedy(self.type, given)}"
+                f"variable {self.name!r} holds {self.type}{why} but {method} was given {given}{at(caller())}\n"
+                f"  {_remedy(wanted, given)}"
             )
         return array
 
@@ -134,6 +222,10 @@ class Variable:
         return np.asarray(self.read(), dtype=dtype)
 
     def __getitem__(self, index: Any) -> jax.Array:
+        # Indices with a type of their own are a lookup; all else is indexing, with all that JAX has for it.
+        dtype = getattr(index, "dtype", None)
+        if dtype is not None and self.shape and jnp.issubdtype(dtype, jnp.integer):
+            return self.gather(index)
         return self.read()[index]
 
     def __len__(self) -> int:
@@ -163,6 +255,8 @@ class Variable:
 
 
 def _same_kind(given: Any, wanted: Any) -> bool:
+    if jnp.issubdtype(wanted, jax.dtypes.extended):
+        return False
     return bool(jnp.promote_types(given, wanted) == wanted) or (
         jnp.issubdtype(given, jnp.floating) and jnp.issubdtype(wanted, jnp.floating)
     )
@@ -171,6 +265,8 @@ def _same_kind(given: Any, wanted: Any) -> bool:
 def _remedy(wanted: ArrayType, given: ArrayType) -> str:
     if wanted.shape != given.shape:
         return f"give it the shape {wanted.shape}, for instance with reshape or broadcast_to"
+    if jnp.issubdtype(wanted.dtype, jax.dtypes.extended):
+        return f"give it keys of {dtype_name(wanted.dtype)}, as jax.random.key makes them"
     return f"convert it with .astype(jnp.{np.dtype(wanted.dtype).name})"
 
 

@@ -1,45 +1,34 @@
-"""The JAX primitives that record state: reads and writes of variables, and the names of values.
+"""The JAX primitives that record state: reads, lookups and updates of variables, and the names of values.
 
-Each has a rule for what runs at once, by the variable's home, and rules for what JAX may do to it: under plain
-`jax.grad` a write that depends on what is differentiated is refused, for JAX would drop it; so is one under `vmap`
-whose value differs along the batch. Compiled by JAX alone they are refused, for then nobody keeps the state.
+Each has a rule for what runs at once, by the variable's home, and rules for what JAX may do to it. Compiled by JAX
+alone they are refused, for then nobody keeps the state. So is an update that depends on what plain `jax.grad`
+differentiates, for JAX would drop it.
+
+Under `vmap` a read is shared and a lookup is batched. An update by a value that is the same for the whole batch
+happens once; one by values that differ is refused, unless it says that they are to be summed. An update in a branch
+that the batch does not agree on is refused: JAX runs both branches then, and an update cannot be half run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core as jex
+from jax.extend.core import primitives as jax_primitives
 from jax.interpreters import ad, batching, mlir
 
 from dflow.tracing.errors import DflowError, LostWriteError, PlainJitError
-from dflow.tracing.jax_frontend import Access, Handle, ResourceEffect, line_bound
+from dflow.tracing.jax_frontend import Access, Handle, ResourceEffect, accesses, closed_parts, line_bound
 from dflow.tracing.source import at, caller
-from dflow.tracing.types import ArrayType
+from dflow.tracing.types import ArrayType, array_type_of
+from dflow.tracing.updates import lookup_type
 
 
 def _aval(type: ArrayType) -> Any:
     return jax.core.ShapedArray(type.shape, type.dtype)
-
-
-def _refuse_batched_write(args: Sequence[Any], dims: Sequence[Any], *, handle: Handle) -> Any:
-    raise DflowError(
-        f"variable {handle.name!r} is written under vmap with a value that differs along the batch; which of the "
-        f"values should it hold? Reduce over the batch first, or write outside the vmap{at(line_bound())}"
-    )
-
-
-def _refuse_lost_write(primals: Sequence[Any], tangents: Sequence[Any], *, handle: Handle, bind: Any) -> Any:
-    if all(type(tangent) is ad.Zero for tangent in tangents):
-        return bind.bind(*primals, handle=handle), []
-    raise LostWriteError(
-        f"variable {handle.name!r} is written a value that depends on what jax.grad differentiates, and JAX "
-        f"would drop that write{at(line_bound())}\n"
-        "  use dflow.grad or dflow.value_and_grad in the place of jax.grad: they carry the state through; "
-        "or write jax.lax.stop_gradient(value)"
-    )
 
 
 def _refuse_plain_jit(*_: Any, handle: Handle, **__: Any) -> Any:
@@ -49,51 +38,131 @@ def _refuse_plain_jit(*_: Any, handle: Handle, **__: Any) -> Any:
     )
 
 
-def _state_primitive(name: str, accesses: tuple[Access, ...], *, gives: bool) -> Any:
+def _state_primitive(name: str, abstract: Callable[..., Any], run: Callable[..., Any]) -> Any:
     primitive = jex.Primitive(name)
-    primitive.multiple_results = not gives
-
-    def abstract(*_: Any, handle: Handle) -> Any:
-        effects = {ResourceEffect(access, handle) for access in accesses}
-        return (_aval(handle.type) if gives else []), effects
-
     primitive.def_effectful_abstract_eval(abstract)
+    primitive.def_impl(run)
     mlir.register_lowering(primitive, _refuse_plain_jit)
     return primitive
 
 
-read_p = _state_primitive("var_read", (Access.READ,), gives=True)
-assign_p = _state_primitive("var_assign", (Access.WRITE,), gives=False)
-assign_add_p = _state_primitive("var_assign_add", (Access.READ, Access.WRITE), gives=False)
-WRITES = (assign_p, assign_add_p)
-
-read_p.def_impl(lambda *, handle: handle.variable.home.read(handle.variable))
+def _read_now(*, handle: Handle) -> Any:
+    return handle.variable.home.read(handle.variable)
 
 
-def _assign_now(value: jax.Array, *, handle: Handle) -> list[Any]:
-    handle.variable.home.write(handle.variable, value)
+def _gather_now(indices: Any, *, handle: Handle) -> Any:
+    return handle.variable.home.gather(handle.variable, indices)
+
+
+def _update_now(*operands: Any, handle: Handle, kind: str, reduce: str | None) -> list[Any]:
+    handle.variable.home.update(handle.variable, kind, *operands)
     return []
 
 
-def _assign_add_now(delta: jax.Array, *, handle: Handle) -> list[Any]:
-    handle.variable.home.add(handle.variable, delta)
-    return []
+def _read_type(*, handle: Handle) -> Any:
+    return _aval(handle.type), {ResourceEffect(Access.READ, handle)}
 
 
-assign_p.def_impl(_assign_now)
-assign_add_p.def_impl(_assign_add_now)
+def _gather_type(indices: Any, *, handle: Handle) -> Any:
+    rows = lookup_type(handle.type, array_type_of(jax.ShapeDtypeStruct(indices.shape, indices.dtype)))
+    return _aval(rows), {ResourceEffect(Access.READ, handle)}
 
 
-def _register_write_rules(primitive: Any) -> None:
-    def jvp(primals: Sequence[Any], tangents: Sequence[Any], *, handle: Handle) -> Any:
-        return _refuse_lost_write(primals, tangents, handle=handle, bind=primitive)
-
-    ad.primitive_jvps[primitive] = jvp
-    batching.primitive_batchers[primitive] = _refuse_batched_write
+def _update_type(*_: Any, handle: Handle, kind: str, reduce: str | None) -> Any:
+    accesses = (Access.WRITE,) if kind == "assign" else Access
+    return [], {ResourceEffect(access, handle) for access in accesses}
 
 
-for _primitive in WRITES:
-    _register_write_rules(_primitive)
+#: The value of a variable.
+read_p = _state_primitive("var_read", _read_type, _read_now)
+#: Rows of a variable.
+gather_p = _state_primitive("var_gather", _gather_type, _gather_now)
+#: An update; `kind` is a key of `updates.KINDS`, `reduce` is "sum" or None.
+update_p = _state_primitive("var_update", _update_type, _update_now)
+update_p.multiple_results = True
+
+
+def _update_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, handle: Handle, **params: Any) -> Any:
+    if all(type(tangent) is ad.Zero for tangent in tangents):
+        return update_p.bind(*primals, handle=handle, **params), []
+    raise LostWriteError(
+        f"variable {handle.name!r} is written a value that depends on what jax.grad differentiates, and JAX "
+        f"would drop that write{at(line_bound())}\n"
+        "  use dflow.grad or dflow.value_and_grad in the place of jax.grad: they carry the state through; "
+        "or write jax.lax.stop_gradient(value)"
+    )
+
+
+def _gather_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, handle: Handle) -> Any:
+    rows = gather_p.bind(*primals, handle=handle)
+    return rows, ad.Zero(jax.typeof(rows).to_tangent_aval())
+
+
+def _gather_batched(args: Sequence[Any], dims: Sequence[Any], *, handle: Handle) -> Any:
+    return gather_p.bind(_batch_first(args[0], dims[0]), handle=handle), 0
+
+
+def _update_batched(
+    args: Sequence[Any], dims: Sequence[Any], *, handle: Handle, kind: str, reduce: str | None
+) -> tuple[list[Any], list[Any]]:
+    if reduce is None:
+        raise DflowError(
+            f"variable {handle.name!r} is written under vmap with a value that differs along the batch; which of the "
+            f"values should it hold? Reduce over the batch first, write outside the vmap, or sum over the batch with "
+            f'assign_add or scatter_add and reduce="sum"{at(line_bound())}'
+        )
+    whole = [_batch_first(arg, dim) for arg, dim in zip(args, dims, strict=True)]
+    if kind == "assign_add":
+        operands = [whole[0].sum(0, dtype=whole[0].dtype)]
+    else:
+        size = next(arg.shape[dim] for arg, dim in zip(args, dims, strict=True) if dim is not None)
+        operands = [
+            jnp.broadcast_to(arg, (size, *arg.shape)) if dim is None else arg
+            for arg, dim in zip(whole, dims, strict=True)
+        ]
+    return update_p.bind(*operands, handle=handle, kind=kind, reduce=reduce), []
+
+
+def _batch_first(value: Any, dim: Any) -> Any:
+    return value if dim is None else jnp.moveaxis(value, dim, 0)
+
+
+ad.primitive_jvps[update_p] = _update_jvp
+ad.primitive_jvps[gather_p] = _gather_jvp
+batching.primitive_batchers[gather_p] = _gather_batched
+batching.primitive_batchers[update_p] = _update_batched
+
+
+def _refuse_divided_writes(
+    primitive: Any, bodies_of: Callable[..., list[Any]], is_divided: Callable[..., bool]
+) -> None:
+    """Make JAX's batching of a control-flow primitive refuse updates where it would run them once too often."""
+    batch = batching.fancy_primitive_batchers[primitive]
+
+    def checked(axis_data: Any, args: Any, dims: Any, **params: Any) -> Any:
+        effects = set().union(*(closed_parts(body)[0].effects for body in bodies_of(**params)))
+        _, writes = accesses(effects)
+        if writes and is_divided(dims):
+            names = ", ".join(variable.name for variable in writes)
+            raise DflowError(
+                f"variables ({names}) are written under vmap inside a {primitive.name} that may go another way for "
+                f"each element of the batch{at(line_bound())}\n"
+                "  write outside the vmap, or choose the value with jnp.where and write that"
+            )
+        return batch(axis_data, args, dims, **params)
+
+    batching.fancy_primitive_batchers[primitive] = checked
+
+
+_refuse_divided_writes(
+    jax_primitives.cond_p,
+    lambda *, branches, **_: list(branches),
+    lambda dims: dims[0] is not None,
+)
+# Whether the batch agrees on the condition is known only after JAX's fixed point; without a batch it is not asked.
+_refuse_divided_writes(
+    jax_primitives.while_p, lambda *, cond_jaxpr, body_jaxpr, **_: [cond_jaxpr, body_jaxpr], lambda dims: True
+)
 
 name_p = jex.Primitive("name")
 name_p.def_impl(lambda value, *, name: value)

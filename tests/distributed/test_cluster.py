@@ -35,6 +35,7 @@ from dflow.tracing.errors import (
     VariableError,
     VariableShapeError,
 )
+from dflow.tracing.updates import ASSIGNS, KINDS
 
 HERE = Path(__file__).name
 DEADLINE_S = 60.0
@@ -571,3 +572,25 @@ def test_a_failed_step_is_cancelled_on_every_task(memory: MemoryCluster, worker:
     np.testing.assert_array_equal(made[0], [1, 1, 1])
     assert waiting.server.statistics().running == 0
     np.testing.assert_array_equal(step(jnp.ones(3)), [2, 2, 2])
+
+
+@pytest.mark.parametrize("traced", [False, True], ids=["eager", "traced"])
+def test_every_update_and_lookup_of_a_remote_variable(worker: Cluster, traced: bool) -> None:
+    with worker.parameter_servers():
+        v = dflow.Variable(lambda: jnp.arange(6.0).reshape(3, 2), name="v")
+    alone = dflow.Variable(jnp.arange(6.0).reshape(3, 2))
+    indices, rows = jnp.array([2, 0, 2]), jnp.array([[1.0, 2.0], [3.0, -4.0], [0.5, 9.0]])
+    for kind in KINDS:
+        for variable in (v, alone):
+            update = getattr(variable, kind)
+            (dflow.jit(update) if traced else update)(*([rows] if kind in ASSIGNS else [indices[:2], rows[:2]]))
+        np.testing.assert_array_equal(v.read(), alone.read(), err_msg=kind)
+    np.testing.assert_array_equal((dflow.jit(v.gather) if traced else v.gather)(indices), alone.read()[indices])
+
+
+def test_a_lookup_sends_rows_alone(memory: MemoryCluster, worker: Cluster) -> None:
+    with worker.parameter_servers():
+        v = dflow.Variable(lambda: jnp.zeros((1000, 2)), name="v")
+    dflow.jit(lambda i: v[i].sum())(jnp.array([1, 2, 3]))
+    sent = [edge for task in memory.tasks.values() for edge in task.server.traffic()]
+    assert [edge.size_bytes for edge in sent] == [24]

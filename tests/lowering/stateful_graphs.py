@@ -19,6 +19,7 @@ from dflow.tracing.graph import FreshNames, Graph, Literal, Node, Operand, Value
 from dflow.tracing.jax_frontend import primitive_named
 from dflow.tracing.op import numeric
 from dflow.tracing.types import ArrayType, RefType, TokenType
+from dflow.tracing.updates import ASSIGNS
 from tests.lowering.meaning import TASKS
 
 INT = ArrayType(np.dtype("int32"), ())
@@ -58,13 +59,14 @@ def _nodes(
 ) -> Node:
     ref, operand = draw(st.sampled_from(refs)), draw(_operands(arrays))
     update = draw(st.sampled_from([None, WITH_STATE]))
-    match draw(st.sampled_from(["read", "read", "assign", "add", "numeric", "numeric", "numeric", "unknown"])):
+    match draw(st.sampled_from(["read", "read", "assign", "update", "numeric", "numeric", "numeric", "unknown"])):
         case "read":
             return Node(ops.var_read, (ref,), (Value(fresh(ref.name), INT),), device=update)
         case "assign":
             return Node(ops.var_assign, (ref, operand), (Value(fresh("done"), TokenType()),), device=update)
-        case "add":
-            return Node(ops.var_assign_add, (ref, operand), (Value(fresh("done"), TokenType()),), device=update)
+        case "update":
+            op = ops.UPDATES[draw(st.sampled_from([*ASSIGNS]))]
+            return Node(op, (ref, operand), (Value(fresh("done"), TokenType()),), device=update)
         case "unknown" if unknown:
             op, arity = numeric(primitive_named("neg"), unknown_effects=True), 1
         case _:

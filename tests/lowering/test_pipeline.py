@@ -170,7 +170,7 @@ def test_a_call_donates_what_it_writes_and_nothing_else(graph: Graph) -> None:
     for call in run_passes(graph, PASSES).nodes:
         if call.graph is not None:
             outer = dict(zip(call.graph.inputs, call.inputs, strict=True))
-            writes = [node for node in call.graph.nodes if node.op in (ops.var_assign, ops.var_assign_add)]
+            writes = [node for node in call.graph.nodes if node.op in ops.UPDATES.values()]
             written = {outer[ref] for node in writes for ref in node.values if isinstance(ref.type, RefType)}
             assert {call.inputs[index] for index in call.attributes["donate"]} == written
 
