@@ -15,12 +15,12 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test lint format types layers pytest golden bench wheel pins clean
+.PHONY: help setup demo test lint format types layers pytest golden array-api-suite bench wheel pins clean
 
 help:  ## list the targets
 	@echo 'make TARGET [PYTHON=python3] [VENV=.venv]; needs Python 3.11 or newer and pip; set-up is done on first use'
 	@echo
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP)  ## make the virtual environment with every pinned dependency and dflow in place
 
@@ -48,6 +48,13 @@ pytest: $(STAMP)  ## the tests alone
 
 golden: $(STAMP)  ## rewrite the expected graphs in tests/**/*.graphs with what the code gives now
 	$(PY) -m pytest --update-golden tests
+
+array-api-suite: $(STAMP)  ## run the array API standard's own tests on dflow.numpy: SUITE=a checkout of data-apis/array-api-tests
+	@test -d "$(SUITE)/array_api_tests" || { \
+	  echo 'SUITE=$(SUITE) has no array_api_tests; clone github.com/data-apis/array-api-tests and say SUITE=path,'; \
+	  echo 'install what its requirements.txt lists into $(VENV), and pass its options as SUITE_OPTIONS='; exit 2; }
+	cd "$(SUITE)" && JAX_ENABLE_X64=1 ARRAY_API_TESTS_MODULE=dflow.numpy \
+	  $(abspath $(PY)) -m pytest array_api_tests $(SUITE_OPTIONS)
 
 bench: $(STAMP)  ## run each file of benchmarks/; each prints a table
 	@set -e; for file in benchmarks/[!_]*.py; do \

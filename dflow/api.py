@@ -1,6 +1,6 @@
 """Every public name, gathered; `dflow` takes them from here when one is first asked for."""
 
-from dflow import distributed
+from dflow import distributed, lax, nn, numpy, random
 from dflow.cluster import connect
 from dflow.distributed.cluster import ClusterSettings
 from dflow.function import Function, jit
@@ -24,7 +24,11 @@ __all__ = [
     "grad",
     "graph",
     "jit",
+    "lax",
     "name",
+    "nn",
+    "numpy",
+    "random",
     "read",
     "value_and_grad",
     "variables",
