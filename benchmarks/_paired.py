@@ -1,0 +1,81 @@
+"""Measuring several ways of doing one thing in turn, so that a machine whose speed drifts drifts for all of them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def in_turn(ways: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """What each way returns (a time in s), `rounds` times, all ways in each round, first one first, then reversed."""
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(rounds):
+        order = list(ways) if number % 2 == 0 else list(reversed(ways))
+        for name in order:
+            found[name].append(ways[name]())
+    return found
+
+
+def median_ratio(times: Sequence[float], base: Sequence[float]) -> tuple[float, float, float]:
+    """The median of the ratios round by round, with the 10th and the 90th percentile."""
+    ratios = sorted(time / other for time, other in zip(times, base, strict=True))
+    tenth = max(0, len(ratios) // 10)
+    return statistics.median(ratios), ratios[tenth], ratios[-1 - tenth]
+
+
+def seconds_per_call(fn: Callable[[], Any], calls: int) -> float:
+    """How long one call takes, over `calls` calls."""
+    started = time.perf_counter()
+    for _ in range(calls):
+        fn()
+    return (time.perf_counter() - started) / calls
+
+
+def machine() -> dict[str, str]:
+    """What the figures were measured on."""
+    versions = {name: version(name) for name in ("jax", "jaxlib", "numpy", "dflow")}
+    return {"python": platform.python_version(), "cpus": str(os.cpu_count()), "processor": _processor(), **versions}
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def options(description: str | None, **defaults: int) -> argparse.Namespace:
+    """The command line: `--json`, and one whole number for each of `defaults`."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="write the figures to benchmarks/results/")
+    for name, default in defaults.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    return parser.parse_args()
+
+
+def publish(name: str, rows: Sequence[Mapping[str, Any]], *, as_json: bool) -> None:
+    """Print the rows as a table; write them with the machine when asked."""
+    table = Table(*rows[0], title=name)
+    for row in rows:
+        table.add_row(*(f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()))
+    Console(width=140).print(table)
+    where = machine()
+    Console().print(", ".join(f"{key} {value}" for key, value in where.items()), highlight=False)
+    if as_json:
+        RESULTS.mkdir(exist_ok=True)
+        stem = f"{name}-jax{where['jax']}"
+        (RESULTS / f"{stem}.json").write_text(json.dumps({"machine": where, "rows": list(rows)}, indent=1) + "\n")
