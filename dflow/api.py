@@ -4,6 +4,7 @@ from dflow import distributed, lax, nn, numpy, random
 from dflow.cluster import connect
 from dflow.distributed.cluster import ClusterSettings
 from dflow.function import Function, jit
+from dflow.generator import Generator
 from dflow.graph_view import GraphView, graph
 from dflow.optimizer import Optimizer
 from dflow.tracing.autodiff import grad, value_and_grad
@@ -15,6 +16,7 @@ __all__ = [
     "ClusterSettings",
     "DflowError",
     "Function",
+    "Generator",
     "GraphView",
     "Optimizer",
     "Variable",

@@ -1,0 +1,84 @@
+"""`dflow.Generator`: random numbers whose state is a variable, so that no trace bakes one in."""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dflow.function import Function, jit
+from dflow.tracing.errors import VariableError
+from dflow.tracing.jax_frontend import is_tracing
+from dflow.tracing.resources import Variable
+from dflow.tracing.source import at, caller
+
+
+class Generator:
+    """A sequence of JAX random keys.
+
+    seed  an integer, or a JAX key to begin from; one seed gives one sequence, traced or not
+    name  what the variable that holds the state is called; on a cluster, generators of one name are one sequence
+    impl  the algorithm, as `jax.random.key` takes it; given none, that of `seed` or JAX's default
+
+    The state is `key`, a variable of plain integers (`jax.random.key_data`): checkpoint and assign it as any other.
+    In traced code each `split` reads and writes it, so each call of a compiled function goes on where the last one
+    ended. Generators cannot be made inside traced code.
+    """
+
+    def __init__(self, seed: Any = 0, *, name: str | None = None, impl: str | None = None) -> None:
+        if is_tracing():
+            raise VariableError(
+                f"a generator ({name or 'unnamed'}) is created inside traced code, which runs once, not once a step"
+                f"{at(caller())}\n  create it before, and split it inside"
+            )
+        is_key = hasattr(seed, "dtype") and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key)
+        self._impl = str(jax.random.key_impl(seed if is_key else jax.random.key(0, impl=impl)))
+        self.key = Variable(
+            lambda: jax.random.key_data(seed if is_key else jax.random.key(seed, impl=impl)),
+            name=name,
+        )
+        # Without a reference to this object, so that it is freed when its last user is gone.
+        self._advance = functools.partial(_advance, self.key, self._impl)
+        #: By shape: one compiled function each, since a function of many shapes is warned about.
+        self._advance_now: dict[tuple[int, ...], Function[[], jax.Array]] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def name(self) -> str:
+        """The name of the variable that holds the state."""
+        return self.key.name
+
+    def split(self, n: int | Sequence[int] | None = None) -> jax.Array:
+        """A fresh key; or, with a number or a shape, an array of fresh keys. No key is ever given twice.
+
+        Under `vmap` all rows get the same keys: split before, and map over the keys.
+        """
+        shape = () if n is None else tuple(n) if isinstance(n, Sequence) else (operator.index(n),)
+        if is_tracing():
+            return self._advance(shape)
+        with self._lock:
+            if shape not in self._advance_now:
+                self._advance_now[shape] = jit(functools.partial(self._advance, shape))
+            return self._advance_now[shape]()
+
+    def fork(self, *, name: str | None = None) -> Generator:
+        """A generator of its own, begun from the next key of this one."""
+        return Generator(self.split(), name=name)
+
+    def __repr__(self) -> str:
+        return f"<Generator {self.name!r}: {self._impl}>"
+
+
+def _advance(state: Variable, impl: str, shape: tuple[int, ...]) -> jax.Array:
+    keys = jax.random.split(jax.random.wrap_key_data(state.read(), impl=impl), math.prod(shape) + 1)
+    state.assign(jax.random.key_data(keys[0]))
+    return keys[1:].reshape(shape)
+
+
+jax.tree_util.register_static(Generator)

@@ -1,0 +1,132 @@
+"""`dflow.Generator`: fresh keys, the same from the same seed, traced or not."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import dflow
+from dflow.testing import memory_cluster
+from dflow.tracing.errors import VariableError
+
+
+def bits(keys: Any) -> Any:
+    return np.asarray(jax.random.key_data(keys)).tolist()
+
+
+def test_two_calls_of_one_compiled_function_differ() -> None:
+    generator = dflow.Generator(0)
+    draw = dflow.jit(lambda: jax.random.normal(generator.split(), (4,)))
+    first, second = draw(), draw()
+    assert len(draw.trace_log()) == 1
+    assert not np.array_equal(first, second)
+
+
+def test_one_seed_is_one_sequence_compiled_or_not() -> None:
+    eager, compiled, other = dflow.Generator(7), dflow.Generator(7), dflow.Generator(8)
+    split = dflow.jit(lambda g: (g.split(), g.split(3)))
+    for _ in range(2):
+        expected = [bits(eager.split()), bits(eager.split(3))]
+        assert [bits(keys) for keys in split(compiled)] == expected
+        assert [bits(keys) for keys in split(other)] != expected
+    assert bits(jax.random.wrap_key_data(eager.key.read())) == bits(jax.random.wrap_key_data(compiled.key.read()))
+
+
+def test_no_key_is_given_twice() -> None:
+    generator = dflow.Generator(0)
+    keys = [generator.split(), *generator.split(5), *generator.split((2, 3)).ravel(), *generator.fork().split(2)]
+    assert len({tuple(bits(key)) for key in keys}) == len(keys) == 14
+
+
+def test_the_shape_of_the_keys_is_what_was_asked_for() -> None:
+    generator = dflow.Generator(0)
+    shapes = [generator.split(n).shape for n in (None, 1, 3, np.int64(2), (2, 3), [4], 0)]
+    assert shapes == [(), (1,), (3,), (2,), (2, 3), (4,), (0,)]
+    assert jax.random.normal(generator.split()).shape == ()
+
+
+def test_each_turn_of_a_loop_gets_another_key() -> None:
+    generator, twin = dflow.Generator(1), dflow.Generator(1)
+
+    @dflow.jit
+    def draws() -> Any:
+        return jax.lax.scan(lambda c, _: (c, jax.random.bits(generator.split())), 0, None, length=3)[1]
+
+    assert draws().tolist() == [int(jax.random.bits(twin.split())) for _ in range(3)]
+
+
+def test_a_fork_goes_its_own_way() -> None:
+    one, two = dflow.Generator(5), dflow.Generator(5)
+    fork, again = one.fork(name="dropout"), two.fork()
+    fork.split(100)
+    assert fork.name == fork.key.name == "dropout"
+    assert bits(one.split()) == bits(two.split())
+    assert bits(fork.split()) != bits(again.split())
+
+
+def test_the_state_is_restored_by_assigning_the_key() -> None:
+    generator = dflow.Generator(2)
+    saved = np.asarray(generator.key.read())
+    expected = bits(generator.split(2))
+    generator.key.assign(saved)
+    assert bits(generator.split(2)) == expected
+    assert saved.dtype == np.uint32
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_every_algorithm_of_jax_does(impl: str) -> None:
+    generator, twin = dflow.Generator(4, impl=impl), dflow.Generator(jax.random.key(4, impl=impl))
+    assert repr(generator) == f"<Generator {generator.name!r}: {impl}>"
+    key = generator.split()
+    assert str(jax.random.key_impl(key)) == impl
+    assert bits(key) == bits(dflow.jit(twin.split)())
+
+
+def test_a_generator_is_not_made_in_traced_code() -> None:
+    with pytest.raises(
+        VariableError, match=r"a generator \(noise\) is created inside traced code(.|\n)*create it before"
+    ):
+        dflow.jit(lambda: jax.random.normal(dflow.Generator(0, name="noise").split()))()
+
+
+def test_threads_share_a_generator_and_get_keys_of_their_own() -> None:
+    generator = dflow.Generator(0)
+    draw = dflow.jit(generator.split)
+    with ThreadPoolExecutor(4) as pool:
+        keys = list(pool.map(lambda turn: (generator.split if turn % 2 else draw)(), range(40)))
+    assert len({tuple(bits(key)) for key in keys}) == 40
+
+
+def test_a_generator_is_freed_with_its_last_user() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        generator = dflow.Generator(0)
+        generator.split()
+        state = weakref.ref(generator.key)
+        alive = weakref.ref(generator)
+        del generator
+        assert alive() is None
+    finally:
+        gc.enable()
+    gc.collect()
+    assert state() is None
+
+
+def test_on_a_cluster_the_state_lives_with_the_other_variables() -> None:
+    with memory_cluster(ps=1, workers=1) as cluster:
+        worker = cluster.worker()
+        with worker.parameter_servers():
+            generator = dflow.Generator(3, name="noise")
+        twin = dflow.Generator(3)
+        draw = dflow.jit(lambda: jax.random.bits(generator.split()))
+        assert generator.key.device == "/job:ps/task:0"
+        drawn = [int(draw()), int(jax.random.bits(generator.split()))]
+        worker.close()
+    assert drawn == [int(jax.random.bits(twin.split())) for _ in range(2)]
