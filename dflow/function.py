@@ -27,6 +27,7 @@ import jax
 import numpy as np
 
 from dflow.config import CONFIG
+from dflow.eager_mode import call_eagerly
 from dflow.lowering.local import LocalHome, Runner, RunnerHome
 from dflow.lowering.passes.base import Observer
 from dflow.static_arguments import StaticArguments, static_arguments
@@ -105,7 +106,7 @@ class Function(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the function on the values of its variables; inside another trace, become part of it."""
         if jit_disabled():
-            return self.fn(*args, **kwargs)
+            return cast(R, call_eagerly(self.fn, self._static, args, kwargs))
         if is_tracing():
             return self._within_trace(args, kwargs)
         if not self._plans:
@@ -145,7 +146,7 @@ class Function(Generic[P, R]):
         number = id(instance)
         if number not in self._methods:
             alive = weakref.ref(instance, lambda _: self._methods.pop(number, None))
-            self._methods[number] = alive, Function(_bound(self.fn, alive), self._options)
+            self._methods[number] = alive, Function(_bound(self.fn, alive), _without_self(self._options))
         return _Method(instance, self._methods[number][1])
 
     def __getattr__(self, name: str) -> Any:
@@ -281,6 +282,16 @@ class _Method:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__wrapped__, name)
+
+
+def _without_self(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a method that is bound: positions count from the parameter after `self`."""
+    shifted = dict(options)
+    for name in ("static_argnums", "donate_argnums"):
+        if (given := options.get(name)) is not None:
+            positions = (given,) if isinstance(given, int) else tuple(given)
+            shifted[name] = tuple(position - 1 if position > 0 else position for position in positions)
+    return shifted
 
 
 def _bound(fn: Callable[..., Any], instance: weakref.ref[Any]) -> Callable[..., Any]:

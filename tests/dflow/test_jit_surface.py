@@ -212,6 +212,17 @@ def test_a_function_with_state_has_no_stablehlo_of_its_own() -> None:
         dflow.jit(lambda x: x + v).lower(1.0)
 
 
+def test_positions_of_a_method_count_self() -> None:
+    class Repeater:
+        @functools.partial(dflow.jit, static_argnums=1, donate_argnums=(2,))
+        def repeat(self, times: int, x: Any) -> Any:
+            return x * times
+
+    x = jnp.ones(2)
+    assert Repeater().repeat(3, x).shape == (2,)
+    assert x.is_deleted()
+
+
 def test_clear_cache_traces_anew() -> None:
     v = dflow.Variable(1.0)
     f = dflow.jit(lambda x: x + v)
