@@ -3,6 +3,7 @@
 from dflow import distributed, lax, nn, numpy, random
 from dflow.cluster import connect
 from dflow.distributed.cluster import ClusterSettings
+from dflow.eager_mode import eager
 from dflow.function import Function, jit
 from dflow.generator import Generator
 from dflow.graph_view import GraphView, graph
@@ -23,6 +24,7 @@ __all__ = [
     "connect",
     "device",
     "distributed",
+    "eager",
     "grad",
     "graph",
     "jit",

@@ -1,0 +1,42 @@
+"""`with dflow.eager():` functions of `dflow.jit` run op by op on real values, for print and pdb.
+
+The switch is JAX's own `jax.disable_jit`, so that loops and branches of `jax.lax` run as Python too, and whoever turns
+that on gets the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflow.static_arguments import StaticArguments
+
+_NUMBERS = (bool, int, float, complex, np.ndarray, np.generic)
+
+
+@contextmanager
+def eager() -> Iterator[None]:
+    """Run the functions of `dflow.jit` called inside op by op, in this thread: each op acts at once.
+
+    Values, final state and errors are those of the compiled run, up to rounding; it is much slower. Gradients are
+    still taken of traces: inside a function that is differentiated, values are abstract.
+    """
+    with jax.disable_jit():
+        yield
+
+
+def call_eagerly(fn: Callable[..., Any], static: StaticArguments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call `fn` on real values; numbers and NumPy arrays, but for static ones, become arrays, as a trace has them."""
+    positions = {position % len(args) for position in static.positions if args}
+    arrays = tuple(arg if place in positions else _as_arrays(arg) for place, arg in enumerate(args))
+    named = {name: value if name in static.names else _as_arrays(value) for name, value in kwargs.items()}
+    return _as_arrays(fn(*arrays, **named))
+
+
+def _as_arrays(tree: Any) -> Any:
+    return jax.tree_util.tree_map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, _NUMBERS) else leaf, tree)
