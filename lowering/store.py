@@ -50,7 +50,8 @@ class Store:
                     raise VariableError(
                         f"the initial value of variable {key!r} is {array_type_of(value)}, but it is to hold {type}"
                     )
-                self._held[key] = _Held(value, type)
+                # A Python number gives a weak array; a variable holds one of its type, in a trace and out of it.
+                self._held[key] = _Held(jax.lax.convert_element_type(value, type.dtype), type)
                 return True
         if held.type != type:
             raise VariableError(

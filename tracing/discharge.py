@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from dflow.tracing.custom_derivatives import CustomCall
 from dflow.tracing.errors import DflowError
 from dflow.tracing.jax_frontend import (
     Equation,
@@ -20,7 +21,10 @@ from dflow.tracing.jax_frontend import (
     bind,
     closed_parts,
     is_literal,
+    line_bound,
+    make_jaxpr,
     origin_of,
+    primitive_named,
     scan_counts,
     touches_state,
 )
@@ -159,7 +163,10 @@ def _while(params: Mapping[str, Any], operands: list[Any], state: State) -> list
     body = _Body(params["body_jaxpr"], state, written)
     if _written(params["cond_jaxpr"]):
         names = ", ".join(variable.name for variable in _written(params["cond_jaxpr"]))
-        raise DflowError(f"the condition of a while_loop writes variables ({names}); write them in its body")
+        raise DflowError(
+            f"the condition of a while_loop writes variables ({names}){at(line_bound())}\n"
+            "  write them in its body, which runs once for each time that the condition holds"
+        )
 
     def again(carry: Any) -> Any:
         return test([*cond_consts, *carry[0]], carry[1])[0][0]
@@ -182,6 +189,48 @@ def _remat(params: Mapping[str, Any], operands: list[Any], state: State) -> list
     return list(results)
 
 
+class _Custom:
+    """A call of a function that has a derivative rule of its own."""
+
+    def __init__(self, primitive: str, method: Callable[[CustomCall, list[Any], list[Any]], Any]) -> None:
+        self._primitive = primitive
+        self._method = method
+
+    def __call__(self, params: Mapping[str, Any], operands: list[Any], state: State) -> list[Any]:
+        closed = params["call_jaxpr"]
+        reads, writes = accesses(closed_parts(closed)[0].effects)
+        touched = [*dict.fromkeys([*reads, *writes])]
+
+        def body(values: list[Any], operands: list[Any]) -> tuple[list[Any], list[Any]]:
+            inner = State(dict(zip(touched, values, strict=True)))
+            return evaluate(*closed_parts(closed), operands, inner), inner.of(writes)
+
+        def original(operands: list[Any]) -> list[Any]:
+            return bind(primitive_named(self._primitive), params, operands, None)
+
+        def run(fn: Callable[..., list[Any]], operands: list[Any], values: list[Any]) -> list[Any]:
+            jaxpr, consts, _ = make_jaxpr(fn, *operands)
+            _refuse_others(jaxpr, touched, writes)
+            return evaluate(jaxpr, consts, operands, State(dict(zip(touched, values, strict=True))))
+
+        call = CustomCall([variable.name for variable in touched], body, original, run)
+        results, values = self._method(call, state.of(touched), operands)
+        state.update(writes, values)
+        return list(results)
+
+
+def _refuse_others(jaxpr: Jaxpr, touched: list[Any], written: list[Any]) -> None:
+    """Raise when a derivative rule touches variables in a way that its function does not."""
+    reads, writes = accesses(jaxpr.effects)
+    strange = [variable.name for variable in reads if variable not in touched]
+    strange += [variable.name for variable in writes if variable not in written and variable.name not in strange]
+    if strange:
+        raise DflowError(
+            f"a derivative rule uses variables ({', '.join(strange)}) that its function does not use so"
+            f"{at(line_bound())}\n  use them in the function too, or pass what the rule needs as an argument"
+        )
+
+
 _RULES: Mapping[str, Callable[[Mapping[str, Any], list[Any], State], list[Any]]] = {
     read_p.name: _read,
     gather_p.name: _gather,
@@ -192,6 +241,8 @@ _RULES: Mapping[str, Callable[[Mapping[str, Any], list[Any], State], list[Any]]]
     "scan": _scan,
     "cond": _cond,
     "while": _while,
+    "custom_jvp_call": _Custom("custom_jvp_call", CustomCall.with_jvp),
+    "custom_vjp_call": _Custom("custom_vjp_call", CustomCall.with_vjp),
     "remat2": _remat,
     "checkpoint": _remat,
 }

@@ -129,6 +129,12 @@ def test_what_was_dropped_is_no_longer_there() -> None:
 # Single reads and writes.
 
 
+def test_a_python_number_is_held_as_its_type_and_not_weak() -> None:
+    store = Store()
+    store.create("k", ArrayType(np.dtype("float32"), ()), lambda: 1.0)
+    assert not store.read("k").weak_type
+
+
 def test_writes_and_adds() -> None:
     store = new_store(w=1)
     store.write("w", np.array([1, 2, 3], np.float32))

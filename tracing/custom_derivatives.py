@@ -1,0 +1,233 @@
+"""Functions with a derivative rule of their own whose body touches variables, as pure functions that keep the rule.
+
+The pure function is given to JAX with the same rule: `jax.custom_jvp` or `jax.custom_vjp` around the body, and for
+the rule what JAX makes of the original call when it differentiates it. The function has run once: what its body
+writes is written, by ordinary derivatives where a later read asks for them, and the rule writes nothing more.
+
+A rule speaks of the function's arguments alone. So a result that depends on a variable through which derivatives
+flow is refused, as JAX refuses a closed-over array there: no rule says what its derivative is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+
+from dflow.tracing.errors import DflowError
+from dflow.tracing.jax_frontend import Jaxpr, is_literal, line_bound, make_jaxpr, touches_state
+from dflow.tracing.source import at
+
+_Values = list[Any]
+
+
+@dataclass(frozen=True, eq=False)
+class CustomCall:
+    """One call: `names` are the variables whose values come first to everything here.
+
+    `body`      from values and operands to results and the values it leaves for some of the variables
+    `original`  from operands to results, touching the variables; JAX knows its rule
+    `run`       a function that touches the variables, on operands and values
+    """
+
+    names: Sequence[str]
+    body: Callable[[_Values, _Values], tuple[_Values, _Values]]
+    original: Callable[[_Values], _Values]
+    run: Callable[[Callable[..., _Values], _Values, _Values], _Values]
+
+    def with_jvp(self, values: _Values, operands: _Values) -> tuple[_Values, _Values]:
+        """The call of a `custom_jvp` function."""
+
+        def rule(primals: Any, tangents: Any) -> Any:
+            return self._along(*primals, *tangents)
+
+        call = jax.custom_jvp(self.body)
+        call.defjvp(rule, symbolic_zeros=True)
+        return call(values, operands)
+
+    def with_vjp(self, values: _Values, operands: _Values) -> tuple[_Values, _Values]:
+        """The call of a `custom_vjp` function."""
+        call = jax.custom_vjp(self.body)
+        call.defvjp(self._forward, self._backward, symbolic_zeros=True)
+        return call(values, operands)
+
+    def _along(self, values: _Values, operands: _Values, moved_values: _Values, moved: _Values) -> Any:
+        self._refuse_moved(values, operands, [_moves(t, v) for t, v in zip(moved_values, values, strict=True)])
+        live = _Live([_moves(t, operand) for t, operand in zip(moved, operands, strict=True)])
+        directions = live.pick(moved)
+
+        def tangents(*args: Any) -> _Values:
+            given, along = args[: len(operands)], list(args[len(operands) :])
+            out, out_along, rest = jax.jvp(partial(self._parts, live, given), live.pick(given), along, has_aux=True)
+            return [*out, *out_along, *rest]
+
+        results = self.body(values, operands)[0]
+        floating = _Live([_is_floating(result) for result in results])
+        if directions:
+            flat = self.run(tangents, [*operands, *directions], values)
+            count = len(floating.places)
+            results = floating.fill(floating.others(flat[2 * count :], results), flat[:count])
+            along = floating.fill([_float0(result) for result in results], flat[count : 2 * count])
+        else:
+            along = [_zero_tangent(result) for result in results]
+        written, written_along = self._written_along(values, operands, moved_values, moved)
+        return (results, written), (along, written_along)
+
+    def _written_along(self, values: _Values, operands: _Values, moved_values: _Values, moved: _Values) -> Any:
+        count = len(values)
+        whole, along = [*values, *operands], [*moved_values, *moved]
+        live = _Live([_moves(t, value) for t, value in zip(along, whole, strict=True)])
+
+        def written(*given: Any) -> _Values:
+            filled = live.fill(whole, given)
+            return self.body(filled[:count], filled[count:])[1]
+
+        return jax.jvp(written, live.pick(whole), live.pick(along))
+
+    def _parts(self, live: _Live, operands: Sequence[Any], *given: Any) -> tuple[_Values, _Values]:
+        """The floating results as a function of the live operands; and the others."""
+        results = self.original(live.fill(operands, given))
+        return [r for r in results if _is_floating(r)], [r for r in results if not _is_floating(r)]
+
+    def _forward(self, values: Any, operands: Any) -> Any:
+        self._refuse_moved(_plain(values), _plain(operands), [v.perturbed and _is_floating(v.value) for v in values])
+        values, operands = _plain(values), _plain(operands)
+        live, trees = _Live([_is_floating(operand) for operand in operands]), list[Any]()
+
+        def with_pull(*given: Any) -> _Values:
+            out, pull, rest = jax.vjp(partial(self._parts, live, given), *live.pick(given), has_aux=True)
+            leaves, tree = jax.tree_util.tree_flatten(pull)
+            trees.append((len(out), len(rest), tree))
+            return [*out, *rest, *leaves]
+
+        flat = self.run(with_pull, operands, values)
+        count, others, tree = trees[-1]
+        results = self.body(values, operands)[0]
+        floating = _Live([_is_floating(result) for result in results])
+        results = floating.fill(floating.others(flat[count : count + others], results), flat[:count])
+        pull = jax.tree_util.tree_unflatten(tree, flat[count + others :])
+        written, written_pull = self._written_pull(values, operands)
+        return (results, written), (pull, written_pull, values, operands)
+
+    def _written_pull(self, values: _Values, operands: _Values) -> tuple[_Values, Any]:
+        whole, count = [*values, *operands], len(values)
+        live = _Live([_is_floating(value) for value in whole])
+
+        def written(*given: Any) -> tuple[_Values, _Values]:
+            filled = live.fill(whole, given)
+            after = self.body(filled[:count], filled[count:])[1]
+            return [value for value in after if _is_floating(value)], after
+
+        _, pull, after = jax.vjp(written, *live.pick(whole), has_aux=True)
+        return after, pull
+
+    def _backward(self, residuals: Any, cotangents: Any) -> Any:
+        pull, written_pull, values, operands = residuals
+        by_result, by_written = cotangents
+        count = len(values)
+        live = _Live([_is_floating(value) for value in (*values, *operands)])
+        total: _Values = [None] * (count + len(operands))
+        incoming = [_instantiated(ct) for ct in by_result if _is_floating(ct)]
+        _refuse_state(pull, incoming)
+        _add(total, [place for place in live.places if place >= count], pull(incoming))
+        if not all(isinstance(ct, SymbolicZero) for ct in by_written):
+            _add(total, live.places, written_pull([_instantiated(ct) for ct in by_written if _is_floating(ct)]))
+        return total[:count], total[count:]
+
+    def _refuse_moved(self, values: _Values, operands: _Values, is_moved: list[bool]) -> None:
+        """Raise when a result depends on a value that derivatives flow through."""
+        if not any(is_moved):
+            return
+        jaxpr, _, _ = make_jaxpr(lambda vs, os: self.body(vs, os)[0], values, operands)
+        needed = set(_needed(jaxpr))
+        names = [
+            name
+            for name, moved, var in zip(self.names, is_moved, jaxpr.invars, strict=False)
+            if moved and var in needed
+        ]
+        if names:
+            raise DflowError(
+                f"a function with a derivative rule of its own gives a result that depends on variables "
+                f"({', '.join(names)}), and the rule says nothing of their derivative{at(line_bound())}\n"
+                f"  pass the value as an argument, {names[0]}.read(), and let the rule say it"
+            )
+
+
+class _Live:
+    """Which places of a list take part."""
+
+    def __init__(self, is_live: Sequence[bool]) -> None:
+        self.places = [place for place, live in enumerate(is_live) if live]
+
+    def pick(self, values: Sequence[Any]) -> _Values:
+        """The values at the places."""
+        return [values[place] for place in self.places]
+
+    def fill(self, values: Sequence[Any], given: Sequence[Any]) -> _Values:
+        """All values, with the given ones at the places."""
+        by_place = dict(zip(self.places, given, strict=True))
+        return [by_place.get(place, value) for place, value in enumerate(values)]
+
+    def others(self, given: Sequence[Any], values: Sequence[Any]) -> _Values:
+        """All values, with the given ones at every other place."""
+        rest: Iterator[Any] = iter(given)
+        return [value if place in self.places else next(rest) for place, value in enumerate(values)]
+
+
+def _needed(jaxpr: Jaxpr) -> Iterator[Any]:
+    """The variables of a jaxpr that its results depend on, as far as its equations tell."""
+    live = {atom for atom in jaxpr.outvars if not is_literal(atom)}
+    for equation in reversed(jaxpr.eqns):
+        if live.intersection(equation.outvars):
+            live.update(atom for atom in equation.invars if not is_literal(atom))
+    yield from live
+
+
+def _refuse_state(pull: Callable[..., Any], cotangents: _Values) -> None:
+    jaxpr, _, _ = make_jaxpr(pull, cotangents)
+    if touches_state(jaxpr.effects):
+        raise DflowError(
+            f"the backward rule of a custom_vjp function uses variables, and when it runs they may hold another value"
+            f"{at(line_bound())}\n  read them in the forward rule, and hand the values on as residuals"
+        )
+
+
+def _add(total: _Values, places: Sequence[int], more: Sequence[Any]) -> None:
+    for place, value in zip(places, more, strict=True):
+        total[place] = value if total[place] is None else total[place] + value
+
+
+def _moves(tangent: Any, value: Any) -> bool:
+    return not isinstance(tangent, SymbolicZero) and _is_floating(value)
+
+
+def _plain(primals: Sequence[Any]) -> _Values:
+    return [primal.value for primal in primals]
+
+
+def _is_floating(value: Any) -> bool:
+    return bool(jnp.issubdtype(_aval(value).dtype, jnp.inexact))
+
+
+def _aval(value: Any) -> Any:
+    return value.aval if isinstance(value, SymbolicZero) else jax.typeof(value)
+
+
+def _instantiated(cotangent: Any) -> Any:
+    if isinstance(cotangent, SymbolicZero):
+        return jnp.zeros(_aval(cotangent).shape, _aval(cotangent).dtype)
+    return cotangent
+
+
+def _float0(value: Any) -> Any:
+    return np.zeros(jnp.shape(value), jax.dtypes.float0)
+
+
+def _zero_tangent(value: Any) -> Any:
+    return jnp.zeros_like(value) if _is_floating(value) else _float0(value)
