@@ -212,7 +212,7 @@ class Function(Generic[P, R]):
         self._refuse_shardings()
         traced = traced_from(looked, argument_names(self.fn, args, kwargs, self._static.holds))
         name = getattr(self.fn, "__name__", "function")
-        runner = _home_of(traced).runner(traced, check=CONFIG.check, observe=_dumper(name))
+        runner = home_of(traced).runner(traced, check=CONFIG.check, observe=_dumper(name))
         return _Plan(runner, traced.out_tree, traced.variables)
 
     def _refuse_shardings(self) -> None:
@@ -315,7 +315,8 @@ def _type_key(leaf: Any) -> Any:
     return type(leaf)
 
 
-def _home_of(traced: Traced) -> RunnerHome:
+def home_of(traced: Traced) -> RunnerHome:
+    """The home that runs a trace: that of its variables. Raises VariableError when they are of two clusters."""
     homes = {id(variable.home): variable.home for variable in traced.variables if variable.home is not LOCAL}
     if len(homes) > 1:
         names = ", ".join(variable.name for variable in traced.variables)
