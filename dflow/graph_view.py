@@ -1,21 +1,51 @@
-"""`dflow.graph`: the graph of a function, for people to read."""
+"""`dflow.graph`: the graph of a function, to read, to look at, and to run in parts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
+
 from dflow.function import Function
-from dflow.tracing.graph import Graph
-from dflow.tracing.text import text
+from dflow.graph_run import Bound, run
+from dflow.tracing.graph import Graph, Value
+from dflow.tracing.resources import Variable
+from dflow.tracing.text import parse, text
 from dflow.tracing.trace import trace
 
 
 class GraphView:
-    """A traced function's graph, before any pass; `print` gives its text."""
+    """A function's graph, before any pass; `print` gives its text. Made by `dflow.graph`, or from text by `parse`."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        variables: Mapping[Value, Variable] | None = None,
+        arrays: Mapping[Value, Any] | None = None,
+    ) -> None:
         self.graph = graph
+        self._bound = Bound(graph, variables or {}, arrays or {})
+
+    @staticmethod
+    def parse(text: str) -> GraphView:
+        """The graph that a text describes; it has no variables. Raises ParseError with line and column."""
+        return GraphView(parse(text))
+
+    def run(self, fetches: Any, feeds: Mapping[str, Any] | None = None) -> Any:
+        """Run the part of the graph that `fetches` needs, on the real variables.
+
+        fetches  names of values as the text has them, with `%` or without: one, or a list, tuple or dict of several
+        feeds    values by name, in the place of what the graph would compute; arguments have those of `dflow.graph`
+        returns  the values, structured as `fetches`; None for a write
+        raises   GraphNameError, which gives near names; GraphTypeError for a feed of another type
+
+        Each value is what the whole graph would give: writes that a fetched value comes after are made, others are
+        not. A variable that is fetched is read at the end; one that is fed is not touched. What is fetched is
+        compiled anew each time.
+        """
+        names, structure = jax.tree_util.tree_flatten(fetches)
+        return jax.tree_util.tree_unflatten(structure, run(self._bound, names, feeds or {}))
 
     def __str__(self) -> str:
         return text(self.graph)
@@ -29,4 +59,9 @@ def graph(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> GraphView:
 
     fn  a function, decorated by `dflow.jit` or not
     """
-    return GraphView(trace(fn.fn if isinstance(fn, Function) else fn, args, kwargs).graph)
+    traced = trace(fn.fn if isinstance(fn, Function) else fn, args, kwargs)
+    graph = traced.graph
+    leaves = [*traced.constants, *jax.tree_util.tree_leaves((args, kwargs))]
+    inputs = zip(graph.inputs[len(graph.refs) :], leaves, strict=True)
+    arrays = {value: leaf for value, leaf in inputs if not isinstance(leaf, jax.ShapeDtypeStruct)}
+    return GraphView(graph, dict(zip(graph.refs, traced.variables, strict=True)), arrays)

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from dflow.tracing import ops
+from dflow.tracing.attributes import bind_node
 from dflow.tracing.effects import Effect
 from dflow.tracing.errors import InternalError
 from dflow.tracing.graph import Graph, Node, Operand, Value
-from dflow.tracing.jax_frontend import bind
 from dflow.tracing.op import OpDef
 from dflow.tracing.types import ArrayType, RefType, array_type_of
 from dflow.tracing.updates import looked_up, updated
@@ -66,7 +66,7 @@ def _value(operand: Operand, env: Mapping[Value, Any]) -> Any:
 def _step(node: Node, env: dict[Value, Any]) -> None:
     values = [_value(operand, env) for operand in node.inputs]
     if node.op.primitive is not None:
-        results = bind(node.op.primitive, node.attributes, values, node.origin)
+        results = bind_node(node, values)
         env.update(zip(node.outputs, results, strict=False))
         return
     rule = _RULES.get(node.op)

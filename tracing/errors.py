@@ -23,6 +23,10 @@ class VerifyError(DflowError, ValueError):
     """A graph breaks a rule every graph must keep; raised by the verifier, naming the node."""
 
 
+class GraphNameError(DflowError, LookupError):
+    """A graph has no value of the name that was asked for; the message has the names that are near."""
+
+
 class ParseError(DflowError, ValueError):
     """A graph's text form could not be read; the message has the line and column."""
 

@@ -1,0 +1,159 @@
+"""Running any part of a graph: fed and fetched at any value by its name, on the real variables."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dflow.config import CONFIG
+from dflow.function import LOCAL, home_of
+from dflow.tracing import ops
+from dflow.tracing.context import home
+from dflow.tracing.errors import GraphNameError, GraphTypeError
+from dflow.tracing.graph import Graph, Node, Operand, Value
+from dflow.tracing.part import body_names, is_call, opened, part_of
+from dflow.tracing.resources import Variable, read
+from dflow.tracing.source import at, caller
+from dflow.tracing.trace import Traced
+from dflow.tracing.types import ArrayType, RefType, TokenType, array_type_of
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A graph with what its inputs stand for: variables, and arrays for those that have one."""
+
+    graph: Graph
+    variables: Mapping[Value, Variable]
+    arrays: Mapping[Value, Any]
+
+
+def run(bound: Bound, fetches: Sequence[str], feeds: Mapping[str, Any]) -> list[Any]:
+    """The values of `fetches`, in order, given those of `feeds`; None for what has no value, such as a write.
+
+    A variable that is fetched is read after all else; one that is fed is left as it is, and a copy takes its place.
+    raises  GraphNameError for a name that the graph does not have; GraphTypeError for a feed of another type, and for
+            an input that is needed and has no value
+    """
+    bound = _with_calls_opened(bound, [*fetches, *feeds])
+    fed = {value: _fitting(value, given) for value, given in ((_value(bound, name), feeds[name]) for name in feeds)}
+    bound = _on_copies(bound, {value: array for value, array in fed.items() if _is_ref(value)})
+    arrays = {value: array for value, array in fed.items() if not _is_ref(value)}
+    wanted = [_value(bound, name) for name in fetches]
+    part = part_of(bound.graph, list(dict.fromkeys(wanted)), list(arrays))
+    results = _run_part(bound, part, {**bound.arrays, **arrays})
+    return [results.get(value) for value in wanted]
+
+
+def _run_part(bound: Bound, part: Graph, arrays: Mapping[Value, Any]) -> dict[Operand, jax.Array]:
+    """Run all of a graph by the home of its variables; the values of its outputs but tokens."""
+    inputs = [value for value in part.inputs if not _is_ref(value)]
+    if absent := [value for value in inputs if value not in arrays]:
+        raise GraphTypeError(f"{absent[0]!r} is needed and has no value{at(caller())}\n  give it in feeds")
+    if unbound := [ref for ref in part.refs if ref not in bound.variables]:
+        raise GraphTypeError(
+            f"{unbound[0]!r} is needed, and a graph that was read from text has no variables{at(caller())}\n"
+            "  give the variable's value in feeds, or run the graph of the function"
+        )
+    outputs = [value for value in part.outputs if not isinstance(value.type, TokenType)]
+    traced = Traced(_showing(part, outputs), tuple(bound.variables[ref] for ref in part.refs), (), None)
+    runner = home_of(traced).runner(traced, check=CONFIG.check, observe=None)
+    return dict(zip(outputs, runner([arrays[value] for value in inputs]), strict=True))
+
+
+def _showing(part: Graph, outputs: Sequence[Operand]) -> Graph:
+    """The graph with these outputs, a variable among them read at the end."""
+    fresh = part.fresh_names()
+    reads = {
+        ref: Node(ops.var_read, (ref,), (Value(fresh(ref.name), ref.type.of),))
+        for ref in outputs
+        if isinstance(ref, Value) and isinstance(ref.type, RefType)
+    }
+    shown = (reads[value].outputs[0] if value in reads else value for value in outputs)
+    return Graph(part.inputs, (*part.nodes, *reads.values()), tuple(shown))
+
+
+def _is_ref(value: Value) -> bool:
+    return isinstance(value.type, RefType)
+
+
+def _named(bound: Bound) -> dict[str, Value]:
+    """Every value by its name in the text; variables by their own names too."""
+    values = [*bound.graph.inputs, *(value for node in bound.graph.nodes for value in node.outputs)]
+    return {variable.name: ref for ref, variable in bound.variables.items()} | {value.name: value for value in values}
+
+
+def _value(bound: Bound, name: str) -> Value:
+    return _named(bound)[name.removeprefix("%")]
+
+
+def _with_calls_opened(bound: Bound, names: Sequence[str]) -> Bound:
+    """Open the calls of functions in which the names are. Raises GraphNameError when one is nowhere."""
+    for name in names:
+        while name.removeprefix("%") not in _named(bound):
+            holders = [node for node in bound.graph.nodes if name.removeprefix("%") in body_names(node)]
+            call = next(filter(is_call, holders), None)
+            if call is None:
+                raise GraphNameError(_not_found(bound, name, holders))
+            graph, constants = opened(bound.graph, call)
+            bound = replace(bound, graph=graph, arrays={**bound.arrays, **constants})
+    return bound
+
+
+def _not_found(bound: Bound, name: str, holders: Sequence[Node]) -> str:
+    if holders:
+        node = holders[0]
+        return (
+            f"{name!r} is in the body of %{node.outputs[0].name} ({node.op.name}{_line(node)}), which runs as one"
+            f"{at(caller())}\n  fetch or feed what goes in or comes out, or give the value back from the body"
+        )
+    known = _named(bound)
+    near = difflib.get_close_matches(name.removeprefix("%"), known, cutoff=0.5)
+    told = ", ".join(f"%{known[other].name}{_line(bound.graph.producers.get(known[other]))}" for other in near)
+    remedy = f"near it are {told}" if near else "print the graph to see its values; dflow.name(x, 'hidden') names one"
+    return f"the graph has no value {name!r}{at(caller())}\n  {remedy}"
+
+
+def _line(node: Node | None) -> str:
+    return f" at {node.loc.short}" if node is not None and node.loc is not None else ""
+
+
+def _fitting(value: Value, given: Any) -> jax.Array:
+    """What is fed, as the array that the value is. Raises GraphTypeError, which names both types."""
+    wanted = value.type.of if isinstance(value.type, RefType) else value.type
+    if not isinstance(wanted, ArrayType):
+        raise GraphTypeError(f"%{value.name} is a token, which has no value to feed{at(caller())}")
+    array = jnp.asarray(read(given))
+    type = array_type_of(array)
+    if type.weak and type.shape == wanted.shape and jnp.promote_types(type.dtype, wanted.dtype) == wanted.dtype:
+        return jnp.asarray(array, wanted.dtype)
+    if type.strong != wanted.strong:
+        raise GraphTypeError(
+            f"%{value.name} is {wanted.strong} but was fed {type}{at(caller())}\n  {_remedy(wanted, type)}"
+        )
+    return array
+
+
+def _remedy(wanted: ArrayType, given: ArrayType) -> str:
+    if wanted.shape != given.shape:
+        return f"feed it an array of the shape {wanted.shape}"
+    return f"convert it with .astype(jnp.{jnp.dtype(wanted.dtype).name})"
+
+
+def _on_copies(bound: Bound, fed: Mapping[Value, jax.Array]) -> Bound:
+    """The graph on variables of its own, with these values, in the place of those that are fed."""
+    if not fed:
+        return bound
+    new = {ref: Value(ref.name, ref.type) for ref in fed}
+    with home(LOCAL):
+        copies = {new[ref]: Variable(array) for ref, array in fed.items()}
+    graph = Graph(
+        tuple(new.get(value, value) for value in bound.graph.inputs),
+        tuple(node.with_operands(new) for node in bound.graph.nodes),
+        bound.graph.outputs,
+    )
+    return Bound(graph, {**bound.variables, **copies}, bound.arrays)
