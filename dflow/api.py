@@ -10,16 +10,24 @@ from dflow.graph_view import GraphView, graph
 from dflow.optimizer import Optimizer
 from dflow.tracing.autodiff import grad, value_and_grad
 from dflow.tracing.device import device
-from dflow.tracing.errors import DflowError
+from dflow.tracing.errors import DeadlineExceeded, DflowError, QueueClosed
+from dflow.tracing.queues import FIFOQueue, PaddedSpec, PaddingFIFOQueue, PriorityQueue, RandomShuffleQueue
 from dflow.tracing.resources import Variable, name, read, variables
 
 __all__ = [
     "ClusterSettings",
+    "DeadlineExceeded",
     "DflowError",
+    "FIFOQueue",
     "Function",
     "Generator",
     "GraphView",
     "Optimizer",
+    "PaddedSpec",
+    "PaddingFIFOQueue",
+    "PriorityQueue",
+    "QueueClosed",
+    "RandomShuffleQueue",
     "Variable",
     "connect",
     "device",

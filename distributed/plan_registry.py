@@ -18,7 +18,7 @@ import msgspec
 
 from dflow.distributed.messages import RegisterPlan
 from dflow.lowering.execute import Schedule, gives, takes
-from dflow.lowering.plan import Call, Plan
+from dflow.lowering.plan import Call, HostItem, Plan
 from dflow.lowering.program import Program, load_program
 from dflow.tracing.errors import InternalError, WireError
 
@@ -76,6 +76,7 @@ class PlanRegistry:
         plan = _decode(message.plan)
         blobs = list(_split(payload, message.program_sizes))
         _check(plan, self._task, len(blobs))
+        _refuse_host_items(plan)
         donated = _donated(plan, len(blobs))
         keys = tuple((hashlib.sha256(blob).digest(), count) for blob, count in zip(blobs, donated, strict=True))
         identity = (_ENCODER.encode(plan), keys)
@@ -128,6 +129,11 @@ def _check(plan: Plan, task: str, programs: int) -> None:
     _check_range("slot", slots, plan.slots)
     _check_range("item", {index for item in plan.items for index in item.after}, len(plan.items))
     _check_range("program", {item.program for item in plan.items if isinstance(item, Call)}, programs)
+
+
+def _refuse_host_items(plan: Plan) -> None:
+    if plan.bodies or plan.scalars or any(isinstance(item, HostItem) for item in plan.items):
+        raise WireError(f"a plan with queues was sent to {plan.task}, which holds none for others")
 
 
 def _check_range(what: str, used: set[int], count: int) -> None:

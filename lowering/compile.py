@@ -1,20 +1,24 @@
 """From a lowered graph to one plan a task, with the programs that the plan calls.
 
-The graph must have been through the pipeline: its nodes are XLA calls, sends and receives, each on a device.
+The graph must have been through the pipeline: its nodes are XLA calls, sends, receives, and what a
+host does itself (queue ops, branches and loops that wait), each on a device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from dflow.lowering.discharge import Discharged, discharge
-from dflow.lowering.plan import Call, Item, Plan, Recv, Send
+from dflow.lowering.plan import Branch, Call, Item, Plan, Recv, Scalar, Scan, Send, UseQueue, While
 from dflow.tracing import ops
 from dflow.tracing.effects import Effect
 from dflow.tracing.errors import InternalError
 from dflow.tracing.graph import Graph, Literal, Node, Operand, Value
-from dflow.tracing.types import ArrayType, RefType, dtype_name
+from dflow.tracing.source import at
+from dflow.tracing.types import HANDLES, ArrayType, dtype_name
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ class Compiled:
 def make_plans(graph: Graph, local: str, keys: Mapping[Value, str]) -> Compiled:
     """The plans of a lowered graph whose caller is `local`; `keys` names each variable in its task's store."""
     makers: dict[str, _Maker] = {local: _Maker(local, keys)}
-    feeds: list[Operand] = [value for value in graph.inputs if not isinstance(value.type, RefType)]
+    feeds: list[Operand] = [value for value in graph.inputs if not isinstance(value.type, HANDLES)]
     literals = tuple(output for output in graph.outputs if isinstance(output, Literal))
     caller = makers[local]
     caller.feeds = [caller.slot(operand) for operand in (*feeds, *literals)]
@@ -59,6 +63,8 @@ class _Maker:
     programs: list[Discharged] = field(default_factory=list)
     slots: dict[Operand, int] = field(default_factory=dict)
     makers: dict[Value, int] = field(default_factory=dict)
+    scalars: list[Scalar] = field(default_factory=list)
+    bodies: list[Plan] = field(default_factory=list)
 
     def slot(self, operand: Operand) -> int:
         return self.slots.setdefault(operand, len(self.slots))
@@ -78,12 +84,65 @@ class _Maker:
             return Recv(edge, source, self.slot(node.outputs[0]), dtype_name(type.dtype), type.shape, after)
         if node.op is ops.xla_call:
             return self._call(node, after)
+        if node.op in ops.CONTROL_OPS:
+            return self._control(node, after)
+        if node.op in ops.HOST_OPS:
+            return self._use_queue(node, after)
         raise InternalError(f"{node.op.name} is not part of a lowered graph")
 
+    def _use_queue(self, node: Node, after: tuple[int, ...]) -> UseQueue:
+        queue, *operands = node.inputs
+        return UseQueue(
+            self._key(queue),
+            node.op.name.removeprefix("queue."),
+            takes=self._takes(operands),
+            gives=tuple(self.slot(value) for value in node.array_outputs),
+            line=at(node.loc),
+            after=after,
+            **node.attributes,
+        )
+
+    def _control(self, node: Node, after: tuple[int, ...]) -> Branch | While | Scan:
+        numbers = tuple(self._body(node, body) for body in node.bodies)
+        takes = self._takes([operand for operand in node.inputs if not isinstance(operand.type, HANDLES)])
+        gives = tuple(self.slot(value) for value in node.array_outputs)
+        if node.op is ops.ctrl_cond:
+            return Branch(numbers, takes, gives, after)
+        if node.op is ops.ctrl_while:
+            test, repeated = numbers
+            return While(test, repeated, node.attributes["carry"], takes, gives, after)
+        stacked = tuple(str(output.type) for output in node.bodies[0].outputs[node.attributes["carry"] :])
+        options = {key: node.attributes[key] for key in ("length", "reverse", "carry", "rows")}
+        return Scan(numbers[0], **options, stacked=stacked, takes=takes, gives=gives, after=after)
+
+    def _body(self, node: Node, body: Graph) -> int:
+        """The number of a body, whose programs join those of the whole plan."""
+        keys = {
+            ref: self._key(operand)
+            for ref, operand in zip(body.inputs, node.handed, strict=True)
+            if isinstance(ref.type, HANDLES)
+        }
+        maker = _Maker(self.task, keys, programs=self.programs)
+        maker.feeds = [maker.slot(value) for value in body.inputs if not isinstance(value.type, HANDLES)]
+        for inner in body.nodes:
+            maker.add(inner)
+        maker.fetches = list(maker._takes(body.outputs))
+        self.bodies.append(maker.plan().plan)
+        return len(self.bodies) - 1
+
+    def _takes(self, operands: Sequence[Operand]) -> tuple[int, ...]:
+        """The slots of operands; that of a number is filled from the start."""
+        for operand in operands:
+            if isinstance(operand, Literal) and operand not in self.slots:
+                type = operand.type
+                data = np.asarray(operand.value).astype(type.dtype).tobytes()
+                self.scalars.append(Scalar(self.slot(operand), dtype_name(type.dtype), data))
+        return tuple(self.slot(operand) for operand in operands)
+
     def _call(self, node: Node, after: tuple[int, ...]) -> Call:
-        assert node.graph is not None
-        pure = discharge(node.graph)
-        outer = dict(zip(node.graph.inputs, node.inputs, strict=True))
+        (body,) = node.bodies
+        pure = discharge(body)
+        outer = dict(zip(body.inputs, node.handed, strict=True))
         self._check_donation(node)
         self.programs.append(pure)
         return Call(
@@ -106,5 +165,13 @@ class _Maker:
         return self.keys[operand]
 
     def plan(self) -> TaskPlan:
-        plan = Plan(self.task, len(self.slots), tuple(self.items), tuple(self.feeds), tuple(self.fetches))
+        plan = Plan(
+            self.task,
+            len(self.slots),
+            tuple(self.items),
+            tuple(self.feeds),
+            tuple(self.fetches),
+            tuple(self.scalars),
+            tuple(self.bodies),
+        )
         return TaskPlan(plan, tuple(self.programs))

@@ -1,7 +1,9 @@
 """Runs one task's plan of a step: each item when what it needs is there.
 
 No thread waits for a value: a receive leaves a callback with the channel, and whoever delivers the value has the
-items that became ready run by a worker. The first error ends the execution; what arrives later is ignored.
+items that became ready run by a worker; an item that waits for a queue does the same, and a branch or loop with such
+items runs its bodies as executions of their own. The first error ends the execution and what it waits for in queues;
+what arrives later is ignored.
 """
 
 from __future__ import annotations
@@ -9,15 +11,22 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from dflow.lowering.channel import Channel, StepId
-from dflow.lowering.plan import Call, Item, Plan, Recv, Send
+from dflow.lowering.control import Turns, turns_of
+from dflow.lowering.plan import Branch, Call, Item, Plan, Recv, Scalar, Scan, Send, UseQueue, While
 from dflow.lowering.program import Program
+from dflow.lowering.queue_ops import QueueUse
+from dflow.lowering.queues import Cancel
 from dflow.lowering.store import Store
 from dflow.tracing.errors import InternalError
+from dflow.tracing.types import parse_dtype
 
 #: What an execution ends with: the fetches, or the error.
 Outcome = tuple[jax.Array, ...] | BaseException
@@ -30,6 +39,8 @@ class Schedule:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
+        self.bodies = tuple(Schedule(body) for body in plan.bodies)
+        self.scalars = tuple((scalar.slot, _number(scalar)) for scalar in plan.scalars)
         producers = {slot: index for index, item in enumerate(plan.items) for slot in gives(item)}
         needs = [_needs(item, producers) for item in plan.items]
         self.waiting = [len(need) for need in needs]
@@ -41,12 +52,26 @@ class Schedule:
 
 def takes(item: Item) -> tuple[int, ...]:
     """The slots an item needs filled."""
-    return item.takes if isinstance(item, Call) else (item.take,) if isinstance(item, Send) else ()
+    match item:
+        case Send():
+            return (item.take,)
+        case Recv():
+            return ()
+    return item.takes
 
 
 def gives(item: Item) -> tuple[int, ...]:
     """The slots an item fills."""
-    return item.gives if isinstance(item, Call) else (item.give,) if isinstance(item, Recv) else ()
+    match item:
+        case Send():
+            return ()
+        case Recv():
+            return (item.give,)
+    return item.gives
+
+
+def _number(scalar: Scalar) -> jax.Array:
+    return jnp.asarray(np.frombuffer(scalar.data, parse_dtype(scalar.dtype))[0])
 
 
 def _needs(item: Item, producers: dict[int, int]) -> set[int]:
@@ -73,12 +98,15 @@ class Execution:
         self._schedule, self._programs, self._store, self._channel = schedule, programs, store, channel
         self._step, self._on_done, self._submit = step, on_done, submit
         self._slots: list[Any] = [None] * plan.slots
-        for slot, value in zip(plan.feeds, feeds, strict=True):
+        for slot, value in (*schedule.scalars, *zip(plan.feeds, feeds, strict=True)):
             self._slots[slot] = value
         self._lock = threading.Lock()
         self._waiting = list(schedule.waiting)
         self._left = len(plan.items)
         self._ended = False
+        self._outcome: Outcome | None = None
+        #: By item: ends what it waits for, when the execution ends before it.
+        self._cancels: dict[int, Cancel] = {}
 
     def start(self) -> None:
         """Run what can run, on this thread; receives first, so that values find their waiter."""
@@ -106,24 +134,76 @@ class Execution:
         """Do an item; false when it will be done later, by a delivery."""
         match item:
             case Recv():
-                self._channel.receive(
-                    self._step, item.edge, item.source, lambda value: self._received(index, item, value)
-                )
+                self._channel.receive(self._step, item.edge, item.source, partial(self._received, index, item))
                 return False
             case Send():
                 self._channel.send(self._step, item.edge, item.destination, self._slots[item.take])
             case Call():
                 operands = [self._slots[slot] for slot in item.takes]
                 results = self._store.call(self._programs[item.program], item.writes, item.reads, operands)
-                for slot, value in zip(item.gives, results, strict=True):
-                    self._slots[slot] = value
+                self._fill(item.gives, results)
+            case UseQueue():
+                self._use_queue(item, index)
+                return False
+            case Branch() | While() | Scan():
+                self._turn(index, item.gives, turns_of(item, [self._slots[slot] for slot in item.takes]), None)
+                return False
         return True
 
-    def _received(self, index: int, item: Recv, value: jax.Array | BaseException) -> None:
-        if isinstance(value, BaseException):
-            self._end(value)
+    def _fill(self, slots: Sequence[int], values: Sequence[Any]) -> None:
+        for slot, value in zip(slots, values, strict=True):
+            self._slots[slot] = value
+
+    def _use_queue(self, item: UseQueue, index: int) -> None:
+        use = QueueUse(item.method, item.count, item.timeout_s, item.cancel_pending, item.line)
+        operands = [self._slots[slot] for slot in item.takes]
+        queue = self._store.queue(item.queue)
+        self._cancel_at_end(
+            index, queue.start(use, operands, lambda results: self._arrived(index, item.gives, results))
+        )
+
+    def _turn(self, index: int, given: Sequence[int], turns: Turns, results: Sequence[Any] | None) -> None:
+        """Start the next body of a branch or loop, or end it."""
+        try:
+            body, feeds = next(turns) if results is None else turns.send(results)
+        except StopIteration as stop:
+            self._arrived(index, given, stop.value)
             return
-        self._slots[item.give] = value
+
+        def on_done(outcome: Outcome) -> None:
+            if isinstance(outcome, BaseException):
+                self._end(outcome)
+            elif not self._ended:
+                # Not from here: turn within turn, the stack would overflow.
+                self._submit(lambda: self._guarded(lambda: self._turn(index, given, turns, outcome)))
+
+        schedule, submit = self._schedule.bodies[body], self._submit
+        child = Execution(schedule, self._programs, self._store, self._channel, self._step, feeds, on_done, submit)
+        self._cancel_at_end(index, child.cancel)
+        child.start()
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            self._end(error)
+
+    def _cancel_at_end(self, index: int, cancel: Cancel) -> None:
+        with self._lock:
+            self._cancels[index] = cancel
+            outcome = self._outcome
+        if isinstance(outcome, BaseException):
+            cancel(outcome)
+
+    def _received(self, index: int, item: Recv, value: jax.Array | BaseException) -> None:
+        self._arrived(index, (item.give,), value if isinstance(value, BaseException) else (value,))
+
+    def _arrived(self, index: int, slots: Sequence[int], values: Sequence[Any] | BaseException) -> None:
+        """What an item waited for is there, on whatever thread brings it."""
+        if isinstance(values, BaseException):
+            self._end(values)
+            return
+        self._fill(slots, values)
         ready = self._done(index)
         # After the end there may be no worker left to submit to.
         if ready and not self._ended:
@@ -147,7 +227,11 @@ class Execution:
         with self._lock:
             if self._ended:
                 return
-            self._ended = True
+            self._ended, self._outcome = True, outcome
+            cancels = list(self._cancels.values())
+        if isinstance(outcome, BaseException):
+            for cancel in cancels:
+                cancel(outcome)
         self._on_done(outcome)
 
 

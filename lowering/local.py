@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Collection, Mapping, Sequence
+from queue import SimpleQueue
 from typing import Any, Protocol
 
 import jax
@@ -19,11 +19,14 @@ from dflow.lowering.passes.base import Observer, run_passes
 from dflow.lowering.pipeline import ALONE, pipeline
 from dflow.lowering.plan import Call
 from dflow.lowering.program import Program, compile_program
+from dflow.lowering.queue_ops import HeldQueue, QueueUse
+from dflow.lowering.queues import wait
 from dflow.lowering.store import Store
 from dflow.tracing.context import Home, Slot
 from dflow.tracing.errors import InternalError, VariableError
+from dflow.tracing.queues import Queue
 from dflow.tracing.resources import Initial, Variable
-from dflow.tracing.source import at
+from dflow.tracing.source import at, caller
 from dflow.tracing.trace import Traced
 
 #: Runs a step on the leaves of its arguments; gives the leaves of its result.
@@ -78,6 +81,20 @@ class LocalHome:
     def update(self, variable: Variable, kind: str, *operands: Any) -> None:
         self.store.update(variable.key, kind, *operands)
 
+    def create_queue(self, queue: Queue) -> Slot:
+        key = f"{queue.name}#queue{queue.serial}"
+        self.store.create_queue(key, HeldQueue(queue.name, queue.settings, queue.type))
+        weakref.finalize(queue, self.store.drop_queue, key)
+        return Slot(None, key)
+
+    def use_queue(
+        self, queue: Queue, method: str, operands: Sequence[Any], attributes: Mapping[str, Any]
+    ) -> Sequence[jax.Array]:
+        use = QueueUse(method, where=at(caller()), **attributes)
+        held = self.store.queue(queue.key)
+        results: Sequence[jax.Array] = wait(lambda done: held.start(use, operands, done))
+        return results
+
     def runner(self, traced: Traced, *, check: bool, observe: Observer | None) -> Runner:
         """Lower a traced function whose variables all live here."""
         graph = run_passes(traced.graph, pipeline(), check=check, observe=observe)
@@ -118,16 +135,33 @@ def _local_runner(compiled: Compiled, store: Store, traced: Traced, literals: li
     given_back = [index for index, slot in enumerate(plan.feeds) if slot in plan.fetches]
 
     def run(leaves: Sequence[Any]) -> Sequence[Any]:
-        done: Future[Outcome] = Future()
         feeds = [*constants, *leaves, *literals]
         for index in given_back:
             # A copy, because the caller may write to a NumPy array.
             feeds[index] = feeds[index] if isinstance(feeds[index], jax.Array) else jnp.array(feeds[index])
-        step = StepId(ALONE, 0)
-        Execution(schedule, programs, store, _NO_CHANNEL, step, feeds, done.set_result, lambda work: work()).start()
-        return fetched(done.result())
+        return fetched(_run_here(schedule, programs, store, feeds))
 
     return run
+
+
+def _run_here(schedule: Schedule, programs: Sequence[Program], store: Store, feeds: Sequence[Any]) -> Outcome:
+    """Run a plan on this thread; what others bring for it is done here too, not on their threads."""
+    outcomes: list[Outcome] = []
+    work: SimpleQueue[Callable[[], None]] = SimpleQueue()
+
+    def on_done(outcome: Outcome) -> None:
+        outcomes.append(outcome)
+        work.put(lambda: None)
+
+    execution = Execution(schedule, programs, store, _NO_CHANNEL, StepId(ALONE, 0), feeds, on_done, work.put)
+    try:
+        execution.start()
+        while not outcomes:
+            work.get()()
+    except BaseException as error:
+        execution.cancel(error)
+        raise
+    return outcomes[0]
 
 
 def fetched(outcome: Outcome) -> tuple[jax.Array, ...]:

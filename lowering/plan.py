@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import msgspec
 
+from dflow.tracing.queue_settings import DEFAULT_TIMEOUT_S
+
 
 class Call(msgspec.Struct, frozen=True, tag="call"):
     """Run a program on variables and slots.
@@ -46,7 +48,68 @@ class Recv(msgspec.Struct, frozen=True, tag="recv"):
     after: tuple[int, ...] = ()
 
 
-Item = Call | Send | Recv
+class UseQueue(msgspec.Struct, frozen=True, tag="queue"):
+    """Do `method` on the queue `queue`, waiting for it. `line` is the user's, as messages end with it."""
+
+    queue: str
+    method: str
+    takes: tuple[int, ...] = ()
+    gives: tuple[int, ...] = ()
+    count: int = 0
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    cancel_pending: bool = False
+    line: str = ""
+    after: tuple[int, ...] = ()
+
+
+class Branch(msgspec.Struct, frozen=True, tag="branch"):
+    """Run the one of `bodies` whose place is in the first slot of `takes`, on the other slots."""
+
+    bodies: tuple[int, ...]
+    takes: tuple[int, ...]
+    gives: tuple[int, ...]
+    after: tuple[int, ...] = ()
+
+
+class While(msgspec.Struct, frozen=True, tag="while"):
+    """Run `body` as long as `test` gives true, both on `takes`; `body` renews the last `carry` of these."""
+
+    test: int
+    body: int
+    carry: int
+    takes: tuple[int, ...]
+    gives: tuple[int, ...]
+    after: tuple[int, ...] = ()
+
+
+class Scan(msgspec.Struct, frozen=True, tag="scan"):
+    """Run `body` `length` times on `takes`, of whose last `rows` it takes a row; it renews the `carry` before these.
+
+    What it gives beside the carry, of the types `stacked`, is stacked.
+    """
+
+    body: int
+    length: int
+    reverse: bool
+    carry: int
+    rows: int
+    stacked: tuple[str, ...]
+    takes: tuple[int, ...]
+    gives: tuple[int, ...]
+    after: tuple[int, ...] = ()
+
+
+#: Items that a task runs by itself, between programs; they may wait.
+HostItem = UseQueue | Branch | While | Scan
+Item = Call | Send | Recv | HostItem
+
+
+class Scalar(msgspec.Struct, frozen=True):
+    """A number that is in `slot` from the start; `data` are its bytes."""
+
+    slot: int
+    dtype: str
+    data: bytes
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -56,6 +119,8 @@ class Plan(msgspec.Struct, frozen=True):
     `slots`    how many slots the items use; slots are numbered from 0
     `feeds`    slots filled from the caller's arguments, in order
     `fetches`  slots handed back to the caller, in order
+    `scalars`  slots filled with numbers of the program
+    `bodies`   the plans that branches and loops run, by number; their programs are those of the whole plan
     """
 
     task: str
@@ -63,3 +128,5 @@ class Plan(msgspec.Struct, frozen=True):
     items: tuple[Item, ...]
     feeds: tuple[int, ...] = ()
     fetches: tuple[int, ...] = ()
+    scalars: tuple[Scalar, ...] = ()
+    bodies: tuple[Plan, ...] = ()

@@ -1,4 +1,4 @@
-"""The values of variables on one host.
+"""The values of variables, and the queues, on one host.
 
 A step owns the variables of a program for the moment of its dispatch, so several steps may run at once and none
 sees a variable half written. An array that has been handed out stays valid: its slot is marked `lent`, and the next
@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from dflow.lowering.program import Program
-from dflow.tracing.errors import VariableError, VariableShapeError
+from dflow.lowering.queue_ops import HeldQueue
+from dflow.tracing.errors import QueueError, VariableError, VariableShapeError
 from dflow.tracing.types import ArrayType, array_type_of
 from dflow.tracing.updates import looked_up, operand_types, updated
 
@@ -34,6 +35,7 @@ class Store:
 
     def __init__(self) -> None:
         self._held: dict[str, _Held] = {}
+        self._queues: dict[str, HeldQueue] = {}
         self._lock = threading.RLock()
 
     def create(self, key: str, type: ArrayType, make: Callable[[], Any]) -> bool:
@@ -130,6 +132,23 @@ class Store:
                 written[result].lent = True
             if argument - len(written) < len(read):
                 read[argument - len(written)].lent = True
+
+    def create_queue(self, key: str, queue: HeldQueue) -> None:
+        """Hold a queue under `key`."""
+        with self._lock:
+            self._queues[key] = queue
+
+    def drop_queue(self, key: str) -> None:
+        """Let go of a queue, which may still serve those that wait in it."""
+        with self._lock:
+            self._queues.pop(key, None)
+
+    def queue(self, key: str) -> HeldQueue:
+        """The queue under `key`. Raises QueueError when there is none."""
+        held = self._queues.get(key)
+        if held is None:
+            raise QueueError(f"no queue {key!r} is held here; there are {sorted(self._queues) or 'none'}")
+        return held
 
     def _find(self, key: str) -> _Held:
         held = self._held.get(key)

@@ -381,7 +381,7 @@ def _nodes(
     kind = draw(st.sampled_from(["read", "gather", "update", "send", "recv", "neg", "add"] + ["call"] * (depth > 0)))
     inputs: tuple[Any, ...] = {"read": (ref,), "recv": (), "add": (operand, array)}.get(kind, (array,))
     attributes: dict[str, Any] = {}
-    body = None
+    bodies: tuple[Graph, ...] = ()
     match kind:
         case "read":
             op, outputs = ops.var_read, (result(held.of),)
@@ -403,7 +403,8 @@ def _nodes(
             op, attributes = ops.xla_call, {"donate": draw(st.sampled_from([(), (0,), (0, 2)]))}
             outputs = tuple(result(output.type) for output in body.outputs) or (result(TokenType()),)
             inputs = tuple(ref if isinstance(value.type, RefType) else array for value in body.inputs)
+            bodies = (body,)
         case _:
             op, outputs = numeric(primitive_named(kind)), (result(array.type),)
     after = tuple(draw(st.lists(st.sampled_from(defined), max_size=2)))
-    return Node(op, inputs, outputs, attributes, body, draw(_DEVICES), after, Written(draw(_LOCS)))
+    return Node(op, inputs, outputs, attributes, bodies, draw(_DEVICES), after, Written(draw(_LOCS)))

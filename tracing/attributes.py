@@ -39,7 +39,7 @@ from dflow.tracing.jax_frontend import (
     scan_counts,
 )
 from dflow.tracing.source import at
-from dflow.tracing.types import DTYPES, ArrayType, RefType, TokenType, dtype_name, parse_dtype
+from dflow.tracing.types import DTYPES, ArrayType, QueueType, RefType, TokenType, dtype_name, parse_dtype
 
 #: Arrays of more elements than this are printed as a digest of their bytes, which cannot be read back.
 LARGEST_PRINTED = 16
@@ -88,7 +88,22 @@ _CLASSES: Mapping[str, Any] = {
     if isinstance(member, type) and (issubclass(member, Enum) or hasattr(member, "_fields") or is_dataclass(member))
 }
 
-_PLAIN = (type(None), bool, int, float, complex, str, ArrayType, RefType, TokenType, Opaque, Symbol, Record, Body)
+_PLAIN = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    ArrayType,
+    RefType,
+    QueueType,
+    TokenType,
+    Opaque,
+    Symbol,
+    Record,
+    Body,
+)
 
 
 def normal(value: Any) -> Any:

@@ -6,7 +6,7 @@ default home, this process, is set once by the layer that has a store.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -16,6 +16,7 @@ from dflow.tracing.errors import InternalError
 if TYPE_CHECKING:
     import jax
 
+    from dflow.tracing.queues import Queue
     from dflow.tracing.resources import Initial, Variable
 
 
@@ -27,7 +28,7 @@ class Slot(NamedTuple):
 
 
 class Home(Protocol):
-    """Keeps the values of variables, and serves ops on them that run outside a graph."""
+    """Keeps the values of variables and queues, and serves ops on them that run outside a graph."""
 
     def create(self, variable: Variable, initial: Initial, near: Variable | None) -> Slot:
         """Create the variable's value, or find it; returns where it is.
@@ -46,6 +47,16 @@ class Home(Protocol):
 
     def update(self, variable: Variable, kind: str, *operands: Any) -> None:
         """Change the value, as one update; `kind` is a key of `updates.KINDS`, the operands fit it."""
+        ...
+
+    def create_queue(self, queue: Queue) -> Slot:
+        """Create a queue; returns where it is."""
+        ...
+
+    def use_queue(
+        self, queue: Queue, method: str, operands: Sequence[Any], attributes: Mapping[str, Any]
+    ) -> Sequence[jax.Array]:
+        """Do a queue op of `ops.QUEUE_OPS` now, waiting for it; its results."""
         ...
 
 

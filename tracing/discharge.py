@@ -25,9 +25,11 @@ from dflow.tracing.jax_frontend import (
     make_jaxpr,
     origin_of,
     primitive_named,
+    queues,
     scan_counts,
     touches_state,
 )
+from dflow.tracing.queue_primitives import queue_p
 from dflow.tracing.source import at
 from dflow.tracing.state_primitives import gather_p, read_p, update_p
 from dflow.tracing.updates import looked_up, updated
@@ -75,9 +77,10 @@ def apply(equation: Equation, operands: Sequence[Any], state: State) -> list[Any
     rule = _RULES.get(equation.primitive.name)
     if rule is None:
         reads, writes = accesses(equation.effects)
-        names = ", ".join(sorted({variable.name for variable in (*reads, *writes)}))
+        names = ", ".join(sorted({resource.name for resource in (*reads, *writes, *queues(equation.effects))}))
+        what = "queues" if queues(equation.effects) else "variables"
         raise DflowError(
-            f"variables ({names}) are used inside {equation.primitive.name}, which cannot hold state yet; "
+            f"{what} ({names}) are used inside {equation.primitive.name}, which cannot hold state yet; "
             f"read before it and write after it{at(origin_of(equation).loc)}"
         )
     with origin_of(equation).restored():
@@ -98,6 +101,11 @@ def _update(params: Mapping[str, Any], operands: list[Any], state: State) -> lis
     old = None if params["kind"] == "assign" else state[variable]
     state[variable] = operands[0] if old is None else updated(params["kind"], old, *operands)
     return []
+
+
+def _use_queue(params: Mapping[str, Any], operands: list[Any], state: State) -> list[Any]:
+    # What is put into a queue carries no gradient to whoever takes it out.
+    return list(queue_p.bind(*map(jax.lax.stop_gradient, operands), **params))
 
 
 def _jit(params: Mapping[str, Any], operands: list[Any], state: State) -> list[Any]:
@@ -235,6 +243,7 @@ _RULES: Mapping[str, Callable[[Mapping[str, Any], list[Any], State], list[Any]]]
     read_p.name: _read,
     gather_p.name: _gather,
     update_p.name: _update,
+    queue_p.name: _use_queue,
     "jit": _jit,
     "pjit": _jit,
     "closed_call": lambda params, operands, state: evaluate(*closed_parts(params["call_jaxpr"]), operands, state),

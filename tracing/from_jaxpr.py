@@ -2,20 +2,21 @@
 
 Inner functions that touch state, or that hold ops with a device of their own, are taken apart so that placement
 sees their ops; all others stay one node. Control flow that touches state becomes a pure node between reads before
-it and assigns after it.
+it and assigns after it; control flow that touches queues becomes a node with bodies, since it may have to wait.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from dflow.tracing import ops
 from dflow.tracing.discharge import State, apply
+from dflow.tracing.errors import QueueError
 from dflow.tracing.graph import FreshNames, Graph, Literal, Node, Operand, Value
 from dflow.tracing.jax_frontend import (
     Equation,
@@ -27,11 +28,15 @@ from dflow.tracing.jax_frontend import (
     is_literal,
     make_jaxpr,
     origin_of,
+    queues,
+    scan_counts,
     touches_state,
 )
-from dflow.tracing.op import numeric
+from dflow.tracing.op import OpDef, numeric
+from dflow.tracing.queue_primitives import queue_p
+from dflow.tracing.source import at
 from dflow.tracing.state_primitives import gather_p, name_p, read_p, update_p
-from dflow.tracing.types import ArrayType, RefType, TokenType, array_type_of
+from dflow.tracing.types import ArrayType, QueueType, RefType, TokenType, Type, array_type_of
 
 _INLINED = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 
@@ -44,7 +49,10 @@ def graph_of(
     The graph's inputs are one `ref` for each variable touched, then the closed-over arrays, then the arguments.
     """
     reads, writes = accesses(jaxpr.effects)
-    variables = tuple(sorted({*reads, *writes}, key=lambda variable: variable.serial))
+    variables = (
+        *sorted({*reads, *writes}, key=lambda variable: variable.serial),
+        *queues(jaxpr.effects),
+    )
     builder = _Builder(variables)
     wanted = _wanted_names(jaxpr)
     arguments = [
@@ -77,6 +85,11 @@ def holds_device(jaxpr: Jaxpr) -> bool:
     return False
 
 
+def handle_type(resource: Any) -> Type:
+    """The type of the graph input that stands for a variable or a queue."""
+    return resource.type if isinstance(resource.type, QueueType) else RefType(resource.type)
+
+
 class _Builder:
     """Appends nodes; the one place where a traced node is made."""
 
@@ -84,7 +97,7 @@ class _Builder:
         self._fresh = FreshNames()
         self._count = 0
         self.refs = {
-            variable: Value(self._fresh(clean_name(variable.name)), RefType(variable.type), variable.device)
+            variable: Value(self._fresh(clean_name(variable.name)), handle_type(variable), variable.device)
             for variable in variables
         }
         self.constants: dict[Value, Any] = {}
@@ -92,6 +105,10 @@ class _Builder:
 
     def argument(self, name: str, var: Any) -> Value:
         return Value(self._fresh(clean_name(name)), _type(var.aval))
+
+    def taken(self, type: Type) -> Value:
+        """An argument of a body, which has no name of its own."""
+        return Value(self._fresh("arg"), type)
 
     def captured(self, constant: Any) -> Operand:
         """A closed-over array becomes an input of the graph, a scalar a literal."""
@@ -141,15 +158,50 @@ class _Builder:
             op = {read_p: ops.var_read, gather_p: ops.var_gather}.get(primitive) or ops.UPDATES[params["kind"]]
             outputs = [Value(self._name(names[0], ref.name), _type(var.aval)) for var in equation.outvars]
             return self._node(op, (ref, *inputs), outputs, {}, origin, origin_of(equation).device)
-        if primitive.name in _INLINED:
-            jaxpr, consts = closed_parts(params[_INLINED[primitive.name]])
+        if primitive is queue_p:
+            return self._use_queue(equation, inputs, names, origin)
+        if primitive.name in _INLINED or (primitive.name in _HOLDING and queues(equation.effects)):
+            jaxpr, consts = closed_parts(params[(_INLINED | _HOLDING)[primitive.name]])
             if touches_state(equation.effects) or holds_device(jaxpr):
                 return self.inline(jaxpr, [*map(self.captured, consts), *inputs], None, names)
+        if queues(equation.effects):
+            return self._control(equation, inputs, names, origin)
         if touches_state(equation.effects):
             return self._discharged(equation, inputs, names, origin)
         op = numeric(primitive, unknown_effects=has_other_effects(equation.effects))
         outputs = [Value(self._name(name), _type(var.aval)) for name, var in zip(names, equation.outvars, strict=True)]
         return self._node(op, inputs, outputs, params, origin, origin_of(equation).device)
+
+    def _use_queue(
+        self, equation: Equation, inputs: list[Operand], names: Sequence[str | None], origin: Origin
+    ) -> list[Value]:
+        attributes = dict(equation.params)
+        queue, op = self.refs[attributes.pop("handle").variable], ops.QUEUE_OPS[attributes.pop("method")]
+        outputs = [
+            Value(self._name(name, queue.name), _type(var.aval))
+            for name, var in zip(names, equation.outvars, strict=True)
+        ]
+        return self._node(op, (queue, *inputs), outputs, attributes, origin, origin_of(equation).device)
+
+    def _control(
+        self, equation: Equation, inputs: list[Operand], names: Sequence[str | None], origin: Origin
+    ) -> list[Value]:
+        """Control flow that waits for queues: a node whose bodies are graphs over the same variables and queues."""
+        kind = equation.primitive.name
+        if kind not in _CONTROL:
+            names = ", ".join(queue.name for queue in queues(equation.effects))
+            raise QueueError(
+                f"queues ({names}) are used inside {kind}, which cannot hold queue ops{at(origin_of(equation).loc)}\n"
+                f"  use them before it or after it, or inside {', '.join(_CONTROL)}"
+            )
+        control = _CONTROL[kind](equation.params, inputs)
+        reads, writes = accesses(equation.effects)
+        touched = [*sorted({*reads, *writes}, key=lambda variable: variable.serial), *queues(equation.effects)]
+        bodies, constants = _bodies_of(control, touched)
+        own, handed = inputs[: control.op.own_operands], inputs[control.op.own_operands :]
+        operands = (*own, *(self.refs[resource] for resource in touched), *map(self.captured, constants), *handed)
+        outputs = [Value(self._name(name), _type(var.aval)) for name, var in zip(names, equation.outvars, strict=True)]
+        return self._node(control.op, operands, outputs, control.attributes, origin, None, bodies)
 
     def _discharged(
         self, equation: Equation, inputs: list[Operand], names: Sequence[str | None], origin: Origin
@@ -185,9 +237,10 @@ class _Builder:
         attributes: Mapping[str, Any],
         origin: Origin,
         device: str | None,
+        bodies: tuple[Graph, ...] = (),
     ) -> list[Value]:
         named = outputs or [Value(self._name(None), TokenType())]
-        self.nodes.append(Node(op, tuple(inputs), tuple(named), attributes, None, device, (), origin))
+        self.nodes.append(Node(op, tuple(inputs), tuple(named), attributes, bodies, device, (), origin))
         return outputs
 
     def _name(self, wanted: str | None, otherwise: str | None = None) -> str:
@@ -197,6 +250,85 @@ class _Builder:
             return self._fresh(otherwise)
         self._count += 1
         return self._fresh(str(self._count))
+
+
+class _Control(NamedTuple):
+    """Control flow as an op: `bodies` are jaxprs with the places, among the operands handed on, of what they take."""
+
+    op: OpDef
+    attributes: Mapping[str, Any]
+    types: Sequence[ArrayType]
+    bodies: Sequence[tuple[Any, Sequence[int]]]
+
+
+def _cond(params: Mapping[str, Any], inputs: Sequence[Operand]) -> _Control:
+    types = [_array(operand) for operand in inputs[1:]]
+    return _Control(ops.ctrl_cond, {}, types, [(branch, range(len(types))) for branch in params["branches"]])
+
+
+def _while(params: Mapping[str, Any], inputs: Sequence[Operand]) -> _Control:
+    test_end = params["cond_nconsts"]
+    body_end, end = test_end + params["body_nconsts"], len(inputs)
+    test = (params["cond_jaxpr"], [*range(test_end), *range(body_end, end)])
+    body = (params["body_jaxpr"], range(test_end, end))
+    return _Control(ops.ctrl_while, {"carry": end - body_end}, [_array(operand) for operand in inputs], [test, body])
+
+
+def _scan(params: Mapping[str, Any], inputs: Sequence[Operand]) -> _Control:
+    consts, carry = scan_counts(params)
+    attributes = {
+        "carry": carry,
+        "rows": len(inputs) - consts - carry,
+        "length": params["length"],
+        "reverse": params["reverse"],
+    }
+    types = [_array(operand) for operand in inputs]
+    rows = [ArrayType(type.dtype, type.shape[1:]) for type in types[consts + carry :]]
+    return _Control(
+        ops.ctrl_scan, attributes, [*types[: consts + carry], *rows], [(params["jaxpr"], range(len(inputs)))]
+    )
+
+
+#: Control flow that may hold queue ops.
+_CONTROL: Mapping[str, Callable[[Mapping[str, Any], Sequence[Operand]], _Control]] = {
+    "cond": _cond,
+    "while": _while,
+    "scan": _scan,
+}
+#: These say how to differentiate, which was done before there is a graph; with queue ops in them they are inlined.
+_HOLDING = {
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+}
+
+
+def _bodies_of(control: _Control, touched: Sequence[Any]) -> tuple[tuple[Graph, ...], list[Any]]:
+    """The bodies, which all take the same: the resources touched, the constants of all, and what is handed on."""
+    builders = [_Builder(touched) for _ in control.bodies]
+    arguments = [[builder.taken(type) for type in control.types] for builder in builders]
+    outputs = [
+        builder.inline(jaxpr, [*map(builder.captured, consts), *(taken[place] for place in places)])
+        for builder, taken, (closed, places) in zip(builders, arguments, control.bodies, strict=True)
+        for jaxpr, consts in [closed_parts(closed)]
+    ]
+    bodies = tuple(
+        Graph((*builder.refs.values(), *_constants(builder, builders), *taken), tuple(builder.nodes), tuple(given))
+        for builder, taken, given in zip(builders, arguments, outputs, strict=True)
+    )
+    return bodies, [constant for builder in builders for constant in builder.constants.values()]
+
+
+def _constants(builder: _Builder, builders: Sequence[_Builder]) -> Iterator[Value]:
+    """The builder's constants in their place among those of all, whose it takes and does not use."""
+    for other in builders:
+        yield from (value if other is builder else builder.taken(value.type) for value in other.constants)
+
+
+def _array(operand: Operand) -> ArrayType:
+    assert isinstance(operand.type, ArrayType)
+    return operand.type
 
 
 def _type(aval: Any) -> ArrayType:

@@ -1,8 +1,8 @@
 """The graph: frozen values and nodes in program order.
 
 A `Graph` is a list of nodes over named values. Nothing in it is ever changed; a pass makes a new one. Values and
-nodes compare by identity, because two reads of one variable are two values. Variables come in as inputs of a `RefType`;
-a node that touches one says so by its op's effects, which is all that orders it.
+nodes compare by identity, because two reads of one variable are two values. Variables come in as inputs of a `RefType`,
+queues of a `QueueType`; a node that touches one says so by its op's effects, which is all that orders it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from dflow.tracing.effects import Effect
 from dflow.tracing.op import OpDef
 from dflow.tracing.source import Loc
-from dflow.tracing.types import ArrayType, RefType, TokenType, Type
+from dflow.tracing.types import HANDLES, ArrayType, TokenType, Type
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -67,7 +67,7 @@ class Node:
     """One op applied to operands.
 
     `attributes`  the op's parameters; of a JAX primitive, its params as JAX holds them
-    `graph`       the body of an op that has one (a cluster)
+    `bodies`      the graphs an op runs: a cluster's one, the arms of a branch, what a loop repeats; each takes `handed`
     `device`      a task, `WITH_STATE`, or None for wherever the caller is
     `after`       values whose nodes must have run before, though none is an operand
     `origin`      from which line it was traced and what JAX needs to bind it again; only its line is printed
@@ -77,7 +77,7 @@ class Node:
     inputs: tuple[Operand, ...]
     outputs: tuple[Value, ...]
     attributes: Mapping[str, Any] = field(default_factory=dict)
-    graph: Graph | None = None
+    bodies: tuple[Graph, ...] = ()
     device: str | None = None
     after: tuple[Value, ...] = ()
     origin: Origin | None = None
@@ -95,9 +95,14 @@ class Node:
     @property
     def has_effects(self) -> bool:
         """Whether the node or its body has an effect; of a malformed node too, for the verifier quotes those."""
-        if self.graph is not None:
-            return any(node.has_effects for node in self.graph.nodes)
+        if self.bodies:
+            return any(node.has_effects for body in self.bodies for node in body.nodes)
         return bool(self.op.declared)
+
+    @property
+    def handed(self) -> tuple[Operand, ...]:
+        """The operands that each body takes, as they are or (of a scan) row by row."""
+        return self.inputs[self.op.own_operands :]
 
     @property
     def must_run(self) -> bool:
@@ -150,8 +155,8 @@ class Graph:
 
     @property
     def refs(self) -> tuple[Value, ...]:
-        """The inputs that are variables, in order."""
-        return tuple(value for value in self.inputs if isinstance(value.type, RefType))
+        """The inputs that are variables and queues, in order."""
+        return tuple(value for value in self.inputs if isinstance(value.type, HANDLES))
 
     def fresh_names(self) -> FreshNames:
         """A maker of value names that this graph does not have yet."""

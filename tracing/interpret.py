@@ -22,10 +22,11 @@ from dflow.tracing.effects import Effect, commute
 from dflow.tracing.errors import DflowError, InternalError
 from dflow.tracing.graph import Graph, Node, Operand, Value
 from dflow.tracing.jax_frontend import scan_counts
+from dflow.tracing.queue_model import QueueModel, use_queue
 from dflow.tracing.source import at
-from dflow.tracing.types import RefType
+from dflow.tracing.types import HANDLES
 
-#: The values of variables, by the names of the refs that stand for them.
+#: The values of variables, and a `QueueModel` for each queue, by the names of the inputs that stand for them.
 StateByName = dict[str, Any]
 
 #: Given the nodes that can run now, which runs.
@@ -38,8 +39,9 @@ def interpret(
     """Run `graph`: its outputs, and the state after it.
 
     inputs  a value for each input of the graph that is not a variable, in order
-    state   a value for each variable of the graph, by the name of its ref; it is not changed
-    raises  DflowError when a node cannot run: it holds what text does not carry, or waits for a value nobody sends
+    state   a value for each variable of the graph, and a QueueModel for each queue, by name; it is not changed
+    raises  DflowError when a node cannot run: it holds what text does not carry, or waits for a value nobody sends,
+            or a queue op would have to wait, since nobody else uses the queue
     """
     outputs, after = interpret_parts([(graph, inputs)], state, choose)
     return outputs[0], after
@@ -49,7 +51,8 @@ def interpret_parts(
     parts: Sequence[tuple[Graph, Sequence[Any]]], state: Mapping[str, Any], choose: Choose | None = None
 ) -> tuple[list[list[Any]], StateByName]:
     """Run graphs that share a state and send to each other, each on its inputs: the outputs of each, and the state."""
-    after, edges = dict(state), _Edges()
+    after = {name: value.copy() if isinstance(value, QueueModel) else value for name, value in state.items()}
+    edges = _Edges()
     runs = [_Run(graph, inputs, after, edges, choose) for graph, inputs in parts]
     while any(run.waiting for run in runs):
         if not any(run.advance() for run in runs):
@@ -95,7 +98,7 @@ class _Run:
         self._state = state
         self._edges = edges
         self._choose = choose
-        arrays = [value for value in graph.inputs if not isinstance(value.type, RefType)]
+        arrays = [value for value in graph.inputs if not isinstance(value.type, HANDLES)]
         if len(arrays) != len(inputs):
             raise DflowError(f"the graph takes {len(arrays)} inputs beside variables, and was given {len(inputs)}")
         self._env: dict[Value, Any] = dict(zip(arrays, inputs, strict=True))
@@ -127,7 +130,7 @@ class _Run:
         return [self._value(output) for output in self._graph.outputs]
 
     def _can_run(self, index: int, node: Node) -> bool:
-        needed = (value for value in (*node.values, *node.after) if not isinstance(value.type, RefType))
+        needed = (value for value in (*node.values, *node.after) if not isinstance(value.type, HANDLES))
         if any(value not in self._env for value in needed):
             return False
         if _receives(node) and node.attributes["edge"] not in self._edges:
@@ -140,8 +143,8 @@ class _Run:
     def _apply(self, node: Node) -> list[Any]:
         if node.op.primitive is not None:
             return numeric_results(node, [self._value(operand) for operand in node.inputs])
-        if node.graph is not None:
-            return self._call(node, node.graph)
+        if node.bodies:
+            return self._run_bodies(node)
         if node.op is ops.net_send:
             self._edges.send(node.attributes["edge"], self._value(node.inputs[0]))
             return []
@@ -152,6 +155,8 @@ class _Run:
     def _touch(self, node: Node) -> list[Any]:
         ref, *operands = node.inputs
         name, values = ref_name(ref), [self._value(operand) for operand in operands]
+        if node.op.name.startswith("queue."):
+            return use_queue(node, self._state[name], values)
         if node.op is ops.var_read:
             return [self._state[name]]
         if node.op is ops.var_gather:
@@ -165,12 +170,32 @@ class _Run:
             raise InternalError(f"the interpreter has no rule for {node.op.name}; please report this")
         return []
 
-    def _call(self, node: Node, body: Graph) -> list[Any]:
-        """Run a body on the variables and values that its node is given."""
-        outer = dict(zip(body.inputs, node.inputs, strict=True))
+    def _run_bodies(self, node: Node) -> list[Any]:
+        """Run a call's body, the arm of a branch, or a loop turn by turn."""
+        own = [self._value(operand) for operand in node.inputs[: node.op.own_operands]]
+        arrays = [self._value(operand) for operand in node.handed if not isinstance(operand.type, HANDLES)]
+
+        def run(number: int, operands: Sequence[Any]) -> list[Any]:
+            return self._run_body(node, node.bodies[number], operands)
+
+        if node.op is ops.xla_call:
+            return run(0, arrays)
+        if node.op is ops.ctrl_cond:
+            return run(min(max(int(own[0]), 0), len(node.bodies) - 1), arrays)
+        carry = node.attributes["carry"]
+        if node.op is ops.ctrl_while:
+            kept, carried = arrays[: len(arrays) - carry], arrays[len(arrays) - carry :]
+            while bool(run(0, [*kept, *carried])[0]):
+                carried = run(1, [*kept, *carried])
+            return carried
+        start = len(arrays) - node.attributes["rows"]
+        kept, carried, xs = arrays[: start - carry], arrays[start - carry : start], arrays[start:]
+        return _scanned(node, lambda values, row: run(0, [*kept, *values, *row]), carried, xs)
+
+    def _run_body(self, node: Node, body: Graph, operands: Sequence[Any]) -> list[Any]:
+        outer = dict(zip(body.inputs, node.handed, strict=True))
         names = {ref.name: ref_name(outer[ref]) for ref in body.refs}
-        inputs = [self._value(outer[value]) for value in body.inputs if not isinstance(value.type, RefType)]
-        results, after = interpret(body, inputs, {name: self._state[outside] for name, outside in names.items()})
+        results, after = interpret(body, operands, {name: self._state[outside] for name, outside in names.items()})
         self._state.update({names[name]: value for name, value in after.items()})
         return results
 
@@ -210,7 +235,7 @@ def _written_row_by_row(new_row: Callable[[Any, Any], Any], value: Any, indices:
 
 def ref_name(operand: Operand) -> str:
     """The name of the variable that an operand stands for. Raises InternalError for one that is no variable."""
-    if not isinstance(operand, Value) or not isinstance(operand.type, RefType):
+    if not isinstance(operand, Value) or not isinstance(operand.type, HANDLES):
         raise InternalError(f"{operand!r} stands where a variable should; please report this")
     return operand.name
 
@@ -245,15 +270,28 @@ def _scan(node: Node, operands: list[Any]) -> list[Any]:
     attributes = node.attributes
     num_consts, num_carry = scan_counts(attributes)
     consts, rest = operands[:num_consts], operands[num_consts:]
-    carry, xs = rest[:num_carry], rest[num_carry:]
-    stacked: list[list[Any]] = [[] for _ in node.outputs[num_carry:]]
+
+    def turn(carry: Sequence[Any], row: Sequence[Any]) -> list[Any]:
+        return _run_body(attributes["jaxpr"], [*consts, *carry, *row])
+
+    return _scanned(node, turn, rest[:num_carry], rest[num_carry:])
+
+
+def _scanned(
+    node: Node,
+    run: Callable[[Sequence[Any], Sequence[Any]], list[Any]],
+    carry: Sequence[Any],
+    xs: Sequence[Any],
+) -> list[Any]:
+    count, attributes = len(carry), node.attributes
+    types: list[Any] = [value.type for value in node.array_outputs[count:]]
+    stacked: list[list[Any]] = [[] for _ in types]
     turns = range(attributes["length"])
     for turn in reversed(turns) if attributes["reverse"] else turns:
-        results = _run_body(attributes["jaxpr"], [*consts, *carry, *(x[turn] for x in xs)])
-        carry = results[:num_carry]
-        for values, result in zip(stacked, results[num_carry:], strict=True):
+        results = run(carry, [x[turn] for x in xs])
+        carry = results[:count]
+        for values, result in zip(stacked, results[count:], strict=True):
             values.append(result)
-    types: list[Any] = [value.type for value in node.outputs[num_carry:]]
     ordered = [values[::-1] if attributes["reverse"] else values for values in stacked]
     ys = [
         jnp.stack(values) if values else jnp.zeros(t.shape, t.dtype) for values, t in zip(ordered, types, strict=True)

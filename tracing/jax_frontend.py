@@ -87,6 +87,18 @@ class ResourceEffect(jax_effects.Effect):
     __repr__ = __str__
 
 
+@dataclass(frozen=True)
+class QueueEffect(jax_effects.Effect):
+    """Any op on one queue."""
+
+    handle: Handle
+
+    def __str__(self) -> str:
+        return f"queue{self.handle}"
+
+    __repr__ = __str__
+
+
 for _allowed in (
     jax_effects.control_flow_allowed_effects,
     jax_effects.remat_allowed_effects,
@@ -94,6 +106,7 @@ for _allowed in (
     jax_effects.lowerable_effects,
 ):
     _allowed.add_type(ResourceEffect)
+    _allowed.add_type(QueueEffect)
 
 
 @dataclass(frozen=True)
@@ -198,6 +211,12 @@ def accesses(effects: Any) -> tuple[list[Any], list[Any]]:
     return reads, writes
 
 
+def queues(effects: Any) -> list[Any]:
+    """The queues that a set of effects is on, each once, in order of creation."""
+    found = {effect.handle.variable for effect in effects if isinstance(effect, QueueEffect)}
+    return sorted(found, key=lambda queue: int(queue.serial))
+
+
 def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
     """How many of a scan's operands are constants, and how many are carried. JAX 0.12 keeps them as trees."""
     if "num_consts" in params:
@@ -207,13 +226,13 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def touches_state(effects: Any) -> bool:
-    """Whether any of the effects is an access to a variable."""
-    return any(isinstance(effect, ResourceEffect) for effect in effects)
+    """Whether any of the effects is on a variable or a queue."""
+    return any(isinstance(effect, (ResourceEffect, QueueEffect)) for effect in effects)
 
 
 def has_other_effects(effects: Any) -> bool:
     """Whether any effect is one that JAX has and dflow does not know."""
-    return any(not isinstance(effect, (ResourceEffect, jax_core.NamedAxisEffect)) for effect in effects)
+    return any(not isinstance(effect, (ResourceEffect, QueueEffect, jax_core.NamedAxisEffect)) for effect in effects)
 
 
 def make_jaxpr(fn: Callable[..., Any], *args: Any) -> tuple[Jaxpr, list[Any], Any]:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dflow.tracing.effects import Effect
 from dflow.tracing.errors import InternalError
+from dflow.tracing.types import Type
 
 if TYPE_CHECKING:
     from dflow.tracing.graph import Node, Value
@@ -23,17 +24,24 @@ Declared = tuple[Effect, int | None]
 
 @dataclass(frozen=True, eq=False)
 class OpDef:
-    """An op: `rule` gives the types of its results, `declared` its effects, `primitive` is set on numeric ops."""
+    """An op.
+
+    `rule`          gives the types of its results
+    `declared`      its effects; those of an op with bodies are its bodies'
+    `primitive`     is set on numeric ops
+    `own_operands`  how many of its first operands it does not hand to its bodies
+    """
 
     name: str
     rule: Callable[..., Any] | None
     declared: tuple[Declared, ...] = ()
     primitive: Any = None
+    own_operands: int = 0
 
     def effects_of(self, node: Node) -> tuple[tuple[Effect, Value | None], ...]:
         """The effects of a node of this op, each with the value it is on."""
-        if node.graph is not None:
-            return _effects_of_body(node)
+        if node.bodies:
+            return _effects_of_bodies(node)
         return tuple((effect, None if index is None else _ref(node, index)) for effect, index in self.declared)
 
     def __repr__(self) -> str:
@@ -45,14 +53,14 @@ def _ref(node: Node, index: int) -> Value:
     return operand
 
 
-def _effects_of_body(node: Node) -> tuple[tuple[Effect, Value | None], ...]:
-    assert node.graph is not None
-    outer = dict(zip(node.graph.inputs, node.inputs, strict=True))
+def _effects_of_bodies(node: Node) -> tuple[tuple[Effect, Value | None], ...]:
     found: dict[tuple[Effect, Value | None], None] = {}
-    for inner in node.graph.nodes:
-        for effect, resource in inner.effects:
-            operand: Any = None if resource is None else outer[resource]
-            found[effect, operand] = None
+    for body in node.bodies:
+        outer = dict(zip(body.inputs, node.handed, strict=True))
+        for inner in body.nodes:
+            for effect, resource in inner.effects:
+                operand: Any = None if resource is None else outer[resource]
+                found[effect, operand] = None
     return tuple(found)
 
 
@@ -60,13 +68,26 @@ def _effects_of_body(node: Node) -> tuple[tuple[Effect, Value | None], ...]:
 OPS: dict[str, OpDef] = {}
 
 
-def op(name: str, *effects: Declared) -> Callable[[Callable[..., Any]], OpDef]:
-    """Declare an op of ours over its typing rule. Raises InternalError when the name is taken."""
+class Signature(NamedTuple):
+    """What a body takes and what it gives."""
+
+    takes: tuple[Type, ...]
+    gives: tuple[Type, ...]
+
+    def __str__(self) -> str:
+        return f"({', '.join(map(str, self.takes))})"
+
+
+def op(name: str, *effects: Declared, own_operands: int = 0) -> Callable[[Callable[..., Any]], OpDef]:
+    """Declare an op of ours over its typing rule. Raises InternalError when the name is taken.
+
+    The rule of an op with bodies is given their signatures as `bodies`.
+    """
 
     def declare(rule: Callable[..., Any]) -> OpDef:
         if name in OPS:
             raise InternalError(f"op {name!r} is declared twice")
-        OPS[name] = OpDef(name, rule, effects)
+        OPS[name] = OpDef(name, rule, effects, own_operands=own_operands)
         return OPS[name]
 
     return declare

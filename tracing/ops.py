@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from dflow.tracing.effects import Effect
 from dflow.tracing.errors import GraphTypeError
-from dflow.tracing.op import OpDef, op
-from dflow.tracing.types import ArrayType, RefType, TokenType, Type
+from dflow.tracing.op import OpDef, Signature, op
+from dflow.tracing.queue_settings import DEFAULT_TIMEOUT_S
+from dflow.tracing.types import ArrayType, QueueType, RefType, TokenType, Type, strong
 from dflow.tracing.updates import ASSIGNS, KINDS, indices_refusal, kind_refusal, lookup_type
 
 
@@ -89,10 +92,169 @@ def net_recv(*, edge: str, source: str, type: ArrayType) -> tuple[Type, ...]:
 
 
 @op("xla.call")
-def xla_call(*operands: Type, donate: tuple[int, ...] = ()) -> tuple[Type, ...] | None:
-    """Run the node's graph as one XLA computation; its effects are its body's.
+def xla_call(
+    *operands: Type, donate: tuple[int, ...] = (), bodies: tuple[Signature, ...] = ()
+) -> tuple[Type, ...] | None:
+    """Run the body as one XLA computation; its results are the body's.
 
-    `donate` lists the operands, all variables, whose buffers the computation may overwrite. The result types are
-    the body's, which the verifier checks.
+    `donate` lists the operands, all variables, whose buffers the computation may overwrite.
     """
+    for body in bodies:
+        _check_taken(body, operands)
+        return body.gives or (TokenType(),)
     return None
+
+
+def _check_taken(body: Signature, given: Sequence[Type]) -> None:
+    if [*map(strong, given)] != [*map(strong, body.takes)]:
+        raise GraphTypeError(f"its body takes {body} and was given {Signature(tuple(given), ())}")
+
+
+def _check_given(what: str, given: Sequence[Type], wanted: Sequence[Type]) -> None:
+    if [*map(strong, given)] != [*map(strong, wanted)]:
+        raise GraphTypeError(f"{what} gives {_listed(given)} where {_listed(wanted)} is wanted")
+
+
+def _listed(types: Sequence[Type]) -> str:
+    return f"({', '.join(map(str, types))})"
+
+
+@op("ctrl.cond", own_operands=1)
+def ctrl_cond(index: ArrayType, /, *operands: Type, bodies: tuple[Signature, ...]) -> tuple[Type, ...]:
+    """Run the body whose number is `index`: the first for less than 0, the last for more than there are."""
+    _check_given("the index", [index], [ArrayType(np.dtype("int32"), ())])
+    for body in bodies:
+        _check_taken(body, operands)
+        _check_given("a body", body.gives, bodies[0].gives)
+    return bodies[0].gives or (TokenType(),)
+
+
+@op("ctrl.while")
+def ctrl_while(*operands: Type, carry: int, bodies: tuple[Signature, ...]) -> tuple[Type, ...]:
+    """Run the second body as long as the first gives true. The last `carry` operands are replaced by what it gives."""
+    test, body = bodies
+    carried = operands[len(operands) - carry :]
+    _check_taken(test, operands)
+    _check_taken(body, operands)
+    _check_given("the test", test.gives, [ArrayType(np.dtype("bool"), ())])
+    _check_given("the body", body.gives, carried)
+    return body.gives or (TokenType(),)
+
+
+@op("ctrl.scan")
+def ctrl_scan(
+    *operands: Type, carry: int, rows: int, length: int, reverse: bool = False, bodies: tuple[Signature, ...]
+) -> tuple[Type, ...]:
+    """Run the body `length` times: the results are the last carry, and what each turn gave beside it, stacked.
+
+    Of the last `rows` operands the body takes a row a turn, the last row first if `reverse`; the `carry` operands
+    before these are replaced by what it gives.
+    """
+    (body,) = bodies
+    whole, sliced = operands[: len(operands) - rows], operands[len(operands) - rows :]
+    _check_taken(body, (*whole, *(_row(type, length) for type in sliced)))
+    _check_given("the body", body.gives[:carry], whole[len(whole) - carry :])
+    stacked = tuple(_stacked(type, length) for type in body.gives[carry:])
+    return (*body.gives[:carry], *stacked) or (TokenType(),)
+
+
+def _row(type: Type, length: int) -> Type:
+    if not isinstance(type, ArrayType) or type.shape[:1] != (length,):
+        raise GraphTypeError(f"a row of {length} is to be taken from {type}")
+    return ArrayType(type.dtype, type.shape[1:])
+
+
+def _stacked(type: Type, length: int) -> Type:
+    assert isinstance(type, ArrayType)
+    return ArrayType(type.dtype, (length, *type.shape))
+
+
+def _check_components(name: str, queue: Type, given: Sequence[Type], before: tuple[int, ...] = ()) -> None:
+    if not isinstance(queue, QueueType):
+        raise GraphTypeError(f"{name}: the first operand is {queue}, not a queue")
+    wanted = [ArrayType(type.dtype, (*before, *type.shape)) for type in queue.components]
+    if len(given) != len(wanted) or not all(map(_fits, given, wanted)):
+        raise GraphTypeError(f"{name}: the element is {_listed(given)} but the queue holds {_listed(wanted)}")
+
+
+def _fits(given: Type, wanted: ArrayType) -> bool:
+    if not isinstance(given, ArrayType) or given.dtype != wanted.dtype or len(given.shape) != len(wanted.shape):
+        return False
+    return all(dim is None or size == dim for size, dim in zip(given.shape, wanted.shape, strict=True))
+
+
+def _given_by(name: str, queue: Type, before: tuple[int, ...] = ()) -> tuple[Type, ...]:
+    if not isinstance(queue, QueueType):
+        raise GraphTypeError(f"{name}: the operand is {queue}, not a queue")
+    if any(None in type.shape for type in queue.components):
+        raise GraphTypeError(f"{name}: the elements of {queue} have no one shape")
+    return tuple(ArrayType(type.dtype, (*before, *type.shape)) for type in queue.components)
+
+
+@op("queue.enqueue", (Effect.QUEUE, 0))
+def queue_enqueue(queue: QueueType, /, *element: ArrayType, timeout_s: float = DEFAULT_TIMEOUT_S) -> tuple[Type, ...]:
+    """Put an element into the queue, waiting for room. It fails on a closed queue."""
+    _check_components("queue.enqueue", queue, element)
+    return (TokenType(),)
+
+
+@op("queue.enqueue_many", (Effect.QUEUE, 0))
+def queue_enqueue_many(
+    queue: QueueType, /, *elements: ArrayType, timeout_s: float = DEFAULT_TIMEOUT_S
+) -> tuple[Type, ...]:
+    """Put the rows of `elements` into the queue one after the other, waiting for room."""
+    _check_components("queue.enqueue_many", queue, elements, elements[0].shape[:1] if elements else ())
+    return (TokenType(),)
+
+
+@op("queue.dequeue", (Effect.QUEUE, 0))
+def queue_dequeue(queue: QueueType, /, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> tuple[Type, ...]:
+    """Take an element, waiting for one. It fails on a queue that is closed and empty."""
+    return _given_by("queue.dequeue", queue)
+
+
+@op("queue.dequeue_many", (Effect.QUEUE, 0))
+def queue_dequeue_many(queue: QueueType, /, *, count: int, timeout_s: float = DEFAULT_TIMEOUT_S) -> tuple[Type, ...]:
+    """Take `count` elements, stacked. It fails on a closed queue that holds fewer."""
+    return _given_by("queue.dequeue_many", queue, (count,))
+
+
+@op("queue.dequeue_up_to", (Effect.QUEUE, 0))
+def queue_dequeue_up_to(queue: QueueType, /, *, count: int, timeout_s: float = DEFAULT_TIMEOUT_S) -> tuple[Type, ...]:
+    """As `dequeue_many`, and how many there are: of a closed queue fewer, with zeros in the rows that are missing."""
+    return (*_given_by("queue.dequeue_up_to", queue, (count,)), ArrayType(np.dtype("int32"), ()))
+
+
+@op("queue.size", (Effect.QUEUE, 0))
+def queue_size(queue: QueueType, /) -> tuple[Type, ...]:
+    """How many elements the queue holds."""
+    _check_components("queue.size", queue, queue.components)
+    return (ArrayType(np.dtype("int32"), ()),)
+
+
+@op("queue.close", (Effect.QUEUE, 0))
+def queue_close(queue: QueueType, /, *, cancel_pending: bool = False) -> tuple[Type, ...]:
+    """Let nothing more in; with `cancel_pending`, fail the enqueues that wait."""
+    _check_components("queue.close", queue, queue.components)
+    return (TokenType(),)
+
+
+#: The queue ops by the name of the method that records them.
+QUEUE_OPS = {
+    definition.name.removeprefix("queue."): definition
+    for definition in (
+        queue_enqueue,
+        queue_enqueue_many,
+        queue_dequeue,
+        queue_dequeue_many,
+        queue_dequeue_up_to,
+        queue_size,
+        queue_close,
+    )
+}
+
+#: Branches and loops that wait for queues, and so are run by an executor rather than by XLA.
+CONTROL_OPS = (ctrl_cond, ctrl_while, ctrl_scan)
+
+#: What a host does itself, between XLA computations.
+HOST_OPS = (*QUEUE_OPS.values(), *CONTROL_OPS)

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 _BLANK = re.compile(r"(?:\s|#[^\n]*)*")
 _NAME = re.compile(r"%([\w./]+)")
-_TYPE = re.compile(r"ref<[^\[>]*(?:<\w+>)?\[[0-9,]*\]>|token\b|~?[a-z]\w*(?:<\w+>)?\[[0-9,]*\]")
+_TYPE = re.compile(r"ref<[^\[>]*(?:<\w+>)?\[[0-9,]*\]>|queue<[^<>\n]*>|token\b|~?[a-z]\w*(?:<\w+>)?\[[0-9,]*\]")
 _DEVICE = re.compile(r"@([\w:/-]+)")
 _LOC = re.compile(r"[ \t]*#[ \t]*([^\n]*\S):(\d+)[ \t]*(?=\n|$)")
 _KEY = re.compile(r"([A-Za-z_]\w*)=")
@@ -208,10 +208,10 @@ class _Reader(_Scanner):
         self.need("=")
         op = self._op(has_effects)
         inputs = self.sequence(")", self._operand)
-        attributes, body = self._attributes(), self._own_body()
+        attributes, bodies = self._attributes(), self._own_bodies()
         device = self._device()
         after = self.sequence(")", self._known) if self.take("after(") else []
-        node = Node(op, tuple(inputs), tuple(outputs), attributes, body, device, tuple(after), Written(self._loc()))
+        node = Node(op, tuple(inputs), tuple(outputs), attributes, bodies, device, tuple(after), Written(self._loc()))
         if node.has_effects != has_effects:
             self.fail(f"the node before, %{outputs[0].name} ({op.name}), {_MARKS[has_effects]}")
         return node
@@ -242,12 +242,13 @@ class _Reader(_Scanner):
         except TypeError as error:
             self.fail(f"attribute {key[1]!r} cannot be made: {error}")
 
-    def _own_body(self) -> Graph | None:
-        if not self.take("{"):
-            return None
-        graph, _ = self.graph()
-        self.need("}")
-        return graph
+    def _own_bodies(self) -> tuple[Graph, ...]:
+        bodies: list[Graph] = []
+        if self.take("{"):
+            while not bodies or not self.take("}"):
+                graph, _ = self.graph()
+                bodies.append(graph)
+        return tuple(bodies)
 
     def _loc(self) -> Loc | None:
         found = self.match(_LOC, glued=True)

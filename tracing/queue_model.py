@@ -10,10 +10,14 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
-from dflow.tracing.errors import DeadlineExceeded, QueueClosed
+from dflow.tracing.errors import DeadlineExceeded, DflowError, QueueClosed
+from dflow.tracing.graph import Node
 from dflow.tracing.queue_settings import QueueKind, QueueSettings
+from dflow.tracing.source import at
+from dflow.tracing.types import ArrayType
 
 
 class QueueModel:
@@ -66,3 +70,42 @@ class QueueModel:
 
     def __str__(self) -> str:
         return f"it holds {len(self.elements)} of at most {self.settings.capacity}"
+
+
+def use_queue(node: Node, queue: QueueModel, operands: Sequence[Any]) -> list[Any]:
+    """Do the queue op of a node: its results. Raises what the model raises, with the node's line."""
+    method, count = node.op.name.removeprefix("queue."), node.attributes.get("count", 0)
+    try:
+        match method:
+            case "enqueue":
+                queue.enqueue([tuple(operands)])
+            case "enqueue_many":
+                queue.enqueue([tuple(operand[row] for operand in operands) for row in range(len(operands[0]))])
+            case "dequeue":
+                return list(queue.dequeue(1)[0])
+            case "dequeue_many":
+                return _stacked_elements(node, queue.dequeue(count))
+            case "dequeue_up_to":
+                taken = queue.dequeue(count, or_fewer=True)
+                return [*_stacked_elements(node, taken), jnp.int32(len(taken))]
+            case "size":
+                return [jnp.int32(len(queue.elements))]
+            case "close":
+                queue.is_closed = True
+    except DflowError as error:
+        raise type(error)(f"node %{node.outputs[0].name} ({node.op.name}): {error}{at(node.loc)}") from None
+    return []
+
+
+def _stacked_elements(node: Node, elements: Sequence[Any]) -> list[Any]:
+    """The elements row by row, with zeros in the rows that are missing."""
+    results = []
+    for place, value in enumerate(node.outputs):
+        assert isinstance(value.type, ArrayType)
+        if len(value.type.shape) == 0:
+            break  # the number of elements, beside them
+        rows = [element[place] for element in elements]
+        missing = value.type.shape[0] - len(rows)
+        rows += [jnp.zeros(value.type.shape[1:], value.type.dtype)] * missing
+        results.append(jnp.stack(rows) if rows else jnp.zeros(value.type.shape, value.type.dtype))
+    return results

@@ -24,7 +24,7 @@ import numpy as np
 from dflow.tracing.attributes import Body, Opaque, Record, Symbol, attributes_of, normal
 from dflow.tracing.graph import Graph, Node, Operand, Value
 from dflow.tracing.parse import parse
-from dflow.tracing.types import ArrayType, RefType, TokenType, dtype_name
+from dflow.tracing.types import ArrayType, QueueType, RefType, TokenType, dtype_name
 
 __all__ = ["marked", "parse", "text"]
 
@@ -90,8 +90,8 @@ def _line(node: Node, locs: bool) -> str:
     attributes = sorted(attributes_of(node).items(), key=lambda item: (_holds_body(item[1]), item[0]))
     if attributes:
         line += f" {{{', '.join(f'{key}={_value(value, locs)}' for key, value in attributes)}}}"
-    if node.graph is not None:
-        line += " {\n" + _indented(text(node.graph, locs)) + "\n}"
+    if node.bodies:
+        line += " {\n" + "\n".join(_indented(text(body, locs)) for body in node.bodies) + "\n}"
     if node.device is not None:
         line += f"  @{node.device}"
     if node.after:
@@ -134,7 +134,7 @@ def _value(value: Any, locs: bool = True) -> str:
             return json.dumps(value)
         case complex():
             return _complex(value)
-        case bool() | int() | float() | None | ArrayType() | RefType() | TokenType():
+        case bool() | int() | float() | None | ArrayType() | RefType() | QueueType() | TokenType():
             return str(value)
     raise AssertionError(f"{type(value).__name__} is not plain data")
 

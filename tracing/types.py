@@ -1,7 +1,8 @@
 """The types of a graph's values, and how each prints.
 
 `f32[2,3]` is an array, `~f32[]` one whose dtype gives way in promotion (JAX's weak type), `ref<f32[3]>` a handle
-to a variable, `token` the result of an op that gives nothing else. The short dtype names are JAX's.
+to a variable, `queue<f32[3], i32[]>` one to a queue of pairs, `token` the result of an op that gives nothing else. The
+short dtype names are JAX's.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class ArrayType:
     weak: bool = False
 
     def __str__(self) -> str:
-        dims = ",".join(str(dim) for dim in self.shape)
+        dims = ",".join("?" if dim is None else str(dim) for dim in self.shape)
         return f"{'~' if self.weak else ''}{dtype_name(self.dtype)}[{dims}]"
 
     @property
@@ -103,6 +104,16 @@ class RefType:
 
 
 @dataclass(frozen=True, slots=True)
+class QueueType:
+    """A handle to a queue whose elements have these components. A dimension that is None differs by element."""
+
+    components: tuple[ArrayType, ...]
+
+    def __str__(self) -> str:
+        return f"queue<{', '.join(map(str, self.components))}>"
+
+
+@dataclass(frozen=True, slots=True)
 class TokenType:
     """The result of an op that gives no array; it only stands in order edges."""
 
@@ -110,7 +121,15 @@ class TokenType:
         return "token"
 
 
-Type = ArrayType | RefType | TokenType
+Type = ArrayType | RefType | QueueType | TokenType
+
+#: The types of handles to state, which graphs take as inputs and no node gives.
+HANDLES = (RefType, QueueType)
+
+
+def strong(type: Type) -> Type:
+    """The type, not weak if it is an array's."""
+    return type.strong if isinstance(type, ArrayType) else type
 
 
 def array_type_of(value: Any) -> ArrayType:
@@ -121,7 +140,7 @@ def array_type_of(value: Any) -> ArrayType:
     return ArrayType(aval.dtype, tuple(aval.shape), bool(getattr(aval, "weak_type", False)))
 
 
-_ARRAY = re.compile(r"(~?)([a-z]\w*(?:<\w+>)?)\[([0-9,]*)\]$")
+_ARRAY = re.compile(r"(~?)([a-z]\w*(?:<\w+>)?)\[([0-9,?]*)\]$")
 
 
 def parse_type(text: str) -> Type:
@@ -132,9 +151,15 @@ def parse_type(text: str) -> Type:
         inner = parse_type(text[4:-1])
         if isinstance(inner, ArrayType):
             return RefType(inner)
+    if text.startswith("queue<") and text.endswith(">"):
+        components = [parse_type(component) for component in text[6:-1].split(", ")]
+        if all(isinstance(component, ArrayType) for component in components):
+            return QueueType(tuple(component for component in components if isinstance(component, ArrayType)))
     match = _ARRAY.match(text)
     if match is None:
-        raise ParseError(f"{text!r} is not a type; a type looks like f32[2,3], ~f32[], ref<f32[3]> or token")
+        raise ParseError(
+            f"{text!r} is not a type; a type looks like f32[2,3], ~f32[], ref<f32[3]>, queue<f32[3]> or token"
+        )
     weak, dtype, dims = match.groups()
-    shape = tuple(int(dim) for dim in dims.split(",")) if dims else ()
+    shape = tuple(None if dim == "?" else int(dim) for dim in dims.split(",")) if dims else ()
     return ArrayType(parse_dtype(dtype), shape, bool(weak))

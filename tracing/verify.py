@@ -4,12 +4,12 @@
 - Each op accepts the types of its operands, and its results have the types its rule gives. A node read from text
   that could not carry one of its attributes is trusted.
 - Each effect on a variable is on an input of the graph; what a node comes `after` is defined before it.
-- The body of a node is well formed, takes what the node is given, and gives what the node gives.
+- The bodies of a node are well formed, take what the node hands them, and give what the node's op wants of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NoReturn
 
@@ -17,9 +17,10 @@ from dflow.tracing.attributes import bind_node, has_body_rule, opaque_attribute
 from dflow.tracing.errors import DflowError, VerifyError
 from dflow.tracing.graph import Graph, Node, Value
 from dflow.tracing.jax_frontend import make_jaxpr
+from dflow.tracing.op import Signature
 from dflow.tracing.source import at
 from dflow.tracing.text import marked
-from dflow.tracing.types import ArrayType, TokenType, Type, array_type_of
+from dflow.tracing.types import ArrayType, TokenType, Type, array_type_of, strong
 
 
 def verify(graph: Graph) -> None:
@@ -75,7 +76,7 @@ class _Seen:
         except Exception as error:  # JAX says no by TypeError, ValueError, KeyError, AssertionError and its own
             self._fail(node, f"{node.op.name} refuses its operands: {error}")
         given = [value.type for value in node.outputs]
-        if expected is not None and [*map(_strong, given)] != [*map(_strong, expected)]:
+        if expected is not None and [*map(strong, given)] != [*map(strong, expected)]:
             self._fail(
                 node,
                 f"{node.op.name} gives {', '.join(map(str, expected))} but its results are "
@@ -88,17 +89,11 @@ class _Seen:
         raise VerifyError(f"%{node.outputs[0].name}: {fact}{at(node.loc)}\n{marked(self._graph, node)}")
 
 
-def _strong(type: Type) -> Type:
-    return type.strong if isinstance(type, ArrayType) else type
-
-
 def _result_types(node: Node) -> Sequence[Type] | None:
     """What the op's rule gives for the node's operands; None when the text of the node lost what the rule needs."""
     types = [operand.type for operand in node.inputs]
-    if node.graph is not None:
-        return _body_types(node, node.graph, types)
     if node.op.rule is not None:
-        results: Sequence[Type] = node.op.rule(*types, **node.attributes)
+        results: Sequence[Type] = node.op.rule(*types, **node.attributes, **_signatures(node))
         return results
     arrays = [type for type in types if isinstance(type, ArrayType)]
     if len(arrays) != len(types):
@@ -107,13 +102,15 @@ def _result_types(node: Node) -> Sequence[Type] | None:
     return inferred if inferred is None or inferred else (TokenType(),)
 
 
-def _body_types(node: Node, body: Graph, types: Sequence[Type]) -> Sequence[Type]:
-    verify(body)
-    wanted = [value.type for value in body.inputs]
-    if [*map(_strong, types)] != [*map(_strong, wanted)]:
-        given = ", ".join(map(str, types))
-        raise DflowError(f"its body takes ({', '.join(map(str, wanted))}) and was given ({given})")
-    return [output.type for output in body.outputs] or [TokenType()]
+def _signatures(node: Node) -> Mapping[str, tuple[Signature, ...]]:
+    """The types of a node's bodies, which must be well formed, as the op's rule is given them."""
+    for body in node.bodies:
+        verify(body)
+    given = tuple(
+        Signature(tuple(value.type for value in body.inputs), tuple(output.type for output in body.outputs))
+        for body in node.bodies
+    )
+    return {"bodies": given} if given else {}
 
 
 def _inferred(node: Node, types: tuple[ArrayType, ...]) -> Sequence[Type] | None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from dflow.tracing.errors import DflowError
 from dflow.tracing.graph import Graph
+from dflow.tracing.ops import CONTROL_OPS
 from dflow.tracing.verify import verify
 
 
@@ -27,18 +29,31 @@ Observer = Callable[[str, Graph], None]
 
 
 def run_passes(graph: Graph, passes: Sequence[Pass], *, check: bool = False, observe: Observer | None = None) -> Graph:
-    """Run the passes in order. With `check` the graph is verified before and after each; `observe` sees each result."""
+    """Run the passes in order, on the bodies of branches and loops too.
+
+    With `check` the graph is verified before and after each; `observe` sees each result.
+    """
     if check:
         verify(graph)
     if observe is not None:
         observe("traced", graph)
     for one in passes:
-        graph = one(graph)
+        graph = _applied(one, graph)
         if observe is not None:
             observe(one.name, graph)
         if check:
             _verify_after(one, graph)
     return graph
+
+
+def _applied(one: Pass, graph: Graph) -> Graph:
+    """The pass on the bodies of branches and loops, then on the graph itself."""
+    nodes = tuple(
+        replace(node, bodies=tuple(_applied(one, body) for body in node.bodies)) if node.op in CONTROL_OPS else node
+        for node in graph.nodes
+    )
+    changed = any(new is not old for new, old in zip(nodes, graph.nodes, strict=True))
+    return one(replace(graph, nodes=nodes) if changed else graph)
 
 
 def _verify_after(one: Pass, graph: Graph) -> None:

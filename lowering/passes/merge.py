@@ -46,7 +46,7 @@ class Merge:
 
 def _key(node: Node, versions: Counter[Value | None]) -> Hashable | None:
     """What makes a node equal to another, or None for one that is never shared."""
-    if node.must_run or node.graph is not None:
+    if node.must_run or node.bodies:
         return None
     reads = tuple(versions[ref] for _, ref in node.effects)
     # An op whose effects are unknown may have written any variable.

@@ -55,7 +55,7 @@ class _Line:
         found: list[Value] = [self.barrier] if self.barrier is not None else []
         for ref in dict.fromkeys(ref for _, ref in effects if ref is not None):
             kinds = {effect for effect, on in effects if on is ref}
-            kind = Effect.WRITE if Effect.WRITE in kinds else Effect.READ
+            kind = next((kind for kind in kinds if kind is not Effect.READ), Effect.READ)
             found += self._follow(ref, kind, done)
         self.since.append(done)
         return tuple(dict.fromkeys(found))
@@ -63,7 +63,7 @@ class _Line:
     def _follow(self, ref: Value, kind: Effect, done: Value) -> list[Value]:
         line = self.recent.setdefault(ref, [])
         conflicting = [value for effect, value in line if not commute(effect, kind)]
-        if kind is Effect.WRITE:
+        if kind is not Effect.READ:
             line.clear()
         line.append((kind, done))
         return conflicting

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from dflow.tracing import ops
 from dflow.tracing.graph import FreshNames, Graph, Node, Operand, Value
-from dflow.tracing.types import ArrayType, RefType, TokenType
+from dflow.tracing.types import HANDLES, ArrayType, TokenType
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class _Cut:
         inputs = self._inputs(node.inputs, node.device)
         self._device.update(dict.fromkeys(node.outputs, node.device))
         self.nodes.append(
-            Node(node.op, inputs, node.outputs, node.attributes, node.graph, node.device, (), node.origin)
+            Node(node.op, inputs, node.outputs, node.attributes, node.bodies, node.device, (), node.origin)
         )
 
     def _inputs(self, operands: Sequence[Operand], device: str) -> tuple[Operand, ...]:
@@ -53,7 +53,7 @@ class _Cut:
 
     def at(self, operand: Operand, device: str) -> Operand:
         """The operand as it is on `device`, sent there when it is elsewhere."""
-        if not isinstance(operand, Value) or isinstance(operand.type, RefType) or self._device[operand] == device:
+        if not isinstance(operand, Value) or isinstance(operand.type, HANDLES) or self._device[operand] == device:
             return operand
         if (operand, device) not in self._copies:
             self._copies[operand, device] = self._transfer(operand, self._device[operand], device)
@@ -68,8 +68,8 @@ class _Cut:
         edge = self._edge(value, producer)
         send = {"edge": edge, "destination": destination}
         recv = {"edge": edge, "source": source, "type": value.type.strong}
-        self.nodes.append(Node(ops.net_send, (value,), (token,), send, None, source, (), origin))
-        self.nodes.append(Node(ops.net_recv, (), (copy,), recv, None, destination, (), origin))
+        self.nodes.append(Node(ops.net_send, (value,), (token,), send, (), source, (), origin))
+        self.nodes.append(Node(ops.net_recv, (), (copy,), recv, (), destination, (), origin))
         return copy
 
     def _edge(self, value: Value, producer: Node | None) -> str:

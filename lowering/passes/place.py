@@ -15,6 +15,7 @@ from typing import ClassVar
 from dflow.tracing.device import WITH_STATE
 from dflow.tracing.errors import DeviceError
 from dflow.tracing.graph import Graph, Node, Value
+from dflow.tracing.ops import CONTROL_OPS
 from dflow.tracing.source import at
 from dflow.tracing.task_name import short_task_name
 
@@ -33,6 +34,9 @@ class Place:
             for value in graph.refs
         }
         devices = self._devices(graph)
+        for node in graph.nodes:
+            if node.op in CONTROL_OPS:
+                self._check_bodies(node, inputs)
         nodes = tuple(dataclasses.replace(node.with_operands(inputs), device=devices[id(node)]) for node in graph.nodes)
         return Graph(tuple(inputs.get(value, value) for value in graph.inputs), nodes, graph.outputs)
 
@@ -48,6 +52,29 @@ class Place:
             else:
                 placed[id(node)] = self._offered(node.device or self.local, node.outputs[0].name, node)
         return placed
+
+    def _check_bodies(self, node: Node, inputs: Mapping[Value, Value]) -> None:
+        """The bodies, which are placed by now, and the state they use must be on the caller's task."""
+        elsewhere = {
+            f"%{ref.name} on {inputs[ref].device}"
+            for ref in node.values
+            if ref in inputs and not self._is_here(inputs[ref])
+        }
+        elsewhere |= {
+            f"%{inner.outputs[0].name} on {inner.device}"
+            for body in node.bodies
+            for inner in body.nodes
+            if inner.device != self.local
+        }
+        if elsewhere:
+            raise DeviceError(
+                f"%{node.outputs[0].name} ({node.op.name}) waits for queues, so {self.local} runs it; "
+                f"but it uses {', '.join(sorted(elsewhere))}{at(node.loc)}\n"
+                "  read what is elsewhere before, and write it after"
+            )
+
+    def _is_here(self, ref: Value) -> bool:
+        return ref.device == self.local
 
     def _with_state(self, node: Node, fed: frozenset[str], graph: Graph, placed: Mapping[int, str]) -> str:
         if len(fed) == 1:

@@ -13,7 +13,7 @@ from dflow.lowering.passes.base import Pass
 from dflow.tracing.graph import Graph
 from dflow.tracing.interpret import Choose, interpret
 from dflow.tracing.text import parse, text
-from dflow.tracing.types import RefType
+from dflow.tracing.types import HANDLES
 from dflow.tracing.verify import verify
 from tests.golden import GoldenCase, check
 
@@ -23,7 +23,7 @@ TASKS = (WORKER, PS_0, PS_1)
 
 def inputs_of(graph: Graph) -> list[Any]:
     """A value for each array that a graph takes; no two are equal."""
-    arrays: list[Any] = [value.type for value in graph.inputs if not isinstance(value.type, RefType)]
+    arrays: list[Any] = [value.type for value in graph.inputs if not isinstance(value.type, HANDLES)]
     return [jnp.full(type.shape, 2 + index, type.dtype) for index, type in enumerate(arrays)]
 
 

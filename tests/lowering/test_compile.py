@@ -140,9 +140,7 @@ def test_a_graph_that_was_not_lowered_is_refused() -> None:
 
 
 def without_donation(graph: Graph) -> Graph:
-    nodes = tuple(
-        dataclasses.replace(node, attributes={"donate": ()}) if node.graph is not None else node for node in graph.nodes
-    )
+    nodes = tuple(dataclasses.replace(node, attributes={"donate": ()}) if node.bodies else node for node in graph.nodes)
     return dataclasses.replace(graph, nodes=nodes)
 
 

@@ -154,7 +154,7 @@ def test_effects_whose_order_can_be_seen_are_held_apart_by_edges(graph: Graph) -
     ordered, clustered = PASSES[ORDERED](partitioned), run_passes(partitioned, PASSES[ORDERED:])
     for after in (ordered, clustered):
         before = ancestors(after)
-        bodies = [node.graph.nodes if node.graph is not None else (node,) for node in after.nodes]
+        bodies = [node.bodies[0].nodes if node.bodies else (node,) for node in after.nodes]
         places = {
             inner.outputs[0].name: (index, place)
             for index, body in enumerate(bodies)
@@ -168,9 +168,9 @@ def test_effects_whose_order_can_be_seen_are_held_apart_by_edges(graph: Graph) -
 @given(graph=stateful_graphs())
 def test_a_call_donates_what_it_writes_and_nothing_else(graph: Graph) -> None:
     for call in run_passes(graph, PASSES).nodes:
-        if call.graph is not None:
-            outer = dict(zip(call.graph.inputs, call.inputs, strict=True))
-            writes = [node for node in call.graph.nodes if node.op in ops.UPDATES.values()]
+        for body in call.bodies:
+            outer = dict(zip(body.inputs, call.inputs, strict=True))
+            writes = [node for node in body.nodes if node.op in ops.UPDATES.values()]
             written = {outer[ref] for node in writes for ref in node.values if isinstance(ref.type, RefType)}
             assert {call.inputs[index] for index in call.attributes["donate"]} == written
 

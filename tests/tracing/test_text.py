@@ -231,7 +231,11 @@ def test_comments_and_blanks_of_ones_own_are_skipped() -> None:
         ("%1: f32[3]", "%w_1: f32[3]", r"line 3, column 3: %w_1 is defined twice"),
         ("%x: f32[3]", "%x: f33[3]", r"line 1, column 44: 'f33' is not a dtype; the dtypes are bf16"),
         ("%x: f32[3]", "%x f32[3]", r"line 1, column 43: expected ':', found 'f32\[3\]\) \{'"),
-        ("var.read", "var.reed", r"line 2, column 18: 'var.reed' is not an op; an op is jax.<primitive> or one of net"),
+        (
+            "var.read",
+            "var.reed",
+            r"line 2, column 18: 'var.reed' is not an op; an op is jax.<primitive> or one of ctrl",
+        ),
         (" !%w_1", "  %w_1", r"the node before, %w_1 \(var.read\), has effects; its line must start with '!'"),
         ("  %1:", " !%1:", None),
         ("2.0:f32[]", "2.0", r"line 3, column 33: expected a type after the literal, as in 2.0:f32\[\], found '\)"),

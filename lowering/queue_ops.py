@@ -1,0 +1,114 @@
+"""From queue ops on arrays to elements of a shared queue, and back.
+
+Elements keep the arrays they were made of. Several at once are taken apart and stacked in the memory of the host, as a
+batch that comes from many producers must be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflow.lowering.queues import Answer, Cancel, SharedQueue
+from dflow.tracing.errors import InternalError
+from dflow.tracing.queue_settings import DEFAULT_TIMEOUT_S, QueueSettings
+from dflow.tracing.types import ArrayType, QueueType
+
+#: What an op ends with: its results, or the error.
+Results = tuple[jax.Array, ...] | BaseException
+OnResults = Callable[[Results], None]
+
+
+@dataclass(frozen=True)
+class QueueUse:
+    """A queue op without its operands; `where` is the user's line as messages end with it."""
+
+    method: str
+    count: int = 0
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    cancel_pending: bool = False
+    where: str = ""
+
+
+class HeldQueue:
+    """A queue with the types of its elements."""
+
+    def __init__(self, name: str, settings: QueueSettings, type: QueueType) -> None:
+        self.shared = SharedQueue(name, settings)
+        self._type = type
+
+    def start(self, use: QueueUse, operands: Sequence[Any], on_results: OnResults) -> Cancel:
+        """Do an op; `on_results` is called once, from any thread. The result ends the wait for it with an error."""
+        queue, give = self.shared, partial(self._give, use, on_results)
+        match use.method:
+            case "enqueue":
+                return queue.enqueue([tuple(map(_kept, operands))], give, use.timeout_s, use.where)
+            case "enqueue_many":
+                return queue.enqueue(_rows(operands), give, use.timeout_s, use.where)
+            case "dequeue":
+                return queue.dequeue(1, give, use.timeout_s, use.where)
+            case "dequeue_many" | "dequeue_up_to":
+                fewer = use.method == "dequeue_up_to"
+                return queue.dequeue(use.count, give, use.timeout_s, use.where, or_fewer=fewer)
+            case "size":
+                on_results((jnp.asarray(queue.size(), jnp.int32),))
+            case "close":
+                queue.close(cancel_pending=use.cancel_pending)
+                on_results(())
+            case _:
+                raise InternalError(f"no queue does {use.method!r}")
+        return _nothing_to_cancel
+
+    def contents(self) -> list[tuple[Any, ...]]:
+        """The elements, for inspection."""
+        return self.shared.contents()
+
+    def _give(self, use: QueueUse, on_results: OnResults, answer: Answer) -> None:
+        on_results(answer if isinstance(answer, BaseException) else tuple(self._results(use, answer)))
+
+    def _results(self, use: QueueUse, elements: Sequence[tuple[Any, ...]]) -> Sequence[jax.Array]:
+        match use.method:
+            case "dequeue":
+                return [jnp.asarray(array) for array in elements[0]]
+            case "dequeue_many":
+                return self._stacked(elements, use.count)
+            case "dequeue_up_to":
+                return [*self._stacked(elements, use.count), jnp.asarray(len(elements), jnp.int32)]
+        return []
+
+    def _stacked(self, elements: Sequence[tuple[Any, ...]], count: int) -> list[jax.Array]:
+        components = list(zip(*elements, strict=True)) or [()] * len(self._type.components)
+        return [_batch(rows, type, count) for rows, type in zip(components, self._type.components, strict=True)]
+
+
+def _kept(array: Any) -> Any:
+    """The array as nobody changes it: what is not JAX's is copied."""
+    return array if isinstance(array, jax.Array) else jnp.array(array, copy=True)
+
+
+def _rows(operands: Sequence[Any]) -> list[tuple[Any, ...]]:
+    on_host = [np.asarray(_kept(operand)) for operand in operands]
+    return [tuple(array[row] for array in on_host) for row in range(len(on_host[0]))]
+
+
+def _batch(rows: Sequence[Any], type: ArrayType, count: int) -> jax.Array:
+    """`count` rows, each padded to the largest; rows that are missing are zeros."""
+    arrays = [np.asarray(row) for row in rows]
+    shapes = [array.shape for array in arrays] or [tuple(dim or 0 for dim in type.shape)]
+    largest = tuple(max(dims) for dims in zip(*shapes, strict=True))
+    if len(arrays) == count and all(shape == largest for shape in shapes) and arrays:
+        return jnp.asarray(np.stack(arrays))
+    batch = np.zeros((count, *largest), type.dtype)
+    for row, array in zip(batch, arrays, strict=False):
+        row[tuple(slice(size) for size in array.shape)] = array
+    return jnp.asarray(batch)
+
+
+def _nothing_to_cancel(error: BaseException) -> None:
+    """What is done needs no cancelling."""
