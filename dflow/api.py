@@ -1,6 +1,7 @@
 """Every public name, gathered; `dflow` takes them from here when one is first asked for."""
 
 from dflow import distributed, lax, nn, numpy, random
+from dflow.accumulator import ConditionalAccumulator
 from dflow.cluster import connect
 from dflow.distributed.cluster import ClusterSettings
 from dflow.eager_mode import eager
@@ -9,6 +10,7 @@ from dflow.generator import Generator
 from dflow.graph_view import GraphView, graph
 from dflow.optimizer import Optimizer
 from dflow.tracing.autodiff import grad, value_and_grad
+from dflow.tracing.container import container, containers, reset_container
 from dflow.tracing.device import device
 from dflow.tracing.errors import DeadlineExceeded, DflowError, QueueClosed
 from dflow.tracing.queues import FIFOQueue, PaddedSpec, PaddingFIFOQueue, PriorityQueue, RandomShuffleQueue
@@ -16,6 +18,7 @@ from dflow.tracing.resources import Variable, name, read, variables
 
 __all__ = [
     "ClusterSettings",
+    "ConditionalAccumulator",
     "DeadlineExceeded",
     "DflowError",
     "FIFOQueue",
@@ -30,6 +33,8 @@ __all__ = [
     "RandomShuffleQueue",
     "Variable",
     "connect",
+    "container",
+    "containers",
     "device",
     "distributed",
     "eager",
@@ -42,6 +47,7 @@ __all__ = [
     "numpy",
     "random",
     "read",
+    "reset_container",
     "value_and_grad",
     "variables",
 ]

@@ -81,6 +81,10 @@ class LocalHome:
     def update(self, variable: Variable, kind: str, *operands: Any) -> None:
         self.store.update(variable.key, kind, *operands)
 
+    def forget(self, variable: Variable, reason: str) -> None:
+        """Let go of the value; whoever uses the variable afterwards gets a VariableError with this reason."""
+        self.store.forget(variable.key, reason)
+
     def create_queue(self, queue: Queue) -> Slot:
         key = f"{queue.name}#queue{queue.serial}"
         self.store.create_queue(key, HeldQueue(queue.name, queue.settings, queue.type))

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from dflow.lowering.program import Program
 from dflow.lowering.queue_ops import HeldQueue
 from dflow.tracing.errors import QueueError, VariableError, VariableShapeError
+from dflow.tracing.source import at, caller
 from dflow.tracing.types import ArrayType, array_type_of
 from dflow.tracing.updates import looked_up, operand_types, updated
 
@@ -35,6 +36,8 @@ class Store:
 
     def __init__(self) -> None:
         self._held: dict[str, _Held] = {}
+        #: Why each value that someone may still ask for was let go of.
+        self._gone: dict[str, str] = {}
         self._queues: dict[str, HeldQueue] = {}
         self._lock = threading.RLock()
 
@@ -69,6 +72,13 @@ class Store:
         """Let go of a value; nothing happens when there is none."""
         with self._lock:
             self._held.pop(key, None)
+            self._gone.pop(key, None)
+
+    def forget(self, key: str, reason: str) -> None:
+        """Let go of a value before its last user is gone: the next to ask for it gets a VariableError that says why."""
+        with self._lock:
+            if self._held.pop(key, None) is not None:
+                self._gone[key] = reason
 
     def types(self) -> dict[str, ArrayType]:
         """The type of everything held, by key."""
@@ -152,6 +162,8 @@ class Store:
 
     def _find(self, key: str) -> _Held:
         held = self._held.get(key)
+        if held is None and key in self._gone:
+            raise VariableError(f"{self._gone[key]}{at(caller())}")
         if held is None:
             raise VariableError(f"no variable {key!r} is held here; there are {sorted(self._held) or 'none'}")
         return held

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from dflow.tracing.errors import InternalError
 
@@ -57,6 +57,15 @@ class Home(Protocol):
         self, queue: Queue, method: str, operands: Sequence[Any], attributes: Mapping[str, Any]
     ) -> Sequence[jax.Array]:
         """Do a queue op of `ops.QUEUE_OPS` now, waiting for it; its results."""
+        ...
+
+
+@runtime_checkable
+class ForgettingHome(Protocol):
+    """A home that can let go of a value while its variable is still in use somewhere."""
+
+    def forget(self, variable: Variable, reason: str) -> None:
+        """Let go of the value; whoever uses the variable afterwards gets a VariableError with this reason."""
         ...
 
 

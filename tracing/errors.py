@@ -35,6 +35,14 @@ class VariableError(DflowError, ValueError):
     """A variable was made, found or used in a way that contradicts how it was made before."""
 
 
+class ContainerError(DflowError, ValueError):
+    """A container was named that is not there, or cannot be reset; the message lists those that are."""
+
+
+class AccumulatorError(DflowError, ValueError):
+    """An accumulator was asked for what it cannot do, or given what does not fit it."""
+
+
 class VariableShapeError(VariableError, TypeError):
     """A value of another shape or dtype was written to a variable."""
 

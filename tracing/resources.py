@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflow.tracing.context import Home, current_home
-from dflow.tracing.errors import VariableError, VariableShapeError
+from dflow.tracing.container import contained, join
+from dflow.tracing.context import ForgettingHome, Home, current_home
+from dflow.tracing.errors import ContainerError, VariableError, VariableShapeError
 from dflow.tracing.jax_frontend import Handle, is_tracing
 from dflow.tracing.source import at, caller
 from dflow.tracing.state_primitives import gather_p, name_p, read_p, update_p
@@ -72,7 +73,7 @@ class Variable:
             )
         first = initial if dtype is None else _converted(initial, dtype)
         self.serial = next(_serials)
-        self.name = name or f"variable_{self.serial}"
+        self.name = contained(name or f"variable_{self.serial}")
         self.type = initial_type(first)
         self.trainable = trainable
         self.loc = caller()
@@ -84,6 +85,7 @@ class Variable:
         self.device = slot.device
         #: What the value is called in that task's store.
         self.key = slot.key
+        join(self)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -104,6 +106,17 @@ class Variable:
     def size(self) -> int:
         """The number of elements of the value."""
         return int(np.prod(self.type.shape))
+
+    def forget(self, reason: str) -> None:
+        """Let go of the value: whoever uses the variable afterwards gets VariableError, which gives the reason.
+
+        Raises ContainerError when the value is where it cannot be let go of.
+        """
+        if not isinstance(self.home, ForgettingHome):
+            raise ContainerError(f"variable {self.name!r} lives on {self.device}, where it cannot be dropped yet")
+        self.home.forget(
+            self, f"variable {self.name!r} {reason}\n  make it again, or keep what outlives it outside the container"
+        )
 
     def read(self) -> jax.Array:
         """The value: in traced code as of this point of the program, elsewhere as of now."""

@@ -1,0 +1,136 @@
+"""Containers: names, listing, and letting go."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import jax.numpy as jnp
+import pytest
+
+import dflow
+from dflow.testing import memory_cluster
+from dflow.tracing.errors import ContainerError, VariableError
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_over() -> Iterator[None]:
+    gc.collect()
+    assert dflow.containers() == ()
+    yield
+    gc.collect()
+
+
+def test_names_begin_with_the_container_and_nest() -> None:
+    with dflow.container("run1"):
+        w = dflow.Variable(0.0, name="w")
+        with dflow.container("eval"):
+            v = dflow.Variable(0.0, name="v")
+        unnamed = dflow.Variable(0.0)
+    outside = dflow.Variable(0.0, name="w")
+    assert [w.name, v.name, outside.name] == ["run1/w", "run1/eval/v", "w"]
+    assert unnamed.name.startswith("run1/variable_")
+    assert dflow.containers() == ("run1", "run1/eval")
+    assert "%run1/w" in str(dflow.graph(lambda: w.read() + 1))
+
+
+def test_a_container_is_there_as_long_as_something_in_it_is() -> None:
+    with dflow.container("a/b"):
+        assert dflow.containers() == ()
+        w = dflow.Variable(0.0)
+    alive = weakref.ref(w)
+    assert dflow.containers() == ("a", "a/b")
+    del w
+    gc.collect()
+    assert alive() is None
+    assert dflow.containers() == ()
+
+
+def test_after_a_reset_every_use_says_what_happened_and_what_to_do() -> None:
+    with dflow.container("run1"):
+        w = dflow.Variable(jnp.ones(2), name="w")
+        with dflow.container("inner"):
+            v = dflow.Variable(0.0, name="v")
+    kept = dflow.Variable(1.0, name="kept")
+    step = dflow.jit(lambda: w.assign_add(jnp.ones(2)))
+    step()
+    dflow.reset_container("run1")
+    message = r"variable 'run1/w' is gone: container 'run1' was reset\n  at .*test_container.py:\d+\n  make it again"
+    for use in (w.read, step, lambda: w.assign(jnp.zeros(2)), lambda: w.assign_add(jnp.zeros(2)), lambda: w + 1):
+        with pytest.raises(VariableError, match=message):
+            use()
+    with pytest.raises(VariableError, match="variable 'run1/inner/v' is gone: container 'run1' was reset"):
+        v.read()
+    assert float(kept.read()) == 1.0
+    assert dflow.containers() == ()
+
+
+def test_an_inner_container_is_reset_alone_and_a_longer_name_is_another() -> None:
+    made = {}
+    for name in ("run1", "run1/eval", "run10"):
+        with dflow.container(name):
+            made[name] = dflow.Variable(1.0, name="w")
+    dflow.reset_container("run1/eval")
+    assert dflow.containers() == ("run1", "run10")
+    dflow.reset_container("run1")
+    assert float(made["run10"].read()) == 1.0
+    assert dflow.containers() == ("run10",)
+
+
+def test_what_is_made_anew_is_new() -> None:
+    with dflow.container("run1"):
+        old = dflow.Variable(1.0, name="w")
+    dflow.reset_container("run1")
+    with dflow.container("run1"):
+        new = dflow.Variable(2.0, name="w")
+    assert (new.name, float(new.read())) == (old.name, 2.0)
+    with pytest.raises(VariableError, match="'run1/w' is gone"):
+        old.read()
+
+
+def test_the_memory_of_a_value_is_free_after_a_reset() -> None:
+    with dflow.container("run1"):
+        w = dflow.Variable(jnp.ones(2))
+    value = weakref.ref(w.home.store._held[w.key].value)  # type: ignore[attr-defined]
+    dflow.reset_container("run1")
+    gc.collect()
+    assert value() is None
+
+
+def test_generators_belong_too() -> None:
+    with dflow.container("run1"):
+        generator = dflow.Generator(0, name="noise")
+    assert generator.name == "run1/noise"
+    dflow.reset_container("run1")
+    with pytest.raises(VariableError, match="variable 'run1/noise' is gone"):
+        generator.split()
+
+
+def test_a_container_that_is_not_there_or_has_no_name_is_refused() -> None:
+    with dflow.container("here"):
+        w = dflow.Variable(0.0)
+    with pytest.raises(ContainerError, match=r"no container 'there'; there are: here\n  at .*test_container.py"):
+        dflow.reset_container("there")
+    del w
+    for name in ("", "a//b", "/a", "a b", "a/"):
+        with pytest.raises(ContainerError, match="is not a container's name"), dflow.container(name):
+            pass
+
+
+def test_on_a_cluster_names_have_the_prefix_and_a_reset_is_refused() -> None:
+    with memory_cluster(ps=1, workers=1) as cluster:
+        worker = cluster.worker()
+        with dflow.container("run1"):
+            near = dflow.Variable(1.0, name="near")
+            with worker.parameter_servers():
+                far = dflow.Variable(0.0, name="far")
+        assert far.name == "run1/far"
+        with pytest.raises(
+            ContainerError, match=r"container 'run1' holds 'run1/far' on /job:ps/task:0, and state on other"
+        ):
+            dflow.reset_container("run1")
+        assert float(near.read()) == 1.0
+        with pytest.raises(ContainerError, match="variable 'run1/far' lives on /job:ps/task:0"):
+            far.forget("for a test")
+        worker.close()
