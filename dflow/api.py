@@ -9,12 +9,14 @@ from dflow.function import Function, jit
 from dflow.generator import Generator
 from dflow.graph_view import GraphView, graph
 from dflow.optimizer import Optimizer
-from dflow.tracing.autodiff import grad, value_and_grad
+from dflow.tracing.autodiff import grad, hvp, jvp, value_and_grad, vjp
 from dflow.tracing.container import container, containers, reset_container
 from dflow.tracing.device import device
 from dflow.tracing.errors import DeadlineExceeded, DflowError, QueueClosed
+from dflow.tracing.loops import while_loop
 from dflow.tracing.queues import FIFOQueue, PaddedSpec, PaddingFIFOQueue, PriorityQueue, RandomShuffleQueue
-from dflow.tracing.resources import Variable, name, read, variables
+from dflow.tracing.resources import Variable, name, read, trainable_variables, variables
+from dflow.tracing.row_gradient import RowGradient, is_row_gradient
 
 __all__ = [
     "ClusterSettings",
@@ -31,6 +33,7 @@ __all__ = [
     "PriorityQueue",
     "QueueClosed",
     "RandomShuffleQueue",
+    "RowGradient",
     "Variable",
     "connect",
     "container",
@@ -40,7 +43,10 @@ __all__ = [
     "eager",
     "grad",
     "graph",
+    "hvp",
+    "is_row_gradient",
     "jit",
+    "jvp",
     "lax",
     "name",
     "nn",
@@ -48,6 +54,9 @@ __all__ = [
     "random",
     "read",
     "reset_container",
+    "trainable_variables",
     "value_and_grad",
     "variables",
+    "vjp",
+    "while_loop",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,10 @@ from dflow.lowering.passes.prune import Prune
 from dflow.tracing.device import with_state
 from dflow.tracing.errors import GraphTypeError, VariableError
 from dflow.tracing.graph import Graph, Literal
+from dflow.tracing.jax_frontend import make_jaxpr
 from dflow.tracing.resources import Initial, Variable, is_variable, path_name, read
+from dflow.tracing.row_gradient import is_row_gradient
+from dflow.tracing.row_wise import scales_only
 from dflow.tracing.source import at, caller
 from dflow.tracing.trace import trace
 
@@ -56,34 +60,71 @@ class Optimizer:
         self.slots = self._make_slots()
 
     def apply(self, gradients: Any) -> None:
-        """Update the variables by `gradients`, a pytree of arrays in their structure.
+        """Update the variables by `gradients`, a pytree of arrays and `RowGradient`s in their structure.
 
-        In traced code the update is part of the graph, placed where the variables live. Raises GraphTypeError when
-        the structure, or the shape of a gradient, is another than the variables'.
+        In traced code the update is part of the graph, placed where the variables live. A `RowGradient` is applied
+        row by row, and its variable's other rows are neither read nor written, where the transformation only scales
+        that variable's gradient, by numbers that do not depend on it: `optax.sgd` without momentum, schedules, and
+        chains of these. With any other (momentum, Adam, Adagrad, clipping, weight decay) rows without a gradient
+        may change too, so it is made dense, on the variable's task. Either way the result is optax's, but that rows
+        for one index are added up after scaling.
+
+        Raises GraphTypeError when the structure, or the shape of a gradient, is another than the variables'.
         """
+        given = self._flat(gradients)
         with with_state():
+            by_row = [is_row_gradient(g) and self._scales[place] for place, g in enumerate(given)]
+            arrays = [
+                g.rows if rows else g.dense() if is_row_gradient(g) else g
+                for g, rows in zip(given, by_row, strict=True)
+            ]
             updates, state = self._transformation.update(
-                self._tree_of(gradients), read(self.slots), self._tree.unflatten([v.read() for v in self._variables])
+                self._tree.unflatten(arrays),
+                read(self.slots),
+                self._tree.unflatten([v.read() for v in self._variables]),
             )
-            for variable, update in zip(self._variables, self._tree.flatten_up_to(updates), strict=True):
-                variable.assign_add(jnp.asarray(update).astype(variable.dtype))
+            flat = self._tree.flatten_up_to(updates)
+            for variable, gradient, rows, update in zip(self._variables, given, by_row, flat, strict=True):
+                delta = jnp.asarray(update).astype(variable.dtype)
+                variable.scatter_add(gradient.indices, delta) if rows else variable.assign_add(delta)
             slots = jax.tree_util.tree_leaves(self.slots, is_leaf=is_variable)
             for slot, value in zip(slots, jax.tree_util.tree_leaves(state), strict=True):
                 slot.assign(value)
 
-    def _tree_of(self, gradients: Any) -> Any:
-        given: Any = jax.tree_util.tree_structure(gradients)
+    @functools.cached_property
+    def _scales(self) -> list[bool]:
+        """For each variable, whether the transformation only scales its gradient."""
+        structs = [variable.type.struct for variable in self._variables]
+        state = jax.tree_util.tree_map(lambda slot: slot.type.struct, self.slots, is_leaf=is_variable)
+        state_leaves, state_tree = _flattened(state)
+        count = len(structs)
+
+        def update(*leaves: Any) -> Any:
+            gradients = self._tree.unflatten(leaves[:count])
+            parameters = self._tree.unflatten(leaves[count : 2 * count])
+            held = state_tree.unflatten(leaves[2 * count :])
+            updates, after = self._transformation.update(gradients, held, parameters)
+            return [jnp.asarray(update) for update in self._tree.flatten_up_to(updates)], after
+
+        jaxpr, _, _ = make_jaxpr(update, *structs, *structs, *state_leaves)
+        return [scales_only(jaxpr, jaxpr.invars[place], jaxpr.outvars[place]) for place in range(count)]
+
+    def _flat(self, gradients: Any) -> list[Any]:
+        """The gradients, one for each variable."""
+        given: Any = jax.tree_util.tree_structure(gradients, is_leaf=is_row_gradient)
         if given != self._tree:
             raise GraphTypeError(
                 f"the gradients have the structure {given}, but the variables {self._tree}{at(caller())}\n{_REMEDY}"
             )
-        for variable, gradient in zip(self._variables, jax.tree_util.tree_leaves(gradients), strict=True):
-            if jnp.shape(gradient) != variable.shape:
+        flat = jax.tree_util.tree_leaves(gradients, is_leaf=is_row_gradient)
+        for variable, gradient in zip(self._variables, flat, strict=True):
+            shape = gradient.shape if is_row_gradient(gradient) else jnp.shape(gradient)
+            if shape != variable.shape:
                 raise GraphTypeError(
-                    f"the gradient of variable {variable.name!r} has the shape {jnp.shape(gradient)}, but the variable "
+                    f"the gradient of variable {variable.name!r} has the shape {shape}, but the variable "
                     f"{variable.shape}{at(caller())}\n{_REMEDY}"
                 )
-        return gradients
+        return flat
 
     def _make_slots(self) -> Any:
         parameters = self._tree.unflatten([variable.type.struct for variable in self._variables])
@@ -138,12 +179,16 @@ class Optimizer:
         return self._transformation.init(self._tree.unflatten([variable.read() for variable in self._variables]))
 
 
+def _flattened(tree: Any) -> tuple[list[Any], Any]:
+    return jax.tree_util.tree_flatten(tree)
+
+
 def _independent(graph: Graph, index: int) -> Callable[[], Any] | None:
     output = graph.outputs[index]
     if isinstance(output, Literal):
         return lambda: jnp.asarray(output.value, output.type.dtype)
     part = Prune()(Graph(graph.inputs, graph.nodes, (output,)))
-    used = {value for node in part.nodes for value in node.values}
+    used = {output, *(value for node in part.nodes for value in node.values)}
     if used.intersection(graph.inputs):
         return None
     pure = discharge(Graph((), part.nodes, part.outputs))

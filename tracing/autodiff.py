@@ -1,8 +1,10 @@
-"""Gradients with respect to variables and arguments, of functions that read and write state.
+"""Derivatives with respect to variables and arguments, of functions that read and write state.
 
 The function is traced, its state is discharged to values, the pure function is differentiated by JAX, and what the
 function wrote is written back, once. So a counter or a batch-norm statistic that is written inside a loop of the
 differentiated function survives, which under plain `jax.grad` it would not.
+
+A variable that the function only looks rows up in has a `RowGradient`, and is not read whole.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ import jax.numpy as jnp
 from dflow.tracing.discharge import State, evaluate
 from dflow.tracing.errors import GraphTypeError, VariableError
 from dflow.tracing.jax_frontend import accesses, make_jaxpr
+from dflow.tracing.lookups import Lookups, lookup_sites, row_gradient
 from dflow.tracing.resources import Variable, is_variable, name
+from dflow.tracing.row_gradient import RowGradient
 from dflow.tracing.source import at, caller
 from dflow.tracing.types import array_type_of
 
@@ -36,8 +40,9 @@ def value_and_grad(
     argnums    which positional arguments to differentiate with respect to; 0 when no variables are given
     returns    `(value, gradient)`; the gradient has the structure of `variables` (of the argument, of the tuple of
                arguments when `argnums` is a sequence) with arrays for leaves, and is the pair of both when both are
-               given
-    raises     GraphTypeError when the value is no real scalar or something to differentiate is not floating
+               given; of a variable that `fun` only looks rows up in it is a `RowGradient`
+    raises     GraphTypeError when the value is no real scalar or something to differentiate is not floating;
+               VariableError for a variable that is not trainable
 
     What `fun` writes is written once, as if it had run alone. Writes carry no gradient to what they wrote; a later
     read in `fun` does.
@@ -47,13 +52,14 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def differentiated(*args: Any, **kwargs: Any) -> Any:
-        wrt, wrt_tree = jax.tree_util.tree_flatten(variables, is_leaf=is_variable)
-        _check_variables(wrt)
+        wrt, wrt_tree = _flat_variables("value_and_grad", variables)
         picked, picked_tree, rebuild = _pick(args, argnums)
-        (value, aux), grads = _differentiate(fun, wrt, picked, rebuild, kwargs, has_aux)
+        _check_any(wrt, picked)
+        pure = _Pure(lambda *leaves: _loss(fun(*rebuild(leaves), **kwargs), has_aux), wrt, picked, by_rows=True)
+        (value, aux), grads = pure.value_and_grad()
         by_variable = jax.tree_util.tree_unflatten(wrt_tree, grads[0])
         by_argument = jax.tree_util.tree_unflatten(picked_tree, grads[1])
-        gradient = by_argument if variables is None else by_variable if argnums is None else (by_variable, by_argument)
+        gradient = _chosen(variables, argnums, by_variable, by_argument)
         return ((value, aux), gradient) if has_aux else (value, gradient)
 
     return differentiated
@@ -77,14 +83,234 @@ def grad(
     return gradient
 
 
-def _check_variables(wrt: Sequence[Any]) -> None:
+def jvp(
+    fun: Callable[..., Any],
+    primals: Sequence[Any] = (),
+    tangents: Sequence[Any] = (),
+    *,
+    variables: Any = None,
+    directions: Any = None,
+) -> tuple[Any, Any]:
+    """`fun(*primals)` and its derivative along `tangents` and, for `variables`, along `directions`.
+
+    primals, tangents      the positional arguments, and a tangent of the same structure for each, as in `jax.jvp`
+    variables, directions  a pytree of variables, and arrays in its structure; the other variables stay as they are
+    returns                `(value, tangent)` of the same structure, which may be any
+    raises                 GraphTypeError when a tangent does not fit what it is the tangent of
+
+    What `fun` writes is written once.
+    """
+    wrt, tree = _flat_variables("jvp", variables)
+    along = _flat_like("the directions", directions, tree)
+    leaves, in_tree = jax.tree_util.tree_flatten(tuple(primals))
+    moved = _flat_like("the tangents", tuple(tangents), in_tree)
+    for variable, direction in zip(wrt, along, strict=True):
+        _check_fits(f"the direction of variable {variable.name!r}", direction, variable.type)
+    pure = _Pure(lambda *new: (fun(*jax.tree_util.tree_unflatten(in_tree, new)), None), wrt, leaves)
+    primal, out, after = jax.jvp(pure.values_first, (pure.start, leaves), (along, moved), has_aux=True)
+    pure.write_back(after)
+    return pure.result(primal), pure.result(out)
+
+
+def vjp(fun: Callable[..., Any], *primals: Any, variables: Any = None) -> tuple[Any, Callable[[Any], Any]]:
+    """`fun(*primals)` and a function from a cotangent of that value to the gradients.
+
+    The function gives a tuple with one gradient per argument, as `jax.vjp`'s does, and with `variables` the pair
+    `(by_variable, by_argument)`. What `fun` writes is written now; the function writes nothing, and may be called
+    again.
+    """
+    wrt, tree = _flat_variables("vjp", variables)
+    leaves, in_tree = jax.tree_util.tree_flatten(primals)
+    pure = _Pure(lambda *new: (fun(*jax.tree_util.tree_unflatten(in_tree, new)), None), wrt, leaves)
+    value, pull, after = jax.vjp(pure.values_first, pure.start, leaves, has_aux=True)
+    pure.write_back(after)
+
+    def pulled(cotangent: Any) -> Any:
+        by_variable, by_argument = pull(pure.flat_result(cotangent))
+        by_argument = jax.tree_util.tree_unflatten(in_tree, by_argument)
+        if variables is None:
+            return by_argument
+        named = [_finished(variable, gradient) for variable, gradient in zip(wrt, by_variable, strict=True)]
+        return jax.tree_util.tree_unflatten(tree, named), by_argument
+
+    return pure.result(value), pulled
+
+
+def hvp(
+    fun: Callable[..., Any], variables: Any = None, *, argnums: int | Sequence[int] | None = None
+) -> Callable[..., Any]:
+    """A function from a direction and the arguments of `fun` to the Hessian of `fun` times that direction.
+
+    `fun`, `variables` and `argnums` are as in `grad`; the direction and the result have the structure of the
+    gradient that `grad` gives, with an array for every leaf. It costs about two gradients, and what `fun` writes is
+    written once.
+    """
+    if variables is None and argnums is None:
+        argnums = 0
+
+    @functools.wraps(fun)
+    def product(direction: Any, *args: Any, **kwargs: Any) -> Any:
+        wrt, tree = _flat_variables("hvp", variables)
+        picked, picked_tree, rebuild = _pick(args, argnums)
+        _check_any(wrt, picked)
+        given = _split(variables, argnums, direction)
+        along = [_flat_like("the direction", part, of) for part, of in zip(given, (tree, picked_tree), strict=True)]
+        for leaf, step in zip([*wrt, *picked], [*along[0], *along[1]], strict=True):
+            _check_fits("the direction", step, leaf.type if is_variable(leaf) else array_type_of(leaf))
+        pure = _Pure(lambda *leaves: _loss(fun(*rebuild(leaves), **kwargs), False), wrt, picked)
+        gradient = jax.grad(pure.scalar_first, argnums=(0, 1), has_aux=True)
+        _, moved, after = jax.jvp(gradient, (pure.start, picked), tuple(along), has_aux=True)
+        pure.write_back(after)
+        by_variable = jax.tree_util.tree_unflatten(tree, moved[0])
+        by_argument = jax.tree_util.tree_unflatten(picked_tree, moved[1])
+        return _chosen(variables, argnums, by_variable, by_argument)
+
+    return product
+
+
+class _Pure:
+    """A function with state, traced once, as pure functions of the values of `wrt` and of the `picked` leaves.
+
+    `fun` takes the leaves and gives a pair: what is differentiated, and what is only handed on.
+    """
+
+    def __init__(
+        self, fun: Callable[..., tuple[Any, Any]], wrt: list[Variable], picked: list[Any], *, by_rows: bool = False
+    ) -> None:
+        trees: list[Any] = []
+
+        def flat(*leaves: Any) -> tuple[list[Any], list[Any]]:
+            (results, tree), (aux, aux_tree) = map(jax.tree_util.tree_flatten, fun(*leaves))
+            trees[:] = [tree, aux_tree]
+            return results, aux
+
+        self._jaxpr, self._consts, _ = make_jaxpr(flat, *picked)
+        self._tree, self._aux_tree = trees
+        self._wrt, self._picked = wrt, picked
+        reads, self._writes = accesses(self._jaxpr.effects)
+        looked_up = [variable for variable in wrt if variable.gradient is None] if by_rows else []
+        self._sites = lookup_sites(self._jaxpr, looked_up)
+        tables = {site.variable for site in self._sites}
+        touched = dict.fromkeys([*reads, *self._writes, *wrt])
+        self._before = {variable: variable.read() for variable in touched if variable not in tables}
+        self._whole = [variable for variable in wrt if variable not in tables]
+        #: The values of those of `wrt` that are read whole: all, unless `by_rows`.
+        self.start = [self._before[variable] for variable in self._whole]
+
+    def values_first(self, values: list[Any], leaves: list[Any]) -> tuple[list[Any], list[Any]]:
+        """The results; and beside them the values that the variables are left with."""
+        results, _, after, _ = self._run(values, leaves, [])
+        return results, after
+
+    def scalar_first(self, values: list[Any], leaves: list[Any]) -> tuple[Any, list[Any]]:
+        """As `values_first`, of a function with one result."""
+        (value,), after = self.values_first(values, leaves)
+        return value, after
+
+    def value_and_grad(self) -> tuple[tuple[Any, Any], tuple[list[Any], list[Any]]]:
+        """The value and what is handed on; and the gradients by variable and by leaf. Writes what was written."""
+
+        def loss(values: list[Any], leaves: list[Any], taps: list[Any]) -> tuple[Any, Any]:
+            (value,), *rest = self._run(values, leaves, taps)
+            return value, rest
+
+        taps = [jnp.zeros(site.rows.shape, site.rows.dtype) for site in self._sites]
+        differentiate = jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)
+        (value, (aux, after, indices)), grads = differentiate(self.start, self._picked, taps)
+        self.write_back(after)
+        whole = dict(zip(self._whole, grads[0], strict=True))
+        by_variable = [
+            _finished(variable, whole[variable])
+            if variable in whole
+            else _finished(variable, row_gradient(variable, self._sites, indices, grads[2]))
+            for variable in self._wrt
+        ]
+        return (value, jax.tree_util.tree_unflatten(self._aux_tree, aux)), (by_variable, grads[1])
+
+    def _run(self, values: list[Any], leaves: list[Any], taps: list[Any]) -> Any:
+        lookups = Lookups(self._sites, taps)
+        state = State({**self._before, **dict(zip(self._whole, values, strict=True))}, lookups)
+        flat = evaluate(self._jaxpr, self._consts, leaves, state)
+        count = self._tree.num_leaves
+        return flat[:count], flat[count:], state.of(self._writes), lookups.indices
+
+    def write_back(self, after: list[Any]) -> None:
+        """Write what the function wrote."""
+        for variable, written in zip(self._writes, after, strict=True):
+            variable.assign(written)
+
+    def result(self, flat: Sequence[Any]) -> Any:
+        """The results in the structure that the function gave."""
+        return jax.tree_util.tree_unflatten(self._tree, flat)
+
+    def flat_result(self, tree: Any) -> list[Any]:
+        """The leaves of something that has the structure of the results."""
+        return _flat_like("the cotangent", tree, self._tree)
+
+
+def _finished(variable: Variable, gradient: Any) -> Any:
+    """A variable's gradient as the user gets it: by the variable's own function, and named."""
+    label = f"grad/{variable.name}"
+    if isinstance(gradient, RowGradient):
+        return RowGradient(gradient.indices, name(gradient.rows, label), gradient.shape)
+    if variable.gradient is not None:
+        changed = variable.gradient(gradient)
+        _check_fits(f"what the gradient function of variable {variable.name!r} gives", changed, variable.type)
+        gradient = changed
+    return name(gradient, label)
+
+
+def _loss(result: Any, has_aux: bool) -> tuple[Any, Any]:
+    value, aux = result if has_aux else (result, None)
+    return _scalar(value), aux
+
+
+def _chosen(variables: Any, argnums: Any, by_variable: Any, by_argument: Any) -> Any:
+    return by_argument if variables is None else by_variable if argnums is None else (by_variable, by_argument)
+
+
+def _split(variables: Any, argnums: Any, both: Any) -> tuple[Any, Any]:
+    """The parts by variable and by argument of something that `_chosen` would have given."""
+    return (None, both) if variables is None else (both, ()) if argnums is None else tuple(both)
+
+
+def _flat_variables(function: str, variables: Any) -> tuple[list[Any], Any]:
+    wrt, tree = jax.tree_util.tree_flatten(variables, is_leaf=is_variable)
+    _check_variables(function, wrt)
+    return wrt, tree
+
+
+def _flat_like(what: str, value: Any, tree: Any) -> list[Any]:
+    given: Any = jax.tree_util.tree_structure(value)
+    if given != tree:
+        raise GraphTypeError(f"the structure of {what} is {given} where {tree} is due{at(caller())}")
+    return list(jax.tree_util.tree_leaves(value))
+
+
+def _check_fits(what: str, value: Any, type: Any) -> None:
+    given = array_type_of(value)
+    if given.shape != type.shape or (given.dtype != type.dtype and not given.weak):
+        raise GraphTypeError(f"{what} is {given} where {type} is due{at(caller())}")
+
+
+def _check_any(wrt: Sequence[Any], picked: Sequence[Any]) -> None:
+    if not wrt and not picked:
+        raise GraphTypeError(f"nothing to differentiate: give variables, or argnums{at(caller())}")
+
+
+def _check_variables(function: str, wrt: Sequence[Any]) -> None:
     for leaf in wrt:
         if not isinstance(leaf, Variable):
             raise VariableError(
-                f"value_and_grad was given {type(leaf).__name__} among its variables{at(caller())}\n"
+                f"{function} was given {type(leaf).__name__} among its variables{at(caller())}\n"
                 "  to differentiate with respect to arguments, give argnums"
             )
         _check_floating(f"variable {leaf.name!r}", leaf.dtype)
+        if not leaf.trainable:
+            raise VariableError(
+                f"variable {leaf.name!r} is not trainable{at(caller())}\n"
+                "  leave it out, for instance by dflow.trainable_variables(tree), or make it with trainable=True"
+            )
 
 
 def _check_floating(what: str, dtype: Any) -> None:
@@ -113,42 +339,6 @@ def _pick(args: tuple[Any, ...], argnums: int | Sequence[int] | None) -> tuple[l
         return tuple(by_number.get(index, arg) for index, arg in enumerate(args))
 
     return leaves, tree, rebuild
-
-
-def _differentiate(
-    fun: Callable[..., Any],
-    wrt: list[Variable],
-    picked: list[Any],
-    rebuild: Callable[..., Any],
-    kwargs: dict[str, Any],
-    has_aux: bool,
-) -> tuple[tuple[Any, Any], tuple[list[Any], list[Any]]]:
-    if not wrt and not picked:
-        raise GraphTypeError(f"nothing to differentiate: give variables, or argnums{at(caller())}")
-    aux_tree: Any = None
-
-    def flat(*leaves: Any) -> list[Any]:
-        nonlocal aux_tree
-        result = fun(*rebuild(leaves), **kwargs)
-        value, aux = result if has_aux else (result, None)
-        aux_leaves, aux_tree = jax.tree_util.tree_flatten(aux)
-        return [_scalar(value), *aux_leaves]
-
-    jaxpr, consts, _ = make_jaxpr(flat, *picked)
-    reads, writes = accesses(jaxpr.effects)
-    before = {variable: variable.read() for variable in dict.fromkeys([*reads, *writes, *wrt])}
-
-    def pure(values: list[Any], leaves: list[Any]) -> tuple[Any, Any]:
-        state = State({**before, **dict(zip(wrt, values, strict=True))})
-        value, *aux = evaluate(jaxpr, consts, leaves, state)
-        return value, (aux, state.of(writes))
-
-    start = [before[variable] for variable in wrt]
-    (value, (aux, after)), grads = jax.value_and_grad(pure, argnums=(0, 1), has_aux=True)(start, picked)
-    for variable, written in zip(writes, after, strict=True):
-        variable.assign(written)
-    named = [name(gradient, f"grad/{variable.name}") for gradient, variable in zip(grads[0], wrt, strict=True)]
-    return (value, jax.tree_util.tree_unflatten(aux_tree, aux)), (named, grads[1])
 
 
 def _scalar(value: Any) -> Any:

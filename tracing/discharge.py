@@ -29,6 +29,7 @@ from dflow.tracing.jax_frontend import (
     scan_counts,
     touches_state,
 )
+from dflow.tracing.lookups import CALLS, Lookups, Table
 from dflow.tracing.queue_primitives import queue_p
 from dflow.tracing.source import at
 from dflow.tracing.state_primitives import gather_p, read_p, update_p
@@ -38,11 +39,25 @@ from dflow.tracing.updates import looked_up, updated
 class State:
     """The values of variables at one point of a program, and which of them have been written."""
 
-    def __init__(self, values: Mapping[Any, Any]) -> None:
+    def __init__(self, values: Mapping[Any, Any], lookups: Lookups | None = None) -> None:
         self._values = dict(values)
+        #: Serves the variables that are only looked up in, of which there is no value.
+        self.lookups = lookups
 
     def __getitem__(self, variable: Any) -> Any:
         return self._values[variable]
+
+    def read(self, variable: Any) -> Any:
+        """The value, or what stands for it where the variable is only looked up in."""
+        if self.lookups is not None and variable in self.lookups.tables:
+            return Table(variable)
+        return self._values[variable]
+
+    def rows(self, variable: Any, indices: Any) -> Any:
+        """The rows at `indices`."""
+        if self.lookups is not None and variable in self.lookups.tables:
+            return self.lookups.rows(variable, indices)
+        return looked_up(self._values[variable], indices)
 
     def __setitem__(self, variable: Any, value: Any) -> None:
         self._values[variable] = value
@@ -72,6 +87,8 @@ def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], state: St
 
 def apply(equation: Equation, operands: Sequence[Any], state: State) -> list[Any]:
     """Run one equation on values. Raises DflowError for a primitive that cannot hold state."""
+    if any(isinstance(operand, Table) for operand in operands):
+        return _apply_to_table(equation, operands, state)
     if not touches_state(equation.effects):
         return bind(equation.primitive, equation.params, operands, origin_of(equation))
     rule = _RULES.get(equation.primitive.name)
@@ -87,12 +104,21 @@ def apply(equation: Equation, operands: Sequence[Any], state: State) -> list[Any
         return rule(equation.params, list(operands), state)
 
 
+def _apply_to_table(equation: Equation, operands: Sequence[Any], state: State) -> list[Any]:
+    """Run a gather from a variable that is only looked up in, or a call of what looks it up."""
+    with origin_of(equation).restored():
+        if equation.primitive.name in CALLS:
+            return evaluate(*closed_parts(equation.params[CALLS[equation.primitive.name]]), operands, state)
+        assert state.lookups is not None
+        return [state.lookups.gather(equation, operands[0].variable, operands[1])]
+
+
 def _read(params: Mapping[str, Any], operands: list[Any], state: State) -> list[Any]:
-    return [state[params["handle"].variable]]
+    return [state.read(params["handle"].variable)]
 
 
 def _gather(params: Mapping[str, Any], operands: list[Any], state: State) -> list[Any]:
-    return [looked_up(state[params["handle"].variable], operands[0])]
+    return [state.rows(params["handle"].variable, operands[0])]
 
 
 def _update(params: Mapping[str, Any], operands: list[Any], state: State) -> list[Any]:
@@ -108,8 +134,8 @@ def _use_queue(params: Mapping[str, Any], operands: list[Any], state: State) -> 
     return list(queue_p.bind(*map(jax.lax.stop_gradient, operands), **params))
 
 
-def _jit(params: Mapping[str, Any], operands: list[Any], state: State) -> list[Any]:
-    return evaluate(*closed_parts(params["jaxpr"]), operands, state)
+def _call(key: str) -> Callable[[Mapping[str, Any], list[Any], State], list[Any]]:
+    return lambda params, operands, state: evaluate(*closed_parts(params[key]), operands, state)
 
 
 class _Body:
@@ -244,9 +270,7 @@ _RULES: Mapping[str, Callable[[Mapping[str, Any], list[Any], State], list[Any]]]
     gather_p.name: _gather,
     update_p.name: _update,
     queue_p.name: _use_queue,
-    "jit": _jit,
-    "pjit": _jit,
-    "closed_call": lambda params, operands, state: evaluate(*closed_parts(params["call_jaxpr"]), operands, state),
+    **{name: _call(key) for name, key in CALLS.items()},
     "scan": _scan,
     "cond": _cond,
     "while": _while,

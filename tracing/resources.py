@@ -20,6 +20,7 @@ from dflow.tracing.container import contained, join
 from dflow.tracing.context import ForgettingHome, Home, current_home
 from dflow.tracing.errors import ContainerError, VariableError, VariableShapeError
 from dflow.tracing.jax_frontend import Handle, is_tracing
+from dflow.tracing.row_gradient import RowGradient
 from dflow.tracing.source import at, caller
 from dflow.tracing.state_primitives import gather_p, name_p, read_p, update_p
 from dflow.tracing.types import ArrayType, array_type_of, dtype_name
@@ -48,6 +49,8 @@ class Variable:
     `dtype`    converts the initial value; given none, it keeps its own
     `near`     another variable whose task this one shall share
     `trainable`  whether gradients may be taken with respect to it; `trainable_variables` leaves out those that say no
+    `gradient`   a function that `grad`, `value_and_grad` and `vjp` apply to the variable's gradient, an array, before
+                 they give it: to clip it, scale it or stop part of it
 
     In one process each `Variable` is its own state, and a new one takes over the name. On a cluster the name is the
     variable: the first to ask creates it and the others get it. Either way a second variable of the same name but
@@ -65,6 +68,7 @@ class Variable:
         dtype: Any = None,
         near: Variable | None = None,
         trainable: bool = True,
+        gradient: Callable[[Any], Any] | None = None,
     ) -> None:
         if is_tracing():
             raise VariableError(
@@ -76,6 +80,7 @@ class Variable:
         self.name = contained(name or f"variable_{self.serial}")
         self.type = initial_type(first)
         self.trainable = trainable
+        self.gradient = gradient
         self.loc = caller()
         self.home: Home = near.home if near is not None else current_home()
         self.handle = Handle(self)
@@ -130,8 +135,9 @@ class Variable:
     def assign_add(self, delta: Any, *, reduce: str | None = None) -> None:
         """Add `delta`, as one update that no other step comes between. Raises VariableShapeError.
 
-        Under `vmap`, `reduce="sum"` adds the sum of the batch's deltas; without it a delta that differs along the
-        batch is refused. A delta that is the same for the whole batch is added once.
+        A `RowGradient` is added row by row, here and in `assign_sub`. Under `vmap`, `reduce="sum"` adds the sum of
+        the batch's deltas; without it a delta that differs along the batch is refused. A delta that is the same for
+        the whole batch is added once.
         """
         self._assign("assign_add", delta, reduce)
 
@@ -155,8 +161,8 @@ class Variable:
         """The rows at `indices`, integers of any shape: an array of shape `indices.shape + variable.shape[1:]`.
 
         Where the variable lives elsewhere only the rows travel, and the gradient of a gather is made of rows. A
-        negative index counts from the end; one past either end gives the row at that end, as in `array[indices]`.
-        Raises VariableShapeError for indices that are no integers.
+        negative index counts from the end; one past either end gives the row at that end and no gradient, as in
+        `array[indices]`. Raises VariableShapeError for indices that are no integers.
         """
         rows: jax.Array = gather_p.bind(self._indices("gather", indices), handle=self.handle)
         return rows
@@ -187,6 +193,9 @@ class Variable:
         self._scatter("scatter_min", indices, rows)
 
     def _assign(self, kind: str, value: Any, reduce: str | None = None) -> None:
+        if isinstance(value, RowGradient) and kind in ("assign_add", "assign_sub") and value.shape == self.shape:
+            self.scatter_add(value.indices, value.rows if kind == "assign_add" else -value.rows, reduce=reduce)
+            return
         self._check_kind(kind, reduce)
         given = self._fitting(kind, value, self.type, "")
         update_p.bind(given, handle=self.handle, kind=kind, reduce=reduce)
@@ -216,6 +225,11 @@ class Variable:
         return array
 
     def _fitting(self, method: str, value: Any, wanted: ArrayType, why: str) -> Any:
+        if isinstance(value, RowGradient):
+            raise VariableShapeError(
+                f"variable {self.name!r} holds {self.type} but {method} was given a row gradient of {value.shape}"
+                f"{at(caller())}\n  add it to a variable of its shape, or give its dense form, gradient.dense()"
+            )
         array = value.read() if isinstance(value, Variable) else jnp.asarray(value)
         given = array_type_of(array)
         if given.weak and _same_kind(given.dtype, wanted.dtype):
@@ -336,6 +350,12 @@ jax.tree_util.register_pytree_node(Variable, lambda variable: ((), variable), la
 def is_variable(value: Any) -> bool:
     """Whether `value` is a variable; what `jax.tree` functions take as `is_leaf`."""
     return isinstance(value, Variable)
+
+
+def trainable_variables(tree: Any) -> list[Variable]:
+    """The variables of a pytree that gradients may be taken with respect to, in its order."""
+    leaves = jax.tree_util.tree_leaves(tree, is_leaf=is_variable)
+    return [leaf for leaf in leaves if is_variable(leaf) and leaf.trainable]
 
 
 def variables(tree: Any, *, prefix: str = "") -> Any:

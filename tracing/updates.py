@@ -3,7 +3,7 @@
 Every way to run an update goes by this table but the reference interpreter, which has its own. An update of rows has
 JAX's meaning of `x.at[indices]`: a negative index counts from the end, a row that does not exist is not written, and
 of equal indices every one adds, multiplies or compares, while `scatter_update` keeps any one of their rows. A lookup
-has that of `x[indices]`: an index past either end gives the row at that end.
+has that of `x[indices]`: an index past either end gives the row at that end, and no gradient.
 """
 
 from __future__ import annotations

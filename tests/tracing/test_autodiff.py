@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflow.tracing.autodiff import grad, value_and_grad
+from dflow.tracing.autodiff import grad, hvp, jvp, value_and_grad, vjp
 from dflow.tracing.errors import DflowError, GraphTypeError, LostWriteError, VariableError
 from dflow.tracing.interpret import interpret
-from dflow.tracing.resources import Variable, name
+from dflow.tracing.resources import Variable, name, trainable_variables
 from dflow.tracing.trace import trace
 from tests.graphs_ import a_home
 
@@ -231,3 +231,122 @@ def test_what_cannot_be_differentiated_is_named(w: Variable, count: Variable) ->
         integers = Variable(jnp.arange(3), name="n")
     with pytest.raises(GraphTypeError, match="variable 'n' is int32, which has no gradient"):
         grad(lambda: integers.read().sum(), integers)()
+
+
+def counted(w: Variable, count: Variable, x: Any) -> Any:
+    """Reads one variable, adds to another: what is written is told from the value alone."""
+    count.assign_add(jnp.ones(()))
+    return {"y": jnp.sin(w.read() * x) + x, "n": jnp.int32(3)}
+
+
+def counted_by_hand(w: Any, x: Any) -> Any:
+    return {"y": jnp.sin(w * x) + x, "n": jnp.int32(3)}
+
+
+def run_traced(fn: Any, variables: list[Variable], *args: Any) -> tuple[Any, dict[str, Any]]:
+    """What `fn` gives and leaves when it is traced to a graph."""
+    traced = trace(fn, args, {})
+    state = {ref.name: v.read() for ref, v in zip(traced.graph.refs, traced.variables, strict=True)}
+    outputs, after = interpret(traced.graph, [*traced.constants, *args], state)
+    return jax.tree.unflatten(traced.out_tree, outputs), after
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_jvp_is_jaxs(traced: bool, w: Variable, count: Variable) -> None:
+    def moved(x: Any) -> Any:
+        out, tangent = jvp(lambda x: counted(w, count, x)["y"], (x,), (x + 1,), variables=[w], directions=[x * 2])
+        return out, tangent
+
+    (out, tangent), counts = run_traced(moved, [w, count], X) if traced else (moved(X), {"count": count.read()})
+    want = jax.jvp(lambda w, x: counted_by_hand(w, x)["y"], (W, X), (X * 2, X + 1))
+    np.testing.assert_allclose(out, want[0], rtol=1e-6)
+    np.testing.assert_allclose(tangent, want[1], rtol=1e-5)
+    assert counts["count"] == 1
+
+
+def test_jvp_of_a_tree_with_integers(w: Variable, count: Variable) -> None:
+    _, tangent = jvp(lambda x: counted(w, count, x), (X,), (X,))
+    _, want = jax.jvp(lambda x: counted_by_hand(W, x), (X,), (X,))
+    np.testing.assert_allclose(tangent["y"], want["y"], rtol=1e-6)
+    assert tangent["n"].dtype == jax.dtypes.float0
+    assert count.read() == 1
+
+
+def test_vjp_is_jaxs_and_writes_once(w: Variable, count: Variable) -> None:
+    out, pull = vjp(lambda x, k: counted(w, count, x)["y"] * k["k"], X, {"k": X}, variables={"w": w})
+    _, want = jax.vjp(lambda w, x, k: counted_by_hand(w, x)["y"] * k["k"], W, X, {"k": X})
+    np.testing.assert_allclose(out, counted_by_hand(W, X)["y"] * X, rtol=1e-6)
+    for cotangent in (X, -X):
+        by_w, by_x, by_k = want(cotangent)
+        by_variable, by_argument = pull(cotangent)
+        np.testing.assert_allclose(by_variable["w"], by_w, rtol=1e-5)
+        np.testing.assert_allclose(by_argument[0], by_x, rtol=1e-5)
+        np.testing.assert_allclose(by_argument[1]["k"], by_k["k"], rtol=1e-5)
+    assert count.read() == 1
+    _, pull_arguments = vjp(lambda x: w.read() * x, X)
+    np.testing.assert_allclose(pull_arguments(X)[0], W * X)
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_hvp_is_the_hessian_times_a_vector(traced: bool, w: Variable, count: Variable) -> None:
+    def fn(x: Any) -> Any:
+        count.assign_add(jnp.ones(()))
+        return loss(w.read(), x) * (x**2).sum()
+
+    def product(x: Any) -> Any:
+        return hvp(fn, [w], argnums=0)(([x + 1], x * 3), x)
+
+    ((by_w,), by_x), counts = run_traced(product, [w, count], X) if traced else (product(X), {"count": count.read()})
+    hessian = jax.hessian(lambda w, x: loss(w, x) * (x**2).sum(), argnums=(0, 1))(W, X)
+    np.testing.assert_allclose(by_w, hessian[0][0] @ (X + 1) + hessian[0][1] @ (X * 3), rtol=1e-4)
+    np.testing.assert_allclose(by_x, hessian[1][0] @ (X + 1) + hessian[1][1] @ (X * 3), rtol=1e-4)
+    assert counts["count"] == 1
+    np.testing.assert_allclose(hvp(fn)(X, X), jax.hessian(lambda x: loss(W, x) * (x**2).sum())(X) @ X, rtol=1e-4)
+    np.testing.assert_allclose(hvp(fn, w)(X, X), hessian[0][0] @ X, rtol=1e-4)
+
+
+def test_hvp_and_jvp_of_lookups_are_dense(w: Variable) -> None:
+    indices = jnp.array([0, 2, 2])
+    product = hvp(lambda i: (w[i] ** 3).sum(), w)(X, indices)
+    np.testing.assert_allclose(product, jax.hessian(lambda v: (v[indices] ** 3).sum())(W) @ X, rtol=1e-6)
+    _, tangent = jvp(lambda: w[indices], variables=w, directions=X)
+    np.testing.assert_array_equal(tangent, X[indices])
+
+
+def test_stop_gradient_stops_at_a_variable(w: Variable) -> None:
+    gradient = grad(lambda x: (jax.lax.stop_gradient(w.read()) * w.read() * x).sum(), w)(X)
+    np.testing.assert_allclose(gradient, W * X)
+
+
+def test_a_variable_may_change_its_own_gradient() -> None:
+    with a_home():
+        half = Variable(W, name="half", gradient=lambda g: g / 2)
+        wrong = Variable(W, name="wrong", gradient=lambda g: g.sum())
+    np.testing.assert_allclose(grad(lambda x: (half.read() * x).sum(), half)(X), X / 2)
+    _, pull = vjp(lambda: half.read(), variables=[half])  # noqa: PLW0108
+    np.testing.assert_allclose(pull(X)[0][0], X / 2)
+    np.testing.assert_allclose(grad(lambda x: (half.read() * x).sum())(X), W)
+    with pytest.raises(GraphTypeError, match=r"gradient function of variable 'wrong' gives is f32\[\] where f32\[3\]"):
+        grad(lambda x: (wrong.read() * x).sum(), wrong)(X)
+
+
+def test_a_variable_that_is_not_trained_has_no_gradient(w: Variable) -> None:
+    with a_home():
+        mean = Variable(W, name="mean", trainable=False)
+    assert trainable_variables({"a": [w, mean], "b": 3.0}) == [w]
+    for take in (value_and_grad(loss, [w, mean]), hvp(loss, mean)):
+        with pytest.raises(VariableError, match=r"variable 'mean' is not trainable(.|\n)*dflow.trainable_variables"):
+            take(W, X)
+
+
+def test_what_does_not_fit_a_derivative_is_named(w: Variable) -> None:
+    with pytest.raises(GraphTypeError, match=r"the structure of the directions is .* where .* is due"):
+        jvp(lambda: w.read(), variables=[w], directions=[X, X])  # noqa: PLW0108
+    with pytest.raises(GraphTypeError, match=r"direction of variable 'w' is f32\[2\] where f32\[3\] is due"):
+        jvp(lambda: w.read(), variables=[w], directions=[X[:2]])  # noqa: PLW0108
+    with pytest.raises(GraphTypeError, match=r"the direction is i32\[3\] where f32\[3\] is due"):
+        hvp(lambda: w.read().sum(), w)(jnp.arange(3))
+    with pytest.raises(GraphTypeError, match="the structure of the cotangent is"):
+        vjp(lambda x: w.read() * x, X)[1]((X, X))
+    with pytest.raises(VariableError, match="jvp was given ArrayImpl among its variables"):
+        jvp(lambda x: x, (X,), (X,), variables=[X], directions=[X])

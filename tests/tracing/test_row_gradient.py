@@ -1,0 +1,235 @@
+"""Gradients made of rows: the same as the dense ones, and nothing of the table's size on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import dflow
+from dflow.lowering.passes.prune import Prune
+from dflow.testing import memory_cluster
+from dflow.tracing.errors import GraphTypeError, VariableShapeError
+from dflow.tracing.graph import Graph
+from dflow.tracing.resources import Variable
+from dflow.tracing.row_gradient import RowGradient
+
+TABLE = jnp.arange(26, dtype=jnp.float32).reshape(13, 2) / 26
+SCALE = jnp.array([1.0, -2.0])
+INDICES = jnp.array([[3, 3], [0, -1], [11, 40]])
+
+
+@pytest.fixture
+def table() -> Variable:
+    return dflow.Variable(TABLE, name="table")
+
+
+@pytest.fixture
+def scale() -> Variable:
+    return dflow.Variable(SCALE, name="scale")
+
+
+def by_method(t: Any, i: Any) -> Any:
+    return t.gather(i) if isinstance(t, Variable) else t[i]
+
+
+def by_clip(t: Any, i: Any) -> Any:
+    return jnp.take(t, i, axis=0, mode="clip")
+
+
+def by_fill(t: Any, i: Any) -> Any:
+    return jnp.nan_to_num(jnp.take(t, i, axis=0))
+
+
+def by_embed(t: Any, i: Any) -> Any:
+    return jax.jit(lambda j: jnp.asarray(t).at[j].get(mode="fill", fill_value=0.5))(i)
+
+
+def by_bytes(t: Any, i: Any) -> Any:
+    return jnp.asarray(t)[i.astype(jnp.int8)]
+
+
+LOOKUPS = [lambda t, i: t[i], by_method, by_clip, by_fill, by_embed, by_bytes, lambda t, i: t[i[0, 1]]]
+
+
+def grown(graph: Graph, shape: tuple[int, ...]) -> list[str]:
+    """The nodes that give a value of this shape."""
+    return [n.op.name for n in Prune()(graph).nodes for v in n.outputs if getattr(v.type, "shape", None) == shape]
+
+
+@pytest.mark.parametrize("look_up", LOOKUPS)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_it_is_the_gradient(look_up: Callable[..., Any], compiled: bool, table: Variable, scale: Variable) -> None:
+    def loss(t: Any, s: Any, i: Any) -> Any:
+        return (jnp.sin(look_up(t, i)) * s).sum() + (look_up(t, i + 1) ** 2).sum()
+
+    both = dflow.value_and_grad(lambda i: loss(table, scale.read(), i), {"t": table, "s": scale})
+    value, grads = (dflow.jit(both) if compiled else both)(INDICES)
+    want, want_grads = jax.value_and_grad(loss, argnums=(0, 1))(TABLE, SCALE, INDICES)
+    assert isinstance(grads["t"], RowGradient)
+    np.testing.assert_allclose(value, want, rtol=1e-6)
+    np.testing.assert_allclose(grads["t"].dense(), want_grads[0], rtol=1e-6)
+    np.testing.assert_allclose(grads["s"], want_grads[1], rtol=1e-6)
+    graph = dflow.graph(both, INDICES).graph
+    assert grown(graph, TABLE.shape) == []
+    assert "var.read" not in [node.op.name for node in graph.nodes if node.inputs[:1] == graph.refs[:1]]
+
+
+USES: dict[str, Callable[[Variable, Any], Any]] = {
+    "sum": lambda t, i: t[i].sum() + t.read().sum(),
+    "returned by a jit": lambda t, i: t[i].sum() + jax.jit(lambda: t.read() * 2)().sum(),
+    "slice": lambda t, i: t[i].sum() + t[1:3].sum(),
+    "written": lambda t, i: (t.assign_add(TABLE), t[i].sum())[1],
+    "scattered": lambda t, i: (t.scatter_add(i, jnp.ones((3, 2, 2))), t[i].sum())[1],
+    "columns": lambda t, i: t[i].sum() + t.read()[:, jnp.array([1, 0])].sum(),
+    "in a loop": lambda t, i: jax.lax.scan(lambda c, j: (c + t[j].sum(), None), 0.0, i)[0],
+    "in a branch": lambda t, i: jax.lax.cond(i[0, 0] > 0, lambda: jnp.sum(t[i]), lambda: 0.0),
+    "in a remat": lambda t, i: jax.checkpoint(lambda j: jnp.sin(t[j]).sum())(i),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_any_other_use_makes_it_dense(use: str, table: Variable) -> None:
+    gradient = dflow.grad(lambda i: USES[use](table, i), table)(INDICES)
+    assert isinstance(gradient, jax.Array)
+    assert gradient.shape == TABLE.shape
+    assert float(gradient.sum()) != 0.0
+
+
+def test_one_of_two_tables_may_be_dense(table: Variable) -> None:
+    other = dflow.Variable(TABLE, name="other")
+    grads = dflow.grad(lambda i: (table[i] * other[i]).sum() + other.read().sum(), [table, other])(INDICES)
+    assert [type(gradient).__name__ for gradient in grads] == ["RowGradient", "ArrayImpl"]
+
+
+def test_second_order_through_lookups(table: Variable) -> None:
+    def inner(i: Any) -> Any:
+        return (table[i] ** 3).sum()
+
+    def outer(i: Any) -> Any:
+        return (dflow.grad(inner, table)(i).rows ** 2).sum()
+
+    gradient = dflow.jit(dflow.grad(outer, table))(INDICES[:2])
+    assert isinstance(gradient, RowGradient)
+    np.testing.assert_allclose(gradient.dense(), jax.grad(lambda t: ((3 * t[INDICES[:2]] ** 2) ** 2).sum())(TABLE))
+
+
+def test_a_variable_with_a_gradient_function_has_a_dense_one() -> None:
+    clipped = dflow.Variable(TABLE, name="clipped", gradient=lambda g: jnp.clip(g, -1.0, 1.0))
+    gradient = dflow.grad(lambda i: 5.0 * clipped[i].sum(), clipped)(INDICES)
+    assert gradient.shape == TABLE.shape
+    assert float(gradient.max()) == 1.0
+
+
+def test_arithmetic() -> None:
+    gradient = RowGradient(jnp.array([1, 1]), jnp.ones((2, 2)), (3, 2))
+    dense = gradient.dense()
+    np.testing.assert_array_equal(dense, [[0, 0], [2, 2], [0, 0]])
+    for got, want in ((2.0 * gradient, 2 * dense), (gradient / 4, dense / 4), (-gradient, -dense)):
+        np.testing.assert_array_equal(got.dense(), want)
+    np.testing.assert_array_equal((gradient + gradient * 3).dense(), 4 * dense)
+    assert gradient.astype(jnp.bfloat16).dense().dtype == gradient.astype(jnp.bfloat16).dtype == jnp.bfloat16
+    leaves, tree = jax.tree.flatten(gradient)
+    assert [leaf.shape for leaf in leaves] == [(2,), (2, 2)]
+    assert jax.tree.unflatten(tree, leaves).shape == (3, 2)
+
+
+def test_what_arithmetic_refuses() -> None:
+    gradient = RowGradient(jnp.array([1, 1]), jnp.ones((2, 2)), (3, 2))
+    with pytest.raises(GraphTypeError, match=r"of \(3, 2\) was added to ArrayImpl(.|\n)*gradient.dense"):
+        gradient + jnp.ones((3, 2))
+    with pytest.raises(GraphTypeError, match=r"of \(3, 2\) was added to one of \(4, 2\)"):
+        gradient + RowGradient(jnp.array([1]), jnp.ones((1, 2)), (4, 2))
+    with pytest.raises(GraphTypeError, match=r"of \(3, 2\) was scaled by an array of \(2,\)"):
+        gradient * jnp.ones(2)
+
+
+def test_it_is_added_to_a_variable_row_by_row(table: Variable) -> None:
+    @dflow.jit
+    def step(i: Any) -> None:
+        gradient = dflow.grad(lambda: jnp.sum(table[i]), table)()
+        table.assign_add(-0.5 * gradient)
+        table.assign_sub(0.5 * gradient)
+
+    graph = dflow.graph(step, INDICES).graph
+    assert grown(graph, TABLE.shape) == []
+    step(INDICES)
+    np.testing.assert_allclose(table.read(), TABLE - jax.grad(lambda t: t[INDICES].sum())(TABLE), rtol=1e-6)
+    wrong = RowGradient(jnp.array([1]), jnp.ones((1, 2)), (3, 2))
+    for update in (table.assign_add, table.assign):
+        with pytest.raises(VariableShapeError, match=r"was given a row gradient of \(3, 2\)(.|\n)*gradient.dense"):
+            update(wrong)
+
+
+SPARSE = {
+    "sgd": optax.sgd(0.1),
+    "schedule": optax.sgd(optax.linear_schedule(0.1, 0.01, 3)),
+    "hyperparameters": optax.inject_hyperparams(optax.sgd)(learning_rate=0.1),
+    "chain": optax.chain(optax.scale(3.0), optax.scale_by_learning_rate(0.1)),
+    "one of two": optax.multi_transform({"a": optax.sgd(0.1), "b": optax.adam(0.1)}, ["a", "b"]),
+}
+DENSE = {
+    "momentum": optax.sgd(0.1, momentum=0.9),
+    "nesterov": optax.sgd(0.1, momentum=0.9, nesterov=True),
+    "adam": optax.adam(1e-2),
+    "adagrad": optax.adagrad(0.1),
+    "global norm": optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1)),
+    "clip": optax.chain(optax.clip(0.1), optax.sgd(0.1)),
+    "decay": optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1)),
+    "sign": optax.sign_sgd(0.1),
+    "lars": optax.lars(0.1),
+    "noise": optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(0)), optax.sgd(0.1)),
+    "frozen": optax.set_to_zero(),
+}
+
+
+@pytest.mark.parametrize("name", [*SPARSE, *DENSE])
+def test_an_optimizer_does_what_optax_does(name: str, table: Variable, scale: Variable) -> None:
+    transformation = SPARSE.get(name) or DENSE[name]
+    optimizer = dflow.Optimizer(transformation, [table, scale])
+
+    @dflow.jit
+    def step(i: Any) -> None:
+        grads = dflow.grad(lambda: jnp.sum(jnp.sin(table[i] * scale.read())), [table, scale])()
+        assert isinstance(grads[0], RowGradient)
+        optimizer.apply(grads)
+
+    assert (grown(dflow.graph(step, INDICES).graph, TABLE.shape) == []) == (name in SPARSE)
+    params = [TABLE, SCALE]
+    state = transformation.init(params)
+    for turn in range(3):
+        step(INDICES + turn)
+        grads = jax.grad(lambda p, i: jnp.sin(p[0][i] * p[1]).sum())(params, INDICES + turn)
+        updates, state = transformation.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    np.testing.assert_allclose(table.read(), params[0], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(scale.read(), params[1], rtol=1e-5, atol=1e-6)
+
+
+def test_over_a_cluster_only_rows_travel() -> None:
+    with memory_cluster(ps=1, workers=1) as cluster:
+        worker = cluster.worker()
+        with worker.parameter_servers():
+            table = dflow.Variable(lambda: jnp.zeros((1000, 2)), name="table")
+            optimizer = dflow.Optimizer(optax.sgd(1.0), [table])
+
+        @dflow.jit
+        def step(i: Any) -> None:
+            optimizer.apply(dflow.grad(lambda: jnp.sum(table[i] + 1.0), [table])())
+
+        step(jnp.array([1, 2, 2]))
+        sent = cluster.tasks["ps:0"].server.traffic() + worker.traffic()
+        assert max(edge.size_bytes for edge in sent) == 24
+        np.testing.assert_array_equal(table.read()[:4], [[0, 0], [-1, -1], [-2, -2], [0, 0]])
+        worker.close()
+
+
+def test_a_row_gradient_of_another_shape_is_refused(table: Variable) -> None:
+    optimizer = dflow.Optimizer(optax.sgd(0.1), [table])
+    with pytest.raises(GraphTypeError, match=r"variable 'table' has the shape \(3, 2\), but the variable \(13, 2\)"):
+        optimizer.apply([RowGradient(jnp.array([1]), jnp.ones((1, 2)), (3, 2))])

@@ -1,0 +1,165 @@
+"""Lookups of rows, taken apart from other uses of a variable, so that their gradient is made of rows.
+
+A variable that a function only looks rows up in is never read whole: each lookup is recorded as one, and the
+derivative with respect to its rows is taken in the place of one with respect to the variable. Lookups count that
+stand in the function itself or in functions that it calls by `jit`; one in a loop, a branch or a `remat` is a use
+like any other. `variable.gather`, `variable[indices]`, and JAX's own gather of whole rows from a read (`jnp.take`
+along axis 0, indexing by an array) are lookups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.lax import GatherScatterMode
+
+from dflow.tracing.jax_frontend import Equation, Jaxpr, accesses, closed_parts, is_literal
+from dflow.tracing.row_gradient import RowGradient
+from dflow.tracing.state_primitives import gather_p, read_p
+from dflow.tracing.types import ArrayType
+
+#: Calls whose body is looked into, and which parameter holds it.
+CALLS: Mapping[str, str] = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr"}
+
+
+@dataclass(frozen=True)
+class Table:
+    """Stands in for the value of a variable that is only looked up."""
+
+    variable: Any
+
+
+@dataclass(frozen=True)
+class Site:
+    """One lookup: in which variable, and the type of its rows."""
+
+    variable: Any
+    rows: ArrayType
+
+
+def lookup_sites(jaxpr: Jaxpr, variables: Sequence[Any]) -> list[Site]:
+    """Every lookup of the variables that `jaxpr` uses by lookups alone, in the order it runs them."""
+    search = _Search()
+    search.walk(jaxpr, {})
+    return [site for site in search.sites if site.variable in variables and site.variable not in search.used_whole]
+
+
+class _Search:
+    def __init__(self) -> None:
+        self.sites: list[Site] = []
+        self.used_whole: set[Any] = set()
+
+    def walk(self, jaxpr: Jaxpr, tables: dict[Any, Any]) -> None:
+        """Look at every equation; `tables` has the variable that each value is a read of."""
+        for equation in jaxpr.eqns:
+            self._look(equation, tables)
+        self._whole(jaxpr.outvars, tables)
+
+    def _look(self, equation: Equation, tables: dict[Any, Any]) -> None:
+        if equation.primitive is read_p:
+            tables[equation.outvars[0]] = equation.params["handle"].variable
+        elif equation.primitive is gather_p:
+            self._found(equation.params["handle"].variable, equation)
+        elif equation.primitive.name in CALLS:
+            inner = closed_parts(equation.params[CALLS[equation.primitive.name]])[0]
+            given = zip(inner.invars, equation.invars, strict=True)
+            self.walk(inner, {var: tables[atom] for var, atom in given if not is_literal(atom) and atom in tables})
+        elif is_row_gather(equation) and equation.invars[0] in tables:
+            self._found(tables[equation.invars[0]], equation)
+            self._whole(equation.invars[1:], tables)
+        else:
+            self._whole(equation.invars, tables)
+            self.used_whole.update(*accesses(equation.effects))
+
+    def _found(self, variable: Any, equation: Equation) -> None:
+        aval = equation.outvars[0].aval
+        self.sites.append(Site(variable, ArrayType(aval.dtype, tuple(aval.shape))))
+
+    def _whole(self, atoms: Sequence[Any], tables: Mapping[Any, Any]) -> None:
+        self.used_whole.update(tables[atom] for atom in atoms if not is_literal(atom) and atom in tables)
+
+
+def is_row_gather(equation: Equation) -> bool:
+    """Whether an equation takes whole rows along the first dimension of its first operand."""
+    if equation.primitive.name != "gather" or is_literal(equation.invars[0]):
+        return False
+    operand, indices = (atom.aval for atom in equation.invars)
+    numbers = equation.params["dimension_numbers"]
+    batch = len(indices.shape) - 1
+    return bool(
+        operand.shape
+        and numbers.start_index_map == numbers.collapsed_slice_dims == (0,)
+        and not numbers.operand_batching_dims
+        and numbers.offset_dims == tuple(range(batch, batch + len(operand.shape) - 1))
+        and tuple(equation.params["slice_sizes"]) == (1, *operand.shape[1:])
+    )
+
+
+@jax.custom_jvp
+def _tapped(rows: Any, tap: Any) -> Any:
+    """`rows`, whose derivative with respect to `tap` is that with respect to them."""
+    return rows
+
+
+@_tapped.defjvp
+def _tapped_jvp(primals: Any, tangents: Any) -> Any:
+    return _tapped(*primals), tangents[0] + tangents[1]
+
+
+class Lookups:
+    """The lookups of one run of a function: `taps` stand for the rows that each of `sites` finds, in order."""
+
+    def __init__(self, sites: Sequence[Site], taps: Sequence[Any]) -> None:
+        self.tables = {site.variable for site in sites}
+        self.indices: list[Any] = []
+        self._taps = iter(taps)
+
+    def rows(self, variable: Any, indices: Any) -> Any:
+        """The rows of a variable at indices that may count from the end or be past one."""
+        indices = _wide(indices)
+        return self._rows(variable, jnp.where(indices < 0, indices + variable.shape[0], indices), drops=True)
+
+    def gather(self, equation: Equation, variable: Any, starts: Any) -> Any:
+        """What JAX's own gather gives, by a lookup."""
+        mode, places = equation.params["mode"], _wide(starts[..., 0])
+        rows = self._rows(variable, places, drops=mode != GatherScatterMode.CLIP)
+        if mode != GatherScatterMode.FILL_OR_DROP:
+            return rows
+        return jnp.where(_is_there(variable, places), rows, _fill_value(equation.params["fill_value"], rows.dtype))
+
+    def _rows(self, variable: Any, places: Any, *, drops: bool) -> Any:
+        """Rows by places from the start; of one past an end, that at the end, whose gradient is dropped if `drops`."""
+        tap = next(self._taps)
+        if drops:
+            tap = jnp.where(_is_there(variable, places), tap, jnp.zeros_like(tap))
+        inside = jnp.clip(places, 0, variable.shape[0] - 1)
+        self.indices.append(inside)
+        return _tapped(gather_p.bind(inside, handle=variable.handle), tap)
+
+
+def _is_there(variable: Any, places: Any) -> Any:
+    """Whether there is a row at each place, in a shape that broadcasts with the rows."""
+    is_there = (places >= 0) & (places < variable.shape[0])
+    return jnp.reshape(is_there, (*is_there.shape, *[1] * (variable.ndim - 1)))
+
+
+def _wide(indices: Any) -> Any:
+    """Indices of a dtype that has room for any count of rows."""
+    return indices if indices.dtype.itemsize >= 4 else indices.astype(jnp.int32)
+
+
+def _fill_value(stated: Any, dtype: Any) -> Any:
+    """What JAX gives for a row that does not exist."""
+    return jnp.asarray(jnp.nan if stated is None else stated, dtype)
+
+
+def row_gradient(variable: Any, sites: Sequence[Site], indices: Sequence[Any], rows: Sequence[Any]) -> RowGradient:
+    """The gradient of one variable, from the gradients of what every site found."""
+    mine = [place for place, site in enumerate(sites) if site.variable is variable]
+    flat = [jnp.reshape(rows[place], (-1, *variable.shape[1:])) for place in mine]
+    places = [jnp.reshape(indices[place], -1).astype(jnp.int32) for place in mine]
+    return RowGradient(jnp.concatenate(places), jnp.concatenate(flat), variable.shape)

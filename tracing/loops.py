@@ -1,0 +1,69 @@
+"""A while loop that can be differentiated backwards, in bounded memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dflow.tracing.errors import DflowError, GraphTypeError
+from dflow.tracing.jax_frontend import accesses, make_jaxpr
+from dflow.tracing.source import at, caller
+
+
+def while_loop(cond: Callable[[Any], Any], body: Callable[[Any], Any], init: Any, *, max_iters: int) -> Any:
+    """`jax.lax.while_loop` with a bound on its turns, so that `grad` and `vjp` go through it.
+
+    cond       from the carry to a boolean scalar; it may read variables
+    body       from the carry to the next one, of the same structure and types; it may read and write variables
+    max_iters  the most turns. A loop that is not done by then stops there, and its result is that of `max_iters`
+               turns: test `cond(result)` where that matters
+    returns    the carry when `cond` first is false
+
+    Backward it keeps about `2 * sqrt(max_iters)` carries and runs each turn once more. Forward it stops when `cond`
+    does, but for at most `sqrt(max_iters)` empty turns of an outer loop and as many of an inner one. Under `vmap`
+    every element runs the longest one's turns, and a turn of an element that is done counts for nothing.
+
+    Raises GraphTypeError for a `max_iters` that is no positive integer, DflowError when `cond` writes variables.
+    """
+    if type(max_iters) is not int or max_iters < 1:
+        raise GraphTypeError(f"while_loop was given max_iters={max_iters!r}, not a positive integer{at(caller())}")
+    _refuse_writes(cond, init)
+    inner = math.isqrt(max_iters - 1) + 1
+    outer = -(-max_iters // inner)
+
+    def is_live(state: tuple[Any, Any]) -> Any:
+        turns, carry = state
+        return jnp.logical_and(turns < max_iters, cond(carry))
+
+    def turn(state: tuple[Any, Any]) -> tuple[Any, Any]:
+        turns, carry = state
+        return turns + 1, body(carry)
+
+    step = _while_live(is_live, turn, inner)
+    segment = _while_live(is_live, jax.checkpoint(step), outer)
+    _, result = segment((jnp.int32(0), jax.tree_util.tree_map(jnp.asarray, init)))
+    return result
+
+
+def _while_live(is_live: Callable[[Any], Any], step: Callable[[Any], Any], length: int) -> Callable[[Any], Any]:
+    """`step` up to `length` times, as long as it is live before each."""
+
+    def one(state: Any, _: None) -> tuple[Any, None]:
+        return jax.lax.cond(is_live(state), step, lambda same: same, state), None
+
+    return lambda state: jax.lax.scan(one, state, None, length=length)[0]
+
+
+def _refuse_writes(cond: Callable[[Any], Any], init: Any) -> None:
+    jaxpr, _, _ = make_jaxpr(cond, init)
+    _, writes = accesses(jaxpr.effects)
+    if writes:
+        names = ", ".join(variable.name for variable in writes)
+        raise DflowError(
+            f"the condition of a while_loop writes variables ({names}){at(caller())}\n"
+            "  write them in its body, which runs once for each time that the condition holds"
+        )
