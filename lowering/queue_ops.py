@@ -105,8 +105,8 @@ def _batch(rows: Sequence[Any], type: ArrayType, count: int) -> jax.Array:
     if len(arrays) == count and all(shape == largest for shape in shapes) and arrays:
         return jnp.asarray(np.stack(arrays))
     batch = np.zeros((count, *largest), type.dtype)
-    for row, array in zip(batch, arrays, strict=False):
-        row[tuple(slice(size) for size in array.shape)] = array
+    for number, array in enumerate(arrays):
+        batch[number, *(slice(size) for size in array.shape)] = array
     return jnp.asarray(batch)
 
 

@@ -1,0 +1,407 @@
+"""Queues as a user holds them: eager, in traced code wherever it may stand, and from several threads."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dflow
+from dflow.distributed.cluster import Cluster
+from dflow.function import LOCAL
+from dflow.testing import memory_cluster
+from dflow.tracing.errors import DeviceError, PlainJitError, QueueError, QueueTypeError
+from dflow.tracing.interpret import interpret
+from dflow.tracing.queue_model import QueueModel
+
+F32 = jax.ShapeDtypeStruct((), jnp.float32)
+I32 = jax.ShapeDtypeStruct((), jnp.int32)
+WAIT_S = 60.0
+
+
+def numbers(*values: float, capacity: int = 8, name: str = "q") -> dflow.FIFOQueue:
+    """A queue of numbers that holds some."""
+    queue = dflow.FIFOQueue(capacity, F32, name=name)
+    for value in values:
+        queue.enqueue(value)
+    return queue
+
+
+def drained(queue: Any) -> list[Any]:
+    """All elements, in order, taken out."""
+    return [np.asarray(queue.dequeue(timeout_s=0)).tolist() for _ in range(int(queue.size()))]
+
+
+def test_an_element_is_a_pytree() -> None:
+    queue = dflow.FIFOQueue(2, {"x": jax.ShapeDtypeStruct((2,), jnp.float32), "n": I32}, name="pairs")
+    queue.enqueue({"x": np.array([1, 2], np.float32), "n": 3})
+    taken = queue.dequeue()
+    assert (taken["x"].tolist(), int(taken["n"])) == ([1.0, 2.0], 3)
+    assert repr(queue) == "<FIFOQueue 'pairs': queue<i32[], f32[2]>, capacity 2>"
+    assert jax.tree_util.tree_leaves(queue) == []
+
+
+def test_what_is_enqueued_is_not_changed_by_its_owner() -> None:
+    queue = dflow.FIFOQueue(4, jax.ShapeDtypeStruct((2,), jnp.float32))
+    array = np.zeros((2, 2), np.float32)
+    queue.enqueue(array[0])
+    queue.enqueue_many(array)
+    dflow.jit(queue.enqueue)(array[0])
+    array += 1
+    assert [np.asarray(queue.dequeue()).sum() for _ in range(4)] == [0, 0, 0, 0]
+
+
+def test_many_at_once_and_what_is_left() -> None:
+    queue = numbers()
+    queue.enqueue_many(jnp.arange(5.0))
+    assert queue.dequeue_many(2).tolist() == [0, 1]
+    queue.close()
+    with pytest.raises(
+        dflow.QueueClosed, match="queue 'q' is closed and cannot give 4 elements; it holds 3 of at most 8"
+    ):
+        queue.dequeue_many(4)
+    rows, count = queue.dequeue_up_to(4)
+    assert (rows.tolist(), int(count)) == ([2, 3, 4, 0], 3)
+    with pytest.raises(dflow.QueueClosed, match="cannot take 1 element"):
+        queue.enqueue(1.0)
+    assert queue.dequeue_many(0).shape == (0,)
+
+
+def test_a_shuffle_queue_gives_each_element_once_in_the_order_of_its_seed() -> None:
+    def order(seed: int) -> list[float]:
+        queue = dflow.RandomShuffleQueue(8, 2, F32, seed=seed)
+        queue.enqueue_many(jnp.arange(8.0))
+        first = [float(queue.dequeue()) for _ in range(6)]
+        with pytest.raises(dflow.DeadlineExceeded, match="holds 2 of at most 8"):
+            queue.dequeue(timeout_s=0)
+        queue.close()
+        return first + drained(queue)
+
+    assert order(1) == order(1) != order(2)
+    assert sorted(order(3)) == list(range(8))
+    with pytest.raises(QueueError, match="a queue of capacity 2 that holds 2 back gives nothing"):
+        dflow.RandomShuffleQueue(2, 2, F32)
+
+
+def test_a_priority_queue_gives_the_lowest_first() -> None:
+    queue = dflow.PriorityQueue(8, (I32, F32))
+    for priority, value in ((3, 0.0), (-1, 1.0), (3, 2.0), (0, 3.0)):
+        queue.enqueue((priority, value))
+    assert queue.dequeue_many(4)[1].tolist() == [1, 3, 0, 2]
+    with pytest.raises(QueueError, match="the first component of a priority queue is its priority, an int32 or int64"):
+        dflow.PriorityQueue(8, (F32, I32))
+
+
+def test_a_padding_queue_pads_to_the_largest() -> None:
+    queue = dflow.PaddingFIFOQueue(4, dflow.PaddedSpec((None, 2), jnp.float32), name="ragged")
+    for length in (1, 3, 2):
+        queue.enqueue(jnp.ones((length, 2)))
+    assert queue.dequeue().shape == (1, 2)
+    assert queue.dequeue_many(2)[:, :, 0].tolist() == [[1, 1, 1], [1, 1, 0]]
+    dflow.jit(queue.enqueue)(jnp.ones((3, 2)))
+    with pytest.raises(
+        QueueError, match=r"dequeue in traced code from queue 'ragged', whose elements have no one shape"
+    ):
+        dflow.jit(queue.dequeue)()
+    with pytest.raises(QueueTypeError, match=r"holds f32\[\?,2\] but enqueue was given f32\[3\]"):
+        queue.enqueue(jnp.ones(3))
+    with pytest.raises(QueueError, match=r"leaves a dimension open, \(None, 2\)"):
+        dflow.FIFOQueue(4, dflow.PaddedSpec((None, 2), jnp.float32))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: dflow.FIFOQueue(0, F32, name="q"), "queue 'q' cannot have the capacity 0"),
+        (lambda: dflow.FIFOQueue(1, (), name="q"), "queue 'q' would hold elements without arrays"),
+        (
+            lambda: dflow.FIFOQueue(1, 3.0, name="q"),
+            r"has 3\.0 for a component[\s\S]*give each one as jax\.ShapeDtypeStr",
+        ),
+        (lambda: dflow.FIFOQueue(1, jax.eval_shape(lambda: jax.random.key(0))), "enqueue jax.random.key_data"),
+        (dflow.jit(lambda: dflow.FIFOQueue(1, F32, name="q").size()), "is created inside traced code"),
+        (lambda: numbers().dequeue_many(-1), r"was asked for -1 elements[\s\S]*known when the program is traced"),
+        (lambda: dflow.jit(numbers().dequeue_many)(3), "how many must be a number that is known"),
+    ],
+)
+def test_what_makes_no_queue_is_refused(make: Callable[..., Any], message: str) -> None:
+    with pytest.raises(QueueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"x": 1.0},
+            r"queue 'pair' holds \(f32\[\], i32\[\]\) but enqueue was given {'x': f32\[\]}\n  at .*test_queues",
+        ),
+        ((1.0, 2.5), r"but enqueue was given \(f32\[\], f32\[\]\)"),
+        (
+            (jnp.ones(2), 1),
+            r"but enqueue was given \(f32\[2\], i32\[\]\)[\s\S]*give it the structure, shapes and dtypes",
+        ),
+    ],
+)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_an_element_of_another_type_is_refused(given: Any, message: str, compiled: bool) -> None:
+    queue = dflow.FIFOQueue(2, (F32, I32), name="pair")
+    enqueue = dflow.jit(lambda: queue.enqueue(given)) if compiled else lambda: queue.enqueue(given)
+    with pytest.raises(QueueTypeError, match=message):
+        enqueue()
+    with pytest.raises(QueueTypeError, match="with one dimension more in front, the same for all"):
+        queue.enqueue_many((jnp.ones(2), jnp.zeros(3, jnp.int32)))
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        lambda queue: jax.lax.scan(lambda c, x: (c + queue.dequeue() * x, c), 0.0, jnp.arange(1.0, 4))[0],
+        lambda queue: jax.lax.fori_loop(1, 4, lambda i, c: c + queue.dequeue() * i, 0.0),
+        lambda queue: (
+            jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] + queue.dequeue() * c[0]), (0, 0.0))[1] + 6
+        ),
+        lambda queue: jax.lax.while_loop(lambda c: queue.dequeue() < 3, lambda c: c + 7.0, 0.0),
+        lambda queue: jax.jit(lambda: queue.dequeue() + queue.dequeue() * 2 + queue.dequeue() * 3)(),
+        lambda queue: jax.checkpoint(lambda: queue.dequeue() + queue.dequeue() * 2 + queue.dequeue() * 3)(),
+        lambda queue: (queue.dequeue_many(3) * jnp.arange(1.0, 4)).sum(),
+    ],
+)
+def test_program_order_holds_wherever_the_ops_stand(loop: Callable[[Any], Any]) -> None:
+    queue = numbers(1, 2, 3)
+    assert float(dflow.jit(lambda: loop(queue))()) == 14
+    assert drained(queue) == []
+
+
+def test_a_loop_of_no_turns_and_constants_of_bodies() -> None:
+    queue, table = numbers(1, 2), np.arange(3.0, dtype=np.float32)
+
+    @dflow.jit
+    def step(n: Any) -> Any:
+        zero = jax.lax.scan(lambda c, x: (queue.dequeue(), queue.dequeue() * x), 5.0, jnp.zeros((0, 2)))
+        one = jax.lax.switch(n, [lambda: queue.dequeue() + jnp.asarray(table)[n], lambda: jnp.float32(-1)])
+        two = jax.lax.cond(n > 0, lambda: -queue.dequeue(), lambda: queue.dequeue() + jnp.asarray(table).sum())
+        return zero[0], zero[1].shape[0], one, two
+
+    assert [float(value) for value in step(0)] == [5, 0, 1, 5]
+
+
+def test_keys_pass_through_loops() -> None:
+    queue = numbers(1, 2)
+
+    @dflow.jit
+    def step(key: Any) -> Any:
+        def turn(key: Any, _: Any) -> Any:
+            queue.dequeue()
+            return jax.random.split(key)[0], key
+
+        return jax.random.key_data(jax.lax.scan(turn, key, None, length=2)[1])
+
+    first = jax.random.key(0)
+    assert step(first).tolist() == jax.random.key_data(jnp.stack([first, jax.random.split(first)[0]])).tolist()
+
+
+def test_variables_and_queues_share_a_body() -> None:
+    queue, total = numbers(1, 2, 3), dflow.Variable(0.0, name="total")
+
+    @dflow.jit
+    def step() -> Any:
+        def turn(_: Any, c: Any) -> Any:
+            total.assign_add(queue.dequeue())
+            queue.enqueue(total.read())
+            return c + total.read()
+
+        before = total.read()
+        return before, jax.lax.fori_loop(0, 3, turn, 0.0), total.read()
+
+    assert [float(value) for value in step()] == [0, 10, 6]
+    assert drained(queue) == [1, 3, 6]
+
+
+def test_what_jax_would_do_to_a_queue_op_is_refused() -> None:
+    queue = numbers(1, 2)
+    with pytest.raises(QueueError, match=r"queue 'q' is used under vmap[\s\S]*use enqueue_many or dequeue_many"):
+        jax.vmap(queue.enqueue)(jnp.ones(3))
+    with pytest.raises(QueueError, match="queue 'q' is used under vmap"):
+        dflow.jit(jax.vmap(lambda x: x + queue.dequeue()))(jnp.ones(3))
+    with pytest.raises(QueueError, match=r"depends on what jax.grad differentiates[\s\S]*use dflow.grad"):
+        jax.grad(lambda x: (queue.enqueue(x), x)[1])(1.0)
+    with pytest.raises(PlainJitError, match="queue 'q' is used in a function that JAX compiles by itself"):
+        jax.jit(queue.dequeue)()
+
+    def loss(x: Any) -> Any:
+        return jax.lax.scan(lambda c, _: (c + x * queue.dequeue(), None), 0.0, None, length=2)[0]
+
+    for grad in (jax.grad, dflow.grad):
+        with pytest.raises(QueueError, match=r"inside a loop that is differentiated[\s\S]*dequeue before the loop"):
+            dflow.jit(grad(loss))(1.0)
+    assert drained(queue) == [1, 2]
+
+
+def test_a_gradient_flows_past_queues_and_not_through_them() -> None:
+    queue = numbers(3)
+
+    def loss(x: Any) -> Any:
+        taken = queue.dequeue()
+        queue.enqueue(x * taken)
+        return jax.lax.cond(x > 0, lambda: x * x * queue.dequeue(), lambda: x)
+
+    assert float(dflow.jit(dflow.grad(loss))(2.0)) == 24
+    queue.enqueue(5.0)
+    assert float(jax.grad(lambda x: x * queue.dequeue())(1.0)) == 5
+
+
+def test_two_queues_never_order_each_other() -> None:
+    first, second, third, fourth = (numbers(name=name) for name in ("first", "second", "third", "fourth"))
+
+    @dflow.jit
+    def step() -> None:
+        third_value = third.dequeue(timeout_s=WAIT_S)
+        fourth.enqueue(third_value + 1)
+        second.enqueue(first.dequeue(timeout_s=WAIT_S) + 1)
+
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(step)
+        first.enqueue(1.0)
+        # Only what comes out of the second lets the third be filled.
+        third.enqueue(second.dequeue(timeout_s=WAIT_S))
+        running.result(WAIT_S)
+    assert drained(fourth) == [3]
+
+
+def test_a_queue_and_a_variable_never_order_each_other() -> None:
+    queue, variable = numbers(), dflow.Variable(0.0, name="v")
+    done = threading.Event()
+
+    @dflow.jit
+    def step() -> Any:
+        taken = queue.dequeue(timeout_s=WAIT_S)
+        variable.assign(1.0)
+        return taken
+
+    def feed() -> None:
+        while float(variable.read()) != 1.0 and not done.is_set():
+            pass
+        queue.enqueue(2.0)
+
+    feeder = threading.Thread(target=feed)
+    feeder.start()
+    try:
+        assert float(step()) == 2
+    finally:
+        done.set()
+        feeder.join(WAIT_S)
+
+
+def test_a_step_that_fails_takes_its_other_waits_along() -> None:
+    empty, closed = numbers(name="empty"), numbers(name="closed")
+    closed.close()
+
+    @dflow.jit
+    def step() -> Any:
+        return jax.lax.scan(lambda c, _: (c + empty.dequeue(), None), 0.0, None, length=2)[0], closed.dequeue()
+
+    with pytest.raises(
+        dflow.QueueClosed, match=r"queue 'closed' is closed and cannot give 1 element[\s\S]*test_queues.py"
+    ):
+        step()
+    empty.enqueue(1.0)
+    assert drained(empty) == [1]
+
+
+def test_a_wait_in_a_loop_has_a_deadline_and_the_users_line() -> None:
+    queue = numbers(1)
+    step = dflow.jit(lambda: jax.lax.fori_loop(0, 3, lambda _, c: c + queue.dequeue(timeout_s=0.01), 0.0))
+    with pytest.raises(
+        dflow.DeadlineExceeded, match=r"'q' could not give 1 element within 0\.01 s[\s\S]*test_queues\.py"
+    ):
+        step()
+
+
+def test_an_interpreted_wait_is_an_error() -> None:
+    queue = numbers()
+    graph = dflow.graph(queue.dequeue).graph
+    with pytest.raises(dflow.DeadlineExceeded, match=r"node %q_1 \(queue\.dequeue\): a dequeue of 1 waits for ever"):
+        interpret(graph, [], {"q": QueueModel(queue.settings)})
+    with pytest.raises(dflow.QueueClosed, match="a dequeue of 1 on a closed queue"):
+        interpret(graph, [], {"q": QueueModel(queue.settings, is_closed=True)})
+
+
+def test_a_queue_is_gone_with_its_last_user() -> None:
+    queue = numbers(1)
+    key = queue.key
+    assert float(dflow.jit(queue.dequeue)()) == 1
+    del queue
+    jax.clear_caches()
+    gc.collect()
+    with pytest.raises(QueueError, match=r"no queue .* is held here"):
+        LOCAL.store.queue(key)
+
+
+@pytest.mark.parametrize("capacity", [1, 5])
+def test_threads_of_compiled_steps_account_for_every_element(capacity: int) -> None:
+    threads, turns, many = 4, 10, 3
+    queue = dflow.FIFOQueue(capacity, (I32, F32), name="stress")
+    taken, steps = dflow.Variable(jnp.zeros(threads * turns * many), name="taken"), dflow.Variable(0, name="steps")
+
+    @dflow.jit
+    def produce(producer: Any) -> None:
+        def turn(number: Any, _: Any) -> Any:
+            first = producer * turns * many + number * many
+            queue.enqueue_many((first + jnp.arange(many, dtype=jnp.int32), jnp.ones(many)))
+            return None
+
+        jax.lax.fori_loop(0, turns, turn, None)
+
+    @dflow.jit
+    def consume() -> Any:
+        def turn(_: Any, last: Any) -> Any:
+            number, one = queue.dequeue()
+            taken.assign_add(jnp.zeros(threads * turns * many).at[number].set(one))
+            steps.assign_add(1)
+            return number
+
+        return jax.lax.fori_loop(0, turns * many, turn, jnp.int32(0))
+
+    with ThreadPoolExecutor(2 * threads) as pool:
+        running = [pool.submit(produce, producer) for producer in range(threads)]
+        running += [pool.submit(consume) for _ in range(threads)]
+        for one in running:
+            one.result(WAIT_S)
+    assert taken.read().tolist() == [1.0] * (threads * turns * many)
+    assert int(steps.read()) == threads * turns * many
+    assert int(queue.size()) == 0
+
+
+def test_on_a_cluster_queues_are_the_callers_own() -> None:
+    with memory_cluster(ps=1, workers=1) as cluster:
+        store = LOCAL.store
+        worker = Cluster(cluster.coordinator.address, cluster.network, job="worker", index=0, store=store, address="")
+        with worker.parameter_servers():
+            w = dflow.Variable(1.0, name="w")
+            with pytest.raises(QueueError, match=r"created among the parameter servers[\s\S]*create it outside"):
+                dflow.FIFOQueue(2, F32, name="there")
+        queue = numbers(2, 3)
+
+        @dflow.jit
+        def step() -> Any:
+            w.assign_add(queue.dequeue())
+            queue.enqueue(w.read())
+            return w.read()
+
+        assert float(step()) == 3
+        assert drained(queue) == [3, 3]
+        queue.enqueue(1.0)
+        loop = dflow.jit(lambda: jax.lax.fori_loop(0, 1, lambda _, c: c + queue.dequeue() * w.read(), 0.0))
+        with pytest.raises(
+            DeviceError, match=r"waits for queues[\s\S]*%w on /job:ps/task:0[\s\S]*read what is elsewhere"
+        ):
+            loop()
+        worker.close()

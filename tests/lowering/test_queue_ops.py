@@ -1,0 +1,93 @@
+"""Plans with queues: what a call waits for, what a plan from another task may not hold, and what a registry refuses."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+
+from dflow.distributed.messages import RegisterPlan
+from dflow.distributed.plan_registry import PlanRegistry
+from dflow.lowering.compile import make_plans
+from dflow.lowering.passes.base import run_passes
+from dflow.lowering.pipeline import ALONE, pipeline
+from dflow.lowering.plan import Branch, Call, Plan, Scalar, UseQueue
+from dflow.lowering.queue_ops import HeldQueue, QueueUse
+from dflow.tracing.errors import InternalError, WireError
+from dflow.tracing.queue_settings import QueueKind, QueueSettings
+from dflow.tracing.text import parse
+from dflow.tracing.types import ArrayType, QueueType
+
+
+def plan_of(graph: str) -> Plan:
+    """The plan of a graph of this process."""
+    lowered = run_passes(parse(graph), pipeline(), check=True)
+    return make_plans(lowered, ALONE, {ref: ref.name for ref in lowered.refs}).local.plan
+
+
+def test_a_call_waits_for_the_queues_that_it_needs_and_no_other() -> None:
+    plan = plan_of("""graph(%a: queue<f32[]>, %b: queue<f32[]>, %v: ref<f32[]>) {
+     !%x: f32[] = queue.dequeue(%a)
+     !%y: f32[] = queue.dequeue(%b)
+      %p: f32[] = jax.neg(%x)
+      %q: f32[] = jax.neg(%y)
+      %s: f32[] = jax.add(%p, %q)
+     !%r: f32[] = var.read(%v)
+      %t: f32[] = jax.add(%r, %p)
+     !%w: token = var.assign(%v, %t)
+      return %p, %q, %s
+    }""")
+    waits = {item.gives[0]: item.queue for item in plan.items if isinstance(item, UseQueue)}
+    calls = [item for item in plan.items if isinstance(item, Call)]
+    direct = [sorted(waits[slot] for slot in call.takes if slot in waits) for call in calls]
+    assert direct == [["a"], ["b"], []]
+    # The read is in the call that writes.
+    assert [call.writes for call in calls] == [("v",), (), ()]
+
+
+def test_a_read_that_two_queues_wait_to_use_waits_for_neither() -> None:
+    plan = plan_of("""graph(%a: queue<f32[]>, %b: queue<f32[]>, %v: ref<f32[]>) {
+     !%r: f32[] = var.read(%v)
+     !%x: f32[] = queue.dequeue(%a)
+     !%y: f32[] = queue.dequeue(%b)
+      %p: f32[] = jax.mul(%r, %x)
+      %q: f32[] = jax.mul(%r, %y)
+      return %p, %q
+    }""")
+    reading = next(item for item in plan.items if isinstance(item, Call) and item.reads)
+    assert (reading.takes, reading.after) == ((), ())
+
+
+def test_numbers_and_bodies_are_in_the_plan() -> None:
+    plan = plan_of("""graph(%q: queue<f32[]>, %i: i32[]) {
+     !%1: token = queue.enqueue(%q, 2.5:f32[])
+     !%2: f32[] = ctrl.cond(%i, %q) {
+        graph(%q: queue<f32[]>) {
+          return 1.0:f32[]
+        }
+        graph(%q: queue<f32[]>) {
+         !%1: f32[] = queue.dequeue(%q)
+          return %1
+        }
+      }
+      return %2
+    }""")
+    enqueue, branch = plan.items
+    assert isinstance(enqueue, UseQueue)
+    assert isinstance(branch, Branch)
+    assert plan.scalars == (Scalar(enqueue.takes[0], "f32", np.float32(2.5).tobytes()),)
+    assert branch.after == (0,)
+    assert [len(body.items) for body in plan.bodies] == [0, 1]
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=Plan) == plan
+
+
+def test_a_plan_with_queues_is_not_taken_from_another_task() -> None:
+    encoded = msgspec.msgpack.encode(Plan(ALONE, 1, (UseQueue("q", "size", gives=(0,)),)))
+    with pytest.raises(WireError, match="a plan with queues was sent to /job:localhost/task:0, which holds none"):
+        PlanRegistry(ALONE).add_encoded(RegisterPlan(encoded, ()), memoryview(b""))
+
+
+def test_an_unknown_method_is_a_fault() -> None:
+    queue = HeldQueue("q", QueueSettings(QueueKind.FIFO, 1), QueueType((ArrayType(np.dtype("float32"), ()),)))
+    with pytest.raises(InternalError, match="no queue does 'peek'"):
+        queue.start(QueueUse("peek"), (), lambda results: None)
