@@ -106,7 +106,8 @@ def _batch(rows: Sequence[Any], type: ArrayType, count: int) -> jax.Array:
         return jnp.asarray(np.stack(arrays))
     batch = np.zeros((count, *largest), type.dtype)
     for number, array in enumerate(arrays):
-        batch[number, *(slice(size) for size in array.shape)] = array
+        place: Any = (number, *(slice(size) for size in array.shape))
+        batch[place] = array
     return jnp.asarray(batch)
 
 
