@@ -34,3 +34,11 @@ def test_digits_on_a_cluster() -> None:
     assert "grad/dense/kernel" in output
     assert re.search(r"\n test accuracy +0\.\d+", output), output
     assert re.search(r"\n Variables: 25, ", "\n " + output.replace("\n", "\n ")), output
+
+
+def test_actors_and_a_learner() -> None:
+    with Spawned("examples/actor_learner.py", cwd=ROOT) as ran:
+        status, output = ran.finish()
+    assert status == 0, output
+    assert "learned from 6400 transitions of 4 actors; 0 are left" in output
+    assert "the goal is 7 steps away" in output

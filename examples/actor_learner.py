@@ -1,0 +1,95 @@
+"""Actors walk through a corridor and put what they saw into a queue; a learner takes batches out and learns from them.
+
+    python examples/actor_learner.py
+
+All are threads of one process over the same variables and queue. Each actor and the learner is one compiled function
+with a loop in it that waits for the queue: a full queue holds the actors back, an empty one the learner.
+"""
+
+import argparse
+import threading
+
+import jax
+import jax.numpy as jnp
+
+import dflow
+
+STATES, GOAL = 8, 7
+BATCH = 32
+
+scalar = jax.ShapeDtypeStruct((), jnp.int32)
+transitions = dflow.FIFOQueue(
+    256, {"state": scalar, "action": scalar, "reward": jax.ShapeDtypeStruct((), jnp.float32), "after": scalar}
+)
+#: How much reward to expect, by state and action: 0 is a step to the left, 1 to the right. At first too much is
+#: expected of everything, so that everything is tried.
+worth = dflow.Variable(jnp.ones((STATES, 2)), name="worth")
+
+
+def walk(state, action):
+    """The corridor: a step to either side, and a reward at its end, from where one starts anew."""
+    after = jnp.clip(state + 2 * action - 1, 0, GOAL)
+    return after, jnp.where(after == GOAL, 1.0, 0.0)
+
+
+@dflow.jit
+def act(key, steps):
+    """Walk by the latest worth of each action, half of the time at random, and tell the learner."""
+
+    def step(_, carry):
+        state, key = carry
+        key, for_choice, for_action = jax.random.split(key, 3)
+        best = jnp.argmax(worth[state]).astype(jnp.int32)
+        action = jnp.where(
+            jax.random.bernoulli(for_choice), jax.random.randint(for_action, (), 0, 2, dtype=jnp.int32), best
+        )
+        after, reward = walk(state, action)
+        transitions.enqueue({"state": state, "action": action, "reward": reward, "after": after})
+        return jnp.where(after == GOAL, 0, after), key
+
+    jax.lax.fori_loop(0, steps, step, (jnp.int32(0), key))
+
+
+@dflow.jit
+def learn(batches):
+    """Move the worth of what was done towards the reward and what may be had afterwards."""
+
+    def update(_, last):
+        batch = transitions.dequeue_many(BATCH)
+        future = jnp.where(batch["after"] == GOAL, 0.0, worth.read()[batch["after"]].max(1))
+        error = batch["reward"] + 0.9 * future - worth.read()[batch["state"], batch["action"]]
+        worth.assign_add(jnp.zeros((STATES, 2)).at[batch["state"], batch["action"]].add(0.03 * error))
+        return jnp.abs(error).mean()
+
+    return jax.lax.fori_loop(0, batches, update, jnp.float32(0))
+
+
+def steps_to_goal() -> int:
+    """How long the learned way is; at most 100 steps are tried."""
+    state = steps = 0
+    while state != GOAL and steps < 100:
+        state = int(walk(state, int(jnp.argmax(worth[state])))[0])
+        steps += 1
+    return steps
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--actors", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=1600, help="of each actor")
+    options = parser.parse_args()
+    actors = [
+        threading.Thread(target=act, args=(jax.random.key(number), options.steps)) for number in range(options.actors)
+    ]
+    for actor in actors:
+        actor.start()
+    batches = options.actors * options.steps // BATCH
+    error = learn(batches)
+    for actor in actors:
+        actor.join()
+    print(f"learned from {batches * BATCH} transitions of {options.actors} actors; {int(transitions.size())} are left")
+    print(f"the last error is {float(error):.3f}; the goal is {steps_to_goal()} steps away")
+
+
+if __name__ == "__main__":
+    main()
