@@ -4,7 +4,7 @@ A variable that a function only looks rows up in is never read whole: each looku
 derivative with respect to its rows is taken in the place of one with respect to the variable. Lookups count that
 stand in the function itself or in functions that it calls by `jit`; one in a loop, a branch or a `remat` is a use
 like any other. `variable.gather`, `variable[indices]`, and JAX's own gather of whole rows from a read (`jnp.take`
-along axis 0, indexing by an array) are lookups.
+along axis 0, indexing by an array or a number, under `vmap` too) are lookups.
 """
 
 from __future__ import annotations
@@ -69,34 +69,56 @@ class _Search:
             given = zip(inner.invars, equation.invars, strict=True)
             self.walk(inner, {var: tables[atom] for var, atom in given if not is_literal(atom) and atom in tables})
         elif is_row_gather(equation) and equation.invars[0] in tables:
-            self._found(tables[equation.invars[0]], equation)
+            self._found(tables[equation.invars[0]], equation, _kept_dim(equation))
             self._whole(equation.invars[1:], tables)
         else:
             self._whole(equation.invars, tables)
             self.used_whole.update(*accesses(equation.effects))
 
-    def _found(self, variable: Any, equation: Equation) -> None:
+    def _found(self, variable: Any, equation: Equation, kept_dim: int | None = None) -> None:
         aval = equation.outvars[0].aval
-        self.sites.append(Site(variable, ArrayType(aval.dtype, tuple(aval.shape))))
+        shape = tuple(size for dim, size in enumerate(aval.shape) if dim != kept_dim)
+        self.sites.append(Site(variable, ArrayType(aval.dtype, shape)))
 
     def _whole(self, atoms: Sequence[Any], tables: Mapping[Any, Any]) -> None:
         self.used_whole.update(tables[atom] for atom in atoms if not is_literal(atom) and atom in tables)
 
 
 def is_row_gather(equation: Equation) -> bool:
-    """Whether an equation takes whole rows along the first dimension of its first operand."""
-    if equation.primitive.name != "gather" or is_literal(equation.invars[0]):
+    """Whether an equation takes whole rows along the first dimension of its first operand, and nothing else."""
+    if equation.primitive.name not in ("gather", "dynamic_slice") or is_literal(equation.invars[0]):
         return False
-    operand, indices = (atom.aval for atom in equation.invars)
-    numbers = equation.params["dimension_numbers"]
-    batch = len(indices.shape) - 1
-    return bool(
-        operand.shape
-        and numbers.start_index_map == numbers.collapsed_slice_dims == (0,)
-        and not numbers.operand_batching_dims
-        and numbers.offset_dims == tuple(range(batch, batch + len(operand.shape) - 1))
-        and tuple(equation.params["slice_sizes"]) == (1, *operand.shape[1:])
+    shape = equation.invars[0].aval.shape
+    takes_rows = bool(shape) and tuple(equation.params["slice_sizes"]) == (1, *shape[1:])
+    return takes_rows and (equation.primitive.name == "dynamic_slice" or _is_plain_gather(equation))
+
+
+def _is_plain_gather(equation: Equation) -> bool:
+    numbers, batch = equation.params["dimension_numbers"], _batch_dims(equation)
+    starts = tuple(numbers.start_index_map)
+    # A start along another dimension says nothing when it is clipped, since the whole of that dimension is taken.
+    only_rows = starts == (0,) or (
+        starts == tuple(range(len(starts))) and equation.params["mode"] == GatherScatterMode.CLIP
     )
+    offsets = len(equation.outvars[0].aval.shape) - batch
+    return bool(
+        only_rows
+        and tuple(numbers.collapsed_slice_dims) in ((0,), ())
+        and not numbers.operand_batching_dims
+        and tuple(numbers.offset_dims) == tuple(range(batch, batch + offsets))
+    )
+
+
+def _batch_dims(equation: Equation) -> int:
+    """How many dimensions the indices have that name rows."""
+    return len(equation.invars[1].aval.shape) - 1 if equation.primitive.name == "gather" else 0
+
+
+def _kept_dim(equation: Equation) -> int | None:
+    """Where the result has a dimension of size 1 for each single row, or None when it has none."""
+    if equation.primitive.name == "gather" and equation.params["dimension_numbers"].collapsed_slice_dims:
+        return None
+    return _batch_dims(equation)
 
 
 @jax.custom_jvp
@@ -124,12 +146,14 @@ class Lookups:
         return self._rows(variable, jnp.where(indices < 0, indices + variable.shape[0], indices), drops=True)
 
     def gather(self, equation: Equation, variable: Any, starts: Any) -> Any:
-        """What JAX's own gather gives, by a lookup."""
-        mode, places = equation.params["mode"], _wide(starts[..., 0])
+        """What JAX's own gather gives, by a lookup; `starts` is its second operand."""
+        is_gather, kept_dim = equation.primitive.name == "gather", _kept_dim(equation)
+        mode = equation.params["mode"] if is_gather else GatherScatterMode.CLIP
+        places = _wide(starts[..., 0] if is_gather else jnp.asarray(starts))
         rows = self._rows(variable, places, drops=mode != GatherScatterMode.CLIP)
-        if mode != GatherScatterMode.FILL_OR_DROP:
-            return rows
-        return jnp.where(_is_there(variable, places), rows, _fill_value(equation.params["fill_value"], rows.dtype))
+        if mode == GatherScatterMode.FILL_OR_DROP:
+            rows = jnp.where(_is_there(variable, places), rows, _fill_value(equation.params["fill_value"], rows.dtype))
+        return rows if kept_dim is None else jnp.expand_dims(rows, kept_dim)
 
     def _rows(self, variable: Any, places: Any, *, drops: bool) -> Any:
         """Rows by places from the start; of one past an end, that at the end, whose gradient is dropped if `drops`."""

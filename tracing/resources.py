@@ -358,14 +358,14 @@ def trainable_variables(tree: Any) -> list[Variable]:
     return [leaf for leaf in leaves if is_variable(leaf) and leaf.trainable]
 
 
-def variables(tree: Any, *, prefix: str = "") -> Any:
+def variables(tree: Any, *, prefix: str = "", trainable: bool = True) -> Any:
     """A pytree of variables from a pytree of arrays or initialisers, named by their paths: `Dense_0/kernel`.
 
     It is how the parameters of a Flax or Haiku model, or a plain dict, become state. The result has the same
     structure with variables for leaves; `read` gives the arrays back.
     """
     flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    made = [Variable(leaf, name=prefix + path_name(path)) for path, leaf in flat]
+    made = [Variable(leaf, name=prefix + path_name(path), trainable=trainable) for path, leaf in flat]
     return jax.tree_util.tree_unflatten(treedef, made)
 
 

@@ -54,7 +54,25 @@ def by_bytes(t: Any, i: Any) -> Any:
     return jnp.asarray(t)[i.astype(jnp.int8)]
 
 
-LOOKUPS = [lambda t, i: t[i], by_method, by_clip, by_fill, by_embed, by_bytes, lambda t, i: t[i[0, 1]]]
+def by_vmap(t: Any, i: Any) -> Any:
+    return jax.vmap(jax.vmap(lambda j: jnp.asarray(t)[j]))(i)
+
+
+def by_number(t: Any, i: Any) -> Any:
+    return jnp.asarray(t)[i[2, 1]] + jnp.asarray(t)[i[1, 1]]
+
+
+LOOKUPS = [
+    lambda t, i: t[i],
+    by_method,
+    by_clip,
+    by_fill,
+    by_embed,
+    by_bytes,
+    lambda t, i: t[i[0, 1]],
+    by_vmap,
+    by_number,
+]
 
 
 def grown(graph: Graph, shape: tuple[int, ...]) -> list[str]:
