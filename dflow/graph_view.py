@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from html import escape
 from typing import Any
 
 import jax
 
 from dflow.function import Function
+from dflow.graph_drawing import drawing_of
 from dflow.graph_run import Bound, run
+from dflow.graph_svg import svg
 from dflow.tracing.graph import Graph, Value
 from dflow.tracing.resources import Variable
 from dflow.tracing.text import parse, text
@@ -46,6 +49,23 @@ class GraphView:
         """
         names, structure = jax.tree_util.tree_flatten(fetches)
         return jax.tree_util.tree_unflatten(structure, run(self._bound, names, feeds or {}))
+
+    def svg(self) -> str:
+        """The graph as a picture, for a file or a page; notebooks show it of themselves.
+
+        Name scopes and nested functions are one box each, variables are named in the boxes that use them, colours
+        tell devices, and `!` marks effects. Of a very large graph it shows less, and says so.
+        """
+        return svg(drawing_of(self.graph))
+
+    def _repr_svg_(self) -> str:
+        return self.svg()
+
+    def _repr_html_(self) -> str:
+        return (
+            f'<div style="overflow:auto;max-height:40em">{self.svg()}</div>'
+            f"<details><summary>text</summary><pre>{escape(str(self))}</pre></details>"
+        )
 
     def __str__(self) -> str:
         return text(self.graph)

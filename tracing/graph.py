@@ -54,12 +54,18 @@ class Origin(Protocol):
         """The user's line, when it is known."""
         ...
 
+    @property
+    def scope(self) -> str:
+        """The name scopes it was traced under, as JAX prints them: `dense/inner`, `transpose(jvp(dense))`."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Written:
     """The origin of a node whose line is all that is known."""
 
     loc: Loc | None
+    scope: str = ""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -86,6 +92,11 @@ class Node:
     def loc(self) -> Loc | None:
         """The user's line, when it is known."""
         return self.origin.loc if self.origin is not None else None
+
+    @property
+    def scope(self) -> str:
+        """The name scopes it was traced under; empty when there is none, or none is known."""
+        return self.origin.scope if self.origin is not None else ""
 
     @property
     def effects(self) -> tuple[tuple[Effect, Value | None], ...]:

@@ -125,6 +125,11 @@ class Origin:
         return None
 
     @property
+    def scope(self) -> str:
+        """The name scopes the equation was traced under, as JAX prints them."""
+        return str(self.source_info.name_stack)
+
+    @property
     def device(self) -> str | None:
         """The device scope the equation was traced under."""
         device: str | None = (self.context.xla_metadata or {}).get(METADATA_KEY)
