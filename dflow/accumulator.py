@@ -178,7 +178,7 @@ class ConditionalAccumulator:
             raise GraphTypeError(
                 f"accumulator {self.name!r} takes {type}{where}, but was given {given.strong}{at(caller())}"
             )
-        return array
+        return jax.lax.convert_element_type(array, type.dtype)
 
     def _check_reduction(self) -> None:
         if self._reduction not in ("mean", "sum"):

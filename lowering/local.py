@@ -81,9 +81,9 @@ class LocalHome:
     def update(self, variable: Variable, kind: str, *operands: Any) -> None:
         self.store.update(variable.key, kind, *operands)
 
-    def forget(self, variable: Variable, reason: str) -> None:
-        """Let go of the value; whoever uses the variable afterwards gets a VariableError with this reason."""
-        self.store.forget(variable.key, reason)
+    def forget(self, variable: Variable, reason: str, remedy: str) -> None:
+        """Let go of the value; whoever uses the variable afterwards gets a VariableError that says these two."""
+        self.store.forget(variable.key, reason, remedy)
 
     def create_queue(self, queue: Queue) -> Slot:
         key = f"{queue.name}#queue{queue.serial}"

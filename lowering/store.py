@@ -37,7 +37,7 @@ class Store:
     def __init__(self) -> None:
         self._held: dict[str, _Held] = {}
         #: Why each value that someone may still ask for was let go of.
-        self._gone: dict[str, str] = {}
+        self._gone: dict[str, tuple[str, str]] = {}
         self._queues: dict[str, HeldQueue] = {}
         self._lock = threading.RLock()
 
@@ -74,11 +74,11 @@ class Store:
             self._held.pop(key, None)
             self._gone.pop(key, None)
 
-    def forget(self, key: str, reason: str) -> None:
-        """Let go of a value before its last user is gone: the next to ask for it gets a VariableError that says why."""
+    def forget(self, key: str, reason: str, remedy: str) -> None:
+        """Let go of a value before its last user is gone: who asks for it gets a VariableError that says these two."""
         with self._lock:
             if self._held.pop(key, None) is not None:
-                self._gone[key] = reason
+                self._gone[key] = reason, remedy
 
     def types(self) -> dict[str, ArrayType]:
         """The type of everything held, by key."""
@@ -163,7 +163,8 @@ class Store:
     def _find(self, key: str) -> _Held:
         held = self._held.get(key)
         if held is None and key in self._gone:
-            raise VariableError(f"{self._gone[key]}{at(caller())}")
+            reason, remedy = self._gone[key]
+            raise VariableError(f"{reason}{at(caller())}\n  {remedy}")
         if held is None:
             raise VariableError(f"no variable {key!r} is held here; there are {sorted(self._held) or 'none'}")
         return held

@@ -119,7 +119,8 @@ def reset_container(name: str) -> None:
             f"container {name!r} holds {far[0].name!r} on {far[0].device}, and state on other tasks cannot be dropped "
             f"yet{at(caller())}\n  assign new values, or make new variables in a container of another name"
         )
-    reason = f"is gone: container {name!r} was reset{at(caller())}"
+    where = caller()
+    reason = f"is gone: container {name!r} was reset{f' at {where.short}' if where else ''}"
     for resource in held:
         resource.forget(reason)
     _members.remove(name)

@@ -64,8 +64,8 @@ class Home(Protocol):
 class ForgettingHome(Protocol):
     """A home that can let go of a value while its variable is still in use somewhere."""
 
-    def forget(self, variable: Variable, reason: str) -> None:
-        """Let go of the value; whoever uses the variable afterwards gets a VariableError with this reason."""
+    def forget(self, variable: Variable, reason: str, remedy: str) -> None:
+        """Let go of the value; whoever uses the variable afterwards gets a VariableError that says these two."""
         ...
 
 

@@ -119,9 +119,8 @@ class Variable:
         """
         if not isinstance(self.home, ForgettingHome):
             raise ContainerError(f"variable {self.name!r} lives on {self.device}, where it cannot be dropped yet")
-        self.home.forget(
-            self, f"variable {self.name!r} {reason}\n  make it again, or keep what outlives it outside the container"
-        )
+        remedy = "make it again, or keep what outlives it outside the container"
+        self.home.forget(self, f"variable {self.name!r} {reason}", remedy)
 
     def read(self) -> jax.Array:
         """The value: in traced code as of this point of the program, elsewhere as of now."""

@@ -28,6 +28,9 @@ def test_take_gives_the_mean_of_what_is_there_and_begins_anew() -> None:
 def test_stale_gradients_are_dropped_and_counted() -> None:
     held = dflow.ConditionalAccumulator(jnp.zeros(()))
     held.apply(1.0, 0)
+    assert not held.take(1).weak_type
+    held = dflow.ConditionalAccumulator(jnp.zeros(()))
+    held.apply(1.0, 0)
     held.take(1)
     assert not held.apply(100.0, 0)
     assert held.apply(4.0, 1)
