@@ -280,6 +280,11 @@ class ClusterHome:
         self._ops: dict[tuple[Any, ...], Runner] = {}
 
     def create(self, variable: Variable, initial: Initial, near: Variable | None) -> Slot:
+        if jnp.issubdtype(variable.dtype, jax.dtypes.extended):
+            raise VariableError(
+                f"variable {variable.name!r} holds {variable.type}, and keys do not travel between tasks yet"
+                f"{at(variable.loc)}\n  hold jax.random.key_data(key), and wrap what you read with wrap_key_data"
+            )
         try:
             task = self._cluster.place(variable, self._job, near)
             self._create_on(task, variable, initial)

@@ -594,3 +594,24 @@ def test_a_lookup_sends_rows_alone(memory: MemoryCluster, worker: Cluster) -> No
     dflow.jit(lambda i: v[i].sum())(jnp.array([1, 2, 3]))
     sent = [edge for task in memory.tasks.values() for edge in task.server.traffic()]
     assert [edge.size_bytes for edge in sent] == [24]
+
+
+def test_keys_do_not_live_on_another_task(worker: Cluster) -> None:
+    with (
+        worker.parameter_servers(),
+        pytest.raises(VariableError, match=r"'k' holds key<fry>\[\], and keys do not travel(.|\n)*key_data") as caught,
+    ):
+        dflow.Variable(jax.random.key(0), name="k")
+    assert "dflow.Variable(jax.random.key(0)" in line_of(caught.value)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "bool", "complex64"])
+def test_a_remote_variable_of_any_other_dtype(worker: Cluster, dtype: str) -> None:
+    ones = jnp.ones((3, 2), dtype)
+    with worker.parameter_servers():
+        v = dflow.Variable(lambda: jnp.zeros((3, 2), dtype), name="v")
+    v.assign(ones)
+    v.scatter_update(jnp.array([0]), jnp.zeros((1, 2), dtype))
+    got = dflow.jit(lambda: (v.read(), v.gather(jnp.array([1]))))()
+    assert got[0].dtype == got[1].dtype == v.read().dtype == v.dtype
+    np.testing.assert_array_equal(np.asarray(got[0], np.complex64)[:, 0], [0, 1, 1])

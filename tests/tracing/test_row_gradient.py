@@ -100,7 +100,8 @@ def test_it_is_the_gradient(look_up: Callable[..., Any], compiled: bool, table: 
 
 USES: dict[str, Callable[[Variable, Any], Any]] = {
     "sum": lambda t, i: t[i].sum() + t.read().sum(),
-    "returned by a jit": lambda t, i: t[i].sum() + jax.jit(lambda: t.read() * 2)().sum(),
+    "returned by a jit": lambda t, i: t[i].sum() + jnp.sum(jax.jit(lambda: t.read() + 0)()),
+    "handed out by a jit": lambda t, i: t[i].sum() + jnp.sum(jax.jit(lambda: (t.read(), i))()[0]),
     "slice": lambda t, i: t[i].sum() + t[1:3].sum(),
     "written": lambda t, i: (t.assign_add(TABLE), t[i].sum())[1],
     "scattered": lambda t, i: (t.scatter_add(i, jnp.ones((3, 2, 2))), t[i].sum())[1],
@@ -251,3 +252,33 @@ def test_a_row_gradient_of_another_shape_is_refused(table: Variable) -> None:
     optimizer = dflow.Optimizer(optax.sgd(0.1), [table])
     with pytest.raises(GraphTypeError, match=r"variable 'table' has the shape \(3, 2\), but the variable \(13, 2\)"):
         optimizer.apply([RowGradient(jnp.array([1]), jnp.ones((1, 2)), (3, 2))])
+
+
+def test_a_table_that_is_given_back_whole_is_dense(table: Variable) -> None:
+    gradient, whole = dflow.grad(lambda i: (table[i].sum(), table.read()), table, has_aux=True)(INDICES)
+    assert isinstance(gradient, jax.Array)
+    np.testing.assert_array_equal(whole, TABLE)
+
+
+def test_small_integers_index_large_tables() -> None:
+    large = dflow.Variable(jnp.arange(300.0), name="large")
+    value, gradient = dflow.value_and_grad(lambda i: (large[i] ** 2).sum(), large)(jnp.array([5, -1], jnp.int8))
+    assert value == 25.0 + 299.0**2
+    np.testing.assert_array_equal(gradient.indices, [5, 299])
+
+
+@pytest.mark.parametrize("mode", ["clip", "fill"])
+def test_a_gather_that_starts_along_other_dimensions_too(mode: str, table: Variable) -> None:
+    """Clipped, a start along a dimension that is taken whole says nothing; filled, it puts every row out of bounds."""
+    numbers = jax.lax.GatherDimensionNumbers(offset_dims=(1,), collapsed_slice_dims=(0,), start_index_map=(0, 1))
+    starts = jnp.array([[3, 1], [4, 0]])
+
+    def loss(t: Any) -> Any:
+        rows = jax.lax.gather(jnp.asarray(t), starts, numbers, (1, 2), mode=mode, fill_value=0.0)
+        return (rows**2).sum()
+
+    value, gradient = dflow.value_and_grad(lambda: loss(table), table)()
+    want, want_gradient = jax.value_and_grad(loss)(TABLE)
+    np.testing.assert_allclose(value, want, rtol=1e-6)
+    dense = gradient.dense() if mode == "clip" else gradient
+    np.testing.assert_allclose(dense, want_gradient, rtol=1e-6)

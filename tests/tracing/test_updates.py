@@ -13,6 +13,7 @@ import pytest
 
 import dflow
 from dflow.tracing.errors import DflowError, GraphTypeError, VariableError, VariableShapeError
+from dflow.tracing.interpret import interpret
 from dflow.tracing.op import OPS
 from dflow.tracing.resources import Variable
 from dflow.tracing.text import parse, text
@@ -70,6 +71,14 @@ def test_each_update_does_what_numpy_does(kind: str, compiled: bool, table: Vari
     (dflow.jit(update) if compiled else update)(*operands_of(kind))
     np.testing.assert_array_equal(table.read(), expected(kind))
     np.testing.assert_array_equal(before, TABLE)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_update_means_what_numpy_does(kind: str, table: Variable) -> None:
+    graph = trace(getattr(table, kind), operands_of(kind), {}).graph
+    np.testing.assert_array_equal(interpret(graph, operands_of(kind), {"table": TABLE})[1]["table"], expected(kind))
+    effects = [effect.value for effect, ref in graph.nodes[0].effects if ref is graph.refs[0]]
+    assert effects == (["write"] if kind == "assign" else ["read", "write"])
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
