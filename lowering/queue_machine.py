@@ -7,8 +7,9 @@ served, or fails). The semantics are TensorFlow's. Invariants:
 - an element is in the queue, still with the enqueue that brings it, or was given to one dequeue, never two of these;
 - a dequeue of several takes them at once, or nothing; while one of more than the capacity waits, that many fit;
 - every ticket gets exactly one command;
-- a close takes no new enqueue; once those that waited are in (or were cancelled), the queue is `drained`: what is
-  left is given out, no element is held back, and a dequeue that cannot be served fails.
+- a closed queue takes no new enqueue, though those that waited go in unless they are cancelled; it holds nothing back,
+  and a dequeue that cannot be served fails. By the room that a dequeue makes, whoever can still bring an element has
+  brought it before that is decided.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class EnqueueAsked:
 
 @dataclass(frozen=True)
 class DequeueAsked:
-    """Someone wants `count` elements; `or_fewer`, if the queue is drained and holds some."""
+    """Someone wants `count` elements; `or_fewer`, if the queue is closed and holds some."""
 
     ticket: int
     count: int
@@ -86,7 +87,7 @@ Command = Serve | Fail
 
 
 class Order(Protocol):
-    """Which element goes next. `held_back` stay in the queue until it is drained."""
+    """Which element goes next. `held_back` stay in the queue until it is closed."""
 
     held_back: int
 
@@ -194,11 +195,6 @@ class QueueMachine:
         self._enqueuing: deque[_Enqueuing] = deque()
         self._dequeuing: deque[DequeueAsked] = deque()
 
-    @property
-    def is_drained(self) -> bool:
-        """Whether nothing more can come in."""
-        return self.is_closed and not self._enqueuing
-
     def handle(self, event: Event) -> list[Command]:
         """What follows from an event."""
         match event:
@@ -251,9 +247,9 @@ class QueueMachine:
         if not self._dequeuing:
             return None
         first = self._dequeuing[0]
-        available = max(0, len(self.order) - (0 if self.is_drained else self.order.held_back))
-        count = min(first.count, available) if first.or_fewer and self.is_drained and available else first.count
-        if count > available and not self.is_drained:
+        available = max(0, len(self.order) - (0 if self.is_closed else self.order.held_back))
+        count = min(first.count, available) if first.or_fewer and self.is_closed and available else first.count
+        if count > available and not self.is_closed:
             return None
         self._dequeuing.popleft()
         if count > available:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import signal
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -49,8 +51,10 @@ def test_an_element_is_a_pytree() -> None:
 
 
 def test_what_is_enqueued_is_not_changed_by_its_owner() -> None:
-    queue = dflow.FIFOQueue(4, jax.ShapeDtypeStruct((2,), jnp.float32))
-    array = np.zeros((2, 2), np.float32)
+    queue = dflow.FIFOQueue(4, jax.ShapeDtypeStruct((64,), jnp.float32))
+    # Where it starts so, JAX would take the memory as it is.
+    memory = np.zeros(64 * 4 * 4, np.uint8)
+    array = memory[-memory.ctypes.data % 64 :][: 2 * 64 * 4].view(np.float32).reshape(2, 64)
     queue.enqueue(array[0])
     queue.enqueue_many(array)
     dflow.jit(queue.enqueue)(array[0])
@@ -191,6 +195,57 @@ def test_a_loop_of_no_turns_and_constants_of_bodies() -> None:
         return zero[0], zero[1].shape[0], one, two
 
     assert [float(value) for value in step(0)] == [5, 0, 1, 5]
+
+
+def test_what_a_loop_and_its_condition_close_over() -> None:
+    queue = numbers(1, 2, 3, 4)
+
+    @dflow.jit
+    def step(limit: Any, factor: Any) -> Any:
+        return jax.lax.while_loop(lambda c: c < limit, lambda c: c + factor * queue.dequeue(), 0.0)
+
+    assert float(step(50.0, 10.0)) == 60
+    assert drained(queue) == [4]
+
+
+def test_an_array_that_a_nested_function_closes_over() -> None:
+    queue, table = numbers(1, 2), jnp.arange(100_000.0)
+
+    @jax.jit
+    def looked_up(index: Any) -> Any:
+        return table[index.astype(jnp.int32)] + queue.dequeue()
+
+    @dflow.jit
+    def step(which: Any) -> Any:
+        arms = [lambda: looked_up(jnp.float32(7)), lambda: jnp.asarray(table).sum() * 0 + looked_up(queue.dequeue())]
+        return jax.lax.switch(which, arms)
+
+    assert float(step(0)) == 8
+    queue.enqueue(3.0)
+    assert float(step(1)) == 5
+
+
+def test_an_interrupt_takes_the_wait_along() -> None:
+    started, empty = numbers(name="started"), numbers(name="empty")
+
+    @dflow.jit
+    def step() -> Any:
+        started.enqueue(1.0)
+        return jax.lax.scan(lambda c, _: (c + empty.dequeue(), None), 0.0, None, length=2)[0]
+
+    def interrupt(thread: int) -> None:
+        started.dequeue(timeout_s=WAIT_S)
+        while sys._current_frames()[thread].f_code.co_name != "_run_here":
+            pass  # the step still starts its waits
+        signal.pthread_kill(thread, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt, args=(threading.get_ident(),))
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        step()
+    thread.join(WAIT_S)
+    empty.enqueue(1.0)
+    assert drained(empty) == [1]
 
 
 def test_keys_pass_through_loops() -> None:

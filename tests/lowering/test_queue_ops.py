@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import numpy as np
 import pytest
 
 from dflow.distributed.messages import RegisterPlan
 from dflow.distributed.plan_registry import PlanRegistry
+from dflow.lowering.channel import StepId
 from dflow.lowering.compile import make_plans
+from dflow.lowering.execute import Execution, Schedule
 from dflow.lowering.passes.base import run_passes
 from dflow.lowering.pipeline import ALONE, pipeline
 from dflow.lowering.plan import Branch, Call, Plan, Scalar, UseQueue
 from dflow.lowering.queue_ops import HeldQueue, QueueUse
-from dflow.tracing.errors import InternalError, WireError
+from dflow.lowering.store import Store
+from dflow.tracing.errors import InternalError, StepCancelled, WireError
 from dflow.tracing.queue_settings import QueueKind, QueueSettings
 from dflow.tracing.text import parse
 from dflow.tracing.types import ArrayType, QueueType
+from tests.lowering.one_process import Mail, Mailbox
 
 
 def plan_of(graph: str) -> Plan:
@@ -85,6 +91,23 @@ def test_a_plan_with_queues_is_not_taken_from_another_task() -> None:
     encoded = msgspec.msgpack.encode(Plan(ALONE, 1, (UseQueue("q", "size", gives=(0,)),)))
     with pytest.raises(WireError, match="a plan with queues was sent to /job:localhost/task:0, which holds none"):
         PlanRegistry(ALONE).add_encoded(RegisterPlan(encoded, ()), memoryview(b""))
+
+
+def test_a_wait_that_starts_when_the_execution_has_ended_is_cancelled() -> None:
+    ends: list[BaseException] = []
+
+    class Late(HeldQueue):
+        def start(self, use: QueueUse, operands: Any, on_results: Any) -> Any:
+            execution.cancel(StepCancelled("enough"))
+            return ends.append
+
+    store, outcomes = Store(), list[Any]()
+    store.create_queue("q", Late("q", QueueSettings(QueueKind.FIFO, 1), QueueType(())))
+    schedule = Schedule(Plan(ALONE, 0, (UseQueue("q", "dequeue"),)))
+    channel = Mailbox(Mail(), ALONE)
+    execution = Execution(schedule, (), store, channel, StepId(ALONE, 1), (), outcomes.append, lambda work: work())
+    execution.start()
+    assert [str(error) for error in (*ends, *outcomes)] == ["enough", "enough"]
 
 
 def test_an_unknown_method_is_a_fault() -> None:
