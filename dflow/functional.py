@@ -19,10 +19,8 @@ import jax.numpy as jnp
 from dflow.tracing.resources import is_variable, read
 
 
-def accepting(name: str, member: Any) -> Any:
-    """A member of JAX's modules, made to accept variables; `name` is what a mirrored module is called."""
-    if isinstance(member, ModuleType):
-        return mirror(name, member)
+def accepting(member: Any) -> Any:
+    """A function made to accept variables; what is no function is given back as it is."""
     if isinstance(member, jnp.ufunc):
         return Ufunc(member)
     if not callable(member) or isinstance(member, type) or get_origin(member) is not None:
@@ -37,8 +35,7 @@ def reading(function: Callable[..., Any]) -> Callable[..., Any]:
     def on_values(*args: Any, **kwargs: Any) -> Any:
         if _has_variable((args, kwargs)):
             args, kwargs = read((args, kwargs))
-        result = function(*args, **kwargs)
-        return reading(result) if callable(result) and not isinstance(result, type) else result
+        return accepting(function(*args, **kwargs))
 
     return on_values
 
@@ -61,7 +58,7 @@ class Ufunc:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return accepting(name, getattr(self._ufunc, name))
+        return accepting(getattr(self._ufunc, name))
 
     def __dir__(self) -> list[str]:
         return dir(self._ufunc)
@@ -96,7 +93,8 @@ def fill(module: ModuleType, source: ModuleType) -> None:
         except AttributeError as error:
             message = f"module {module.__name__!r} has no attribute {name!r}, for {error}"
             raise AttributeError(message, name=name, obj=module) from None
-        made = accepting(f"{module.__name__}.{name}", member)
+        inner = isinstance(member, ModuleType)
+        made = mirror(f"{module.__name__}.{name}", member) if inner else accepting(member)
         setattr(module, name, made)
         return made
 

@@ -58,7 +58,9 @@ def test_variables_say_what_gradients_are_taken_and_may_be_given() -> None:
 
 def test_a_numpy_gradient_may_be_changed_once_it_was_applied() -> None:
     held = dflow.ConditionalAccumulator(jnp.zeros(1024))
-    gradient = np.ones(1024, np.float32)
+    memory = np.ones(1024 + 64, np.float32)
+    # Aligned as JAX needs it to use the memory as its own.
+    gradient = memory[-memory.ctypes.data % 64 // 4 :][:1024]
     held.apply(gradient)
     gradient[:] = 7
     assert held.take(1).tolist() == [1.0] * 1024

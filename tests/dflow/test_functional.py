@@ -190,6 +190,11 @@ def test_a_name_that_jax_does_not_have_is_refused_by_its_name() -> None:
         dflow.numpy.add._absent  # noqa: B018
 
 
+def test_variables_may_be_keyword_arguments() -> None:
+    w = dflow.Variable(VECTOR)
+    same(dflow.numpy.sum(a=w, where=dflow.Variable(VECTOR > 0)), jnp.float32(0.75))
+
+
 def test_a_ufunc_and_its_methods_take_variables() -> None:
     w, v = dflow.Variable(VECTOR), jnp.asarray(VECTOR)
     same(dflow.numpy.add(w, 1), jnp.add(v, 1))
@@ -208,6 +213,9 @@ def test_a_ufunc_and_its_methods_take_variables() -> None:
 def test_a_function_that_gives_a_function_gives_one_that_takes_variables() -> None:
     w = dflow.Variable(VECTOR)
     same(dflow.numpy.vectorize(lambda x: x + 1)(w), jnp.asarray(VECTOR) + 1)
+    half = dflow.numpy.frompyfunc(lambda x, y: (x + y) / 2, 2, 1, identity=0)
+    same(half(w, w), jnp.asarray(VECTOR))
+    same(half.outer(w, w)[0], (VECTOR[0] + jnp.asarray(VECTOR)) / 2)
     key = dflow.Variable(jax.random.key_data(jax.random.key(3)))
     first = dflow.nn.initializers.normal()
     same(first(dflow.random.wrap_key_data(key), (2,)), jax.nn.initializers.normal()(jax.random.key(3), (2,)))

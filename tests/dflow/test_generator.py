@@ -44,6 +44,21 @@ def test_no_key_is_given_twice() -> None:
     assert len({tuple(bits(key)) for key in keys}) == len(keys) == 14
 
 
+def test_the_key_that_comes_next_is_not_derived_from_one_given() -> None:
+    generator = dflow.Generator(0)
+    given = [generator.split(), *generator.split(3)]
+    derived = {tuple(bits(key)) for parent in given for count in (2, 4) for key in jax.random.split(parent, count)}
+    later = {tuple(bits(key)) for key in [generator.split(), *generator.split(3)]}
+    assert not derived & later
+
+
+def test_outside_of_traced_code_a_split_is_one_step_on_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = dflow.Generator(0)
+    # Were it a read and a write, a compiled step between the two would draw the same keys.
+    monkeypatch.setattr(type(generator.key.home), "read", None)
+    assert generator.split(2).shape == (2,)
+
+
 def test_the_shape_of_the_keys_is_what_was_asked_for() -> None:
     generator = dflow.Generator(0)
     shapes = [generator.split(n).shape for n in (None, 1, 3, np.int64(2), (2, 3), [4], 0)]

@@ -126,6 +126,16 @@ def test_a_write_runs_though_what_it_gives_is_fed() -> None:
     assert plain(table.read()) == [5, 5]
 
 
+def test_of_an_op_that_gives_two_values_one_may_be_fed() -> None:
+    def step(x: Any) -> Any:
+        total, partial = jax.lax.scan(lambda c, r: (c + r, c), 0.0, x)
+        return dflow.name(total, "total") * 1, dflow.name(partial, "partial"), total + 1
+
+    view = dflow.graph(step, X)
+    after = view.graph.outputs[2].name  # type: ignore[union-attr]
+    assert plain(view.run(["total", "partial", after], {"total": 10.0})) == [10, [0, 0, 1], 11]
+
+
 def test_a_value_inside_a_call_is_fetched_and_fed() -> None:
     model = Model()
     assert plain(model.graph().run("inside")) == [0, 3, 6]
