@@ -9,32 +9,49 @@ from dflow.function import Function, jit
 from dflow.generator import Generator
 from dflow.graph_view import GraphView, graph
 from dflow.optimizer import Optimizer
+from dflow.trace_log import RetraceWarning
 from dflow.tracing.autodiff import grad, hvp, jvp, value_and_grad, vjp
 from dflow.tracing.container import container, containers, reset_container
 from dflow.tracing.device import device
-from dflow.tracing.errors import DeadlineExceeded, DflowError, QueueClosed
+from dflow.tracing.errors import (
+    DeadlineExceeded,
+    DeviceError,
+    DflowError,
+    LostWriteError,
+    QueueClosed,
+    TaskLost,
+    VariableError,
+    VariableShapeError,
+)
 from dflow.tracing.loops import while_loop
 from dflow.tracing.queues import FIFOQueue, PaddedSpec, PaddingFIFOQueue, PriorityQueue, RandomShuffleQueue
-from dflow.tracing.resources import Variable, name, read, trainable_variables, variables
+from dflow.tracing.resources import Variable, assign, is_variable, name, read, trainable_variables, variables
 from dflow.tracing.row_gradient import RowGradient, is_row_gradient
 
 __all__ = [
     "ClusterSettings",
     "ConditionalAccumulator",
     "DeadlineExceeded",
+    "DeviceError",
     "DflowError",
     "FIFOQueue",
     "Function",
     "Generator",
     "GraphView",
+    "LostWriteError",
     "Optimizer",
     "PaddedSpec",
     "PaddingFIFOQueue",
     "PriorityQueue",
     "QueueClosed",
     "RandomShuffleQueue",
+    "RetraceWarning",
     "RowGradient",
+    "TaskLost",
     "Variable",
+    "VariableError",
+    "VariableShapeError",
+    "assign",
     "connect",
     "container",
     "containers",
@@ -45,6 +62,7 @@ __all__ = [
     "graph",
     "hvp",
     "is_row_gradient",
+    "is_variable",
     "jit",
     "jvp",
     "lax",

@@ -18,7 +18,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from types import MethodType
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, cast, overload
@@ -33,12 +32,11 @@ from dflow.lowering.passes.base import Observer
 from dflow.static_arguments import StaticArguments, static_arguments
 from dflow.trace_log import TraceLog, captured_types, described
 from dflow.tracing.context import set_default_home
-from dflow.tracing.discharge import State, evaluate
+from dflow.tracing.discharge import Border, State, evaluate
 from dflow.tracing.errors import DflowError, PlainJitError, VariableError
 from dflow.tracing.from_jaxpr import holds_device
 from dflow.tracing.graph import Graph
 from dflow.tracing.jax_frontend import (
-    accesses,
     closed_parts,
     forget_failed_dispatch,
     is_tracing,
@@ -63,6 +61,9 @@ CAPTURE_BYTES = 1 << 16
 _LOOK_AT_GRAPHS = CONFIG.check or CONFIG.dump is not None
 
 _dumps = itertools.count()
+
+
+_UNKNOWN: Any = object()
 
 
 class _LookFirst(BaseException):
@@ -97,7 +98,9 @@ class Function(Generic[P, R]):
         )
         self._log = TraceLog(getattr(fn, "__name__", type(fn).__name__))
         self._looking = _Looking()
-        self._jax: Any = jax.jit(self._recorded(), **options)
+        self._jax: Any = jax.jit(self._recorded(needs_look=True), **options)
+        # What is traced within another trace, or by hand, shares no cache with calls: those are looked at first.
+        self._by_hand: Any = jax.jit(self._recorded(needs_look=False), **options)
         #: By key: the plan, or None where JAX runs the call. Empty while every call so far is JAX's.
         self._plans: dict[Any, _Plan | None] = {}
         #: By the identity of an object: the function as its method.
@@ -112,7 +115,7 @@ class Function(Generic[P, R]):
         if not self._plans:
             try:
                 return cast(R, self._jax(*args, **kwargs))
-            except (_LookFirst, PlainJitError):  # types not seen yet, or seen within another trace only
+            except (_LookFirst, PlainJitError):  # types not seen yet, or seen by another thread this moment
                 forget_failed_dispatch(self._jax)
         return self._planned(args, kwargs)
 
@@ -122,20 +125,28 @@ class Function(Generic[P, R]):
 
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """As `jax.jit`'s `lower`, for a function without state. Raises PlainJitError for one with state."""
-        return self._look(self._jax.lower, args, kwargs)
+        try:
+            return self._by_hand.lower(*args, **kwargs)
+        except PlainJitError:
+            raise PlainJitError(
+                f"{self._log.name} has state, so it has programs for several places and no one StableHLO module"
+                f"{at(caller())}\n  print(dflow.graph({self._log.name}, ...)) shows what it does"
+            ) from None
 
     def trace(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """As `jax.jit`'s `trace`."""
-        return self._look(self._jax.trace, args, kwargs)
+        return self._by_hand.trace(*args, **kwargs)
 
     def eval_shape(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """As `jax.jit`'s `eval_shape`: the types of the result, computed without running anything."""
-        return self._look(self._jax.eval_shape, args, kwargs)
+        return self._by_hand.eval_shape(*args, **kwargs)
 
     def clear_cache(self) -> None:
         """Forget every trace and every compiled program."""
         self._jax.clear_cache()
+        self._by_hand.clear_cache()
         self._plans.clear()
+        self._methods.clear()
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         if instance is None:
@@ -157,12 +168,12 @@ class Function(Generic[P, R]):
     def __repr__(self) -> str:
         return f"<dflow.jit of {self.fn!r}>"
 
-    def _recorded(self) -> Callable[P, R]:
+    def _recorded(self, *, needs_look: bool) -> Callable[P, R]:
         """The function as JAX sees it: it runs only to be traced, and each time is noted."""
 
         @functools.wraps(self.fn)
         def recorded(*args: P.args, **kwargs: P.kwargs) -> R:
-            if not self._looking.depth:
+            if needs_look and not self._looking.depth:
                 raise _LookFirst
             started = time.perf_counter()
             result = self.fn(*args, **kwargs)
@@ -183,13 +194,18 @@ class Function(Generic[P, R]):
         traced_args, traced_kwargs, static = self._static.split(args, kwargs)
         leaves, in_tree = jax.tree_util.tree_flatten((traced_args, traced_kwargs))
         key = (in_tree, tuple([_type_key(leaf) for leaf in leaves]), static, trace_context())
-        try:
-            plan = self._plans[key]
-        except (KeyError, TypeError):
+        plan = self._known(key)
+        if plan is _UNKNOWN:
             return self._first_call(key, args, kwargs, leaves)
         if plan is None:
             return cast(R, self._look(self._jax, args, kwargs))
         return cast(R, jax.tree_util.tree_unflatten(plan.out_tree, plan.runner(leaves)))
+
+    def _known(self, key: Any) -> Any:
+        try:
+            return self._plans.get(key, _UNKNOWN)
+        except TypeError:  # a static argument that cannot be hashed, about which JAX says more
+            return _UNKNOWN
 
     def _first_call(self, key: Any, args: Any, kwargs: Any, leaves: list[Any]) -> R:
         started, traces = time.perf_counter(), len(self._log)
@@ -203,9 +219,7 @@ class Function(Generic[P, R]):
             if self._plans:
                 self._plans[key] = None
             result = self._look(self._jax, args, kwargs)
-        if len(self._log) > traces:
-            total_ms = (time.perf_counter() - started) * 1e3
-            self._log.records[-1] = replace(self._log[-1], total_ms=total_ms, captured=captured)
+        self._log.finish(traces, (time.perf_counter() - started) * 1e3, captured)
         return cast(R, result)
 
     def _make_plan(self, looked: Any, args: Any, kwargs: Any) -> _Plan:
@@ -225,27 +239,25 @@ class Function(Generic[P, R]):
 
     def _within_trace(self, args: Any, kwargs: Any) -> R:
         try:
-            return cast(R, self._look(self._jax, args, kwargs))
+            return cast(R, self._by_hand(*args, **kwargs))
         except PlainJitError:
             # Under a transform of JAX's that runs at once, such as an outermost jax.grad.
             return self._hoisted(args, kwargs)
 
     def _hoisted(self, args: Any, kwargs: Any) -> R:
         """The variables read, a pure function of their values, and the variables written."""
-        looked = self._look(self._jax.trace, args, kwargs)
+        looked = self._by_hand.trace(*args, **kwargs)
         jaxpr, consts = closed_parts(looked.jaxpr)
-        reads, writes = accesses(jaxpr.effects)
-        touched = list(dict.fromkeys([*reads, *writes]))
+        border = Border(jaxpr.effects, lambda variable: True)
 
         @jax.jit
         def pure(values: list[Any], leaves: list[Any]) -> tuple[list[Any], list[Any]]:
-            state = State(dict(zip(touched, values, strict=True)))
-            return evaluate(jaxpr, consts, leaves, state), state.of(writes)
+            state = State(dict(zip(border.touched, values, strict=True)))
+            return evaluate(jaxpr, consts, leaves, state), state.of(border.writes)
 
         leaves = jax.tree_util.tree_leaves(self._static.split(args, kwargs)[:2])
-        results, written = pure([variable.read() for variable in touched], leaves)
-        for variable, value in zip(writes, written, strict=True):
-            variable.assign(value)
+        results, after = pure(border.values(), leaves)
+        border.write_back(after)
         return cast(R, jax.tree_util.tree_unflatten(looked.out_tree, results))
 
 

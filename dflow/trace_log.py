@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 
-from dflow.tracing.resources import path_name
 from dflow.tracing.source import Loc
 from dflow.tracing.types import array_type_of
 
@@ -65,6 +64,11 @@ class TraceLog:
     def __str__(self) -> str:
         return "\n".join(map(str, self.records)) or f"{self.name} has not been traced"
 
+    def finish(self, since: int, total_ms: float, captured: tuple[str, ...]) -> None:
+        """Say of the first trace after the first `since` what the whole call cost, and what it closed over."""
+        if len(self.records) > since:
+            self.records[since] = replace(self.records[since], total_ms=total_ms, captured=captured)
+
     def add(self, arguments: Mapping[str, str], call: Loc | None, trace_ms: float) -> None:
         """Note a trace. Warns with RetraceWarning when the function is traced ever again for other types."""
         changes = _changes(arguments, [record.arguments for record in self.records])
@@ -74,14 +78,18 @@ class TraceLog:
 
     def _warn(self) -> None:
         newest = self.records[-1]
-        warnings.warn(
+        text = (
             f"{self.name} was traced {len(self.records)} times, the last time because of {'; '.join(newest.changes)}"
             f" (called at {newest.call}); each trace compiles anew\n"
             "  pad or bucket arguments to a few fixed shapes, pass Python numbers as arrays, and pass only what seldom "
-            f"changes as static; {self.name}.trace_log() lists every trace and its cost",
-            RetraceWarning,
-            stacklevel=5,
+            f"changes as static; {self.name}.trace_log() lists every trace and its cost"
         )
+        line = newest.call
+        if line is None:
+            warnings.warn(text, RetraceWarning, stacklevel=2)
+        else:
+            # At the user's line: between it and here stand JAX's frames, as many as JAX likes.
+            warnings.warn_explicit(text, RetraceWarning, line.file, line.line)
 
 
 _FIRST = "first trace"
@@ -122,8 +130,3 @@ def captured_types(constants: Sequence[Any], at_least_bytes: int) -> tuple[str, 
     """The types of the closed-over arrays that are large."""
     types = [array_type_of(constant) for constant in constants]
     return tuple(str(type) for type in types if type.size_bytes >= at_least_bytes)
-
-
-def argument_path(parameter: str, path: tuple[Any, ...]) -> str:
-    """The name of a leaf within a parameter."""
-    return f"{parameter}/{path_name(path)}" if path else parameter

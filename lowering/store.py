@@ -86,18 +86,16 @@ class Store:
             return {key: held.type for key, held in self._held.items()}
 
     def read(self, key: str) -> jax.Array:
-        """The value. It stays valid whatever is written later."""
+        """A copy of the value, which is the caller's: it stays valid whatever is written, and may be donated."""
         with self._lock:
-            held = self._find(key)
-            held.lent = True
-            return held.value
+            return jnp.copy(self._find(key).value)
 
     def write(self, key: str, value: Any) -> None:
         """Replace the value. Raises VariableShapeError when the type is another."""
         with self._lock:
             held = self._find(key)
             _check_type(key, held.type, value)
-            held.value, held.lent = jnp.asarray(value), True
+            held.value, held.lent = jnp.array(value, copy=True), False
 
     def gather(self, key: str, indices: Any) -> jax.Array:
         """The rows at `indices`."""

@@ -16,9 +16,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dflow.tracing.discharge import State, evaluate
+from dflow.tracing.discharge import Border, State, evaluate
 from dflow.tracing.errors import GraphTypeError, VariableError
-from dflow.tracing.jax_frontend import accesses, make_jaxpr
+from dflow.tracing.jax_frontend import is_tracing, make_jaxpr
 from dflow.tracing.lookups import Lookups, lookup_sites, row_gradient
 from dflow.tracing.resources import Variable, is_variable, name
 from dflow.tracing.row_gradient import RowGradient
@@ -187,12 +187,17 @@ class _Pure:
         self._jaxpr, self._consts, _ = make_jaxpr(flat, *picked)
         self._tree, self._aux_tree = trees
         self._wrt, self._picked = wrt, picked
-        reads, self._writes = accesses(self._jaxpr.effects)
+        kept = {id(variable) for variable in wrt}
+        at_once = not is_tracing()
+        self._border = Border(
+            self._jaxpr.effects, lambda variable: id(variable) not in kept and (at_once or variable.device is not None)
+        )
+        self._writes = self._border.writes
         looked_up = [variable for variable in wrt if variable.gradient is None] if by_rows else []
         self._sites = lookup_sites(self._jaxpr, looked_up)
         tables = {site.variable for site in self._sites}
-        touched = dict.fromkeys([*reads, *self._writes, *wrt])
-        self._before = {variable: variable.read() for variable in touched if variable not in tables}
+        touched = dict.fromkeys([*self._border.touched, *wrt])
+        self._before = {variable: self._border.value(variable) for variable in touched if variable not in tables}
         self._whole = [variable for variable in wrt if variable not in tables]
         #: The values of those of `wrt` that are read whole: all, unless `by_rows`.
         self.start = [self._before[variable] for variable in self._whole]
@@ -236,8 +241,7 @@ class _Pure:
 
     def write_back(self, after: list[Any]) -> None:
         """Write what the function wrote."""
-        for variable, written in zip(self._writes, after, strict=True):
-            variable.assign(written)
+        self._border.write_back(after)
 
     def result(self, flat: Sequence[Any]) -> Any:
         """The results in the structure that the function gave."""
@@ -329,6 +333,12 @@ def _pick(args: tuple[Any, ...], argnums: int | Sequence[int] | None) -> tuple[l
             raise GraphTypeError(f"argnums has {number} but the function was given {len(args)} arguments{at(caller())}")
     numbers = [number % len(args) for number in numbers]
     chosen: Any = tuple(args[number] for number in numbers)
+    for leaf in jax.tree_util.tree_leaves(chosen, is_leaf=is_variable):
+        if is_variable(leaf):
+            raise GraphTypeError(
+                f"an argument to differentiate holds variable {leaf.name!r}, which is no value{at(caller())}\n"
+                "  name the variables instead: dflow.grad(function, variables), or pass dflow.read(variables)"
+            )
     leaves, tree = jax.tree_util.tree_flatten(chosen[0] if isinstance(argnums, int) else chosen)
     for leaf in leaves:
         _check_floating("an argument to differentiate", array_type_of(leaf).dtype)

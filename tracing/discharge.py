@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from dflow.tracing.custom_derivatives import CustomCall
 from dflow.tracing.errors import DflowError
@@ -23,6 +24,7 @@ from dflow.tracing.jax_frontend import (
     is_literal,
     line_bound,
     make_jaxpr,
+    only_added,
     origin_of,
     primitive_named,
     queues,
@@ -34,6 +36,32 @@ from dflow.tracing.queue_primitives import queue_p
 from dflow.tracing.source import at
 from dflow.tracing.state_primitives import gather_p, read_p, update_p
 from dflow.tracing.updates import looked_up, updated
+
+
+class Border:
+    """How the variables of a region of a program pass its border: a value in, and what it is left with out.
+
+    With `adds`, a variable that the region only adds to comes in as zero, and what it is left with is added to it as
+    one update: so nothing is lost that others add meanwhile.
+    """
+
+    def __init__(self, effects: Any, adds: Callable[[Any], bool]) -> None:
+        reads, self.writes = accesses(effects)
+        self.touched = sorted({*reads, *self.writes}, key=lambda variable: variable.serial)
+        self.added = frozenset(variable for variable in only_added(effects) if adds(variable))
+
+    def values(self) -> list[Any]:
+        """What each variable touched comes in as."""
+        return [self.value(variable) for variable in self.touched]
+
+    def value(self, variable: Any) -> Any:
+        """What one variable comes in as."""
+        return jnp.zeros(variable.shape, variable.dtype) if variable in self.added else variable.read()
+
+    def write_back(self, after: Sequence[Any]) -> None:
+        """Give the variables written what they are left with."""
+        for variable, value in zip(self.writes, after, strict=True):
+            (variable.assign_add if variable in self.added else variable.assign)(value)
 
 
 class State:

@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from dflow.tracing import ops
-from dflow.tracing.discharge import State, apply
+from dflow.tracing.discharge import Border, State, apply
 from dflow.tracing.errors import QueueError
 from dflow.tracing.graph import FreshNames, Graph, Literal, Node, Operand, Value
 from dflow.tracing.jax_frontend import (
@@ -206,21 +207,24 @@ class _Builder:
     def _discharged(
         self, equation: Equation, inputs: list[Operand], names: Sequence[str | None], origin: Origin
     ) -> list[Operand]:
-        """Control flow with state: its variables read before it, a pure node, and assigns after it."""
-        reads, writes = accesses(equation.effects)
-        touched = sorted({*reads, *writes}, key=lambda variable: variable.serial)
+        """Control flow with state: its variables read before it, a pure node, and updates after it."""
+        border = Border(equation.effects, lambda variable: variable.device is not None)
+        writes, added = border.writes, border.added
+        carried = [variable for variable in border.touched if variable not in added]
 
         def pure(values: list[Any], *operands: Any) -> tuple[list[Any], list[Any]]:
-            state = State(dict(zip(touched, values, strict=True)))
+            zeros = {variable: jnp.zeros(variable.shape, variable.dtype) for variable in added}
+            state = State({**dict(zip(carried, values, strict=True)), **zeros})
             return apply(equation, operands, state), state.of(writes)
 
-        structs = [variable.type.struct for variable in touched]
+        structs = [variable.type.struct for variable in carried]
         jaxpr, consts, _ = make_jaxpr(pure, structs, *(_struct(operand) for operand in inputs))
-        values = [self._read(variable, origin) for variable in touched]
+        values = [self._read(variable, origin) for variable in carried]
         results = self.inline(jaxpr, [*map(self.captured, consts), *values, *inputs], origin, names)
         count = len(equation.outvars)
         for variable, value in zip(writes, results[count:], strict=True):
-            self._node(ops.var_assign, (self.refs[variable], value), [], {}, origin, None)
+            update = ops.var_assign_add if variable in added else ops.var_assign
+            self._node(update, (self.refs[variable], value), [], {}, origin, None)
         return results[:count]
 
     def _read(self, variable: Any, origin: Origin) -> Value:

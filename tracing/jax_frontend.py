@@ -29,6 +29,7 @@ from jax._src import config as jax_config
 from jax._src import core as jax_core
 from jax._src import effects as jax_effects
 from jax._src import source_info_util, traceback_util
+from jax._src.interpreters import ad as jax_ad
 from jax._src.interpreters import mlir as jax_mlir
 from jax._src.random.prng import PRNGImpl
 from jax.extend import core as jex
@@ -53,6 +54,8 @@ class Access(Enum):
 
     READ = "read"
     WRITE = "write"
+    #: Adds to the value, which is a read and a write in one, and comes to the same in any order.
+    ADD = "add"
 
 
 class Handle:
@@ -208,12 +211,35 @@ def closed_parts(closed: Any) -> tuple[Jaxpr, list[Any]]:
 
 def accesses(effects: Any) -> tuple[list[Any], list[Any]]:
     """The variables read and the variables written by a set of effects, each once, in order of creation."""
-    found: dict[Access, set[Any]] = {Access.READ: set(), Access.WRITE: set()}
+    found = _touched(effects)
+    added = found[Access.ADD]
+    reads, writes = (_in_order(found[access] | added) for access in (Access.READ, Access.WRITE))
+    return reads, writes
+
+
+def only_added(effects: Any) -> list[Any]:
+    """The variables that a set of effects adds to and touches in no other way."""
+    found = _touched(effects)
+    return _in_order(found[Access.ADD] - found[Access.READ] - found[Access.WRITE])
+
+
+def _touched(effects: Any) -> dict[Access, set[Any]]:
+    found: dict[Access, set[Any]] = {access: set() for access in Access}
     for effect in effects:
         if isinstance(effect, ResourceEffect):
             found[effect.access].add(effect.handle.variable)
-    reads, writes = (sorted(found[access], key=lambda variable: variable.serial) for access in Access)
-    return reads, writes
+    return found
+
+
+def _in_order(variables: set[Any]) -> list[Any]:
+    return sorted(variables, key=lambda variable: variable.serial)
+
+
+def wrap_differentiation(primitive: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Put `wrap` around each of JAX's rules that differentiate a primitive."""
+    for rules in (jax_ad.primitive_jvps, jax_ad.primitive_linearizations):
+        if primitive in rules:
+            rules[primitive] = wrap(rules[primitive])
 
 
 def queues(effects: Any) -> list[Any]:

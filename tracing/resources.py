@@ -7,6 +7,7 @@ returned, closed over and kept in any structure.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterator
@@ -48,7 +49,7 @@ class Variable:
                name is made up
     `dtype`    converts the initial value; given none, it keeps its own
     `near`     another variable whose task this one shall share
-    `trainable`  whether gradients may be taken with respect to it; `trainable_variables` leaves out those that say no
+    `trainable`  whether it is to be trained: `trainable_variables` leaves out those that say no
     `gradient`   a function that `grad`, `value_and_grad` and `vjp` apply to the variable's gradient, an array, before
                  they give it: to clip it, scale it or stop part of it
 
@@ -70,6 +71,10 @@ class Variable:
         trainable: bool = True,
         gradient: Callable[[Any], Any] | None = None,
     ) -> None:
+        if not isinstance(name, str | None):
+            raise VariableError(
+                f"a variable is named {name!r}, a {type(name).__name__}{at(caller())}\n  give it a string"
+            )
         if is_tracing():
             raise VariableError(
                 f"a variable ({name or 'unnamed'}) is created inside traced code, which runs once, not once a step"
@@ -77,6 +82,8 @@ class Variable:
             )
         first = initial if dtype is None else _converted(initial, dtype)
         self.serial = next(_serials)
+        #: Whether the name was given, and not made up.
+        self.is_named = name is not None
         self.name = contained(name or f"variable_{self.serial}")
         self.type = initial_type(first)
         self.trainable = trainable
@@ -245,7 +252,7 @@ class Variable:
         return self.read()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-        return np.asarray(self.read(), dtype=dtype)
+        return np.array(self.read(), dtype=dtype) if copy else np.asarray(self.read(), dtype=dtype)
 
     def __getitem__(self, index: Any) -> jax.Array:
         # Indices with a type of their own are a lookup; all else is indexing, with all that JAX has for it.
@@ -255,7 +262,49 @@ class Variable:
         return self.read()[index]
 
     def __len__(self) -> int:
-        return len(self.read())
+        if not self.shape:
+            raise TypeError(f"variable {self.name!r} is a scalar, {self.type}, and has no len()")
+        return int(self.shape[0])
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise VariableError(
+            f"variable {self.name!r} cannot be assigned to by index{at(caller())}\n"
+            f"  write {self.name}.scatter_update(indices, rows), or {self.name}.assign(whole)"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        # What an array has and a variable has not (sum, T, at, astype) is that of its value.
+        if name.startswith("_") or name not in _array_attributes():
+            raise AttributeError(f"'Variable' object has no attribute {name!r}")
+        return getattr(self.read(), name)
+
+    def __eq__(self, other: Any) -> Any:
+        # Another variable is the same or not, as trees and sets ask; with a value, the elements are compared.
+        if isinstance(other, Variable):
+            return self is other
+        return self.read() == other if _is_array_like(other) else NotImplemented
+
+    def __ne__(self, other: Any) -> Any:
+        if isinstance(other, Variable):
+            return self is not other
+        return self.read() != other if _is_array_like(other) else NotImplemented
+
+    __hash__ = object.__hash__
+
+    def __copy__(self) -> Variable:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Variable:
+        raise VariableError(self._no_copy("copied"))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise VariableError(self._no_copy("serialized"))
+
+    def _no_copy(self, done: str) -> str:
+        return (
+            f"variable {self.name!r} is a handle to state and cannot be {done}{at(caller())}\n"
+            "  make a second one from its value, dflow.variables(dflow.read(tree), prefix='copy/'), or save the value"
+        )
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.read())
@@ -312,6 +361,25 @@ def _binary(function: Callable[[Any, Any], Any]) -> tuple[Callable[..., Any], Ca
     return forward, reflected
 
 
+def _in_place(symbol: str, method: str) -> Callable[..., Any]:
+    def refused(self: Variable, other: Any) -> Any:
+        raise VariableError(
+            f"variable {self.name!r} is updated by {symbol}, which would put an array in the variable's place"
+            f"{at(caller())}\n  write {method.format(self.name)}"
+        )
+
+    return refused
+
+
+def _is_array_like(value: Any) -> bool:
+    return hasattr(value, "dtype") or isinstance(value, bool | int | float | complex)
+
+
+@functools.cache
+def _array_attributes() -> frozenset[str]:
+    return frozenset(dir(jax.Array))
+
+
 def _unary(function: Callable[[Any], Any]) -> Callable[..., Any]:
     def applied(self: Variable) -> Any:
         return function(self.read())
@@ -337,6 +405,10 @@ for _name in (
     _forward, _reflected = _binary(getattr(operator, _name))
     setattr(Variable, f"__{_name.rstrip('_')}__", _forward)
     setattr(Variable, f"__r{_name.rstrip('_')}__", _reflected)
+    _word = _name.rstrip("_")
+    _update = {"add": "assign_add", "sub": "assign_sub", "mul": "assign_mul"}.get(_word)
+    _way = f"{{0}}.{_update}(...)" if _update else f"{{0}}.assign(operator.{_name}({{0}}, ...))"
+    setattr(Variable, f"__i{_word}__", _in_place(f"an in-place {_word}", _way))
 for _name in ("lt", "le", "gt", "ge"):
     setattr(Variable, f"__{_name}__", _binary(getattr(operator, _name))[0])
 for _name in ("neg", "pos", "abs", "invert"):
@@ -376,6 +448,14 @@ def path_name(path: tuple[Any, ...]) -> str:
 def read(tree: Any) -> Any:
     """The same pytree with each variable's value in its place."""
     return jax.tree_util.tree_map(lambda leaf: leaf.read() if is_variable(leaf) else leaf, tree, is_leaf=is_variable)
+
+
+def assign(tree: Any, values: Any) -> None:
+    """Assign to each variable of a pytree the array in its place in `values`, a pytree of the same structure."""
+    leaves, treedef = jax.tree_util.tree_flatten(tree, is_leaf=is_variable)
+    structure: Any = treedef
+    for leaf, value in zip(leaves, structure.flatten_up_to(values), strict=True):
+        leaf.assign(value)
 
 
 def name(value: Any, name: str) -> jax.Array:

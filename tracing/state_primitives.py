@@ -21,7 +21,15 @@ from jax.extend.core import primitives as jax_primitives
 from jax.interpreters import ad, batching, mlir
 
 from dflow.tracing.errors import DflowError, LostWriteError, PlainJitError
-from dflow.tracing.jax_frontend import Access, Handle, ResourceEffect, accesses, closed_parts, line_bound
+from dflow.tracing.jax_frontend import (
+    Access,
+    Handle,
+    ResourceEffect,
+    accesses,
+    closed_parts,
+    line_bound,
+    wrap_differentiation,
+)
 from dflow.tracing.source import at, caller
 from dflow.tracing.types import ArrayType, array_type_of
 from dflow.tracing.updates import lookup_type
@@ -34,7 +42,8 @@ def _aval(type: ArrayType) -> Any:
 def _refuse_plain_jit(*_: Any, handle: Handle, **__: Any) -> Any:
     raise PlainJitError(
         f"variable {handle.name!r} is used in a function that JAX compiles by itself{at(caller())}\n"
-        f"  decorate the outermost function with @dflow.jit, or pass it the value, {handle.name}.read()"
+        f"  decorate the outermost function with @dflow.jit, or pass it the value, {handle.name}.read(); functions of\n"
+        "  jax.numpy are compiled too: outside of any function dflow.numpy takes variables, or read them first"
     )
 
 
@@ -68,9 +77,11 @@ def _gather_type(indices: Any, *, handle: Handle) -> Any:
     return _aval(rows), {ResourceEffect(Access.READ, handle)}
 
 
+_ACCESSES = {"assign": (Access.WRITE,), "assign_add": (Access.ADD,), "assign_sub": (Access.ADD,)}
+
+
 def _update_type(*_: Any, handle: Handle, kind: str, reduce: str | None) -> Any:
-    accesses = (Access.WRITE,) if kind == "assign" else Access
-    return [], {ResourceEffect(access, handle) for access in accesses}
+    return [], {ResourceEffect(access, handle) for access in _ACCESSES.get(kind, (Access.READ, Access.WRITE))}
 
 
 #: The value of a variable.
@@ -163,6 +174,26 @@ _refuse_divided_writes(
 _refuse_divided_writes(
     jax_primitives.while_p, lambda *, cond_jaxpr, body_jaxpr, **_: [cond_jaxpr, body_jaxpr], lambda dims: True
 )
+
+
+def _refuse_lost_writes(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """JAX takes what does not depend on the differentiated input out of a scan, and runs it once or never."""
+
+    def checked(*args: Any, **params: Any) -> Any:
+        _, writes = accesses(closed_parts(params["jaxpr"])[0].effects)
+        if writes:
+            names = ", ".join(variable.name for variable in writes)
+            raise LostWriteError(
+                f"variables ({names}) are written in a scan, map or fori_loop that plain jax.grad differentiates, and "
+                f"JAX would run those writes once or never{at(line_bound())}\n"
+                "  use dflow.grad or dflow.value_and_grad in the place of jax.grad: they carry the state through"
+            )
+        return rule(*args, **params)
+
+    return checked
+
+
+wrap_differentiation(jax_primitives.scan_p, _refuse_lost_writes)
 
 name_p = jex.Primitive("name")
 name_p.def_impl(lambda value, *, name: value)

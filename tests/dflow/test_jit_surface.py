@@ -7,6 +7,7 @@ import re
 import warnings
 from collections import namedtuple
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -208,8 +209,42 @@ def test_state_with_static_arguments() -> None:
 
 def test_a_function_with_state_has_no_stablehlo_of_its_own() -> None:
     v = dflow.Variable(jnp.ones(2))
-    with pytest.raises(dflow.DflowError, match="used in a function that JAX compiles by itself"):
+    with pytest.raises(dflow.DflowError, match="has state, so it has programs for several places and no one StableHLO"):
         dflow.jit(lambda x: x + v).lower(1.0)
+
+
+def test_a_device_scope_is_seen_after_a_trace_by_hand() -> None:
+    def far(x: Any) -> Any:
+        with dflow.device("ps:7"):
+            return x + 1
+
+    f = dflow.jit(far)
+    f.eval_shape(1.0)
+    with pytest.raises(dflow.DeviceError, match="no task offers it"):
+        f(1.0)
+
+
+def test_an_error_while_tracing_has_no_context_of_ours() -> None:
+    v = dflow.Variable(1.0)
+    f = dflow.jit(lambda x: x + v + ({}["missing"] if x.ndim else 0))
+    f(1.0)
+    with pytest.raises(KeyError) as caught:
+        f(jnp.ones(2))
+    assert caught.value.__context__ is None
+
+
+def test_threads_lose_no_update_under_a_transform_that_runs_at_once() -> None:
+    count = dflow.Variable(0)
+
+    @dflow.jit
+    def f(x: Any) -> Any:
+        count.assign_add(1)
+        return x**2
+
+    jax.grad(f)(1.0)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: (jax.grad(f)(1.0), dflow.grad(f)(1.0)), range(20)))
+    assert int(count.read()) == 41
 
 
 def test_positions_of_a_method_count_self() -> None:

@@ -1,0 +1,118 @@
+"""Python's idioms on a variable do what they say or are refused; none of them loses a write in silence."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dflow
+
+
+@pytest.fixture
+def v() -> dflow.Variable:
+    return dflow.Variable(jnp.arange(3.0), name="idiom")
+
+
+@pytest.mark.parametrize("op", [operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.imatmul])
+def test_an_in_place_operator_is_refused(v: dflow.Variable, op: Any) -> None:
+    with pytest.raises(dflow.VariableError, match=r"'idiom' is updated by an in-place \w+, which would put an array"):
+        op(v, 1.0)
+
+
+def test_item_assignment_is_refused(v: dflow.Variable) -> None:
+    with pytest.raises(dflow.VariableError, match=r"idiom.scatter_update\(indices, rows\)"):
+        v[0] = 1.0  # type: ignore[index]
+
+
+def test_equality_compares_values_with_values_and_handles_with_handles(v: dflow.Variable) -> None:
+    other = dflow.Variable(jnp.arange(3.0))
+    assert (v == v) is True
+    assert (v == other) is False
+    assert (v != other) is True
+    np.testing.assert_array_equal(v == 1.0, [False, True, False])
+    np.testing.assert_array_equal(dflow.jit(lambda: v != jnp.arange(3.0))(), [False] * 3)
+    assert v != "idiom"
+    assert len({v, other, v}) == 2
+
+
+def test_what_an_array_has_is_the_values(v: dflow.Variable) -> None:
+    assert float(v.sum()) == 3.0
+    assert v.astype(jnp.int32).dtype == jnp.int32
+    np.testing.assert_array_equal(dflow.jit(lambda: v.at[0].set(7.0))(), [7, 1, 2])
+    np.testing.assert_array_equal(v.read(), [0, 1, 2])
+    with pytest.raises(AttributeError, match="'Variable' object has no attribute 'nonsense'"):
+        _ = v.nonsense
+
+
+def test_length_is_the_shapes(v: dflow.Variable) -> None:
+    assert len(v) == 3
+    with pytest.raises(TypeError, match="is a scalar, f32\\[\\], and has no len"):
+        len(dflow.Variable(1.0))
+
+
+def test_a_copied_array_is_the_users(v: dflow.Variable) -> None:
+    mine = np.array(v)
+    mine[0] = 9.0
+    np.testing.assert_array_equal(v.read(), [0, 1, 2])
+
+
+def test_a_handle_is_shared_by_copy_and_refuses_what_would_need_the_state(v: dflow.Variable) -> None:
+    assert copy.copy(v) is v
+    with pytest.raises(dflow.VariableError, match="is a handle to state and cannot be copied"):
+        copy.deepcopy({"w": v})
+    with pytest.raises(dflow.VariableError, match="is a handle to state and cannot be serialized"):
+        v.__reduce_ex__(2)
+
+
+def test_a_name_is_a_string() -> None:
+    with pytest.raises(dflow.VariableError, match="a variable is named 3, a int"):
+        dflow.Variable(0.0, name=3)  # type: ignore[arg-type]
+
+
+def test_a_value_that_was_read_may_be_donated(v: dflow.Variable) -> None:
+    jax.jit(lambda x: x + 1, donate_argnums=0)(v.read())
+    np.testing.assert_array_equal(v.read(), [0, 1, 2])
+
+
+def test_an_array_that_was_assigned_may_be_donated(v: dflow.Variable) -> None:
+    mine = jnp.ones(3)
+    v.assign(mine)
+    jax.jit(lambda x: x + 1, donate_argnums=0)(mine)
+    np.testing.assert_array_equal(v.read(), [1, 1, 1])
+
+
+def test_a_tree_is_assigned_to(v: dflow.Variable) -> None:
+    dflow.assign({"a": v}, {"a": jnp.ones(3)})
+    np.testing.assert_array_equal(v.read(), [1, 1, 1])
+
+
+def test_gradients_of_an_argument_that_holds_a_variable_are_refused(v: dflow.Variable) -> None:
+    with pytest.raises(TypeError, match=r"holds variable 'idiom', which is no value"):
+        dflow.grad(lambda p, x: (dflow.read(p)["a"] * x).sum(), argnums=(0, 1))({"a": v}, 2.0)
+
+
+@pytest.mark.parametrize("loop", ["scan", "fori", "map"])
+def test_plain_grad_over_a_loop_that_writes_is_refused(loop: str) -> None:
+    count = dflow.Variable(0.0)
+
+    def step(x: Any) -> Any:
+        count.assign_add(1.0)
+        return jnp.sin(x)
+
+    def loss(x: Any) -> Any:
+        if loop == "scan":
+            return jax.lax.scan(lambda c, _: (step(c), None), x, None, length=5)[0]
+        if loop == "fori":
+            return jax.lax.fori_loop(0, 5, lambda _, c: step(c), x)
+        return jax.lax.map(lambda y: step(y * x), jnp.arange(5.0)).sum()
+
+    with pytest.raises(dflow.LostWriteError, match=r"are written in a scan, map or fori_loop that plain jax\.grad"):
+        dflow.jit(jax.grad(loss))(1.0)
+    dflow.jit(dflow.grad(loss))(1.0)
+    assert float(count.read()) == 5.0
