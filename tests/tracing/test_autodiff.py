@@ -177,10 +177,9 @@ def test_plain_grad_over_a_dependent_write_raises(w: Variable, count: Variable) 
         return jax.lax.scan(lambda c, _: (w.assign_add(c), c * 2)[::-1], x, None, length=2)[0].sum()
 
     for fn in (direct, looped):
-        with pytest.raises(LostWriteError, match=r"variable 'w' is written a value (.|\n)*use dflow.grad or") as caught:
+        with pytest.raises(LostWriteError, match=r"\bw\b(.|\n)*use dflow.grad or") as caught:
             jax.make_jaxpr(jax.grad(fn))(X)
-        lines = {fn.__code__.co_firstlineno + 1 for fn in (direct, looped)}
-        assert any(f"test_autodiff.py:{line}\n" in str(caught.value) for line in lines)
+        assert f"test_autodiff.py:{fn.__code__.co_firstlineno + 1}\n" in str(caught.value)
 
 
 def test_plain_grad_lets_other_writes_be(w: Variable, count: Variable) -> None:
