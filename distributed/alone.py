@@ -53,7 +53,7 @@ class Alone:
 
     def report(self, name: str, value: float) -> None:
         """Keep a result."""
-        self.results[name] = value
+        self.results[name] = float(value)
 
     def close(self) -> None:
         """Do nothing; there is nobody to leave."""

@@ -62,7 +62,7 @@ from dflow.tracing.jax_frontend import make_jaxpr, touches_state
 from dflow.tracing.queues import Queue
 from dflow.tracing.resources import Initial, Variable
 from dflow.tracing.source import at
-from dflow.tracing.task_name import short_task_name, task_name
+from dflow.tracing.task_name import short_task_name, split_task_name, task_name
 from dflow.tracing.trace import Traced, trace
 from dflow.tracing.types import array_type_of
 
@@ -123,7 +123,8 @@ class Cluster:
     def _join(self) -> None:
         self._client.call_on_roster(self._server.roster_changed)
         roster = self._client.join(self.task, self._server.address, traffic=self._server.traffic)
-        others = [task for task in roster.expected if not task.startswith(self.task.rsplit("/", 1)[0])]
+        job, _ = split_task_name(self.task)
+        others = [task for task in roster.expected if split_task_name(task)[0] != job]
         self._client.wait_for_tasks(others, timeout_s=self._settings.join_timeout_s)
 
     @property
@@ -163,7 +164,7 @@ class Cluster:
 
     def report(self, name: str, value: float) -> None:
         """Add a result to the closing table of the run."""
-        self._client.report(name, value)
+        self._client.report(name, float(value))
 
     def close(self) -> None:
         """Leave the cluster; a second call does nothing."""

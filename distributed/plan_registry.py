@@ -10,6 +10,7 @@ from __future__ import annotations
 import concurrent.futures
 import hashlib
 import itertools
+import secrets
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -46,6 +47,8 @@ class PlanRegistry:
     def __init__(self, task: str) -> None:
         self._task = task
         self._lock = threading.Lock()
+        # A task that was started anew must not take a handle of its past life for a plan of its own.
+        self._first = secrets.randbits(40) << 20
         self._plans: list[Registration] = []
         self._handles: dict[tuple[bytes, tuple[_ProgramKey, ...]], int] = {}
         self._programs: dict[_ProgramKey, concurrent.futures.Future[Program]] = {}
@@ -55,18 +58,20 @@ class PlanRegistry:
 
     def get(self, handle: int) -> Registration:
         """The plan behind a handle; raises InternalError if none was registered under it."""
-        if not 0 <= handle < len(self._plans):
+        number = handle - self._first
+        if not 0 <= number < len(self._plans):
             raise InternalError(
-                f"{self._task} was asked for plan {handle} but has {len(self._plans)}; register it first"
+                f"{self._task} was asked for plan {handle}, which is none of its {len(self._plans)}; "
+                "was it started anew? register the plan first"
             )
-        return self._plans[handle]
+        return self._plans[number]
 
     def add(self, plan: Plan, programs: Sequence[Program]) -> int:
         """Keep a plan whose programs are compiled already; returns its handle."""
         _check(plan, self._task, len(programs))
         with self._lock:
             self._plans.append(Registration(Schedule(plan), tuple(programs)))
-            return len(self._plans) - 1
+            return self._first + len(self._plans) - 1
 
     def add_encoded(self, message: RegisterPlan, payload: memoryview) -> int:
         """Keep a plan that came over the network, compiling its programs; returns its handle.

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import logging
 import threading
 import time
 from collections.abc import Callable
+
+LOGGER = logging.getLogger("dflow")
 
 
 class Timer:
@@ -65,7 +68,11 @@ class Timers:
 
     def _watch(self) -> None:
         while True:
-            self._next_call()()
+            call = self._next_call()
+            try:
+                call()
+            except Exception:
+                LOGGER.exception("what was to be done at a deadline failed; the other deadlines stand")
 
     def _next_call(self) -> Callable[[], None]:
         with self._changed:

@@ -70,8 +70,8 @@ class Async:
                     outcome = step(*batch) if isinstance(batch, tuple) else step(batch)
                     times.append(time.perf_counter() - started)
                     yield outcome
-            except GeneratorExit:
-                # The program has left the loop: the others shall not wait for what this worker will not do.
+            except BaseException:
+                # The loop was left, or a step or a batch failed: the others shall not wait for what is not done here.
                 with contextlib.suppress(DflowError):
                     self._cluster.claim(run, steps, done=len(times), more=False)
                 raise

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import gc
-import signal
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 from typing import Any
 
 import jax
@@ -18,6 +17,7 @@ import pytest
 import dflow
 from dflow.distributed.cluster import Cluster
 from dflow.function import LOCAL
+from dflow.lowering import local
 from dflow.testing import memory_cluster
 from dflow.tracing.errors import DeviceError, PlainJitError, QueueError, QueueTypeError
 from dflow.tracing.interpret import interpret
@@ -225,25 +225,21 @@ def test_an_array_that_a_nested_function_closes_over() -> None:
     assert float(step(1)) == 5
 
 
-def test_an_interrupt_takes_the_wait_along() -> None:
-    started, empty = numbers(name="started"), numbers(name="empty")
+def test_an_interrupt_takes_the_wait_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = numbers(name="empty")
 
     @dflow.jit
     def step() -> Any:
-        started.enqueue(1.0)
         return jax.lax.scan(lambda c, _: (c + empty.dequeue(), None), 0.0, None, length=2)[0]
 
-    def interrupt(thread: int) -> None:
-        started.dequeue(timeout_s=WAIT_S)
-        while sys._current_frames()[thread].f_code.co_name != "_run_here":
-            pass  # the step still starts its waits
-        signal.pthread_kill(thread, signal.SIGINT)
+    class Interrupted(SimpleQueue[Any]):
+        def get(self, *_: Any, **__: Any) -> Any:
+            raise KeyboardInterrupt
 
-    thread = threading.Thread(target=interrupt, args=(threading.get_ident(),))
-    thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        step()
-    thread.join(WAIT_S)
+    with monkeypatch.context() as patched:
+        patched.setattr(local, "SimpleQueue", Interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            step()
     empty.enqueue(1.0)
     assert drained(empty) == [1]
 

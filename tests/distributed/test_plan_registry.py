@@ -91,7 +91,7 @@ def test_a_program_that_cannot_be_loaded_is_tried_again(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("handle", [-1, 0, 7])
 def test_a_handle_that_names_no_plan_is_refused(handle: int) -> None:
-    with pytest.raises(errors.InternalError, match=f"{PS} was asked for plan {handle} but has 0; register it first"):
+    with pytest.raises(errors.InternalError, match=f"{PS} was asked for plan {handle}, which is none of its 0"):
         PlanRegistry(PS).get(handle)
 
 
@@ -123,3 +123,11 @@ def test_programs_that_do_not_fill_the_payload_are_refused() -> None:
     message = RegisterPlan(msgspec.msgpack.encode(Plan(PS, 0, ())), (3, -1))
     with pytest.raises(errors.WireError, match=r"programs of \[3, -1\] bytes do not fill a payload of 2 bytes"):
         PlanRegistry(PS).add_encoded(message, memoryview(bytes(2)))
+
+
+def test_a_handle_of_a_registry_that_is_gone_names_no_plan_of_another() -> None:
+    old, new = PlanRegistry(PS), PlanRegistry(PS)
+    stale = old.add(Plan(PS, 0, ()), ())
+    assert new.add(Plan(PS, 0, ()), ()) != stale
+    with pytest.raises(errors.InternalError, match="was it started anew"):
+        new.get(stale)

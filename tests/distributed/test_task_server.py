@@ -163,7 +163,12 @@ REFUSED: list[tuple[AnyMessage, Callable[[], bytes], type[Exception], str]] = [
     (CreateVariable("w", "float32", (4,), False), lambda: bytes(16), errors.VariableError, "exists and holds"),
     (CreateVariable("v", "float32", (3,), True), lambda: b"not a program", errors.VariableError, "cannot be run here"),
     (CreateVariable("v", "float32", (3,), True), two_arrays, errors.VariableError, "gave 2 arrays; it has to give one"),
-    (RunPlan(0, "w", 1), bytes, errors.InternalError, f"{PS} was asked for plan 0 but has 0; register it first"),
+    (
+        RunPlan(0, "w", 1),
+        bytes,
+        errors.InternalError,
+        f"{PS} was asked for plan 0, which is none of its 0; was it started anew",
+    ),
     (GetStatus(), bytes, errors.RemoteError, "a task does not answer GetStatus"),
 ]
 

@@ -149,3 +149,24 @@ def test_two_runs_of_one_program_have_names_of_their_own() -> None:
     alone = Alone()
     counts = [len(list(Async(alone).run(lambda batch: batch, itertools.count(), steps=3))) for _ in range(2)]
     assert counts == [3, 3]
+
+
+def test_a_step_that_fails_gives_back_what_is_not_done() -> None:
+    cluster = Alone()
+    told: list[tuple[int, bool]] = []
+    claim = cluster.claim
+
+    def noted(run: str, total_steps: int, *, done: int = 0, more: bool = True, **progress: Any) -> range:
+        told.append((done, more))
+        return claim(run, total_steps, done=done, more=more, **progress)
+
+    cluster.claim = noted  # type: ignore[method-assign]
+
+    def step(number: int) -> int:
+        if number == 3:
+            raise ValueError("bad batch")
+        return number
+
+    with pytest.raises(ValueError, match="bad batch"):
+        list(Async(cluster).run(step, range(10), steps=10, name="failing"))
+    assert told == [(0, True), (3, False)]
