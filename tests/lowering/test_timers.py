@@ -36,6 +36,6 @@ def test_a_stopped_timer_does_not_call_and_is_forgotten() -> None:
 def test_a_call_that_fails_leaves_the_others_standing() -> None:
     called: queue.SimpleQueue[str] = queue.SimpleQueue()
     timers = Timers()
-    timers.start(0.0, lambda: [].pop())
+    timers.start(0.0, [].pop)
     timers.start(0.01, lambda: called.put("other"))
     assert called.get(timeout=DEADLINE_S) == "other"
