@@ -15,7 +15,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test lint format types layers pytest golden array-api-suite bench wheel pins clean
+.PHONY: help setup demo test lint format types layers pytest golden array-api-suite jax-suite bench wheel pins clean
 
 help:  ## list the targets
 	@echo 'make TARGET [PYTHON=python3] [VENV=.venv]; needs Python 3.11 or newer and pip; set-up is done on first use'
@@ -55,6 +55,12 @@ array-api-suite: $(STAMP)  ## run the array API standard's own tests on dflow.nu
 	  echo 'install what its requirements.txt lists into $(VENV), and pass its options as SUITE_OPTIONS='; exit 2; }
 	cd "$(SUITE)" && JAX_ENABLE_X64=1 ARRAY_API_TESTS_MODULE=dflow.numpy \
 	  $(abspath $(PY)) -m pytest array_api_tests $(SUITE_OPTIONS)
+
+jax-suite: $(STAMP)  ## run JAX's own tests with jax.jit and with dflow.jit, and compare: SUITE=the tests of a checkout of JAX
+	@test -d "$(SUITE)" || { \
+	  echo 'SUITE=$(SUITE) is no folder; clone github.com/jax-ml/jax at the tag of the installed version, say SUITE=its tests,'; \
+	  echo "install what they need by pip install -e '.[jax-suite]', and name files by FILES= for others than the default"; exit 2; }
+	$(PY) -m tests.jax_suite "$(SUITE)" $(FILES) $(SUITE_OPTIONS)
 
 bench: $(STAMP)  ## run each file of benchmarks/; each prints a table
 	@set -e; for file in benchmarks/[!_]*.py; do \

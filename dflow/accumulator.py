@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax import jit as jax_jit
 
 from dflow.distributed.accumulator_state import (
     AccumulatorState,
@@ -38,7 +39,7 @@ from dflow.tracing.types import ArrayType, array_type_of
 T = TypeVar("T")
 
 _serials = itertools.count()
-_add = jax.jit(lambda left, right: jax.tree_util.tree_map(jnp.add, left, right))
+_add = jax_jit(lambda left, right: jax.tree_util.tree_map(jnp.add, left, right))
 
 
 class ConditionalAccumulator:

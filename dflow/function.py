@@ -24,6 +24,7 @@ from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, cast, overload
 
 import jax
 import numpy as np
+from jax import jit as jax_jit  # JAX's own for good, also where a program has put `dflow.jit` in its place
 
 from dflow.config import CONFIG
 from dflow.eager_mode import call_eagerly
@@ -89,7 +90,7 @@ class Function(Generic[P, R]):
     """
 
     def __init__(self, fn: Callable[P, R], options: Mapping[str, Any]) -> None:
-        jax.jit(fn, **options)  # refuses what JAX refuses, in JAX's words
+        jax_jit(fn, **options)  # refuses what JAX refuses, in JAX's words
         functools.update_wrapper(self, fn)
         self.fn = fn
         self._options = dict(options)
@@ -98,9 +99,9 @@ class Function(Generic[P, R]):
         )
         self._log = TraceLog(getattr(fn, "__name__", type(fn).__name__))
         self._looking = _Looking()
-        self._jax: Any = jax.jit(self._recorded(needs_look=True), **options)
+        self._jax: Any = jax_jit(self._recorded(needs_look=True), **options)
         # What is traced within another trace, or by hand, shares no cache with calls: those are looked at first.
-        self._by_hand: Any = jax.jit(self._recorded(needs_look=False), **options)
+        self._by_hand: Any = jax_jit(self._recorded(needs_look=False), **options)
         #: By key: the plan, or None where JAX runs the call. Empty while every call so far is JAX's.
         self._plans: dict[Any, _Plan | None] = {}
         #: By the identity of an object: the function as its method.
@@ -250,7 +251,7 @@ class Function(Generic[P, R]):
         jaxpr, consts = closed_parts(looked.jaxpr)
         border = Border(jaxpr.effects, lambda variable: True)
 
-        @jax.jit
+        @jax_jit
         def pure(values: list[Any], leaves: list[Any]) -> tuple[list[Any], list[Any]]:
             state = State(dict(zip(border.touched, values, strict=True)))
             return evaluate(jaxpr, consts, leaves, state), state.of(border.writes)

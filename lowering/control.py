@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import jit as jax_jit
 
 from dflow.lowering.plan import Branch, Scan, While
 from dflow.tracing.types import parse_type
@@ -78,7 +79,7 @@ class _Stack:
         return self._array if self._is_plain else jnp.stack([row for _, row in sorted(self._rows.items())])
 
 
-@jax.jit
+@jax_jit
 def _row(array: Any, number: Any) -> Any:
     return jax.lax.dynamic_index_in_dim(array, number, keepdims=False)
 
@@ -87,4 +88,4 @@ def _put_row(array: Any, row: Any, number: Any) -> Any:
     return jax.lax.dynamic_update_index_in_dim(array, row, number, 0)
 
 
-_put = jax.jit(_put_row, donate_argnums=0)
+_put = jax_jit(_put_row, donate_argnums=0)

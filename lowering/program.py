@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 from jax import export
+from jax import jit as jax_jit
 
 from dflow.tracing.types import ArrayType
 
@@ -46,7 +47,7 @@ def compile_program(
     fn: Callable[..., Any], types: Sequence[ArrayType], writes: int, given_up: Sequence[int] = ()
 ) -> Program:
     """Compile `fn` for this process; of the arguments after the written ones, those in `given_up` are donated too."""
-    jitted = jax.jit(fn, donate_argnums=(*range(writes), *given_up), keep_unused=True)
+    jitted = jax_jit(fn, donate_argnums=(*range(writes), *given_up), keep_unused=True)
     return Program(jitted.lower(*(type.struct for type in types)).compile(), writes)
 
 
@@ -54,13 +55,13 @@ def export_program(fn: Callable[..., Any], types: Sequence[ArrayType], name: str
     """The StableHLO of `fn`, for CPU tasks and for tasks like this process, as bytes that `load_program` takes."""
     fn.__name__ = name
     platforms = tuple(dict.fromkeys(["cpu", jax.default_backend()]))
-    exported = export.export(jax.jit(fn), platforms=platforms)(*(type.struct for type in types))
+    exported = export.export(jax_jit(fn), platforms=platforms)(*(type.struct for type in types))
     return bytes(exported.serialize())
 
 
 def load_program(blob: bytes | bytearray | memoryview, writes: int) -> Program:
     """Compile an exported program for this process; the first `writes` arguments are donated."""
     exported = export.deserialize(bytearray(blob))
-    jitted = jax.jit(exported.call, donate_argnums=tuple(range(writes)), keep_unused=True)
+    jitted = jax_jit(exported.call, donate_argnums=tuple(range(writes)), keep_unused=True)
     structs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in exported.in_avals]
     return Program(jitted.lower(*structs).compile(), writes)

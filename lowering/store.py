@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import jit as jax_jit
 
 from dflow.lowering.program import Program
 from dflow.lowering.queue_ops import HeldQueue
@@ -170,7 +171,7 @@ class Store:
 
 @cache
 def _in_place(kind: str) -> Callable[..., jax.Array]:
-    return jax.jit(partial(updated, kind), donate_argnums=0)
+    return jax_jit(partial(updated, kind), donate_argnums=0)
 
 
 def _own(held: _Held) -> jax.Array:

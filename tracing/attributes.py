@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import jit as jax_jit
 from jax.extend.core import Primitive
 
 from dflow.tracing.errors import DflowError
@@ -212,7 +213,7 @@ def attributes_of(node: Node) -> dict[str, Any]:
 def _jit_defaults(inputs: int, outputs: int) -> Mapping[str, Any]:
     """The params of a `jit` that was given no options."""
     with jax.default_device(None):
-        jaxpr, _, _ = make_jaxpr(jax.jit(lambda x: -x), 0.0)
+        jaxpr, _, _ = make_jaxpr(jax_jit(lambda x: -x), 0.0)
     repeats = {"in": inputs, "donated": inputs, "out": outputs}
     return {
         key: value * repeats.get(key.split("_")[0], 1) if isinstance(value, tuple) else value
@@ -349,7 +350,7 @@ def _by_body(key: str) -> Callable[[Node, list[Any]], list[Any]]:
 
 def _jit(node: Node, operands: list[Any]) -> list[Any]:
     body: Body = node.attributes["jaxpr"]
-    return list(jax.jit(lambda *values: evaluate(body, values))(*operands))
+    return list(jax_jit(lambda *values: evaluate(body, values))(*operands))
 
 
 def _scan(node: Node, operands: list[Any]) -> list[Any]:

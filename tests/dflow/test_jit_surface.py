@@ -302,3 +302,16 @@ def test_warm_calls_stay_warm_after_a_look() -> None:
             f(1.0)
     assert f._cache_size() == 1
     assert len(calls) == 1
+
+
+def test_a_program_may_put_dflow_jit_in_the_place_of_jax_jit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "jit", dflow.jit)
+    table = dflow.Variable(jnp.zeros((4, 2)))
+
+    @jax.jit
+    def step(rows: jax.Array) -> jax.Array:
+        table.scatter_add(rows, jnp.ones((2, 2)))
+        return jax.jit(jnp.sum)(table[rows])
+
+    assert step(jnp.array([0, 1])) == 4
+    assert jax.grad(jax.jit(lambda x: x**2 + table.read().sum()))(2.0) == 4

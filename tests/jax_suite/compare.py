@@ -1,0 +1,120 @@
+"""What differs between the two runs of a test file, and which differences are listed with a reason."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tests.jax_suite.process import FileRun, Outcome
+
+
+@dataclass(frozen=True)
+class Exceptions:
+    """Patterns of test names, in which `*` stands for any text, and why those tests may differ."""
+
+    reasons: Mapping[str, str]
+
+    @classmethod
+    def of(cls, path: Path, suite: str) -> Exceptions:
+        """Those of one suite in a TOML file with a table for each. Raises ValueError for an entry without reason."""
+        reasons: dict[str, str] = tomllib.loads(path.read_text()).get(suite, {})
+        if empty := [pattern for pattern, reason in reasons.items() if not reason.strip()]:
+            raise ValueError(f"{path} gives no reason for {', '.join(empty)}; say why these tests may differ")
+        return cls(reasons)
+
+    def pattern_of(self, test: str) -> str | None:
+        """The first pattern that holds the test."""
+        return next((pattern for pattern in self.reasons if _matches(pattern, test)), None)
+
+    def stale(self, compared: Sequence[FileComparison]) -> list[str]:
+        """The patterns whose file was run, and by which no test differs any more."""
+        used = {self.pattern_of(test) for one in compared for test in one.differing}
+        files = {one.file for one in compared}
+        return [p for p in self.reasons if p not in used and any(_matches(p.split("::")[0], file) for file in files)]
+
+
+def _matches(pattern: str, text: str) -> bool:
+    return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), text, re.DOTALL) is not None
+
+
+@dataclass(frozen=True)
+class FileComparison:
+    """Both runs of one file. Only tests that pass with `jax.jit` are compared."""
+
+    file: str
+    plain: FileRun
+    replaced: FileRun
+
+    @cached_property
+    def passed(self) -> list[str]:
+        """The tests that pass with `jax.jit`."""
+        return [test for test, outcome in self.plain.tests.items() if outcome.outcome == "passed"]
+
+    @cached_property
+    def differing(self) -> dict[str, Outcome]:
+        """Those that do not pass with `dflow.jit`, and how they end there."""
+        missing = Outcome("not run", self.replaced.trouble or "no test of this name")
+        ends = {test: self.replaced.tests.get(test, missing) for test in self.passed}
+        return {test: outcome for test, outcome in ends.items() if outcome.outcome != "passed"}
+
+    @property
+    def traced(self) -> int:
+        """In how many of the compared tests `dflow.jit` traced a function: what the comparison is worth."""
+        return sum(1 for test in self.passed if test in self.replaced.tests and self.replaced.tests[test].traces)
+
+    def unlisted(self, exceptions: Exceptions) -> list[str]:
+        """The tests that differ with no reason given."""
+        return [test for test in self.differing if exceptions.pattern_of(test) is None]
+
+    def as_json(self, exceptions: Exceptions) -> dict[str, Any]:
+        """Counts of every outcome, and the tests that differ."""
+        differing = {
+            test: {
+                "outcome": outcome.outcome,
+                "error": outcome.error,
+                "exception": exceptions.reasons.get(exceptions.pattern_of(test) or ""),
+            }
+            for test, outcome in self.differing.items()
+        }
+        return {
+            "passed_with_jax": len(self.passed),
+            "passed_with_dflow": len(self.passed) - len(self.differing),
+            "traced_by_dflow": self.traced,
+            "outcomes_with_jax": dict(Counter(one.outcome for one in self.plain.tests.values())),
+            "outcomes_with_dflow": dict(Counter(one.outcome for one in self.replaced.tests.values())),
+            "trouble_with_jax": self.plain.trouble,
+            "trouble_with_dflow": self.replaced.trouble,
+            "differing": differing,
+        }
+
+
+def table(compared: Sequence[FileComparison], exceptions: Exceptions) -> str:
+    """A line for each file and one for all: tests passed with jax.jit, with dflow.jit, differing, listed, traced."""
+    rows = [
+        (one.file, len(one.passed), len(one.differing), len(one.unlisted(exceptions)), one.traced) for one in compared
+    ]
+    totals = [sum(column) for column in zip(*(row[1:] for row in rows), strict=True)]
+    rows.append(("in all", totals[0], totals[1], totals[2], totals[3]))
+    width = max(len(row[0]) for row in rows)
+    lines = [f"{'file':{width}}  jax.jit  dflow.jit  differ  listed  traced"]
+    for name, passed, differing, unlisted, traced in rows:
+        numbers = f"{passed:7}  {passed - differing:9}  {differing:6}  {differing - unlisted:6}  {traced:6}"
+        lines.append(f"{name:{width}}  {numbers}")
+    return "\n".join(lines)
+
+
+def differences(compared: Sequence[FileComparison], exceptions: Exceptions) -> str:
+    """Each test that differs, with the last line of its error and the reason where one is listed."""
+    lines = []
+    for one in compared:
+        for test, outcome in one.differing.items():
+            lines.append(f"{outcome.outcome}: {test}\n  {outcome.error}")
+            if (pattern := exceptions.pattern_of(test)) is not None:
+                lines.append(f"  listed: {exceptions.reasons[pattern]}")
+    return "\n".join(lines)

@@ -1,0 +1,21 @@
+"""The files of JAX's own tests that are about `jax.jit`, or go through it much; absent ones are left out."""
+
+from __future__ import annotations
+
+NAMES = """
+api_test api_util_test aot_test array_interoperability_test array_test ad_checkpoint_test attrs_test batching_test
+checkify_test clear_backends_test compilation_cache_test core_test custom_api_test custom_derivatives_test
+custom_linear_solve_test custom_partitioning_test custom_root_test custom_transpose_test debug_info_test
+debug_nans_test debugging_primitives_test dtypes_test error_check_test errors_test export_test extend_test
+for_loop_test generated_fun_test heap_profiler_test hijax_test host_callback_test image_test jax_jit_test
+jax_numpy_error_test jaxpr_effects_test jaxpr_util_test jet_test key_reuse_test lax_autodiff_test
+lax_control_flow_test lax_numpy_einsum_test lax_numpy_indexing_test lax_numpy_vectorize_test lax_scipy_test
+lax_vmap_op_test lax_vmap_test layout_test linalg_test linear_search_test lobpcg_test logging_test memories_test
+metadata_test mutable_array_test name_stack_test nn_test ode_test optimizers_test parallel_test pickle_test pjit_test
+pmap_test pretty_printer_test profiler_test python_callback_test qdwh_test random_lax_test random_test remat_test
+roofline_test scipy_optimize_test shape_poly_test shard_alike_test shard_map_test source_info_test sparse_test
+stack_test stages_test state_test stax_test tree_util_test util_test x64_context_test xla_interpreter_test
+xla_metadata_test
+"""
+
+DEFAULT = tuple(f"{name}.py" for name in NAMES.split())

@@ -1,0 +1,151 @@
+"""One test file run one way, to its end: a test that kills its process or hangs is a result, and the rest follows.
+
+A process writes down what it begins and ends (`child.py`). When it is gone with a test begun, that test crashed; when
+a test takes longer than it may, its process is told to print its stacks and is ended. Either way a new process does
+the tests that are left.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+CHILD = Path(__file__).with_name("child.py")
+#: How long a process may take to print its stacks when told to end.
+GRACE = 20.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a test ended (passed, failed, skipped, xfailed, xpassed, crashed, hung), and how it said so."""
+
+    outcome: str
+    error: str = ""
+    #: How often a function of dflow's was traced in it.
+    traces: int = 0
+
+
+@dataclass
+class FileRun:
+    """A test file run one way: its tests in the order they ran, and why it could not be run whole."""
+
+    tests: dict[str, Outcome] = field(default_factory=dict)
+    trouble: str = ""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds that one test, or the import of the file, may take; and the whole file, one way."""
+
+    test: float = 300.0
+    file: float = 3600.0
+
+
+def run_file(
+    file: str, way: str, root: Path, limits: Limits, arguments: Sequence[str] = (), python: str = sys.executable
+) -> FileRun:
+    """Run `file` (a path below `root`) in processes of its own with `jax.jit` (way "jax") or `dflow.jit` ("dflow").
+
+    arguments  further arguments for pytest
+    returns    every test that ended or was ended; `trouble` is set when the file cannot be imported, when a process
+               died outside of a test, and when the file's time was up
+    """
+    run, until = FileRun(), time.monotonic() + limits.file
+    with tempfile.TemporaryDirectory() as folder:
+        while True:
+            records, done = Path(folder, "records"), Path(folder, "done")
+            records.write_text("")
+            done.write_text("\n".join(run.tests))
+            command = [python, str(CHILD), way, str(root), str(records), str(done)]
+            command += [str(root / file), "-p", "no:cacheprovider", "-p", "no:timeout", "-q", *arguments]
+            printed = Path(folder, "printed")
+            with printed.open("w") as output:
+                process = subprocess.Popen(
+                    command, cwd=root, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+                )
+                late = _watch(process, records, limits, until)
+            unfinished = _read(records, run)
+            status = _said(process.returncode)
+            if late == "file":
+                run.trouble = f"the {limits.file:g} s of the file were up" + (f" in {unfinished}" if unfinished else "")
+                return run
+            if unfinished is None:
+                if not run.trouble and (late or process.returncode not in (0, 1, 5)):
+                    run.trouble = f"import took longer than {limits.test:g} s" if late else f"the process {status}"
+                    run.trouble += f": {_last(printed)}"
+                return run
+            if late:
+                run.tests[unfinished] = Outcome("hung", f"took longer than {limits.test:g} s: {_where(printed)}")
+            else:
+                run.tests[unfinished] = Outcome("crashed", f"the process {status}: {_where(printed)}")
+
+
+def _watch(process: subprocess.Popen[bytes], records: Path, limits: Limits, until: float) -> str:
+    """Wait for the end of a process, or end it; says which limit it went past."""
+    size, since = -1, time.monotonic()
+    while True:
+        try:
+            process.wait(timeout=0.2)
+            return ""
+        except subprocess.TimeoutExpired:
+            now = time.monotonic()
+        if (written := records.stat().st_size) != size:
+            size, since = written, now
+        late = "file" if now > until else "test" if now - since > limits.test else ""
+        if late:
+            _end(process)
+            return late
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process and what it started, after its stacks are printed: pytest enables the fault handler."""
+    process.send_signal(signal.SIGABRT)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=GRACE)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _read(records: Path, run: FileRun) -> str | None:
+    """Add what a process wrote down; gives the test that it had begun and not ended."""
+    begun = None
+    for line in records.read_text().splitlines():
+        record: dict[str, Any] = json.loads(line)
+        if "file" in record:
+            run.trouble = record["file"]
+        elif "begun" in record:
+            begun = record["begun"]
+        else:
+            run.tests[record["ended"]] = Outcome(record["outcome"], record["error"], record["traces"])
+            begun = None
+    return begun
+
+
+def _said(status: int) -> str:
+    return f"died by {signal.Signals(-status).name}" if status < 0 else f"ended with {status}"
+
+
+def _last(printed: Path) -> str:
+    lines = [line for line in printed.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1].strip()[:300] if lines else "it printed nothing"
+
+
+def _where(printed: Path) -> str:
+    """The innermost line of the stack that the fault handler printed of the main thread, else the last line."""
+    lines = printed.read_text(errors="replace").splitlines()
+    stacks = [index for index, line in enumerate(lines) if "(most recent call first)" in line]
+    current = [index for index in stacks if lines[index].startswith("Current thread")]
+    if not stacks or (current or stacks)[-1] + 1 >= len(lines):
+        return _last(printed)
+    return lines[(current or stacks)[-1] + 1].strip()[:300]
