@@ -40,6 +40,7 @@ from dflow.tracing.graph import Graph
 from dflow.tracing.jax_frontend import (
     closed_parts,
     forget_failed_dispatch,
+    is_resource,
     is_tracing,
     jit_disabled,
     touches_state,
@@ -72,7 +73,7 @@ class _LookFirst(BaseException):
 
 
 class _Plan(NamedTuple):
-    """How calls of one kind run; the variables are kept alive with the plan that names them."""
+    """How calls of one kind run; the variables that are no arguments are kept alive with the plan that names them."""
 
     runner: Runner
     out_tree: Any
@@ -178,8 +179,7 @@ class Function(Generic[P, R]):
                 raise _LookFirst
             started = time.perf_counter()
             result = self.fn(*args, **kwargs)
-            names = argument_names(self.fn, args, kwargs)
-            self._log.add(described(names, args, kwargs), caller(), (time.perf_counter() - started) * 1e3)
+            self._log.add(described(self.fn, args, kwargs), caller(), (time.perf_counter() - started) * 1e3)
             return result
 
         return recorded
@@ -215,6 +215,8 @@ class Function(Generic[P, R]):
         captured = captured_types(consts, CAPTURE_BYTES)
         if touches_state(jaxpr.effects) or captured or holds_device(jaxpr) or _LOOK_AT_GRAPHS:
             plan = self._plans[key] = self._make_plan(looked, args, kwargs)
+            for resource in _resources((args, kwargs)):
+                weakref.finalize(resource, self._plans.pop, key, None).atexit = False
             result = jax.tree_util.tree_unflatten(plan.out_tree, plan.runner(leaves))
         else:
             if self._plans:
@@ -228,7 +230,9 @@ class Function(Generic[P, R]):
         traced = traced_from(looked, argument_names(self.fn, args, kwargs, self._static.holds))
         name = getattr(self.fn, "__name__", "function")
         runner = home_of(traced).runner(traced, check=CONFIG.check, observe=_dumper(name))
-        return _Plan(runner, traced.out_tree, traced.variables)
+        passed = {id(resource) for resource in _resources((args, kwargs))}
+        kept = tuple(resource for resource in traced.variables if id(resource) not in passed)
+        return _Plan(runner, traced.out_tree, kept)
 
     def _refuse_shardings(self) -> None:
         given = [name for name in ("in_shardings", "out_shardings") if self._options.get(name) is not None]
@@ -317,6 +321,11 @@ def _bound(fn: Callable[..., Any], instance: weakref.ref[Any]) -> Callable[..., 
     parameters = list(inspect.signature(fn).parameters.values())[1:]
     call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return call
+
+
+def _resources(tree: Any) -> list[Any]:
+    """The variables and queues in a pytree."""
+    return [leaf for leaf in jax.tree_util.tree_leaves(tree, is_leaf=is_resource) if is_resource(leaf)]
 
 
 def _type_key(leaf: Any) -> Any:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 
+from dflow.tracing.jax_frontend import is_resource
 from dflow.tracing.source import Loc
+from dflow.tracing.trace import argument_names
 from dflow.tracing.types import array_type_of
 
 #: A function traced this often for changing arguments is warned about, once.
@@ -113,9 +115,10 @@ def _difference(old: Mapping[str, str], new: Mapping[str, str]) -> tuple[str, ..
     )
 
 
-def described(names: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, str]:
-    """Each argument leaf's type, or its value where it is static, under its name."""
-    leaves = jax.tree_util.tree_leaves((args, dict(kwargs)))
+def described(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, str]:
+    """Each argument leaf's type, or its value where it is static, under its name; variables and queues are leaves too."""
+    leaves = jax.tree_util.tree_leaves((args, kwargs), is_leaf=is_resource)
+    names = argument_names(fn, args, kwargs, is_leaf=is_resource)
     return {name: _described(leaf) for name, leaf in zip(names, leaves, strict=True)}
 
 

@@ -77,6 +77,11 @@ class Handle:
         return f"<{self.name}>"
 
 
+def is_resource(value: Any) -> bool:
+    """Whether `value` is what a handle stands for: a variable, a queue."""
+    return isinstance(getattr(value, "handle", None), Handle)
+
+
 @dataclass(frozen=True)
 class ResourceEffect(jax_effects.Effect):
     """An access to one resource; two are equal when they are the same access to the same resource."""

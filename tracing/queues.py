@@ -260,4 +260,4 @@ class PriorityQueue(Queue):
 
 
 for _kind in (FIFOQueue, PaddingFIFOQueue, RandomShuffleQueue, PriorityQueue):
-    jax.tree_util.register_pytree_node(_kind, lambda queue: ((), queue), lambda queue, _: queue)
+    jax.tree_util.register_pytree_node(_kind, lambda queue: ((), queue.handle), lambda handle, _: handle.variable)

@@ -415,7 +415,8 @@ for _name in ("neg", "pos", "abs", "invert"):
     setattr(Variable, f"__{_name}__", _unary(getattr(operator, _name)))
 
 
-jax.tree_util.register_pytree_node(Variable, lambda variable: ((), variable), lambda variable, _: variable)
+# By handle, since JAX keeps the trees of arguments for as long as a function lives.
+jax.tree_util.register_pytree_node(Variable, lambda variable: ((), variable.handle), lambda handle, _: handle.variable)
 
 
 def is_variable(value: Any) -> bool:

@@ -65,10 +65,11 @@ def argument_names(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     is_left_out: Callable[[int | str], bool] = lambda parameter: False,
+    is_leaf: Callable[[Any], bool] | None = None,
 ) -> list[str]:
     """A name for each leaf of the arguments: the parameter's, and the path within it.
 
-    Parameters, by position or name, that `is_left_out` says are left out.
+    Parameters, by position or name, that `is_left_out` says are left out; what `is_leaf` says is a leaf too.
     """
     try:
         parameters = list(inspect.signature(fn).parameters.values())
@@ -81,10 +82,10 @@ def argument_names(
         if not is_left_out(index)
     ]
     named += [(name, kwargs[name]) for name in sorted(kwargs) if not is_left_out(name)]
-    return [name for parameter, value in named for name in leaf_names(parameter, value)]
+    return [name for parameter, value in named for name in leaf_names(parameter, value, is_leaf)]
 
 
-def leaf_names(parameter: str, value: Any) -> list[str]:
+def leaf_names(parameter: str, value: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
     """A name for each leaf of one parameter's value."""
-    flat, _ = jax.tree_util.tree_flatten_with_path(value)
+    flat, _ = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_leaf)
     return [f"{parameter}/{path_name(path)}" if path else parameter for path, _ in flat]

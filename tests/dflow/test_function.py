@@ -8,6 +8,7 @@ import subprocess
 import sys
 import traceback
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -561,3 +562,28 @@ def test_a_check_blames_the_pass_that_breaks_a_graph() -> None:
     assert ran.returncode == 1
     assert "VerifyError" in ran.stderr
     assert "after the pass 'prune'; the graph was valid before it" in ran.stderr
+
+
+@pytest.mark.parametrize("keep", [lambda v: v, lambda v: {"deep": [v, 1.0]}], ids=["itself", "in a tree"])
+def test_a_variable_that_was_an_argument_is_freed_with_its_last_user(keep: Callable[[Any], Any]) -> None:
+    f = dflow.jit(lambda tree: jax.tree.leaves(tree, is_leaf=dflow.is_variable)[0].assign_add(1.0))
+    v = dflow.Variable(1.0)
+    for _ in range(2):
+        f(keep(v))
+    assert float(v) == 3.0
+    gone = weakref.ref(v)
+    del v
+    gc.collect()
+    assert gone() is None
+    assert not f._plans
+
+
+def test_a_variable_closed_over_lives_as_long_as_the_function() -> None:
+    def made() -> Any:
+        v = dflow.Variable(1.0, name="kept")
+        return dflow.jit(lambda x: v + x)
+
+    f = made()
+    f(1.0)
+    gc.collect()
+    assert float(f(2.0)) == 3.0

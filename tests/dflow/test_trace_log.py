@@ -117,3 +117,10 @@ def test_a_function_not_traced_says_so() -> None:
         return x
 
     assert str(never.trace_log()) == "never has not been traced"
+
+
+def test_a_variable_that_is_another_is_named() -> None:
+    f = dflow.jit(lambda model, x: model["w"] + x)
+    f({"w": dflow.Variable(1.0, name="a")}, 1.0)
+    f({"w": dflow.Variable(jnp.ones(2), name="b")}, 1.0)
+    assert f.trace_log()[1].changes == ("model/w: <Variable 'a': f32[]> -> <Variable 'b': f32[2]>",)
