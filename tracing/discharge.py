@@ -25,6 +25,7 @@ from dflow.tracing.jax_frontend import (
     line_bound,
     make_jaxpr,
     only_added,
+    only_summed,
     origin_of,
     primitive_named,
     queues,
@@ -48,7 +49,9 @@ class Border:
     def __init__(self, effects: Any, adds: Callable[[Any], bool]) -> None:
         reads, self.writes = accesses(effects)
         self.touched = sorted({*reads, *self.writes}, key=lambda variable: variable.serial)
-        self.added = frozenset(variable for variable in only_added(effects) if adds(variable))
+        summed = only_summed(effects)
+        self.added = frozenset(variable for variable in only_added(effects) if variable in summed or adds(variable))
+        self._summed = self.added.intersection(summed)
 
     def values(self) -> list[Any]:
         """What each variable touched comes in as."""
@@ -61,7 +64,10 @@ class Border:
     def write_back(self, after: Sequence[Any]) -> None:
         """Give the variables written what they are left with."""
         for variable, value in zip(self.writes, after, strict=True):
-            (variable.assign_add if variable in self.added else variable.assign)(value)
+            if variable in self.added:
+                variable.assign_add(value, reduce="sum" if variable in self._summed else None)
+            else:
+                variable.assign(value)
 
 
 class State:

@@ -56,6 +56,8 @@ class Access(Enum):
     WRITE = "write"
     #: Adds to the value, which is a read and a write in one, and comes to the same in any order.
     ADD = "add"
+    #: An add that stands, under `vmap`, for the sum of the batch's.
+    SUM = "sum"
 
 
 class Handle:
@@ -217,7 +219,7 @@ def closed_parts(closed: Any) -> tuple[Jaxpr, list[Any]]:
 def accesses(effects: Any) -> tuple[list[Any], list[Any]]:
     """The variables read and the variables written by a set of effects, each once, in order of creation."""
     found = _touched(effects)
-    added = found[Access.ADD]
+    added = found[Access.ADD] | found[Access.SUM]
     reads, writes = (_in_order(found[access] | added) for access in (Access.READ, Access.WRITE))
     return reads, writes
 
@@ -225,7 +227,13 @@ def accesses(effects: Any) -> tuple[list[Any], list[Any]]:
 def only_added(effects: Any) -> list[Any]:
     """The variables that a set of effects adds to and touches in no other way."""
     found = _touched(effects)
-    return _in_order(found[Access.ADD] - found[Access.READ] - found[Access.WRITE])
+    return _in_order((found[Access.ADD] | found[Access.SUM]) - found[Access.READ] - found[Access.WRITE])
+
+
+def only_summed(effects: Any) -> list[Any]:
+    """Those of `only_added` of which each add stands for the sum over a batch."""
+    found = _touched(effects)
+    return [variable for variable in only_added(effects) if variable not in found[Access.ADD]]
 
 
 def _touched(effects: Any) -> dict[Access, set[Any]]:

@@ -77,11 +77,15 @@ def _gather_type(indices: Any, *, handle: Handle) -> Any:
     return _aval(rows), {ResourceEffect(Access.READ, handle)}
 
 
-_ACCESSES = {"assign": (Access.WRITE,), "assign_add": (Access.ADD,), "assign_sub": (Access.ADD,)}
+_ADDS = ("assign_add", "assign_sub", "scatter_add")
 
 
 def _update_type(*_: Any, handle: Handle, kind: str, reduce: str | None) -> Any:
-    return [], {ResourceEffect(access, handle) for access in _ACCESSES.get(kind, (Access.READ, Access.WRITE))}
+    if kind in _ADDS:
+        touches = (Access.SUM if reduce == "sum" else Access.ADD,)
+    else:
+        touches = (Access.WRITE,) if kind == "assign" else (Access.READ, Access.WRITE)
+    return [], {ResourceEffect(access, handle) for access in touches}
 
 
 #: The value of a variable.

@@ -242,6 +242,35 @@ def test_deltas_are_summed_over_the_batch_when_asked(nested: bool, table: Variab
         np.testing.assert_array_equal(table.read(), TABLE + deltas[..., 0].sum(2))
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_compiled_function_may_be_batched_from_outside(depth: int, table: Variable) -> None:
+    other = Variable(jnp.float32(1), name="other")
+
+    def step(delta: Any) -> Any:
+        seen = other * 2 + delta.sum()
+        table.assign_add(delta, reduce="sum")
+        table.scatter_add(jnp.array([1, 1]), delta[:2], reduce="sum")
+        other.assign_mul(2.0)
+        return seen
+
+    deltas = jnp.arange(60, dtype=jnp.float32).reshape(2, 3, 5, 2)
+    batched = dflow.jit(step)
+    for _ in range(depth):
+        batched = jax.vmap(batched)
+    seen = batched(deltas := deltas if depth == 2 else deltas[0])
+    np.testing.assert_array_equal(seen, 2 + deltas.sum((-2, -1)))
+    total = np.asarray(deltas).reshape(-1, 5, 2).sum(0)
+    total[1] += total[0] + total[1]
+    np.testing.assert_array_equal(table.read(), TABLE + total)
+    assert float(other) == 2.0
+
+
+def test_a_compiled_function_batched_from_outside_may_not_write_what_differs(table: Variable) -> None:
+    with pytest.raises(DflowError, match=r'differs along the batch(.|\n)*reduce="sum"') as caught:
+        jax.vmap(dflow.jit(lambda d: table.assign(d)))(jnp.zeros((3, 5, 2)))
+    assert f"{HERE}:" in str(caught.value)
+
+
 @pytest.mark.parametrize("axes", [(0, 0), (0, None), (None, 0), (1, 1)])
 def test_rows_are_summed_over_the_batch_when_asked(axes: Any, table: Variable) -> None:
     indices, rows = jnp.array([[0, 1], [1, 1]]), jnp.arange(8, dtype=jnp.float32).reshape(2, 2, 2)
