@@ -30,11 +30,12 @@ from dflow.config import CONFIG
 from dflow.eager_mode import call_eagerly
 from dflow.lowering.local import LocalHome, Runner, RunnerHome
 from dflow.lowering.passes.base import Observer
+from dflow.shardings import constrained
 from dflow.static_arguments import StaticArguments, static_arguments
 from dflow.trace_log import TraceLog, captured_types, described
 from dflow.tracing.context import set_default_home
 from dflow.tracing.discharge import Border, State, evaluate
-from dflow.tracing.errors import DflowError, PlainJitError, VariableError
+from dflow.tracing.errors import PlainJitError, VariableError
 from dflow.tracing.from_jaxpr import holds_device
 from dflow.tracing.graph import Graph
 from dflow.tracing.jax_frontend import (
@@ -226,21 +227,14 @@ class Function(Generic[P, R]):
         return cast(R, result)
 
     def _make_plan(self, looked: Any, args: Any, kwargs: Any) -> _Plan:
-        self._refuse_shardings()
-        traced = traced_from(looked, argument_names(self.fn, args, kwargs, self._static.holds))
+        if any(self._options.get(name) is not None for name in ("in_shardings", "out_shardings")):
+            looked = constrained(self.fn, self._options).trace(*args, **kwargs)
+        traced = traced_from(looked, argument_names(self.fn, args, kwargs, self._static.test_of(args)))
         name = getattr(self.fn, "__name__", "function")
         runner = home_of(traced).runner(traced, check=CONFIG.check, observe=_dumper(name))
         passed = {id(resource) for resource in _resources((args, kwargs))}
         kept = tuple(resource for resource in traced.variables if id(resource) not in passed)
         return _Plan(runner, traced.out_tree, kept)
-
-    def _refuse_shardings(self) -> None:
-        given = [name for name in ("in_shardings", "out_shardings") if self._options.get(name) is not None]
-        if given:
-            raise DflowError(
-                f"{self._log.name} has state, and {' and '.join(given)} for a function with state are not built yet"
-                f"{at(caller())}\n  use jax.lax.with_sharding_constraint inside the function"
-            )
 
     def _within_trace(self, args: Any, kwargs: Any) -> R:
         try:
@@ -275,8 +269,8 @@ def jit(fn: Callable[P, R] | None = None, **options: Any) -> Any:
 
     fn       takes and returns pytrees of arrays; variables may be closed over, passed and returned
     options  those of `jax.jit`, with the same meaning: `static_argnums`, `static_argnames`, `donate_argnums`,
-             `donate_argnames`, `keep_unused`, `device`, `backend`, `inline`, `compiler_options`; `in_shardings` and
-             `out_shardings` for functions without state
+             `donate_argnames`, `keep_unused`, `device`, `backend`, `inline`, `compiler_options`, `in_shardings`,
+             `out_shardings`
     raises   TypeError for an option that `jax.jit` does not have
 
     It is traced once for each structure and type of arguments. The effects on one variable happen in the order of

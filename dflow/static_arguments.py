@@ -18,15 +18,20 @@ class StaticArguments:
     positions: frozenset[int] = frozenset()
     names: frozenset[str] = frozenset()
 
-    def holds(self, parameter: int | str) -> bool:
-        """Whether the parameter of this position, or of this name, is static."""
-        return parameter in self.positions or parameter in self.names
+    def test_of(self, args: tuple[Any, ...]) -> Callable[[int | str], bool]:
+        """Whether a parameter, by position or name, is static in a call with these positional arguments."""
+        static: set[int | str] = {*self.among(args), *self.names}
+        return lambda parameter: parameter in static
+
+    def among(self, args: tuple[Any, ...]) -> set[int]:
+        """Which of these positional arguments are static; a negative position counts from the last of them."""
+        return {position % len(args) for position in self.positions if -len(args) <= position < len(args)}
 
     def split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         """The traced arguments, the traced keyword arguments, and the static ones as something to hash."""
         if not self.positions and not self.names:
             return args, kwargs, ()
-        positions = {position % len(args) for position in self.positions if -len(args) <= position < len(args)}
+        positions = self.among(args)
         traced = tuple(arg for index, arg in enumerate(args) if index not in positions)
         traced_kwargs = {name: value for name, value in kwargs.items() if name not in self.names}
         static = [(index, args[index], type(args[index])) for index in sorted(positions)]

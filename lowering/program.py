@@ -17,22 +17,45 @@ from dflow.tracing.types import ArrayType
 
 
 class Program:
-    """A compiled computation. `writes` says how many of its first arguments are donated and come back renewed."""
+    """A compiled computation. `writes` says how many of its first arguments are donated and come back renewed.
 
-    def __init__(self, compiled: Callable[..., Any], writes: int) -> None:
+    `compiled` is for arguments where its compilation expects them; for those that lie elsewhere, or on several
+    devices, `by_placement` compiles as often as needed.
+    """
+
+    def __init__(
+        self, compiled: Callable[..., Any], writes: int, by_placement: Callable[..., Any] | None = None
+    ) -> None:
         self._compiled = compiled
+        self._by_placement = by_placement
         self.writes = writes
         #: Results that are an argument's own buffer, as (result, argument) indices; known after the first call.
         self.forwards: tuple[tuple[int, int], ...] | None = None
         self._is_settled = False
 
     def __call__(self, *args: Any) -> Sequence[jax.Array]:
-        results: Sequence[jax.Array] = self._compiled(*args)
+        results: Sequence[jax.Array]
+        try:
+            results = self._compiled(*args)
+        except ValueError:
+            if self._by_placement is None or not _lie_apart(args, self._compiled):
+                raise
+            self._compiled, self._by_placement = self._by_placement, None
+            results = self._compiled(*args)
         if not self._is_settled:
             self.forwards = _forwards(results, args, self.writes)
             # While one array stands for two arguments, each of the two may be the one handed back.
             self._is_settled = len({id(arg) for arg in args}) == len(args)
         return results
+
+
+def _lie_apart(args: Sequence[Any], compiled: Any) -> bool:
+    """Whether an argument lies elsewhere than where the computation takes it."""
+    wanted, _ = compiled.input_shardings
+    return any(
+        isinstance(arg, jax.Array) and not arg.sharding.is_equivalent_to(sharding, arg.ndim)
+        for arg, sharding in zip(args, wanted, strict=True)
+    )
 
 
 def _forwards(results: Sequence[jax.Array], args: Sequence[Any], donated: int) -> tuple[tuple[int, int], ...]:
@@ -48,7 +71,7 @@ def compile_program(
 ) -> Program:
     """Compile `fn` for this process; of the arguments after the written ones, those in `given_up` are donated too."""
     jitted = jax_jit(fn, donate_argnums=(*range(writes), *given_up), keep_unused=True)
-    return Program(jitted.lower(*(type.struct for type in types)).compile(), writes)
+    return Program(jitted.lower(*(type.struct for type in types)).compile(), writes, jitted)
 
 
 def export_program(fn: Callable[..., Any], types: Sequence[ArrayType], name: str = "program") -> bytes:

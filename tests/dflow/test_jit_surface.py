@@ -167,11 +167,13 @@ def test_shardings_in_and_out() -> None:
     assert f(jnp.ones(4)).sharding == sharding
 
 
-def test_shardings_of_a_function_with_state_are_refused() -> None:
-    v = dflow.Variable(jnp.zeros(4))
-    sharding = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("i",)), PartitionSpec("i"))
-    with pytest.raises(dflow.DflowError, match=r"has state, and in_shardings for a function with state are not built"):
-        dflow.jit(lambda x: x + v, in_shardings=sharding)(jnp.ones(4))
+def test_shardings_of_a_function_with_state() -> None:
+    v = dflow.Variable(2.0)
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    f = dflow.jit(lambda x: x + v, in_shardings=sharding, out_shardings=sharding)
+    for x in (jnp.ones(4), np.ones(4, np.float32)):
+        np.testing.assert_array_equal(f(x), np.full(4, 3.0))
+    assert len(f.trace_log()) == 1
 
 
 def test_x64_is_another_trace() -> None:

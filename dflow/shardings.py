@@ -1,0 +1,45 @@
+"""`in_shardings` and `out_shardings` of a function with state, as constraints on its arguments and results.
+
+What JAX takes as options of a whole program is said of each array here, because a graph may become several programs,
+and the variables are arguments of none of them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from dflow.static_arguments import StaticArguments, static_arguments
+
+
+def constrained(fn: Callable[..., Any], options: Mapping[str, Any]) -> Any:
+    """`jax.jit` of `fn` by the other `options`, with its arguments and results held to the shardings they name."""
+    others = {key: value for key, value in options.items() if key not in ("in_shardings", "out_shardings")}
+    static = static_arguments(fn, options.get("static_argnums"), options.get("static_argnames"))
+    arriving, leaving = options.get("in_shardings"), options.get("out_shardings")
+
+    @functools.wraps(fn)
+    def within(*args: Any, **kwargs: Any) -> Any:
+        return _held(fn(*_arrived(args, static, arriving), **kwargs), leaving)
+
+    return jax.jit(within, **others)
+
+
+def _arrived(args: tuple[Any, ...], static: StaticArguments, shardings: Any) -> tuple[Any, ...]:
+    """The positional arguments, the traced ones held to their shardings: one tree for all, or one for each."""
+    traced = sorted(set(range(len(args))) - static.among(args))
+    held = _held(tuple(args[index] for index in traced), shardings)
+    by_place = dict(zip(traced, held, strict=True))
+    return tuple(by_place.get(index, arg) for index, arg in enumerate(args))
+
+
+def _held(tree: Any, shardings: Any) -> Any:
+    """The tree with each array held to the sharding that stands for it in a prefix of the tree; None is any."""
+
+    def hold(sharding: Any, part: Any) -> Any:
+        return part if sharding is None else jax.lax.with_sharding_constraint(part, sharding)
+
+    return jax.tree_util.tree_map(hold, shardings, tree, is_leaf=lambda sharding: sharding is None)

@@ -1,0 +1,152 @@
+"""`dflow.jit` where arrays are spread over several devices: as `jax.jit`, with state and without."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import dflow
+
+DEVICES = 8
+DEADLINE_S = 300.0
+ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}"}
+X = np.arange(64, dtype=np.float32).reshape(16, 4)
+
+if jax.device_count() < DEVICES:
+
+    def test_in_a_process_of_several_devices() -> None:
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
+        root = Path(__file__).parents[2]
+        done = subprocess.run(
+            command,
+            cwd=root,
+            env={**os.environ, **ENVIRONMENT},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=DEADLINE_S,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout
+
+else:
+    MESH = jax.make_mesh((DEVICES,), ("d",), axis_types=(AxisType.Auto,))
+    ROWS, WHOLE = NamedSharding(MESH, PartitionSpec("d")), NamedSharding(MESH, PartitionSpec())
+    Given = dict[str, Any]
+
+    def stateless(**options: Any) -> Callable[[Any], Any]:
+        return jax.jit(lambda x: {"y": x @ jnp.ones((4, 2)), "x": x}, **options)
+
+    def stateful(**options: Any) -> tuple[Callable[[Any], Any], dflow.Variable]:
+        count = dflow.Variable(0.0, name="count")
+
+        def fn(x: Any) -> Any:
+            count.assign_add(x.sum())
+            return {"y": x @ jnp.ones((4, 2)), "x": x}
+
+        return dflow.jit(fn, **options), count
+
+    def same(ours: Any, theirs: Any) -> None:
+        jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+        for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+            assert one.sharding.is_equivalent_to(other.sharding, one.ndim), (one.sharding, other.sharding)
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {},
+            {"in_shardings": ROWS},
+            {"in_shardings": (ROWS,), "out_shardings": WHOLE},
+            {"out_shardings": ROWS},
+            {"in_shardings": (WHOLE,), "out_shardings": {"y": WHOLE, "x": ROWS}},
+        ],
+        ids=["none", "in", "in and out", "out", "by leaf"],
+    )
+    @pytest.mark.parametrize("times", [1, 3])
+    def test_shardings_in_and_out(options: Given, times: int) -> None:
+        fn, count = stateful(**options)
+        for _ in range(times):
+            ours = fn(X)
+            same(ours, stateless(**options)(X))
+            np.testing.assert_array_equal(ours["y"], X @ np.ones((4, 2), np.float32))
+        assert float(count) == X.sum() * times
+
+    @pytest.mark.parametrize("last", [False, True])
+    def test_shardings_beside_static_arguments_and_none(last: bool) -> None:
+        count = dflow.Variable(0.0, name="count")
+
+        def fn(scale: Any, x: Any, n: Any) -> Any:
+            count.assign_add(1.0)
+            return {"y": x * scale * n, "x": x}
+
+        options: Given = {"in_shardings": (None, ROWS), "out_shardings": {"y": WHOLE, "x": None}}
+        f = dflow.jit(fn if last else lambda n, scale, x: fn(scale, x, n), static_argnums=-1 if last else 0, **options)
+        got = f(2.0, X, 3) if last else f(3, 2.0, X)
+        np.testing.assert_array_equal(got["y"], X * 6)
+        np.testing.assert_array_equal(got["x"], X)
+        assert got["y"].sharding.is_equivalent_to(WHOLE, 2)
+        assert float(count) == 1.0
+
+    @pytest.mark.parametrize("place", [jax.devices()[1], ROWS, WHOLE], ids=["one", "rows", "whole"])
+    def test_arguments_may_lie_anywhere(place: Any) -> None:
+        fn, count = stateful()
+        x = jax.device_put(X, place)
+        same(fn(x), stateless()(x))
+        assert float(count) == X.sum()
+
+    def test_arguments_may_lie_elsewhere_at_the_next_call() -> None:
+        fn, count = stateful()
+        for number, x in enumerate([X, jax.device_put(X, ROWS), X, jax.device_put(X, WHOLE)], 1):
+            np.testing.assert_array_equal(fn(x)["y"], X @ np.ones((4, 2), np.float32))
+            assert float(count) == X.sum() * number
+
+    def test_a_sharded_variable_keeps_its_sharding() -> None:
+        w = dflow.Variable(jax.device_put(X, ROWS), name="w")
+        opt_like = dflow.jit(lambda x: w.assign_sub(0.5 * x))
+        for times in range(1, 4):
+            opt_like(X)
+            assert w.read().sharding.is_equivalent_to(ROWS, 2)
+            np.testing.assert_array_equal(w, X - times * 0.5 * X)
+
+    def test_shard_map_inside_and_outside_of_state() -> None:
+        w = dflow.Variable(2.0, name="w")
+
+        @dflow.jit
+        def fn(x: Any) -> Any:
+            scale = w.read()
+            w.assign_add(1.0)
+            spec = PartitionSpec("d")
+            by_shard = jax.shard_map(lambda a, s: a * s, mesh=MESH, in_specs=(spec, PartitionSpec()), out_specs=spec)
+            return by_shard(x, scale)
+
+        for times in range(2):
+            np.testing.assert_array_equal(fn(X), X * (2 + times))
+
+    def test_a_function_without_state_inside_shard_map() -> None:
+        spec = PartitionSpec("d")
+        double = jax.shard_map(dflow.jit(lambda a: a * 2), mesh=MESH, in_specs=spec, out_specs=spec)
+        np.testing.assert_array_equal(double(X), X * 2)
+        np.testing.assert_array_equal(dflow.jit(double)(X), X * 2)
+
+    def test_a_constraint_inside_a_function_with_state() -> None:
+        w = dflow.Variable(jnp.zeros((16, 4)), name="w")
+        fn = dflow.jit(lambda x: w.assign_add(jax.lax.with_sharding_constraint(x, ROWS)))
+        for times in range(1, 4):
+            fn(X)
+            np.testing.assert_array_equal(w, X * times)
+
+    def test_a_mesh_in_force_is_part_of_the_trace() -> None:
+        w = dflow.Variable(1.0, name="w")
+        fn = dflow.jit(lambda x: jax.lax.with_sharding_constraint(x * w, PartitionSpec("d")))
+        with jax.set_mesh(MESH):
+            assert fn(X).sharding.is_equivalent_to(ROWS, 2)
