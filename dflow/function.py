@@ -26,9 +26,10 @@ import jax
 import numpy as np
 from jax import jit as jax_jit  # JAX's own for good, also where a program has put `dflow.jit` in its place
 
+from dflow import stages
 from dflow.config import CONFIG
 from dflow.eager_mode import call_eagerly
-from dflow.lowering.local import LocalHome, Runner, RunnerHome
+from dflow.lowering.local import LocalHome, LoweredStep, Runner, RunnerHome
 from dflow.lowering.passes.base import Observer
 from dflow.shardings import constrained
 from dflow.static_arguments import StaticArguments, static_arguments
@@ -127,18 +128,15 @@ class Function(Generic[P, R]):
         return self._log
 
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> Any:
-        """As `jax.jit`'s `lower`, for a function without state. Raises PlainJitError for one with state."""
-        try:
-            return self._by_hand.lower(*args, **kwargs)
-        except PlainJitError:
-            raise PlainJitError(
-                f"{self._log.name} has state, so it has programs for several places and no one StableHLO module"
-                f"{at(caller())}\n  print(dflow.graph({self._log.name}, ...)) shows what it does"
-            ) from None
+        """As `jax.jit`'s `lower`. Raises PlainJitError for a function whose variables are on a cluster."""
+        return self.trace(*args, **kwargs).lower()
 
     def trace(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """As `jax.jit`'s `trace`."""
-        return self._by_hand.trace(*args, **kwargs)
+        looked = self._by_hand.trace(*args, **kwargs)
+        if not touches_state(closed_parts(looked.jaxpr)[0].effects):
+            return looked
+        return stages.Traced(looked, functools.partial(self._lowered, looked, args, kwargs))
 
     def eval_shape(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """As `jax.jit`'s `eval_shape`: the types of the result, computed without running anything."""
@@ -227,14 +225,26 @@ class Function(Generic[P, R]):
         return cast(R, result)
 
     def _make_plan(self, looked: Any, args: Any, kwargs: Any) -> _Plan:
-        if any(self._options.get(name) is not None for name in ("in_shardings", "out_shardings")):
-            looked = constrained(self.fn, self._options).trace(*args, **kwargs)
-        traced = traced_from(looked, argument_names(self.fn, args, kwargs, self._static.test_of(args)))
+        traced = self._traced(looked, args, kwargs)
         name = getattr(self.fn, "__name__", "function")
         runner = home_of(traced).runner(traced, check=CONFIG.check, observe=_dumper(name))
         passed = {id(resource) for resource in _resources((args, kwargs))}
         kept = tuple(resource for resource in traced.variables if id(resource) not in passed)
         return _Plan(runner, traced.out_tree, kept)
+
+    def _lowered(self, looked: Any, args: Any, kwargs: Any) -> LoweredStep:
+        traced = self._traced(looked, args, kwargs)
+        if home_of(traced) is not LOCAL:
+            raise PlainJitError(
+                f"{self._log.name} has variables on a cluster, so it has programs for several places{at(caller())}\n"
+                f"  print(dflow.graph({self._log.name}, ...)) shows what it does"
+            )
+        return LOCAL.lower(traced, check=CONFIG.check, observe=None)
+
+    def _traced(self, looked: Any, args: Any, kwargs: Any) -> Traced:
+        if any(self._options.get(name) is not None for name in ("in_shardings", "out_shardings")):
+            looked = constrained(self.fn, self._options).trace(*args, **kwargs)
+        return traced_from(looked, argument_names(self.fn, args, kwargs, self._static.test_of(args)))
 
     def _within_trace(self, args: Any, kwargs: Any) -> R:
         try:

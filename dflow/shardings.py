@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+from jax import jit as jax_jit
 
 from dflow.static_arguments import StaticArguments, static_arguments
 
@@ -25,7 +26,7 @@ def constrained(fn: Callable[..., Any], options: Mapping[str, Any]) -> Any:
     def within(*args: Any, **kwargs: Any) -> Any:
         return _held(fn(*_arrived(args, static, arriving), **kwargs), leaving)
 
-    return jax.jit(within, **others)
+    return jax_jit(within, **others)
 
 
 def _arrived(args: tuple[Any, ...], static: StaticArguments, shardings: Any) -> tuple[Any, ...]:

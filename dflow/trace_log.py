@@ -116,7 +116,7 @@ def _difference(old: Mapping[str, str], new: Mapping[str, str]) -> tuple[str, ..
 
 
 def described(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, str]:
-    """Each argument leaf's type, or its value where it is static, under its name; variables and queues are leaves too."""
+    """Each argument leaf's type, or a static one's value, under its name. Variables and queues are leaves too."""
     leaves = jax.tree_util.tree_leaves((args, kwargs), is_leaf=is_resource)
     names = argument_names(fn, args, kwargs, is_leaf=is_resource)
     return {name: _described(leaf) for name, leaf in zip(names, leaves, strict=True)}

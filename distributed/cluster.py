@@ -41,7 +41,7 @@ from dflow.distributed.transport.base import Peer, PendingReply, Reply, Transpor
 from dflow.lowering.channel import StepId
 from dflow.lowering.compile import Compiled, TaskPlan, make_plans
 from dflow.lowering.execute import Outcome
-from dflow.lowering.local import Runner, compile_programs, fetched
+from dflow.lowering.local import Runner, fetched, lower_programs
 from dflow.lowering.passes.base import Observer, run_passes
 from dflow.lowering.pipeline import pipeline
 from dflow.lowering.program import export_program
@@ -203,7 +203,8 @@ class Cluster:
 
     def _register(self, compiled: Compiled, given_up: Sequence[int]) -> Mapping[str, int]:
         handles = {task: self._register_remote(task, plan) for task, plan in compiled.remote.items()}
-        handles[self.task] = self._server.register(compiled.local.plan, compile_programs(compiled.local, given_up))
+        programs = [program.compile() for program in lower_programs(compiled.local, given_up)]
+        handles[self.task] = self._server.register(compiled.local.plan, programs)
         return handles
 
     def _register_remote(self, task: str, task_plan: TaskPlan) -> int:

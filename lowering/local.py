@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -13,12 +14,12 @@ import jax
 import jax.numpy as jnp
 
 from dflow.lowering.channel import Deliver, StepId
-from dflow.lowering.compile import Compiled, TaskPlan, make_plans
+from dflow.lowering.compile import TaskPlan, make_plans
 from dflow.lowering.execute import Execution, Outcome, Schedule, takes
 from dflow.lowering.passes.base import Observer, run_passes
 from dflow.lowering.pipeline import ALONE, pipeline
-from dflow.lowering.plan import Call
-from dflow.lowering.program import Program, compile_program
+from dflow.lowering.plan import Call, Plan
+from dflow.lowering.program import LoweredProgram, Program, lower_program
 from dflow.lowering.queue_ops import HeldQueue, QueueUse
 from dflow.lowering.queues import wait
 from dflow.lowering.store import Store
@@ -100,16 +101,64 @@ class LocalHome:
         return results
 
     def runner(self, traced: Traced, *, check: bool, observe: Observer | None) -> Runner:
+        """Lower and compile a traced function whose variables all live here."""
+        return self.lower(traced, check=check, observe=observe).compile().run
+
+    def lower(self, traced: Traced, *, check: bool, observe: Observer | None) -> LoweredStep:
         """Lower a traced function whose variables all live here."""
         graph = run_passes(traced.graph, pipeline(), check=check, observe=observe)
         keys = {ref: variable.key for ref, variable in zip(graph.refs, traced.variables, strict=True)}
         compiled = make_plans(graph, ALONE, keys)
+        if compiled.remote:
+            raise InternalError(f"a local function was placed on {sorted(compiled.remote)}")
         literals = [jnp.asarray(literal.value, literal.type.dtype) for literal in compiled.literals]
-        return _local_runner(compiled, self.store, traced, literals)
+        donated = [len(traced.constants) + leaf for leaf in traced.donated]
+        programs = lower_programs(compiled.local, donated)
+        return LoweredStep(compiled.local.plan, programs, self.store, traced.constants, literals)
 
 
-def compile_programs(task_plan: TaskPlan, given_up: Collection[int] = ()) -> list[Program]:
-    """Compile a plan's programs for this process.
+@dataclass(frozen=True)
+class LoweredStep:
+    """A function over variables of this process: its plan, and the programs that the plan calls."""
+
+    plan: Plan
+    programs: Sequence[LoweredProgram]
+    _store: Store
+    _constants: Sequence[Any]
+    _literals: Sequence[Any]
+
+    def compile(self) -> CompiledStep:
+        """Compile the programs."""
+        programs = [program.compile() for program in self.programs]
+        return CompiledStep(self._runner(programs), programs)
+
+    def _runner(self, programs: Sequence[Program]) -> Runner:
+        plan, store, constants, literals = self.plan, self._store, list(self._constants), self._literals
+        if len(plan.items) == 1 and isinstance(plan.items[0], Call) and plan.fetches == plan.items[0].gives:
+            return _one_call(plan.items[0], plan.feeds, programs[0], store, constants)
+        schedule = Schedule(plan)
+        given_back = [index for index, slot in enumerate(plan.feeds) if slot in plan.fetches]
+
+        def run(leaves: Sequence[Any]) -> Sequence[Any]:
+            feeds = [*constants, *leaves, *literals]
+            for index in given_back:
+                # A copy, because the caller may write to a NumPy array.
+                feeds[index] = feeds[index] if isinstance(feeds[index], jax.Array) else jnp.array(feeds[index])
+            return fetched(_run_here(schedule, programs, store, feeds))
+
+        return run
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """What runs a function over variables of this process, and the programs it runs."""
+
+    run: Runner
+    programs: Sequence[Program]
+
+
+def lower_programs(task_plan: TaskPlan, given_up: Collection[int] = ()) -> list[LoweredProgram]:
+    """Lower a plan's programs for this process.
 
     Feeds numbered in `given_up` are the caller's to lose: they are donated to the one call that takes them.
     """
@@ -122,30 +171,9 @@ def compile_programs(task_plan: TaskPlan, given_up: Collection[int] = ()) -> lis
             state = len(item.writes) + len(item.reads)
             donated[item.program] = [state + place for place, slot in enumerate(item.takes) if slot in slots]
     return [
-        compile_program(pure.fn, pure.types, len(pure.written), lost)
+        lower_program(pure.fn, pure.types, len(pure.written), lost)
         for pure, lost in zip(task_plan.programs, donated, strict=True)
     ]
-
-
-def _local_runner(compiled: Compiled, store: Store, traced: Traced, literals: list[Any]) -> Runner:
-    if compiled.remote:
-        raise InternalError(f"a local function was placed on {sorted(compiled.remote)}")
-    constants = list(traced.constants)
-    plan = compiled.local.plan
-    programs = compile_programs(compiled.local, [len(constants) + leaf for leaf in traced.donated])
-    if len(plan.items) == 1 and isinstance(plan.items[0], Call) and plan.fetches == plan.items[0].gives:
-        return _one_call(plan.items[0], plan.feeds, programs[0], store, constants)
-    schedule = Schedule(plan)
-    given_back = [index for index, slot in enumerate(plan.feeds) if slot in plan.fetches]
-
-    def run(leaves: Sequence[Any]) -> Sequence[Any]:
-        feeds = [*constants, *leaves, *literals]
-        for index in given_back:
-            # A copy, because the caller may write to a NumPy array.
-            feeds[index] = feeds[index] if isinstance(feeds[index], jax.Array) else jnp.array(feeds[index])
-        return fetched(_run_here(schedule, programs, store, feeds))
-
-    return run
 
 
 def _run_here(schedule: Schedule, programs: Sequence[Program], store: Store, feeds: Sequence[Any]) -> Outcome:

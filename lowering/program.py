@@ -7,6 +7,7 @@ new values of the written ones, then its results. The written ones' buffers are 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -23,9 +24,9 @@ class Program:
     devices, `by_placement` compiles as often as needed.
     """
 
-    def __init__(
-        self, compiled: Callable[..., Any], writes: int, by_placement: Callable[..., Any] | None = None
-    ) -> None:
+    def __init__(self, compiled: Any, writes: int, by_placement: Callable[..., Any] | None = None) -> None:
+        #: As it was compiled ahead of calls, to be asked for its text, cost and memory.
+        self.compiled = compiled
         self._compiled = compiled
         self._by_placement = by_placement
         self.writes = writes
@@ -66,12 +67,25 @@ def _forwards(results: Sequence[jax.Array], args: Sequence[Any], donated: int) -
     return tuple((index, place) for index, result in enumerate(results) for place in places.get(id(result), ()))
 
 
-def compile_program(
+@dataclass(frozen=True)
+class LoweredProgram:
+    """A computation of which the StableHLO is known; `writes` as in `Program`."""
+
+    stage: jax.stages.Lowered
+    writes: int
+    jitted: Callable[..., Any]
+
+    def compile(self) -> Program:
+        """Compile it for this process."""
+        return Program(self.stage.compile(), self.writes, self.jitted)
+
+
+def lower_program(
     fn: Callable[..., Any], types: Sequence[ArrayType], writes: int, given_up: Sequence[int] = ()
-) -> Program:
-    """Compile `fn` for this process; of the arguments after the written ones, those in `given_up` are donated too."""
+) -> LoweredProgram:
+    """Lower `fn` for this process; of the arguments after the written ones, those in `given_up` are donated too."""
     jitted = jax_jit(fn, donate_argnums=(*range(writes), *given_up), keep_unused=True)
-    return Program(jitted.lower(*(type.struct for type in types)).compile(), writes, jitted)
+    return LoweredProgram(jitted.lower(*(type.struct for type in types)), writes, jitted)
 
 
 def export_program(fn: Callable[..., Any], types: Sequence[ArrayType], name: str = "program") -> bytes:

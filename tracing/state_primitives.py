@@ -81,6 +81,7 @@ _ADDS = ("assign_add", "assign_sub", "scatter_add")
 
 
 def _update_type(*_: Any, handle: Handle, kind: str, reduce: str | None) -> Any:
+    touches: tuple[Access, ...]
     if kind in _ADDS:
         touches = (Access.SUM if reduce == "sum" else Access.ADD,)
     else:

@@ -209,12 +209,6 @@ def test_state_with_static_arguments() -> None:
         f([], 1.0)
 
 
-def test_a_function_with_state_has_no_stablehlo_of_its_own() -> None:
-    v = dflow.Variable(jnp.ones(2))
-    with pytest.raises(dflow.DflowError, match="has state, so it has programs for several places and no one StableHLO"):
-        dflow.jit(lambda x: x + v).lower(1.0)
-
-
 def test_a_device_scope_is_seen_after_a_trace_by_hand() -> None:
     def far(x: Any) -> Any:
         with dflow.device("ps:7"):

@@ -12,7 +12,7 @@ import jax
 from dflow.lowering.channel import Deliver, StepId
 from dflow.lowering.compile import Compiled, TaskPlan, make_plans
 from dflow.lowering.execute import Outcome, Schedule, execute
-from dflow.lowering.local import compile_programs
+from dflow.lowering.local import lower_programs
 from dflow.lowering.passes.base import run_passes
 from dflow.lowering.pipeline import pipeline
 from dflow.lowering.store import Store
@@ -75,7 +75,10 @@ class Cluster:
             self.stores[self._home[ref.name]].create(ref.name, ref.type.of, partial(state.__getitem__, ref.name))
         self.compiled: Compiled = make_plans(lowered, WORKER, keys)
         parts: dict[str, TaskPlan] = {WORKER: self.compiled.local, **self.compiled.remote}
-        self._parts = {task: (Schedule(part.plan), compile_programs(part)) for task, part in parts.items()}
+        self._parts = {
+            task: (Schedule(part.plan), [program.compile() for program in lower_programs(part)])
+            for task, part in parts.items()
+        }
         self._steps = 0
 
     def run(self, inputs: Sequence[Any], seed: int = 0) -> Sequence[Any]:

@@ -20,7 +20,7 @@ from dflow.lowering.channel import StepId
 from dflow.lowering.execute import Execution, Outcome, Schedule, execute
 from dflow.lowering.local import fetched
 from dflow.lowering.plan import Call, Item, Plan, Recv, Send
-from dflow.lowering.program import Program, compile_program
+from dflow.lowering.program import Program, lower_program
 from dflow.lowering.store import Store
 from dflow.tracing.errors import InternalError, StepCancelled
 from dflow.tracing.types import ArrayType
@@ -199,7 +199,7 @@ def test_an_execution_ends_when_all_is_done_not_when_its_fetches_are_there() -> 
 
 
 def test_calls_run_on_the_variables_of_the_store() -> None:
-    add = compile_program(lambda w, v, x: [w + v * x, w], [F32] * 3, 1)
+    add = lower_program(lambda w, v, x: [w + v * x, w], [F32] * 3, 1).compile()
     task = Task(add)
     task.store.create("w", F32, lambda: jnp.float32(1))
     task.store.create("v", F32, lambda: jnp.float32(2))
@@ -317,7 +317,7 @@ def test_a_channel_that_cannot_send_ends_the_execution() -> None:
 
 
 def test_values_that_arrive_on_many_threads_end_it_once() -> None:
-    add = compile_program(lambda x, y: [x + y], [F32] * 2, 0)
+    add = lower_program(lambda x, y: [x + y], [F32] * 2, 0).compile()
     width, rounds = 8, 20
     items: list[Item] = [recv(f"edge {index}", index) for index in range(width)]
     items += [Call(0, (), (), (width + index, index), (width + index + 1,)) for index in range(width)]

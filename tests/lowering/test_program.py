@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflow.lowering.program import Program, compile_program, export_program, load_program
+from dflow.lowering.program import Program, export_program, load_program, lower_program
 from dflow.tracing.types import ArrayType
 
 F32 = ArrayType(np.dtype("float32"), (3,))
@@ -17,7 +17,7 @@ I32 = ArrayType(np.dtype("int32"), ())
 
 
 def compiled(fn: Callable[..., list[jax.Array]], types: list[ArrayType], writes: int) -> Program:
-    return compile_program(fn, types, writes)
+    return lower_program(fn, types, writes).compile()
 
 
 def exported(fn: Callable[..., list[jax.Array]], types: list[ArrayType], writes: int) -> Program:

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflow.lowering.program import Program, compile_program
+from dflow.lowering.program import Program, lower_program
 from dflow.lowering.store import Store
 from dflow.tracing.errors import VariableError, VariableShapeError
 from dflow.tracing.types import ArrayType
@@ -42,11 +42,11 @@ def in_store(store: Store, key: str) -> jax.Array:
     return held
 
 
-ADD = compile_program(lambda w, x: [w + x], [F32, F32], 1)
-ASSIGN = compile_program(lambda w, x: [x], [F32, F32], 1)
-ADD_AND_GIVE = compile_program(lambda w, x: [w + x, w + x], [F32, F32], 1)
-READ = compile_program(lambda w: [w], [F32], 0)
-COPY = compile_program(lambda w, v: [v], [F32, F32], 1)
+ADD = lower_program(lambda w, x: [w + x], [F32, F32], 1).compile()
+ASSIGN = lower_program(lambda w, x: [x], [F32, F32], 1).compile()
+ADD_AND_GIVE = lower_program(lambda w, x: [w + x, w + x], [F32, F32], 1).compile()
+READ = lower_program(lambda w: [w], [F32], 0).compile()
+COPY = lower_program(lambda w, v: [v], [F32, F32], 1).compile()
 
 
 # Creation.
@@ -203,7 +203,7 @@ def test_what_was_read_is_a_copy_and_the_variables_own_buffer_is_still_donated()
 
 def test_operands_and_variables_that_are_only_read_keep_their_buffers() -> None:
     store = new_store(w=1, v=2)
-    program = compile_program(lambda w, v, x: [w + v + x], [F32] * 3, 1)
+    program = lower_program(lambda w, v, x: [w + v + x], [F32] * 3, 1).compile()
     operand, read = jnp.full(3, 4, jnp.float32), in_store(store, "v")
     for _ in range(2):
         store.call(program, ["w"], ["v"], [operand])
@@ -234,7 +234,7 @@ def test_an_array_given_by_a_program_stays_valid() -> None:
 
 def test_variables_that_got_one_value_have_a_buffer_each() -> None:
     store = new_store(w=0, v=0, u=5)
-    spread = compile_program(lambda w, v, u: [u, u, u], [F32] * 3, 2)
+    spread = lower_program(lambda w, v, u: [u, u, u], [F32] * 3, 2).compile()
     (given,) = store.call(spread, ["w", "v"], ["u"], [])
     for count, key in enumerate(("w", "v", "u")):
         store.call(ADD, [key], [], [jnp.full(3, count, jnp.float32)])
@@ -244,7 +244,7 @@ def test_variables_that_got_one_value_have_a_buffer_each() -> None:
 
 def test_two_variables_change_places() -> None:
     store = new_store(w=1, v=2)
-    swap = compile_program(lambda w, v: [v, w], [F32] * 2, 2)
+    swap = lower_program(lambda w, v: [v, w], [F32] * 2, 2).compile()
     for _ in range(3):
         store.call(swap, ["w", "v"], [], [])
     assert store.read("w").tolist() == [2.0] * 3
@@ -356,8 +356,8 @@ def test_no_array_that_anyone_holds_ever_changes(steps: Sequence[tuple[str, int,
 
 def test_variables_written_together_are_never_seen_apart() -> None:
     store = new_store(a=0, b=0)
-    both = compile_program(lambda a, b: [a + 1, b + 1], [F32] * 2, 2)
-    look = compile_program(lambda a, b: [a, b], [F32] * 2, 0)
+    both = lower_program(lambda a, b: [a + 1, b + 1], [F32] * 2, 2).compile()
+    look = lower_program(lambda a, b: [a, b], [F32] * 2, 0).compile()
     everyone = threading.Barrier(8)
 
     def write(_: int) -> None:

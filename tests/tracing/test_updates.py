@@ -267,7 +267,7 @@ def test_a_compiled_function_may_be_batched_from_outside(depth: int, table: Vari
 
 def test_a_compiled_function_batched_from_outside_may_not_write_what_differs(table: Variable) -> None:
     with pytest.raises(DflowError, match=r'differs along the batch(.|\n)*reduce="sum"') as caught:
-        jax.vmap(dflow.jit(lambda d: table.assign(d)))(jnp.zeros((3, 5, 2)))
+        jax.vmap(dflow.jit(table.assign))(jnp.zeros((3, 5, 2)))
     assert f"{HERE}:" in str(caught.value)
 
 

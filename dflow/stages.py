@@ -1,0 +1,139 @@
+"""A function with state before it is called: traced, lowered and compiled, with the methods that `jax.stages` has."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from dflow.lowering.local import LoweredStep
+from dflow.tracing.errors import PlainJitError
+from dflow.tracing.source import at, caller
+from dflow.tracing.trace import leaf_names
+from dflow.tracing.types import ArrayType, array_type_of
+
+_KNOWN = (
+    "args_info",
+    "donate_argnums",
+    "fun_name",
+    "in_avals",
+    "in_tree",
+    "jaxpr",
+    "out_avals",
+    "out_info",
+    "out_tree",
+)
+
+
+class _Stage:
+    """What is known of the arguments and results since the trace."""
+
+    def __init__(self, looked: Any) -> None:
+        self._looked = looked
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _KNOWN:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self._looked, name)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self._looked.fun_name}>"
+
+
+class Traced(_Stage):
+    """What `fn.trace(...)` gives for a function with state: JAX's `Traced`, lowered by dflow."""
+
+    def __init__(self, looked: Any, lower: Callable[[], LoweredStep]) -> None:
+        super().__init__(looked)
+        self._lower = lower
+
+    def lower(self) -> Lowered:
+        """The programs of the function, not compiled yet."""
+        return Lowered(self._looked, self._lower())
+
+
+class Lowered(_Stage):
+    """What `fn.lower(...)` gives for a function with state.
+
+    It is one program, or several where a queue stands between them. A program takes the values of the variables it
+    writes, then of those it reads, then its operands, and gives the new values first.
+    """
+
+    def __init__(self, looked: Any, step: LoweredStep) -> None:
+        super().__init__(looked)
+        self._step = step
+
+    def as_text(self, dialect: str | None = None, *, debug_info: bool = False) -> str:
+        """The StableHLO, of one program after the other."""
+        return _texts(program.stage.as_text(dialect, debug_info=debug_info) for program in self._step.programs)
+
+    def cost_analysis(self) -> Mapping[str, float]:
+        """XLA's estimates before compilation, such as `flops`, summed over the programs."""
+        return _sum(program.stage.cost_analysis() for program in self._step.programs)
+
+    def compile(self) -> Compiled:
+        """Compile it. Calls of the result read and write the variables as calls of the function do."""
+        return Compiled(self._looked, self._step)
+
+
+class Compiled(_Stage):
+    """A function with state, compiled for one set of argument types."""
+
+    def __init__(self, looked: Any, step: LoweredStep) -> None:
+        super().__init__(looked)
+        compiled = step.compile()
+        self._run = compiled.run
+        self._programs = [program.compiled for program in compiled.programs]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it, on all arguments but the static ones. Raises TypeError for other types or structure."""
+        self._check(args, kwargs)
+        leaves = jax.tree_util.tree_leaves((args, kwargs))
+        return jax.tree_util.tree_unflatten(self._looked.out_tree, self._run(leaves))
+
+    def as_text(self) -> str:
+        """XLA's text, of one program after the other."""
+        return _texts(program.as_text() for program in self._programs)
+
+    def cost_analysis(self) -> Mapping[str, float]:
+        """XLA's figures, such as `flops` and `bytes accessed`, summed over the programs."""
+        return _sum(program.cost_analysis() for program in self._programs)
+
+    def memory_analysis(self) -> Any:
+        """XLA's figures in bytes, such as `temp_size_in_bytes`. Raises PlainJitError for several programs."""
+        if len(self._programs) != 1:
+            raise PlainJitError(
+                f"{self._looked.fun_name} is {len(self._programs)} programs, which are not all in memory at once"
+                f"{at(caller())}\n  lower its parts as functions of their own"
+            )
+        return self._programs[0].memory_analysis()
+
+    def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given, wanted = jax.tree_util.tree_structure((args, kwargs)), self._looked.in_tree
+        if given != wanted:
+            raise TypeError(
+                f"{self._looked.fun_name} was compiled for arguments of the structure {wanted}, and called with {given}"
+                f"{at(caller())}\n  call the function itself, which compiles for each structure"
+            )
+        infos = jax.tree_util.tree_leaves(self._looked.args_info)
+        names = leaf_names("args", args) + leaf_names("kwargs", kwargs)
+        for name, leaf, info in zip(names, jax.tree_util.tree_leaves((args, kwargs)), infos, strict=True):
+            given, wanted = array_type_of(leaf).strong, ArrayType(info.dtype, tuple(info.shape))
+            if given != wanted:
+                raise TypeError(
+                    f"{self._looked.fun_name} was compiled for {name}: {wanted}, and called with {given}"
+                    f"{at(caller())}\n  call the function itself, which compiles for each type, or convert the argument"
+                )
+
+
+def _texts(texts: Any) -> str:
+    return "\n".join(texts)
+
+
+def _sum(analyses: Any) -> Mapping[str, float]:
+    total: Counter[str] = Counter()
+    for analysis in analyses:
+        total.update(analysis or {})
+    return dict(total)

@@ -1,0 +1,101 @@
+"""A function with state before it is called: traced, lowered, compiled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dflow
+
+X = np.arange(3, dtype=np.float32)
+
+
+def counter() -> tuple[Any, dflow.Variable]:
+    total = dflow.Variable(jnp.zeros(3), name="total")
+
+    @dflow.jit
+    def count(x: Any, *, scale: Any = 1.0) -> Any:
+        total.assign_add(x * scale)
+        return {"total": total.read()}
+
+    return count, total
+
+
+def test_what_is_compiled_ahead_runs_as_the_function_does() -> None:
+    count, total = counter()
+    compiled = count.lower(jax.ShapeDtypeStruct((3,), jnp.float32)).compile()
+    for times, x in enumerate((X, jnp.asarray(X), X), 1):
+        np.testing.assert_array_equal(compiled(x)["total"], times * X)
+    np.testing.assert_array_equal(total, 3 * X)
+    assert len(count.trace_log()) == 1
+
+
+def test_each_stage_tells_of_the_arguments_and_results_as_jax_does() -> None:
+    count, _ = counter()
+    plain = jax.jit(lambda x, *, scale: {"total": x * scale})
+    ours, theirs = count.trace(X, scale=2.0), plain.trace(X, scale=2.0)
+    for _ in range(3):
+        assert (ours.in_tree, ours.out_tree) == (theirs.in_tree, theirs.out_tree)
+        assert jax.tree.map(lambda info: (info.shape, info.dtype), ours.out_info) == {"total": ((3,), np.float32)}
+        assert str(ours.args_info) == str(theirs.args_info)
+        if hasattr(ours, "lower"):
+            ours, theirs = ours.lower(), theirs.lower()
+        elif hasattr(ours, "compile"):
+            ours, theirs = ours.compile(), theirs.compile()
+
+
+def test_the_program_can_be_read_and_its_cost_asked() -> None:
+    count, total = counter()
+    lowered = count.lower(X)
+    assert lowered.as_text().count("stablehlo.add") == 1
+    assert "HloModule" in lowered.as_text("hlo")
+    compiled = lowered.compile()
+    assert "HloModule" in compiled.as_text()
+    assert compiled.cost_analysis()["flops"] >= 3.0
+    assert compiled.memory_analysis().alias_size_in_bytes == 12
+    np.testing.assert_array_equal(total, 0 * X)
+
+
+def test_a_function_with_a_queue_is_several_programs() -> None:
+    queue = dflow.FIFOQueue(2, jax.ShapeDtypeStruct((3,), jnp.float32), name="q")
+    v = dflow.Variable(jnp.zeros(3), name="v")
+
+    @dflow.jit
+    def step(x: Any) -> Any:
+        queue.enqueue(jnp.sin(x))
+        v.assign_add(queue.dequeue())
+        return jnp.cos(x)
+
+    lowered = step.lower(X)
+    assert {"sine", "cosine", "add"} <= {word.split(".")[-1] for word in lowered.as_text().split() if "." in word}
+    compiled = lowered.compile()
+    np.testing.assert_allclose(compiled(X), np.cos(X), rtol=1e-6)
+    np.testing.assert_allclose(v, np.sin(X), rtol=1e-6)
+    assert compiled.cost_analysis()["flops"] > 0
+    with pytest.raises(dflow.DflowError, match=r"step is \d programs, which are not all in memory at once"):
+        compiled.memory_analysis()
+
+
+def test_arguments_that_were_not_compiled_for_are_refused() -> None:
+    count, total = counter()
+    compiled = count.lower(X).compile()
+    with pytest.raises(TypeError, match=r"count was compiled for args/0: f32\[3\], and called with f32\[4\]") as caught:
+        compiled(jnp.zeros(4))
+    assert f"{Path(__file__).name}:" in str(caught.value)
+    with pytest.raises(TypeError, match=r"compiled for arguments of the structure .* and called with"):
+        compiled(X, scale=2.0)
+    np.testing.assert_array_equal(total, 0 * X)
+
+
+def test_static_and_donated_arguments() -> None:
+    v = dflow.Variable(1.0, name="v")
+    f = dflow.jit(lambda n, x: x * n + v, static_argnums=0, donate_argnums=1)
+    compiled = f.lower(3, jnp.ones(4)).compile()
+    given = jnp.ones(4)
+    np.testing.assert_array_equal(compiled(given), [4.0] * 4)
+    assert given.is_deleted()
