@@ -13,6 +13,7 @@ import optax
 
 from dflow.lowering.discharge import discharge
 from dflow.lowering.passes.prune import Prune
+from dflow.tracing.container import uncontained
 from dflow.tracing.device import with_state
 from dflow.tracing.errors import GraphTypeError, VariableError
 from dflow.tracing.graph import Graph, Literal
@@ -143,7 +144,7 @@ class Optimizer:
         if owner is None:
             return path_name(path)
         inner = next(inner for inner, variable in self._paths() if variable is owner)
-        return path_name((*path[: len(path) - len(inner)], jax.tree_util.DictKey(owner.name)))
+        return path_name((*path[: len(path) - len(inner)], jax.tree_util.DictKey(uncontained(owner.name))))
 
     def _owners(self, state: Any) -> list[Variable | None]:
         """For each array of the state the variable it belongs to, as far as optax knows."""

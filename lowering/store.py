@@ -19,7 +19,7 @@ from jax import jit as jax_jit
 
 from dflow.lowering.program import Program
 from dflow.lowering.queue_ops import HeldQueue
-from dflow.tracing.errors import QueueError, VariableError, VariableShapeError
+from dflow.tracing.errors import DeadlineExceeded, QueueError, VariableError, VariableShapeError
 from dflow.tracing.source import at, caller
 from dflow.tracing.types import ArrayType, array_type_of
 from dflow.tracing.updates import looked_up, operand_types, updated
@@ -32,11 +32,37 @@ class _Held:
     lent: bool = False
 
 
+#: How long to wait for a value that another thread makes, in s.
+MAKING_S = 600.0
+
+
+class _Making:
+    """An initialiser that runs, and on which thread."""
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+        self.ended = threading.Event()
+
+    def wait(self, key: str) -> None:
+        """Wait until it has ended, in whatever way."""
+        if self.thread == threading.get_ident():
+            raise VariableError(
+                f"the initialiser of variable {key!r} creates variable {key!r} itself\n  give one of them another name"
+            )
+        if not self.ended.wait(MAKING_S):
+            raise DeadlineExceeded(
+                f"the initialiser of variable {key!r}, on another thread, has not ended within {MAKING_S:g} s\n"
+                "  does it wait for this thread?"
+            )
+
+
 class Store:
     """Named values. Every method may be called from any thread."""
 
     def __init__(self) -> None:
         self._held: dict[str, _Held] = {}
+        #: What is being created, each by one thread.
+        self._making: dict[str, _Making] = {}
         #: Why each value that someone may still ask for was let go of.
         self._gone: dict[str, tuple[str, str]] = {}
         self._queues: dict[str, HeldQueue] = {}
@@ -45,26 +71,33 @@ class Store:
     def create(self, key: str, type: ArrayType, make: Callable[[], Any]) -> bool:
         """Hold `make()` under `key` unless something is held there; whether it was created.
 
-        Raises VariableError when what is held has another type, or `make` gives another type than `type`.
+        `make` runs without the lock, so it may use the store and nobody else waits for it but who creates the same
+        key; when it fails, one of those who wait makes its own.
+
+        Raises VariableError when what is held has another type, `make` gives another type than `type`, or `make`
+        creates `key` itself; DeadlineExceeded when another thread's `make` takes longer than `MAKING_S`.
         """
-        with self._lock:
-            held = self._held.get(key)
-            if held is None:
-                # A copy, because JAX may alias the memory of a NumPy array, which must not be donated.
-                value = jnp.array(make(), copy=True)
-                if array_type_of(value).strong != type:
-                    raise VariableError(
-                        f"the initial value of variable {key!r} is {array_type_of(value)}, but it is to hold {type}"
-                    )
-                # A Python number gives a weak array; a variable holds one of its type, in a trace and out of it.
-                self._held[key] = _Held(jax.lax.convert_element_type(value, type.dtype), type)
-                return True
-        if held.type != type:
-            raise VariableError(
-                f"variable {key!r} exists and holds {held.type}, but is created again with {type}; "
-                "give one of them another name"
-            )
-        return False
+        mine = _Making()
+        while True:
+            with self._lock:
+                held, making = self._held.get(key), self._making.get(key)
+                if held is None and making is None:
+                    self._making[key] = mine
+                    break
+            if held is not None:
+                _check_again(key, held, type)
+                return False
+            assert making is not None
+            making.wait(key)
+        try:
+            created = _made(key, type, make)
+            with self._lock:
+                self._held[key] = created
+        finally:
+            with self._lock:
+                del self._making[key]
+            mine.ended.set()
+        return True
 
     def __contains__(self, key: str) -> bool:
         return key in self._held
@@ -167,6 +200,25 @@ class Store:
         if held is None:
             raise VariableError(f"no variable {key!r} is held here; there are {sorted(self._held) or 'none'}")
         return held
+
+
+def _check_again(key: str, held: _Held, type: ArrayType) -> None:
+    if held.type != type:
+        raise VariableError(
+            f"variable {key!r} exists and holds {held.type}, but is created again with {type}; "
+            "give one of them another name"
+        )
+
+
+def _made(key: str, type: ArrayType, make: Callable[[], Any]) -> _Held:
+    # A copy, because JAX may alias the memory of a NumPy array, which must not be donated.
+    value = jnp.array(make(), copy=True)
+    if array_type_of(value).strong != type:
+        raise VariableError(
+            f"the initial value of variable {key!r} is {array_type_of(value)}, but it is to hold {type}"
+        )
+    # A Python number gives a weak array; a variable holds one of its type, in a trace and out of it.
+    return _Held(jax.lax.convert_element_type(value, type.dtype), type)
 
 
 @cache

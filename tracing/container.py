@@ -88,6 +88,11 @@ def contained(name: str) -> str:
     return f"{_current.get()}/{name}" if _current.get() else name
 
 
+def uncontained(name: str) -> str:
+    """The name without that of the current container, if it begins with it."""
+    return name.removeprefix(f"{_current.get()}/") if _current.get() else name
+
+
 def join(resource: Resource) -> None:
     """Put a resource into the current container, if there is one. The container does not keep it alive."""
     if _current.get():

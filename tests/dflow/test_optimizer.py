@@ -182,6 +182,17 @@ def test_slots_are_variables_named_for_what_they_belong_to() -> None:
     assert dflow.Optimizer(optax.sgd(0.1), model).name != dflow.Optimizer(optax.sgd(0.1), model).name
 
 
+def test_the_name_of_a_slot_begins_with_its_container_once() -> None:
+    with dflow.container("run1"):
+        w = dflow.Variable(jnp.zeros(2), name="w")
+        inside = dflow.Optimizer(optax.adam(0.1), [w], name="adam")
+        with dflow.container("again"):
+            further = dflow.Optimizer(optax.adam(0.1), [w], name="adam")
+    outside = dflow.Optimizer(optax.adam(0.1), [w], name="adam")
+    names = [optimizer.slots[0].mu[0].name for optimizer in (inside, further, outside)]
+    assert names == ["run1/adam/0/mu/w", "run1/again/adam/0/mu/run1/w", "adam/0/mu/run1/w"]
+
+
 def test_a_slot_belongs_to_the_variable_whose_whole_path_it_has() -> None:
     model = dflow.variables({"kernel": jnp.ones(2), "deep": {"kernel": jnp.ones(3)}}, prefix="paths/")
     optimizer = dflow.Optimizer(optax.adam(1e-3), model, name="adam of paths")

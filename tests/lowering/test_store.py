@@ -15,12 +15,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dflow.lowering import store as store_module
 from dflow.lowering.program import Program, lower_program
 from dflow.lowering.store import Store
-from dflow.tracing.errors import VariableError, VariableShapeError
+from dflow.tracing.errors import DeadlineExceeded, VariableError, VariableShapeError
 from dflow.tracing.types import ArrayType
 
 F32 = ArrayType(np.dtype("float32"), (3,))
+WAIT_S = 60.0
 ONES = jnp.ones(3, jnp.float32)
 
 
@@ -81,6 +83,75 @@ def test_many_who_ask_at_once_make_one() -> None:
     assert created.count(True) == 1
     assert made == [created.index(True)]
     assert store.read("w").tolist() == made * 3
+
+
+def test_an_initialiser_may_use_the_store_and_create_in_it() -> None:
+    store = new_store(v=2)
+
+    def make() -> jax.Array:
+        store.create("inner", F32, lambda: store.read("v") * 3)
+        return store.read("inner") + 1
+
+    assert store.create("outer", F32, make)
+    assert (store.read("outer").tolist(), store.read("inner").tolist()) == ([7.0] * 3, [6.0] * 3)
+
+
+def test_nobody_waits_for_an_initialiser_but_who_creates_the_same() -> None:
+    store, begun, go_on = new_store(v=2), threading.Event(), threading.Event()
+
+    def slow() -> jax.Array:
+        begun.set()
+        assert go_on.wait(WAIT_S)
+        return ONES
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(store.create, "w", F32, slow)
+        assert begun.wait(WAIT_S)
+        second = pool.submit(store.create, "w", F32, lambda: pytest.fail("made twice"))
+        assert store.read("v").tolist() == [2.0] * 3
+        store.write("v", ONES)
+        assert store.create("other", F32, lambda: ONES)
+        assert "w" not in store
+        go_on.set()
+        assert (first.result(WAIT_S), second.result(WAIT_S)) == (True, False)
+
+
+def test_after_an_initialiser_that_fails_who_waits_makes_its_own() -> None:
+    store, begun, go_on = Store(), threading.Event(), threading.Event()
+
+    def fails() -> jax.Array:
+        begun.set()
+        assert go_on.wait(WAIT_S)
+        raise ValueError("no such file")
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(store.create, "w", F32, fails)
+        assert begun.wait(WAIT_S)
+        second = pool.submit(store.create, "w", F32, lambda: ONES * 5)
+        go_on.set()
+        with pytest.raises(ValueError, match="no such file"):
+            first.result(WAIT_S)
+        assert second.result(WAIT_S)
+    assert store.read("w").tolist() == [5.0] * 3
+
+
+def test_an_initialiser_that_creates_its_own_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store()
+
+    def make() -> jax.Array:
+        store.create("w", F32, make)
+        return ONES
+
+    with pytest.raises(VariableError, match="the initialiser of variable 'w' creates variable 'w' itself"):
+        store.create("w", F32, make)
+    monkeypatch.setattr(store_module, "MAKING_S", 0.0)
+
+    def from_another_thread() -> jax.Array:
+        with ThreadPoolExecutor(1) as pool, pytest.raises(DeadlineExceeded, match="'w', on another thread, has not"):
+            pool.submit(store.create, "w", F32, lambda: ONES).result(WAIT_S)
+        return ONES
+
+    assert store.create("w", F32, from_another_thread)
 
 
 def test_another_type_is_refused() -> None:
