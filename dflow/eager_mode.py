@@ -32,9 +32,9 @@ def eager() -> Iterator[None]:
 
 def call_eagerly(fn: Callable[..., Any], static: StaticArguments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call `fn` on real values; numbers and NumPy arrays, but for static ones, become arrays, as a trace has them."""
-    positions = {position % len(args) for position in static.positions if args}
-    arrays = tuple(arg if place in positions else _as_arrays(arg) for place, arg in enumerate(args))
-    named = {name: value if name in static.names else _as_arrays(value) for name, value in kwargs.items()}
+    is_static = static.test_of(args)
+    arrays = tuple(arg if is_static(place) else _as_arrays(arg) for place, arg in enumerate(args))
+    named = {name: value if is_static(name) else _as_arrays(value) for name, value in kwargs.items()}
     return _as_arrays(fn(*arrays, **named))
 
 

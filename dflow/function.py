@@ -16,8 +16,10 @@ import inspect
 import itertools
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import MethodType
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, cast, overload
@@ -32,7 +34,7 @@ from dflow.eager_mode import call_eagerly
 from dflow.lowering.local import LocalHome, LoweredStep, Runner, RunnerHome
 from dflow.lowering.passes.base import Observer
 from dflow.shardings import constrained
-from dflow.static_arguments import StaticArguments, static_arguments
+from dflow.static_arguments import StaticArguments, positions_in, static_arguments
 from dflow.trace_log import TraceLog, captured_types, described
 from dflow.tracing.context import set_default_home
 from dflow.tracing.discharge import Border, State, evaluate
@@ -69,6 +71,8 @@ _dumps = itertools.count()
 
 _UNKNOWN: Any = object()
 
+_VALUES = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
+
 
 class _LookFirst(BaseException):
     """Ends a trace that JAX began by itself, before it is known how the function is to run."""
@@ -93,24 +97,24 @@ class Function(Generic[P, R]):
     """
 
     def __init__(self, fn: Callable[P, R], options: Mapping[str, Any]) -> None:
-        jax_jit(fn, **options)  # refuses what JAX refuses, in JAX's words
-        functools.update_wrapper(self, fn)
+        named = jax_jit(fn, **options)  # refuses what JAX refuses, in JAX's words
+        functools.update_wrapper(self, named, updated=())
+        self.__dict__.update(getattr(fn, "__dict__", {}), __wrapped__=fn)
         self.fn = fn
         self._options = dict(options)
-        self._static: StaticArguments = static_arguments(
-            fn, options.get("static_argnums"), options.get("static_argnames")
-        )
-        self._log = TraceLog(getattr(fn, "__name__", type(fn).__name__))
+        self._static: StaticArguments = static_arguments(named)
+        self._log = TraceLog(getattr(self, "__name__", type(fn).__name__))
         self._looking = _Looking()
-        self._jax: Any = jax_jit(self._recorded(needs_look=True), **options)
-        # What is traced within another trace, or by hand, shares no cache with calls: those are looked at first.
-        self._by_hand: Any = jax_jit(self._recorded(needs_look=False), **options)
+        with _warned_of_already(options):
+            self._jax: Any = jax_jit(self._recorded(needs_look=True), **options)
+            # What is traced within another trace, or by hand, shares no cache with calls: those are looked at first.
+            self._by_hand: Any = jax_jit(self._recorded(needs_look=False), **options)
         #: By key: the plan, or None where JAX runs the call. Empty while every call so far is JAX's.
         self._plans: dict[Any, _Plan | None] = {}
         #: By the identity of an object: the function as its method.
         self._methods: dict[int, tuple[weakref.ref[Any], Function[..., Any]]] = {}
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the function on the values of its variables; inside another trace, become part of it."""
         if jit_disabled():
             return cast(R, call_eagerly(self.fn, self._static, args, kwargs))
@@ -127,18 +131,18 @@ class Function(Generic[P, R]):
         """Every trace so far: what changed, from which line, and what it cost."""
         return self._log
 
-    def lower(self, *args: P.args, **kwargs: P.kwargs) -> Any:
+    def lower(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
         """As `jax.jit`'s `lower`. Raises PlainJitError for a function whose variables are on a cluster."""
         return self.trace(*args, **kwargs).lower()
 
-    def trace(self, *args: P.args, **kwargs: P.kwargs) -> Any:
+    def trace(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
         """As `jax.jit`'s `trace`."""
         looked = self._by_hand.trace(*args, **kwargs)
         if not touches_state(closed_parts(looked.jaxpr)[0].effects):
             return looked
         return stages.Traced(looked, functools.partial(self._lowered, looked, args, kwargs))
 
-    def eval_shape(self, *args: P.args, **kwargs: P.kwargs) -> Any:
+    def eval_shape(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
         """As `jax.jit`'s `eval_shape`: the types of the result, computed without running anything."""
         return self._by_hand.eval_shape(*args, **kwargs)
 
@@ -166,6 +170,9 @@ class Function(Generic[P, R]):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self._jax, name)
 
+    def __reduce__(self) -> Any:
+        return type(self), (self.fn, self._options)
+
     def __repr__(self) -> str:
         return f"<dflow.jit of {self.fn!r}>"
 
@@ -181,6 +188,7 @@ class Function(Generic[P, R]):
             self._log.add(described(self.fn, args, kwargs), caller(), (time.perf_counter() - started) * 1e3)
             return result
 
+        recorded.__name__ = self._log.name  # which names the program; a partial has none to be copied
         return recorded
 
     def _look(self, do: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -225,6 +233,7 @@ class Function(Generic[P, R]):
         return cast(R, result)
 
     def _make_plan(self, looked: Any, args: Any, kwargs: Any) -> _Plan:
+        self._refuse_types_alone(args, kwargs)
         traced = self._traced(looked, args, kwargs)
         name = getattr(self.fn, "__name__", "function")
         runner = home_of(traced).runner(traced, check=CONFIG.check, observe=_dumper(name))
@@ -245,6 +254,13 @@ class Function(Generic[P, R]):
         if any(self._options.get(name) is not None for name in ("in_shardings", "out_shardings")):
             looked = constrained(self.fn, self._options).trace(*args, **kwargs)
         return traced_from(looked, argument_names(self.fn, args, kwargs, self._static.test_of(args)))
+
+    def _refuse_types_alone(self, args: Any, kwargs: Any) -> None:
+        """Let JAX refuse, in its words, arguments that can be traced and have no value: a ShapeDtypeStruct."""
+        leaves = jax.tree_util.tree_leaves(self._static.split(args, kwargs)[:2])
+        if not all(isinstance(leaf, _VALUES) for leaf in leaves):
+            static = {name: given for name, given in self._options.items() if name.startswith("static")}
+            jax_jit(functools.wraps(self.fn)(lambda *args, **kwargs: 0), keep_unused=True, **static)(*args, **kwargs)
 
     def _within_trace(self, args: Any, kwargs: Any) -> R:
         try:
@@ -291,6 +307,17 @@ def jit(fn: Callable[P, R] | None = None, **options: Any) -> Any:
     return Function(fn, options)
 
 
+@contextmanager
+def _warned_of_already(options: Mapping[str, Any]) -> Iterator[None]:
+    """JAX warns of these options each time that they are given."""
+    if not {"backend", "device"} & options.keys():
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield
+
+
 class _Method:
     """A function as the method of an object, which it keeps alive as Python's methods do."""
 
@@ -298,7 +325,7 @@ class _Method:
         self.__self__ = instance
         self.__wrapped__ = function
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         return self.__wrapped__(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -310,8 +337,7 @@ def _without_self(options: Mapping[str, Any]) -> dict[str, Any]:
     shifted = dict(options)
     for name in ("static_argnums", "donate_argnums"):
         if (given := options.get(name)) is not None:
-            positions = (given,) if isinstance(given, int) else tuple(given)
-            shifted[name] = tuple(position - 1 if position > 0 else position for position in positions)
+            shifted[name] = tuple(position - 1 if position > 0 else position for position in positions_in(given))
     return shifted
 
 

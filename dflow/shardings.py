@@ -19,14 +19,15 @@ from dflow.static_arguments import StaticArguments, static_arguments
 def constrained(fn: Callable[..., Any], options: Mapping[str, Any]) -> Any:
     """`jax.jit` of `fn` by the other `options`, with its arguments and results held to the shardings they name."""
     others = {key: value for key, value in options.items() if key not in ("in_shardings", "out_shardings")}
-    static = static_arguments(fn, options.get("static_argnums"), options.get("static_argnames"))
     arriving, leaving = options.get("in_shardings"), options.get("out_shardings")
 
     @functools.wraps(fn)
     def within(*args: Any, **kwargs: Any) -> Any:
         return _held(fn(*_arrived(args, static, arriving), **kwargs), leaving)
 
-    return jax_jit(within, **others)
+    held = jax_jit(within, **others)
+    static = static_arguments(held)
+    return held
 
 
 def _arrived(args: tuple[Any, ...], static: StaticArguments, shardings: Any) -> tuple[Any, ...]:

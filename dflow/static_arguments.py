@@ -5,10 +5,12 @@ A parameter may be named static by its position or by its name, and passed eithe
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable
+import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+from dflow.tracing.jax_frontend import static_options
 
 
 @dataclass(frozen=True)
@@ -39,25 +41,15 @@ class StaticArguments:
         return traced, traced_kwargs, (*static, *static_kwargs)
 
 
-def static_arguments(
-    fn: Callable[..., Any], argnums: int | Iterable[int] | None, argnames: str | Iterable[str] | None
-) -> StaticArguments:
-    """What `static_argnums` and `static_argnames` say of `fn`; given one of them, the other follows the signature."""
-    positions = _several(argnums, int)
-    names = _several(argnames, str)
-    try:
-        parameters = list(inspect.signature(fn).parameters.values())
-    except (TypeError, ValueError):
-        parameters = []
-    by_either = [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
-    if argnames is None:
-        names = {by_either[position] for position in positions if -len(by_either) <= position < len(by_either)}
-    elif argnums is None:
-        positions = {index for index, name in enumerate(by_either) if name in names}
+def static_arguments(jitted: Any) -> StaticArguments:
+    """Which arguments a `jax.jit` function takes as static."""
+    positions, names = static_options(jitted)
     return StaticArguments(frozenset(positions), frozenset(names))
 
 
-def _several(given: Any, kind: type) -> set[Any]:
-    if given is None:
-        return set()
-    return {given} if isinstance(given, kind) else set(given)
+def positions_in(argnums: Any) -> tuple[int, ...]:
+    """What an option such as `static_argnums` says: one integer of any kind, or several."""
+    try:
+        return (operator.index(argnums),)
+    except TypeError:
+        return tuple(map(operator.index, argnums))

@@ -75,7 +75,7 @@ class TraceLog:
         """Note a trace. Warns with RetraceWarning when the function is traced ever again for other types."""
         changes = _changes(arguments, [record.arguments for record in self.records])
         self.records.append(TraceRecord(len(self.records) + 1, arguments, changes, call, trace_ms))
-        if len(self.records) == WARN_AFTER and changes and changes[0] != _FIRST:
+        if changes != (_SAME,) and sum(record.changes != (_SAME,) for record in self.records) == WARN_AFTER:
             self._warn()
 
     def _warn(self) -> None:

@@ -266,7 +266,7 @@ class _Step:
         self._cluster = cluster
         self._handles = handles
         self._constants = list(constants)
-        self._literals = [jnp.asarray(literal.value, literal.type.dtype) for literal in compiled.literals]
+        self._literals = [literal.array for literal in compiled.literals]
 
     def __call__(self, leaves: Sequence[Any]) -> Sequence[Any]:
         arrays = [leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf) for leaf in leaves]

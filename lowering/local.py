@@ -111,10 +111,10 @@ class LocalHome:
         compiled = make_plans(graph, ALONE, keys)
         if compiled.remote:
             raise InternalError(f"a local function was placed on {sorted(compiled.remote)}")
-        literals = [jnp.asarray(literal.value, literal.type.dtype) for literal in compiled.literals]
+        literals = [literal.array for literal in compiled.literals]
         donated = [len(traced.constants) + leaf for leaf in traced.donated]
         programs = lower_programs(compiled.local, donated)
-        return LoweredStep(compiled.local.plan, programs, self.store, traced.constants, literals)
+        return LoweredStep(compiled.local.plan, programs, self.store, traced.constants, literals, donated)
 
 
 @dataclass(frozen=True)
@@ -126,6 +126,8 @@ class LoweredStep:
     _store: Store
     _constants: Sequence[Any]
     _literals: Sequence[Any]
+    #: The feeds that are the caller's to lose.
+    _donated: Collection[int]
 
     def compile(self) -> CompiledStep:
         """Compile the programs."""
@@ -138,13 +140,20 @@ class LoweredStep:
             return _one_call(plan.items[0], plan.feeds, programs[0], store, constants)
         schedule = Schedule(plan)
         given_back = [index for index, slot in enumerate(plan.feeds) if slot in plan.fetches]
+        lost = set(self._donated).intersection(given_back)
 
         def run(leaves: Sequence[Any]) -> Sequence[Any]:
             feeds = [*constants, *leaves, *literals]
             for index in given_back:
-                # A copy, because the caller may write to a NumPy array.
-                feeds[index] = feeds[index] if isinstance(feeds[index], jax.Array) else jnp.array(feeds[index])
-            return fetched(_run_here(schedule, programs, store, feeds))
+                # A copy, because the caller may write to a NumPy array, and loses an array that was donated.
+                is_kept = isinstance(feeds[index], jax.Array) and index not in lost
+                feeds[index] = feeds[index] if is_kept else jnp.array(feeds[index])
+            results = fetched(_run_here(schedule, programs, store, feeds))
+            for index in lost:
+                given = leaves[index - len(constants)]
+                if isinstance(given, jax.Array):
+                    given.delete()
+            return results
 
         return run
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from dflow.tracing.effects import Effect
@@ -38,6 +40,13 @@ class Literal:
 
     value: Any
     type: ArrayType
+
+    @property
+    def array(self) -> jax.Array:
+        """The scalar as an array of its type."""
+        # A Python number is the one public way to an array of a weak type.
+        value = np.asarray(self.value).item() if self.type.weak else self.value
+        return jnp.asarray(value, None if self.type.weak else self.type.dtype)
 
     def __repr__(self) -> str:
         return f"{np.asarray(self.value).item()!r}:{self.type}"

@@ -190,6 +190,14 @@ def forget_failed_dispatch(jitted: Any) -> None:
     jitted._clear_cache()
 
 
+def static_options(jitted: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """The positions and names that a `jax.jit` function takes as static, those it inferred from the signature included.
+
+    There is no public form, and versions of JAX differ in what they infer.
+    """
+    return jitted._jit_info.static_argnums, jitted._jit_info.static_argnames
+
+
 def jit_disabled() -> bool:
     """Whether `jax.disable_jit` is in force."""
     return bool(jax_config.disable_jit.value)

@@ -1,0 +1,208 @@
+"""Errors in the user's program: their types, their words, the user's frames in the traceback."""
+
+from __future__ import annotations
+
+import traceback
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tests.dflow.jit_surface.comparison import Program, same_as_jax_jit
+
+
+class OwnError(Exception):
+    """An error of the user's."""
+
+
+def raises(x: Any) -> Any:
+    return raises_inside(x)
+
+
+def raises_inside(x: Any) -> Any:
+    raise OwnError("an error of mine", 3)
+
+
+def raises_with_a_note(x: Any) -> Any:
+    error = OwnError("an error of mine")
+    error.add_note("with a note")
+    raise error
+
+
+def raises_from(x: Any) -> Any:
+    try:
+        raise KeyError("the cause")
+    except KeyError as cause:
+        raise OwnError("an error of mine") from cause
+
+
+def chain(jit: Any, fn: Any) -> Any:
+    """The errors behind the error."""
+    try:
+        jit(fn)(1.0)
+    except Exception as error:
+        behind, kinds = error, []
+        while behind is not None:
+            kinds.append(type(behind).__name__)
+            behind = behind.__cause__ or (None if behind.__suppress_context__ else behind.__context__)
+        return [kind for kind in kinds if kind != "SimplifiedTraceback"]
+
+
+def last_frames(jit: Any) -> Any:
+    """The names of the last frames, and whether frames of the library stand among them."""
+    try:
+        jit(raises)(1.0)
+    except OwnError as error:
+        return [frame.name for frame in traceback.extract_tb(error.__traceback__)][-2:]
+
+
+def raises_once(jit: Any) -> Any:
+    """A function whose first trace fails and whose second one does not."""
+    calls: list[int] = []
+
+    def fn(x: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 1:
+            raise OwnError("the first time")
+        return x * 2
+
+    f = jit(fn)
+    outcomes = []
+    for _ in range(3):
+        try:
+            outcomes.append(f(2.0))
+        except OwnError as error:
+            outcomes.append(str(error))
+    return outcomes, len(calls)
+
+
+def a_leaked_tracer(jit: Any) -> Any:
+    kept: list[Any] = []
+    jit(lambda x: (kept.append(x), x)[1])(1.0)
+    return kept[0] + 1
+
+
+def a_leaked_tracer_as_argument(jit: Any) -> Any:
+    kept: list[Any] = []
+    jit(lambda x: (kept.append(x), x)[1])(1.0)
+    return jit(lambda x: x + 1)(kept[0])
+
+
+def a_leaked_tracer_in_a_closure(jit: Any) -> Any:
+    kept: list[Any] = []
+    jit(lambda x: (kept.append(x), x)[1])(1.0)
+    return jit(lambda x: x + kept[0])(1.0)
+
+
+def a_leak_from_a_loop(jit: Any) -> Any:
+    kept: list[Any] = []
+
+    def body(_: Any, x: Any) -> Any:
+        kept.append(x)
+        return x + 1
+
+    def fn(x: Any) -> Any:
+        jax.lax.fori_loop(0, 2, body, x)
+        return kept[0]
+
+    return jit(fn)(1.0)
+
+
+def exits(jit: Any, error: type[BaseException]) -> Any:
+    """What is no `Exception` goes through."""
+
+    def fn(x: Any) -> Any:
+        raise error("stop")
+
+    f = jit(fn)
+    seen = []
+    for _ in range(2):
+        try:
+            f(1.0)
+        except BaseException as caught:
+            seen.append((type(caught).__name__, str(caught)))
+    return seen
+
+
+PROGRAMS: dict[str, Program] = {
+    "an error of one's own": lambda jit: jit(raises)(1.0),
+    "an error with a note": lambda jit: jit(raises_with_a_note)(1.0),
+    "an error from another": lambda jit: chain(jit, raises_from),
+    "an error has no context of the library": lambda jit: chain(jit, raises),
+    "the last frames are the user's": last_frames,
+    "an error from a nested jit": lambda jit: jit(lambda x: jit(raises)(x))(1.0),
+    "an error under grad": lambda jit: jax.grad(jit(raises))(1.0),
+    "an error under vmap": lambda jit: jax.vmap(jit(raises))(jnp.ones(2)),
+    "an error in a loop's body": lambda jit: jit(lambda x: jax.lax.fori_loop(0, 2, lambda i, c: raises(c), x))(1.0),
+    "an error the first time": raises_once,
+    "an interrupt": lambda jit: exits(jit, KeyboardInterrupt),
+    "an exit": lambda jit: exits(jit, SystemExit),
+    "a missing key": lambda jit: jit(lambda x: {}["missing"])(1.0),
+    "a bool of a tracer": lambda jit: jit(lambda x: 1 if x > 0 else 2)(1.0),
+    "while on a tracer": lambda jit: jit(lambda x: [0 for _ in iter(lambda: x > 0, False)])(1.0),
+    "float of a tracer": lambda jit: jit(float)(1.0),
+    "int of a tracer": lambda jit: jit(int)(1),
+    "complex of a tracer": lambda jit: jit(lambda x: complex(x))(1.0),
+    "hex of a tracer": lambda jit: jit(lambda x: hex(x))(1),
+    "an index of a tracer": lambda jit: jit(lambda i: [1, 2][i])(1),
+    "range of a tracer": lambda jit: jit(lambda n: sum(range(n)))(3),
+    "item of a tracer": lambda jit: jit(lambda x: x.item())(1.0),
+    "list of a tracer": lambda jit: jit(lambda x: x.tolist())(jnp.ones(2)),
+    "numpy of a tracer": lambda jit: jit(lambda x: np.sin(x))(1.0),
+    "np.asarray of a tracer": lambda jit: jit(lambda x: np.asarray(x))(1.0),
+    "hash of a tracer": lambda jit: jit(lambda x: hash(x))(1.0),
+    "len of a scalar": lambda jit: jit(lambda x: len(x))(1.0),
+    "iteration over a scalar": lambda jit: jit(lambda x: list(x))(1.0),
+    "setting an item": lambda jit: jit(lambda x: x.__setitem__(0, 1))(jnp.ones(2)),
+    "an attribute that is none": lambda jit: jit(lambda x: x.missing)(1.0),
+    "a shape that is traced": lambda jit: jit(lambda n: jnp.zeros(n))(3),
+    "an arange that is traced": lambda jit: jit(lambda n: jnp.arange(n))(3),
+    "a boolean mask": lambda jit: jit(lambda x: x[x > 0])(jnp.ones(2)),
+    "nonzero": lambda jit: jit(jnp.nonzero)(jnp.ones(2)),
+    "a block on a tracer": lambda jit: jit(lambda x: x.block_until_ready())(1.0),
+    "shapes that differ": lambda jit: jit(lambda x, y: x + y)(jnp.ones(3), jnp.ones(4)),
+    "a product of wrong shapes": lambda jit: jit(lambda x, y: x @ y)(jnp.ones(3), jnp.ones(4)),
+    "a reshape to a wrong size": lambda jit: jit(lambda x: x.reshape(2, 2))(jnp.ones(3)),
+    "a dtype that is none": lambda jit: jit(lambda x: x.astype("floaty"))(1.0),
+    "adding a string": lambda jit: jit(lambda x: x + "a")(1.0),
+    "adding None": lambda jit: jit(lambda x: x + None)(1.0),
+    "cond with branches that differ": lambda jit: jit(lambda x: jax.lax.cond(x > 0, lambda: 1, lambda: 1.0))(1.0),
+    "scan with a carry that differs": lambda jit: jit(
+        lambda x: jax.lax.scan(lambda c, _: (c.astype(int), None), x, length=2)
+    )(1.0),
+    "while with a carry that differs": lambda jit: jit(
+        lambda x: jax.lax.while_loop(lambda c: True, lambda c: (c, c), x)
+    )(1.0),
+    "an axis name that is none": lambda jit: jit(lambda x: jax.lax.psum(x, "i"))(1.0),
+    "a leaked tracer": a_leaked_tracer,
+    "a leaked tracer as an argument": a_leaked_tracer_as_argument,
+    "a leaked tracer in a closure": a_leaked_tracer_in_a_closure,
+    "a leak from a loop": a_leak_from_a_loop,
+    "a callback that raises": lambda jit: _callback_raises(jit),
+    "no such option": lambda jit: jit(lambda x: x, static_arguments=1),
+    "an option of None": lambda jit: jit(lambda x: x, static_argnums=None, donate_argnums=None, backend=None)(1.0),
+    "a positional option": lambda jit: jit(lambda x: x, None),
+    "not callable": lambda jit: jit(3),
+    "a string as function": lambda jit: jit("f"),
+    "None with options": lambda jit: jit(None, static_argnums=0)(lambda n: n)(3),
+    "a backend that is none": lambda jit: jit(lambda x: x, backend="abacus")(1.0),
+    "an axis that is out of range": lambda jit: jit(lambda x: x.sum(axis=3))(jnp.ones(2)),
+    "numbers that are too large in a program": lambda jit: jit(lambda x: x * 2**70)(1),
+}
+
+
+def _callback_raises(jit: Any) -> Any:
+    def fails(x: Any) -> Any:
+        raise OwnError("in a callback")
+
+    try:
+        f = jit(lambda x: jax.pure_callback(fails, jax.ShapeDtypeStruct((), "float32"), x))
+        return jax.block_until_ready(f(1.0))
+    except Exception as error:
+        return type(error).__name__, "in a callback" in str(error)
+
+
+WITHOUT_STATE = ("a leaked tracer as an argument", "a leaked tracer in a closure", "a leak from a loop")
+
+test_the_same_as_jax_jit = same_as_jax_jit(PROGRAMS, only_without_state=WITHOUT_STATE)

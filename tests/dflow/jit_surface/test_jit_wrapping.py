@@ -1,0 +1,347 @@
+"""What a jitted function is: its names, its signature, methods, callables of every kind, copies."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import operator
+import types
+import weakref
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tests.dflow.jit_surface.comparison import Program, same_as_jax_jit
+
+
+def documented(x: int, *, scale: float = 2.0) -> float:
+    """Scales."""
+    return x * scale
+
+
+documented.some_value = 4  # type: ignore[attr-defined]
+
+
+class Callable_:  # noqa: N801
+    """An object to call."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def __call__(self, x: Any) -> Any:
+        """Multiplies."""
+        return x * self.factor
+
+    def method(self, x: Any) -> Any:
+        return x + self.factor
+
+    @classmethod
+    def of_class(cls, x: Any) -> Any:
+        return x, cls.__name__ == "Callable_"
+
+    @staticmethod
+    def of_nobody(x: Any) -> Any:
+        return x
+
+
+class Child(Callable_):
+    def method(self, x: Any) -> Any:
+        return super().method(x) * 2
+
+
+def classes(jit: Any) -> Any:
+    """One class with every kind of method."""
+
+    class Model:
+        factor = 3
+
+        @functools.partial(jit, static_argnums=0)
+        def by_number(self, x: Any) -> Any:
+            return x * self.factor
+
+        @classmethod
+        @jit
+        def twice(cls: Any, x: Any) -> Any:
+            return x * 2
+
+        @staticmethod
+        @jit
+        def half(x: Any) -> Any:
+            return x / 2
+
+        @property
+        @functools.partial(jit, static_argnums=0)
+        def squared(self) -> Any:
+            return jnp.float32(self.factor) ** 2
+
+        @functools.partial(jit, static_argnums=0)
+        def __call__(self, x: Any) -> Any:
+            return x + self.factor
+
+        @functools.partial(jit, static_argnums=(0, 2))
+        def several(self, x: Any, n: int, *, y: Any = 1.0) -> Any:
+            return [x * self.factor + y] * n
+
+    class Derived(Model):
+        factor = 5
+
+        @functools.partial(jit, static_argnums=0)
+        def by_number(self, x: Any) -> Any:
+            return super().by_number(x) + 1
+
+    first, second = Model(), Derived()
+    return (
+        [m.by_number(1.0) for m in (first, second)],
+        Model.half(3.0),
+        first.half(3.0),
+        second.squared,
+        first(1.0),
+        second.several(1.0, 2, y=3.0),
+        Model.by_number(second, 1.0),
+    )
+
+
+def of_classmethod(jit: Any) -> Any:
+    class Model:
+        @jit
+        @classmethod
+        def twice(cls, x: Any) -> Any:
+            return x * 2
+
+    return Model.twice(1.0)
+
+
+def of_staticmethod(jit: Any) -> Any:
+    class Model:
+        @jit
+        @staticmethod
+        def twice(x: Any) -> Any:
+            return x * 2
+
+    return Model.twice(1.0)
+
+
+def a_cached_property(jit: Any) -> Any:
+    class Model:
+        @functools.cached_property
+        def step(self) -> Any:
+            return jit(lambda x: x * 2)
+
+    model = Model()
+    return model.step(1.0), model.step(2.0)
+
+
+def made_in_init(jit: Any) -> Any:
+    class Model:
+        def __init__(self) -> None:
+            self.factor = 3
+            self.step = jit(self._step)
+
+        def _step(self, x: Any) -> Any:
+            return x * self.factor
+
+    return [Model().step(1.0) for _ in range(2)]
+
+
+def an_attribute_of_an_object(jit: Any) -> Any:
+    """A function kept as an attribute is no method."""
+    holder = types.SimpleNamespace(step=jit(lambda x: x * 2))
+    return holder.step(1.0)
+
+
+def a_class_attribute_of_static_self(jit: Any) -> Any:
+    class Model:
+        step = jit(lambda self, x: x * 2, static_argnums=0)
+
+    return Model().step(1.0)
+
+
+def async_function(jit: Any) -> Any:
+    async def fn(x: Any) -> Any:
+        return x
+
+    return jit(fn)(1.0)
+
+
+def generator_function(jit: Any) -> Any:
+    def fn(x: Any) -> Any:
+        yield x
+
+    return jit(fn)
+
+
+def recursion(jit: Any) -> Any:
+    @functools.partial(jit, static_argnums=0)
+    def power(n: int, x: Any) -> Any:
+        return x if n == 0 else 2 * power(n - 1, x)
+
+    return power(4, 1.0), power(2, 1.0)
+
+
+def endless_recursion(jit: Any) -> Any:
+    @jit
+    def forever(x: Any) -> Any:
+        return forever(x)
+
+    try:
+        return forever(1.0)
+    except RecursionError as error:
+        return type(error).__name__
+
+
+def mutual_recursion(jit: Any) -> Any:
+    @functools.partial(jit, static_argnums=0)
+    def even(n: int, x: Any) -> Any:
+        return x if n == 0 else odd(n - 1, x + 1)
+
+    @functools.partial(jit, static_argnums=0)
+    def odd(n: int, x: Any) -> Any:
+        return -x if n == 0 else even(n - 1, x * 2)
+
+    return even(4, 1.0), even(3, 1.0)
+
+
+def reentrant(jit: Any) -> Any:
+    """The Python function calls the jitted one on other arguments, outside of its own trace."""
+
+    @jit
+    def fn(x: Any) -> Any:
+        if x.ndim:
+            with jax.ensure_compile_time_eval():
+                return x + fn(1.0)
+        return x * 2
+
+    return fn(jnp.ones(2)), fn(3.0)
+
+
+def closed_over_and_changed(jit: Any) -> Any:
+    """What a function closes over is read when it is traced."""
+    factor = [2.0]
+    f = jit(lambda x: x * factor[0])
+    before = f(1.0)
+    factor[0] = 3.0
+    return before, f(1.0), f(1)
+
+
+def globals_of_the_wrapper(jit: Any) -> Any:
+    f = jit(documented)
+    names = ("__name__", "__doc__", "__module__", "__qualname__", "__annotations__", "some_value")
+    return [repr(getattr(f, name)) for name in names], f.__wrapped__ is documented, str(inspect.signature(f))
+
+
+def set_attribute(jit: Any) -> Any:
+    f = jit(lambda x: x)
+    f.remark = "mine"
+    return f.remark, f(1.0), hasattr(f, "other")
+
+
+def equality(jit: Any) -> Any:
+    f, g = jit(documented), jit(documented)
+    return f == f, f == g, hash(f) == hash(f), len({f, f}), f in [f]
+
+
+def copies(jit: Any, make: Any) -> Any:
+    f = jit(documented, static_argnames="scale")
+    g = make(f)
+    return g(3, scale=2.0), g is f
+
+
+def weak_reference(jit: Any) -> Any:
+    f = jit(lambda x: x)
+    reference = weakref.ref(f)
+    alive = reference() is f
+    return alive, f(1.0)
+
+
+def of_wraps(jit: Any) -> Any:
+    @jit
+    @functools.wraps(documented)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return documented(*args, **kwargs)
+
+    return wrapped(3, scale=1.5), wrapped.__name__
+
+
+PROGRAMS: dict[str, Program] = {
+    "its attributes": globals_of_the_wrapper,
+    "its signature, of a lambda": lambda jit: str(inspect.signature(jit(lambda x, *ys, z=1, **w: x))),
+    "its signature, of a partial": lambda jit: str(inspect.signature(jit(functools.partial(documented, scale=1.0)))),
+    "its signature, of a method": lambda jit: str(inspect.signature(jit(Callable_(2).method))),
+    "callable": lambda jit: (callable(jit(documented)), inspect.isfunction(jit(documented))),
+    "attributes that are set": set_attribute,
+    "an attribute that is none": lambda jit: jit(lambda x: x).missing,
+    "the name of a partial": lambda jit: jit(functools.partial(documented)).__name__,
+    "equality and hash": equality,
+    "copied": lambda jit: copies(jit, copy.copy),
+    "deep-copied": lambda jit: copies(jit, copy.deepcopy),
+    "deep-copied in a dict": lambda jit: copies(jit, lambda f: copy.deepcopy({"f": f})["f"]),
+    "weakly referred to": weak_reference,
+    "as a static argument": lambda jit: (lambda f: jit(lambda g, x: g(x), static_argnums=0)(f, 2.0))(jit(documented)),
+    "as a key": lambda jit: {jit(documented): 1} != {},
+    "a builtin": lambda jit: jit(abs)(jnp.array(-1.0)),
+    "an operator": lambda jit: jit(operator.add)(1, 2.0),
+    "an operator with a static argument": lambda jit: jit(operator.add, static_argnums=1)(jnp.arange(2), 1),
+    "a method of a builtin": lambda jit: jit("{}".format)(1.0),
+    "a type": lambda jit: jit(dict)(a=1.0),
+    "a named tuple's type": lambda jit: jit(complex)(1.0),
+    "a function of jnp": lambda jit: jit(jnp.sin)(1.0),
+    "a ufunc of jnp": lambda jit: jit(jnp.add)(1.0, 2),
+    "a ufunc's reduce": lambda jit: jit(jnp.add.reduce)(jnp.arange(3)),
+    "a jitted function": lambda jit: jit(jit(lambda x: x + 1))(2.0),
+    "a function of jax.jit": lambda jit: jit(jax.jit(lambda x: x + 1))(2.0),
+    "a gradient": lambda jit: jit(jax.grad(lambda x: x**2))(3.0),
+    "a vmap": lambda jit: jit(jax.vmap(lambda x: x**2))(jnp.arange(3.0)),
+    "a custom_jvp": lambda jit: jit(jax.nn.relu)(-1.0),
+    "a partial": lambda jit: jit(functools.partial(lambda a, x: a * x, 3))(2.0),
+    "a partial of a jitted function": lambda jit: functools.partial(jit(lambda a, x: a * x), 3)(2.0),
+    "a tree_util.Partial": lambda jit: jit(jax.tree_util.Partial(lambda a, x: a * x, 3))(2.0),
+    "an object to call": lambda jit: jit(Callable_(3.0))(2.0),
+    "an object to call, its doc": lambda jit: jit(Callable_(3.0)).__doc__,
+    "a bound method": lambda jit: jit(Callable_(3.0).method)(2.0),
+    "a bound method of a child": lambda jit: jit(Child(3.0).method)(2.0),
+    "a bound method twice": lambda jit: (lambda o: (jit(o.method)(2.0), jit(o.method)(3.0)))(Callable_(3.0)),
+    "an unbound method": lambda jit: jit(Callable_.method, static_argnums=0)(Callable_(3.0), 2.0),
+    "a class method": lambda jit: jit(Callable_.of_class)(2.0),
+    "a static method": lambda jit: jit(Callable_.of_nobody)(2.0),
+    "methods in a class": classes,
+    "jit of a class method": of_classmethod,
+    "jit of a static method": of_staticmethod,
+    "jit in a cached property": a_cached_property,
+    "jit in __init__": made_in_init,
+    "as an attribute": an_attribute_of_an_object,
+    "as a class attribute": a_class_attribute_of_static_self,
+    "an async function": async_function,
+    "a generator function": generator_function,
+    "recursion": recursion,
+    "recursion of two": mutual_recursion,
+    "endless recursion": endless_recursion,
+    "reentrancy": reentrant,
+    "a closure that changes": closed_over_and_changed,
+    "of functools.wraps": of_wraps,
+    "by a decorator with options": lambda jit: functools.partial(jit, static_argnums=0)(lambda n, x: x * n)(2, 3.0),
+    "by a decorator factory": lambda jit: jit(static_argnums=0)(lambda n, x: [x] * n)(2, 3.0),
+    "by a decorator factory without options": lambda jit: jit()(lambda x: x + 1)(3.0),
+    "jit of jit with options": lambda jit: jit(jit(lambda n, x: [x] * n, static_argnums=0), static_argnums=0)(2, 3.0),
+    "in a functools.lru_cache": lambda jit: functools.lru_cache(lambda n: jit(lambda x: x * n))(2)(3.0),
+    "in functools.reduce": lambda jit: functools.reduce(jit(lambda a, b: a + b), [1.0, 2.0, 3.0]),
+    "in map": lambda jit: list(map(jit(lambda x: x * 2), [1.0, 2.0])),
+    "in jax.tree.map": lambda jit: jax.tree.map(jit(lambda x: x * 2), {"a": 1.0, "b": [2]}),
+    "in np.vectorize": lambda jit: np.vectorize(jit(lambda x: x * 2))(np.arange(3.0)),
+}
+
+#: These ask about the object itself, or about functions that a wrapper would hide.
+WITHOUT_STATE = (
+    "its attributes",
+    "an async function",
+    "a generator function",
+    "jit of a class method",
+    "jit of a static method",
+    "the name of a partial",
+    "a method of a builtin",
+    "callable",
+)
+
+test_the_same_as_jax_jit = same_as_jax_jit(PROGRAMS, only_without_state=WITHOUT_STATE)
