@@ -23,6 +23,7 @@ from dflow.tracing.errors import (
     VariableError,
     VariableShapeError,
 )
+from dflow.tracing.leaks import LeakedTracerWarning
 from dflow.tracing.loops import while_loop
 from dflow.tracing.queues import FIFOQueue, PaddedSpec, PaddingFIFOQueue, PriorityQueue, RandomShuffleQueue
 from dflow.tracing.resources import Variable, assign, is_variable, name, read, trainable_variables, variables
@@ -38,6 +39,7 @@ __all__ = [
     "Function",
     "Generator",
     "GraphView",
+    "LeakedTracerWarning",
     "LostWriteError",
     "Optimizer",
     "PaddedSpec",

@@ -47,9 +47,11 @@ from dflow.tracing.jax_frontend import (
     is_resource,
     is_tracing,
     jit_disabled,
+    running_trace,
     touches_state,
     trace_context,
 )
+from dflow.tracing.leaks import warn_of_leaks
 from dflow.tracing.source import at, caller
 from dflow.tracing.text import text
 from dflow.tracing.trace import Traced, argument_names, traced_from
@@ -88,6 +90,16 @@ class _Plan(NamedTuple):
 
 class _Looking(threading.local):
     depth = 0
+
+
+class _Pending(threading.local):
+    """The traces that this thread has run and not yet looked through for values that are kept."""
+
+    def __init__(self) -> None:
+        self.traces: list[tuple[str, weakref.ref[Any]]] = []
+
+
+_pending = _Pending()
 
 
 class Function(Generic[P, R]):
@@ -185,6 +197,7 @@ class Function(Generic[P, R]):
                 raise _LookFirst
             started = time.perf_counter()
             result = self.fn(*args, **kwargs)
+            _pending.traces.append((self._log.name, running_trace()))
             self._log.add(described(self.fn, args, kwargs), caller(), (time.perf_counter() - started) * 1e3)
             return result
 
@@ -230,6 +243,8 @@ class Function(Generic[P, R]):
                 self._plans[key] = None
             result = self._look(self._jax, args, kwargs)
         self._log.finish(traces, (time.perf_counter() - started) * 1e3, captured)
+        while _pending.traces:
+            warn_of_leaks(*_pending.traces.pop())
         return cast(R, result)
 
     def _make_plan(self, looked: Any, args: Any, kwargs: Any) -> _Plan:

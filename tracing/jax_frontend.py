@@ -15,6 +15,7 @@ derivatives let them through. What is taken from `jax._src`, and the public form
 from __future__ import annotations
 
 import functools
+import gc
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -180,6 +181,22 @@ def bind(primitive: Any, params: Any, values: Sequence[Any], origin: Any) -> lis
 def is_tracing() -> bool:
     """Whether a JAX trace is running."""
     return not jax_core.trace_state_clean()
+
+
+def running_trace() -> weakref.ref[Any]:
+    """The trace that runs now, weakly: once it has ended it is gone, unless a value of it is kept."""
+    return weakref.ref(jax_core.trace_ctx.trace)
+
+
+def tracers_of(trace: Any) -> list[Any]:
+    """The values of a trace that are alive."""
+    return [holder for holder in gc.get_referrers(trace) if isinstance(holder, jax.core.Tracer)]
+
+
+def line_of_tracer(tracer: Any) -> Loc | None:
+    """The user's line that made a value of a trace, or None when the trace did not keep it."""
+    info = getattr(tracer, "_line_info", None)
+    return None if info is None else Origin(None, info).loc
 
 
 def forget_failed_dispatch(jitted: Any) -> None:

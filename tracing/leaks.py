@@ -1,0 +1,100 @@
+"""Values of a trace that something keeps after the trace: what they are, which line made them, and who keeps them.
+
+While a function is traced its values are stand-ins without numbers. JAX raises when a kept one is used, which may be
+far away and much later; a trace that is still alive when it has ended tells at once.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import types
+import warnings
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+from dflow.tracing.jax_frontend import line_of_tracer, tracers_of
+from dflow.tracing.source import Loc, caller
+from dflow.tracing.types import ArrayType, array_type_of
+
+
+class LeakedTracerWarning(UserWarning):
+    """A value of a traced function is kept after the trace, where it is of no use; the message says by whom."""
+
+
+@dataclass(frozen=True)
+class Leak:
+    """A kept value: its type, the user's line that made it, and what keeps it."""
+
+    type: ArrayType
+    made: Loc | None
+    holder: str
+
+
+def warn_of_leaks(name: str, trace: weakref.ref[Any]) -> None:
+    """Warn, at the line that made it, of each value that is kept of the trace of a function called `name`."""
+    for leak in leaks(trace):
+        text = (
+            f"a value of {name}, {leak.type}, is kept after its trace: {leak.holder}\n"
+            f"  it stood for an array while {name} was traced and holds no numbers\n"
+            f"  return it from {name}, or keep it in a dflow.Variable"
+        )
+        line = leak.made or caller()
+        if line is None:
+            warnings.warn(text, LeakedTracerWarning, stacklevel=2)
+        else:
+            warnings.warn_explicit(text, LeakedTracerWarning, line.file, line.line)
+
+
+def leaks(trace: weakref.ref[Any]) -> list[Leak]:
+    """The values of a trace, which has ended, that something other than garbage keeps."""
+    if trace() is None:
+        return []
+    gc.collect()
+    kept, found = tracers_of(trace()), []
+    for tracer in kept:
+        holders = [holder for holder in gc.get_referrers(tracer) if holder is not kept]
+        named = dict.fromkeys(map(_described, holders, itertools.repeat(tracer)))
+        named.pop(None, None)
+        if named:
+            found.append(Leak(array_type_of(tracer), line_of_tracer(tracer), " and ".join(map(str, named))))
+    return found
+
+
+def _described(holder: Any, value: Any) -> str | None:
+    """What a user calls a holder, or None when it is JAX's or ours."""
+    if isinstance(holder, types.FrameType) or _is_of(holder, "jax", "jaxlib", "dflow"):
+        return None
+    if isinstance(holder, dict):
+        return _dictionary(holder, value)
+    if isinstance(holder, list | tuple):
+        return _sequence(holder, value)
+    if isinstance(holder, types.CellType):
+        return "by a function that closes over it"
+    held = [name for name, each in getattr(holder, "__dict__", {}).items() if each is value]
+    return f"as attribute {held[0]!r} of a {type(holder).__name__}" if held else f"by a {type(holder).__name__}"
+
+
+def _is_of(holder: Any, *packages: str) -> bool:
+    return type(holder).__module__.split(".")[0] in packages
+
+
+def _dictionary(holder: dict[Any, Any], value: Any) -> str | None:
+    keys = [key for key, each in holder.items() if each is value]
+    if not keys:
+        return None
+    for owner in gc.get_referrers(holder):
+        if getattr(owner, "__dict__", None) is holder:
+            if isinstance(owner, types.ModuleType):
+                return f"as global {keys[0]!r} of module {owner.__name__}"
+            return f"as attribute {keys[0]!r} of a {type(owner).__name__}"
+    return f"under {keys[0]!r} in a dict"
+
+
+def _sequence(holder: list[Any] | tuple[Any, ...], value: Any) -> str | None:
+    # JAX's records of what made a value hold lists of other values.
+    if any(_is_of(owner, "jax", "jaxlib") for owner in gc.get_referrers(holder)):
+        return None
+    places = [place for place, each in enumerate(holder) if each is value]
+    return f"as element {places[0]} of a {type(holder).__name__}" if places else None
