@@ -52,7 +52,8 @@ class Recorder:
         """Advice that dflow gives and JAX does not is no difference, even where a suite makes warnings errors."""
         self._config = config
         if "dflow" in sys.modules:
-            config.addinivalue_line("filterwarnings", "ignore::dflow.RetraceWarning")
+            for warning in ("RetraceWarning", "LeakedTracerWarning"):
+                config.addinivalue_line("filterwarnings", f"ignore::dflow.{warning}")
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """A file that cannot be imported."""
