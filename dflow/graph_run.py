@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import threading
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,37 +34,47 @@ class Bound:
     arrays: Mapping[Value, Any]
 
 
-def run(bound: Bound, fetches: Sequence[str], feeds: Mapping[str, Any]) -> list[Any]:
-    """The values of `fetches`, in order, given those of `feeds`; None for what has no value, such as a write.
+class Part:
+    """What some values need, given some others: compiled once, and run as often as it is called."""
 
-    A variable that is fetched is read after all else; one that is fed is left as it is, and a copy takes its place.
-    raises  GraphNameError for a name that the graph does not have; GraphTypeError for a feed of another type, and for
-            an input that is needed and has no value
-    """
-    bound = _with_calls_opened(bound, [*fetches, *feeds])
-    fed = {value: _fitting(value, given) for value, given in ((_value(bound, name), feeds[name]) for name in feeds)}
-    bound = _on_copies(bound, {value: array for value, array in fed.items() if _is_ref(value)})
-    arrays = {value: array for value, array in fed.items() if not _is_ref(value)}
-    wanted = [_value(bound, name) for name in fetches]
-    part = part_of(bound.graph, list(dict.fromkeys(wanted)), list(arrays))
-    results = _run_part(bound, part, {**bound.arrays, **arrays})
-    return [results.get(value) for value in wanted]
+    def __init__(self, bound: Bound, fetches: Sequence[str], feeds: Mapping[str, Any]) -> None:
+        """Raises GraphNameError for a name that the graph does not have, and GraphTypeError as `__call__`."""
+        bound = _with_calls_opened(bound, [*fetches, *feeds])
+        self._fed = {name: _value(bound, name) for name in feeds}
+        first = {value: _fitting(value, feeds[name]) for name, value in self._fed.items()}
+        bound, self._copies = _on_copies(bound, {value: array for value, array in first.items() if _is_ref(value)})
+        self._lock = threading.Lock() if self._copies else nullcontext()
+        self._fetched = [_value(bound, name) for name in fetches]
+        fed = [value for value in first if not _is_ref(value)]
+        graph = part_of(bound.graph, list(dict.fromkeys(self._fetched)), fed)
+        self._arrays = bound.arrays
+        self._inputs = [value for value in graph.inputs if not _is_ref(value)]
+        if absent := [value for value in self._inputs if value not in self._arrays and value not in fed]:
+            raise GraphTypeError(f"{absent[0]!r} is needed and has no value{at(caller())}\n  give it in feeds")
+        if unbound := [ref for ref in graph.refs if ref not in bound.variables]:
+            raise GraphTypeError(
+                f"{unbound[0]!r} is needed, and a graph that was read from text has no variables{at(caller())}\n"
+                "  give the variable's value in feeds, or run the graph of the function"
+            )
+        self._outputs = [value for value in graph.outputs if not isinstance(value.type, TokenType)]
+        variables = tuple(bound.variables[ref] for ref in graph.refs)
+        traced = Traced(_showing(graph, self._outputs), variables, (), None)
+        self._runner = home_of(traced).runner(traced, check=CONFIG.check, observe=None)
 
+    def __call__(self, feeds: Mapping[str, Any]) -> list[Any]:
+        """The values fetched, in order; None for what has no value, such as a write.
 
-def _run_part(bound: Bound, part: Graph, arrays: Mapping[Value, Any]) -> dict[Operand, jax.Array]:
-    """Run all of a graph by the home of its variables; the values of its outputs but tokens."""
-    inputs = [value for value in part.inputs if not _is_ref(value)]
-    if absent := [value for value in inputs if value not in arrays]:
-        raise GraphTypeError(f"{absent[0]!r} is needed and has no value{at(caller())}\n  give it in feeds")
-    if unbound := [ref for ref in part.refs if ref not in bound.variables]:
-        raise GraphTypeError(
-            f"{unbound[0]!r} is needed, and a graph that was read from text has no variables{at(caller())}\n"
-            "  give the variable's value in feeds, or run the graph of the function"
-        )
-    outputs = [value for value in part.outputs if not isinstance(value.type, TokenType)]
-    traced = Traced(_showing(part, outputs), tuple(bound.variables[ref] for ref in part.refs), (), None)
-    runner = home_of(traced).runner(traced, check=CONFIG.check, observe=None)
-    return dict(zip(outputs, runner([arrays[value] for value in inputs]), strict=True))
+        A variable that is fetched is read after all else; one that is fed is left as it is, and a copy takes its
+        place. Raises GraphTypeError for a feed of another type.
+        """
+        fed = {value: _fitting(value, feeds[name]) for name, value in self._fed.items()}
+        arrays = {**self._arrays, **fed}
+        with self._lock:
+            for value, copy in self._copies.items():
+                copy.assign(fed[value])
+            values = self._runner([arrays[value] for value in self._inputs])
+        results = dict(zip(self._outputs, values, strict=True))
+        return [results.get(value) for value in self._fetched]
 
 
 def _showing(part: Graph, outputs: Sequence[Operand]) -> Graph:
@@ -144,16 +156,16 @@ def _remedy(wanted: ArrayType, given: ArrayType) -> str:
     return f"convert it with .astype(jnp.{jnp.dtype(wanted.dtype).name})"
 
 
-def _on_copies(bound: Bound, fed: Mapping[Value, jax.Array]) -> Bound:
-    """The graph on variables of its own, with these values, in the place of those that are fed."""
+def _on_copies(bound: Bound, fed: Mapping[Value, jax.Array]) -> tuple[Bound, dict[Value, Variable]]:
+    """The graph on variables of its own, with these values, in the place of those fed; and each of them by those."""
     if not fed:
-        return bound
+        return bound, {}
     new = {ref: Value(ref.name, ref.type) for ref in fed}
     with home(LOCAL):
-        copies = {new[ref]: Variable(array) for ref, array in fed.items()}
+        copies = {ref: Variable(array) for ref, array in fed.items()}
     graph = Graph(
         tuple(new.get(value, value) for value in bound.graph.inputs),
         tuple(node.with_operands(new) for node in bound.graph.nodes),
         bound.graph.outputs,
     )
-    return Bound(graph, {**bound.variables, **copies}, bound.arrays)
+    return Bound(graph, {**bound.variables, **{new[ref]: copies[ref] for ref in fed}}, bound.arrays), copies

@@ -10,7 +10,7 @@ import jax
 
 from dflow.function import Function
 from dflow.graph_drawing import drawing_of
-from dflow.graph_run import Bound, run
+from dflow.graph_run import Bound, Part
 from dflow.graph_svg import svg
 from dflow.tracing.graph import Graph, Value
 from dflow.tracing.resources import Variable
@@ -29,6 +29,7 @@ class GraphView:
     ) -> None:
         self.graph = graph
         self._bound = Bound(graph, variables or {}, arrays or {})
+        self._parts: dict[tuple[tuple[str, ...], tuple[str, ...]], Part] = {}
 
     @staticmethod
     def parse(text: str) -> GraphView:
@@ -44,11 +45,15 @@ class GraphView:
         raises   GraphNameError, which gives near names; GraphTypeError for a feed of another type
 
         Each value is what the whole graph would give: writes that a fetched value comes after are made, others are
-        not. A variable that is fetched is read at the end; one that is fed is not touched. What is fetched is
-        compiled anew each time.
+        not. A variable that is fetched is read at the end; one that is fed is not touched. The same fetches and feeds
+        are compiled once.
         """
         names, structure = jax.tree_util.tree_flatten(fetches)
-        return jax.tree_util.tree_unflatten(structure, run(self._bound, names, feeds or {}))
+        given = feeds or {}
+        key = tuple(names), tuple(given)
+        if key not in self._parts:
+            self._parts[key] = Part(self._bound, names, given)
+        return jax.tree_util.tree_unflatten(structure, self._parts[key](given))
 
     def svg(self) -> str:
         """The graph as a picture, for a file or a page; notebooks show it of themselves.

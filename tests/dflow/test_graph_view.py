@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dflow
+from dflow.lowering.local import LocalHome
 from dflow.testing import memory_cluster
 from dflow.tracing.errors import GraphNameError, GraphTypeError, ParseError
 from dflow.tracing.graph import Graph
@@ -236,3 +237,20 @@ def test_each_value_is_what_the_whole_graph_gives(program: Program, data: st.Dat
     view.run([*tokens, *names])
     for name, value in after.items():
         np.testing.assert_array_equal(next(variable for variable in made if variable.name == name), value)
+
+
+def test_the_same_part_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, lower, compiled = Model(), LocalHome.lower, 0
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal compiled
+        compiled += 1
+        return lower(*args, **kwargs)
+
+    monkeypatch.setattr(LocalHome, "lower", counted)
+    view = model.graph()
+    for turn in range(1, 4):
+        assert plain(view.run("hidden", {"x": X + turn})) == plain(X + turn)
+        assert plain(view.run(["w_1", "w"], {"w": jnp.full(3, float(turn))})) == [[turn] * 3] * 2
+    assert compiled == 2
+    assert plain(model.w.read()) == [1, 1, 1]
