@@ -115,7 +115,9 @@ class Function(Generic[P, R]):
         self.fn = fn
         self._options = dict(options)
         self._static: StaticArguments = static_arguments(named)
-        self._log = TraceLog(getattr(self, "__name__", type(fn).__name__))
+        # The code of a wrapper is that of many functions.
+        code = None if hasattr(fn, "__wrapped__") else getattr(fn, "__code__", None)
+        self._log = TraceLog(getattr(self, "__name__", type(fn).__name__), code, caller())
         self._looking = _Looking()
         with _warned_of_already(options):
             self._jax: Any = jax_jit(self._recorded(needs_look=True), **options)

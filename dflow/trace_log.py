@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import warnings
+import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import CodeType
 from typing import Any
 
 import jax
@@ -16,6 +19,12 @@ from dflow.tracing.types import array_type_of
 
 #: A function traced this often for changing arguments is warned about, once.
 WARN_AFTER = 6
+
+#: One function compiled this often anew, from one line and for the same arguments, is warned about, once.
+WARN_AFTER_REMAKING = 12
+
+#: How often functions of one code, compiled from one line, were first traced, by the arguments.
+_remade: weakref.WeakKeyDictionary[CodeType, Counter[Any]] = weakref.WeakKeyDictionary()
 
 
 class RetraceWarning(UserWarning):
@@ -55,6 +64,9 @@ class TraceLog:
     """The traces of one function, oldest first; prints as a list of what changed."""
 
     name: str
+    #: The code of the function, and the user's line that compiled it.
+    code: CodeType | None = None
+    made: Loc | None = None
     records: list[TraceRecord] = field(default_factory=list)
 
     def __len__(self) -> int:
@@ -76,22 +88,39 @@ class TraceLog:
         changes = _changes(arguments, [record.arguments for record in self.records])
         self.records.append(TraceRecord(len(self.records) + 1, arguments, changes, call, trace_ms))
         if changes != (_SAME,) and sum(record.changes != (_SAME,) for record in self.records) == WARN_AFTER:
-            self._warn()
+            self._warn_of_changes()
+        if len(self.records) == 1 and self.code is not None and self.made is not None:
+            self._count_remaking(self.code, self.made)
 
-    def _warn(self) -> None:
+    def _count_remaking(self, code: CodeType, made: Loc) -> None:
+        counted = _remade.setdefault(code, Counter())
+        key = made, tuple(self.records[0].arguments.items())
+        counted[key] += 1
+        if counted[key] == WARN_AFTER_REMAKING:
+            _warn(
+                f"{self.name} was compiled {counted[key]} times for the same arguments, because {made} makes a new "
+                f"function of it each time\n  call dflow.jit once, outside of the loop or function that is run again, "
+                "and keep what it gives",
+                made,
+            )
+
+    def _warn_of_changes(self) -> None:
         newest = self.records[-1]
-        text = (
+        _warn(
             f"{self.name} was traced {len(self.records)} times, the last time because of {'; '.join(newest.changes)}"
             f" (called at {newest.call}); each trace compiles anew\n"
             "  pad or bucket arguments to a few fixed shapes, pass Python numbers as arrays, and pass only what seldom "
-            f"changes as static; {self.name}.trace_log() lists every trace and its cost"
+            f"changes as static; {self.name}.trace_log() lists every trace and its cost",
+            newest.call,
         )
-        line = newest.call
-        if line is None:
-            warnings.warn(text, RetraceWarning, stacklevel=2)
-        else:
-            # At the user's line: between it and here stand JAX's frames, as many as JAX likes.
-            warnings.warn_explicit(text, RetraceWarning, line.file, line.line)
+
+
+def _warn(text: str, line: Loc | None) -> None:
+    if line is None:
+        warnings.warn(text, RetraceWarning, stacklevel=2)
+    else:
+        # At the user's line: between it and here stand JAX's frames, as many as JAX likes.
+        warnings.warn_explicit(text, RetraceWarning, line.file, line.line)
 
 
 _FIRST = "first trace"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import dflow
-from dflow.trace_log import WARN_AFTER, RetraceWarning
+from dflow.trace_log import WARN_AFTER, WARN_AFTER_REMAKING, RetraceWarning
 
 
 def test_the_argument_that_changed_is_named() -> None:
@@ -124,3 +124,39 @@ def test_a_variable_that_is_another_is_named() -> None:
     f({"w": dflow.Variable(1.0, name="a")}, 1.0)
     f({"w": dflow.Variable(jnp.ones(2), name="b")}, 1.0)
     assert f.trace_log()[1].changes == ("model/w: <Variable 'a': f32[]> -> <Variable 'b': f32[2]>",)
+
+
+def test_a_function_that_is_made_anew_each_time_is_warned_about_once() -> None:
+    v = dflow.Variable(1.0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2 * WARN_AFTER_REMAKING):
+            dflow.jit(lambda x: x + 1)(1.0)
+            dflow.jit(lambda x: x + v)(1.0)
+    assert [warning.category for warning in caught] == [RetraceWarning] * 2
+    for warning in caught:
+        assert f"<lambda> was compiled {WARN_AFTER_REMAKING} times for the same arguments" in str(warning.message)
+        assert "call dflow.jit once, outside of the loop" in str(warning.message)
+        assert warning.filename == __file__
+
+
+def test_methods_of_many_objects_are_no_function_made_anew() -> None:
+    class Model:
+        @dflow.jit
+        def step(self, x: Any) -> Any:
+            return x + 1
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(WARN_AFTER_REMAKING + 1):
+            Model().step(1.0)
+
+
+def test_functions_made_for_other_arguments_or_from_other_code_are_not() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for size in range(WARN_AFTER_REMAKING + 1):
+            dflow.jit(lambda x: x + 1)(jnp.ones(size))
+        fn = dflow.jit(lambda x: x + 1)
+        for _ in range(WARN_AFTER_REMAKING + 1):
+            fn(1.0)
