@@ -20,8 +20,9 @@ from dflow.tracing.types import array_type_of
 #: A function traced this often for changing arguments is warned about, once.
 WARN_AFTER = 6
 
-#: One function compiled this often anew, from one line and for the same arguments, is warned about, once.
-WARN_AFTER_REMAKING = 12
+#: One function compiled this often anew, from one line and for the same arguments, is warned about, once. Not sooner,
+#: since the tests of a program do that for good reasons.
+WARN_AFTER_REMAKING = 50
 
 #: How often functions of one code, compiled from one line, were first traced, by the arguments.
 _remade: weakref.WeakKeyDictionary[CodeType, Counter[Any]] = weakref.WeakKeyDictionary()

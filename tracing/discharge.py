@@ -19,6 +19,7 @@ from dflow.tracing.jax_frontend import (
     Equation,
     Jaxpr,
     accesses,
+    axes_along_which_it_varies,
     bind,
     closed_parts,
     is_literal,
@@ -257,6 +258,42 @@ def _remat(params: Mapping[str, Any], operands: list[Any], state: State) -> list
     return list(results)
 
 
+def _shard_map(params: Mapping[str, Any], operands: list[Any], state: State) -> list[Any]:
+    """The variables go in whole to each shard; what is written must be the same in all."""
+    jaxpr, consts = closed_parts(params["jaxpr"])
+    reads, written = accesses(jaxpr.effects)
+    touched = [*dict.fromkeys([*reads, *written])]
+
+    def body(values: list[Any], operands: list[Any]) -> tuple[list[Any], list[Any]]:
+        inner = State(dict(zip(touched, values, strict=True)))
+        results = evaluate(jaxpr, consts, operands, inner)
+        _refuse_unlike_shards(written, inner)
+        return results, inner.of(written)
+
+    whole = jax.sharding.PartitionSpec()
+    mapped = jax.shard_map(
+        body,
+        mesh=params["mesh"],
+        in_specs=([whole] * len(touched), list(params["in_specs"])),
+        out_specs=(list(params["out_specs"]), [whole] * len(written)),
+        axis_names=set(params["newly_manual_axes"]),
+        check_vma=params["check_vma"],
+    )
+    results, values = mapped(state.of(touched), operands)
+    state.update(written, values)
+    return list(results)
+
+
+def _refuse_unlike_shards(written: list[Any], state: State) -> None:
+    for variable in written:
+        if axes := axes_along_which_it_varies(state[variable]):
+            names = ", ".join(map(repr, axes))
+            raise DflowError(
+                f"variable {variable.name!r} is written in a shard_map a value that differs along {names}"
+                f"{at(line_bound())}\n  write what is the same in all shards, such as jax.lax.psum(value, {names})"
+            )
+
+
 class _Custom:
     """A call of a function that has a derivative rule of its own."""
 
@@ -306,6 +343,7 @@ _RULES: Mapping[str, Callable[[Mapping[str, Any], list[Any], State], list[Any]]]
     queue_p.name: _use_queue,
     **{name: _call(key) for name, key in CALLS.items()},
     "scan": _scan,
+    "shard_map": _shard_map,
     "cond": _cond,
     "while": _while,
     "custom_jvp_call": _Custom("custom_jvp_call", CustomCall.with_jvp),

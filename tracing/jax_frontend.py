@@ -225,6 +225,11 @@ def trace_context() -> Any:
     return jax_config.trace_context()
 
 
+def axes_along_which_it_varies(value: Any) -> list[str]:
+    """The mesh axes of the `shard_map` around it along which a value's type says that it may differ."""
+    return sorted(jax.typeof(value).manual_axis_type.varying)
+
+
 def is_literal(atom: Any) -> bool:
     """Whether an equation's operand is a literal rather than a variable of the jaxpr."""
     return isinstance(atom, jex.Literal)

@@ -132,6 +132,51 @@ else:
         for times in range(2):
             np.testing.assert_array_equal(fn(X), X * (2 + times))
 
+    def by_shards(fn: Any) -> Any:
+        return jax.shard_map(fn, mesh=MESH, in_specs=PartitionSpec("d"), out_specs=PartitionSpec("d"))
+
+    def test_variables_inside_shard_map() -> None:
+        w, total = dflow.Variable(jnp.full((4, 2), 2.0), name="w"), dflow.Variable(0.0, name="total")
+
+        def shard(a: Any) -> Any:
+            y = a @ w
+            total.assign_add(jax.lax.psum(y.sum(), "d"))
+            return y
+
+        fn, want = dflow.jit(by_shards(shard)), X @ np.full((4, 2), 2.0, np.float32)
+        for times in range(1, 4):
+            np.testing.assert_array_equal(fn(X), want)
+            assert float(total) == want.sum() * times
+        assert fn(X).sharding.is_equivalent_to(ROWS, 2)
+
+    def test_gradients_of_variables_through_shard_map() -> None:
+        w, steps = dflow.Variable(jnp.full((4, 2), 0.5), name="w"), dflow.Variable(0.0, name="steps")
+
+        def shard(a: Any) -> Any:
+            steps.assign_add(1.0)
+            return a @ w
+
+        def loss(w: Any) -> Any:
+            return ((X @ w) ** 2).mean()
+
+        step = dflow.jit(lambda x: dflow.value_and_grad(lambda: jnp.mean(by_shards(shard)(x) ** 2), [w])())
+        value, [gradient] = step(X)
+        np.testing.assert_allclose(value, loss(w.read()), rtol=1e-6)
+        np.testing.assert_allclose(gradient, jax.grad(loss)(w.read()), rtol=1e-6)
+        assert float(steps) == 1.0
+
+    def test_a_write_that_shards_do_not_agree_on_is_refused() -> None:
+        w = dflow.Variable(0.0, name="w")
+
+        def shard(a: Any) -> Any:
+            w.assign(a.sum())
+            return a
+
+        with pytest.raises(
+            dflow.DflowError, match=r"'w' is written in a shard_map a value that differs along 'd'\n.*psum"
+        ):
+            dflow.jit(by_shards(shard))(X)
+
     def test_a_function_without_state_inside_shard_map() -> None:
         spec = PartitionSpec("d")
         double = jax.shard_map(dflow.jit(lambda a: a * 2), mesh=MESH, in_specs=spec, out_specs=spec)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import dflow
-from dflow.trace_log import WARN_AFTER, WARN_AFTER_REMAKING, RetraceWarning
+from dflow.trace_log import WARN_AFTER, RetraceWarning
 
 
 def test_the_argument_that_changed_is_named() -> None:
@@ -126,21 +126,28 @@ def test_a_variable_that_is_another_is_named() -> None:
     assert f.trace_log()[1].changes == ("model/w: <Variable 'a': f32[]> -> <Variable 'b': f32[2]>",)
 
 
-def test_a_function_that_is_made_anew_each_time_is_warned_about_once() -> None:
+@pytest.fixture
+def remade(monkeypatch: pytest.MonkeyPatch) -> int:
+    """How often a function may be made anew."""
+    monkeypatch.setattr("dflow.trace_log.WARN_AFTER_REMAKING", 4)
+    return 4
+
+
+def test_a_function_that_is_made_anew_each_time_is_warned_about_once(remade: int) -> None:
     v = dflow.Variable(1.0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for _ in range(2 * WARN_AFTER_REMAKING):
+        for _ in range(2 * remade):
             dflow.jit(lambda x: x + 1)(1.0)
             dflow.jit(lambda x: x + v)(1.0)
     assert [warning.category for warning in caught] == [RetraceWarning] * 2
     for warning in caught:
-        assert f"<lambda> was compiled {WARN_AFTER_REMAKING} times for the same arguments" in str(warning.message)
+        assert f"<lambda> was compiled {remade} times for the same arguments" in str(warning.message)
         assert "call dflow.jit once, outside of the loop" in str(warning.message)
         assert warning.filename == __file__
 
 
-def test_methods_of_many_objects_are_no_function_made_anew() -> None:
+def test_methods_of_many_objects_are_no_function_made_anew(remade: int) -> None:
     class Model:
         @dflow.jit
         def step(self, x: Any) -> Any:
@@ -148,15 +155,15 @@ def test_methods_of_many_objects_are_no_function_made_anew() -> None:
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for _ in range(WARN_AFTER_REMAKING + 1):
+        for _ in range(remade + 1):
             Model().step(1.0)
 
 
-def test_functions_made_for_other_arguments_or_from_other_code_are_not() -> None:
+def test_functions_made_for_other_arguments_or_from_other_code_are_not(remade: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for size in range(WARN_AFTER_REMAKING + 1):
+        for size in range(remade + 1):
             dflow.jit(lambda x: x + 1)(jnp.ones(size))
         fn = dflow.jit(lambda x: x + 1)
-        for _ in range(WARN_AFTER_REMAKING + 1):
+        for _ in range(remade + 1):
             fn(1.0)
