@@ -28,12 +28,12 @@ import jax
 import numpy as np
 from jax import jit as jax_jit  # JAX's own for good, also where a program has put `dflow.jit` in its place
 
-from dflow import stages
 from dflow.config import CONFIG
 from dflow.eager_mode import call_eagerly
 from dflow.lowering.local import LocalHome, LoweredStep, Runner, RunnerHome
 from dflow.lowering.passes.base import Observer
 from dflow.shardings import constrained
+from dflow.stages import Traced as TracedStage
 from dflow.static_arguments import StaticArguments, positions_in, static_arguments
 from dflow.trace_log import TraceLog, captured_types, described
 from dflow.tracing.context import set_default_home
@@ -154,7 +154,7 @@ class Function(Generic[P, R]):
         looked = self._by_hand.trace(*args, **kwargs)
         if not touches_state(closed_parts(looked.jaxpr)[0].effects):
             return looked
-        return stages.Traced(looked, functools.partial(self._lowered, looked, args, kwargs))
+        return TracedStage(looked, functools.partial(self._lowered, looked, args, kwargs))
 
     def eval_shape(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
         """As `jax.jit`'s `eval_shape`: the types of the result, computed without running anything."""

@@ -52,14 +52,13 @@ from dflow.tracing.errors import (
     DeviceError,
     DflowError,
     InternalError,
-    QueueError,
     TaskLost,
     TransportClosed,
     VariableError,
     WireError,
 )
+from dflow.tracing.host_resource import HostResource
 from dflow.tracing.jax_frontend import make_jaxpr, touches_state
-from dflow.tracing.queues import Queue
 from dflow.tracing.resources import Initial, Variable
 from dflow.tracing.source import at
 from dflow.tracing.task_name import short_task_name, split_task_name, task_name
@@ -332,16 +331,16 @@ class ClusterHome:
             step = self._ops[key] = self.runner(traced, check=False, observe=None)
         return step(operands)
 
-    def create_queue(self, queue: Queue) -> Slot:
-        raise QueueError(
-            f"queue {queue.name!r} is created among the parameter servers, and queues on other tasks are not built yet"
-            f"{at(queue.loc)}\n  create it outside of parameter_servers(), in the process that uses it"
+    def create_resource(self, resource: HostResource) -> Slot:
+        raise resource.error(
+            f"{resource} is created among the parameter servers, and {resource.kind}s on other tasks are not built yet"
+            f"{at(resource.loc)}\n  create it outside of parameter_servers(), in the process that uses it"
         )
 
-    def use_queue(
-        self, queue: Queue, method: str, operands: Sequence[Any], attributes: Mapping[str, Any]
+    def use_resource(
+        self, resource: HostResource, op: str, operands: Sequence[Any], attributes: Mapping[str, Any]
     ) -> Sequence[jax.Array]:
-        raise InternalError(f"queue {queue.name!r} is used on a task that creates none")
+        raise InternalError(f"{resource} is used on a task that creates none")
 
     def runner(self, traced: Traced, *, check: bool, observe: Observer | None) -> Runner:
         return self._cluster.runner(traced, check=check, observe=observe)

@@ -138,7 +138,7 @@ def _check(plan: Plan, task: str, programs: int) -> None:
 
 def _refuse_host_items(plan: Plan) -> None:
     if plan.bodies or plan.scalars or any(isinstance(item, HostItem) for item in plan.items):
-        raise WireError(f"a plan with queues was sent to {plan.task}, which holds none for others")
+        raise WireError(f"a plan with queues or accumulators was sent to {plan.task}, which holds none for others")
 
 
 def _check_range(what: str, used: set[int], count: int) -> None:

@@ -1,7 +1,7 @@
 """From a lowered graph to one plan a task, with the programs that the plan calls.
 
 The graph must have been through the pipeline: its nodes are XLA calls, sends, receives, and what a
-host does itself (queue ops, branches and loops that wait), each on a device.
+host does itself (ops on queues and accumulators, branches and loops that wait), each on a device.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from dflow.lowering.discharge import Discharged, discharge
-from dflow.lowering.plan import Branch, Call, Item, Plan, Recv, Scalar, Scan, Send, UseQueue, While
+from dflow.lowering.plan import Branch, Call, Item, Plan, Recv, Scalar, Scan, Send, UseResource, While
 from dflow.tracing import ops
 from dflow.tracing.effects import Effect
 from dflow.tracing.errors import InternalError
@@ -87,14 +87,14 @@ class _Maker:
         if node.op in ops.CONTROL_OPS:
             return self._control(node, after)
         if node.op in ops.HOST_OPS:
-            return self._use_queue(node, after)
+            return self._use_resource(node, after)
         raise InternalError(f"{node.op.name} is not part of a lowered graph")
 
-    def _use_queue(self, node: Node, after: tuple[int, ...]) -> UseQueue:
-        queue, *operands = node.inputs
-        return UseQueue(
-            self._key(queue),
-            node.op.name.removeprefix("queue."),
+    def _use_resource(self, node: Node, after: tuple[int, ...]) -> UseResource:
+        ref, *operands = node.inputs
+        return UseResource(
+            self._key(ref),
+            node.op.name,
             takes=self._takes(operands),
             gives=tuple(self.slot(value) for value in node.array_outputs),
             line=at(node.loc),

@@ -1,9 +1,9 @@
 """Runs one task's plan of a step: each item when what it needs is there.
 
 No thread waits for a value: a receive leaves a callback with the channel, and whoever delivers the value has the
-items that became ready run by a worker; an item that waits for a queue does the same, and a branch or loop with such
-items runs its bodies as executions of their own. The first error ends the execution and what it waits for in queues;
-what arrives later is ignored.
+items that became ready run by a worker; an item that waits for a queue or an accumulator does the
+same, and a branch or loop with such items runs its bodies as executions of their own. The first error ends the
+execution and what it waits for; what arrives later is ignored.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import numpy as np
 
 from dflow.lowering.channel import Channel, StepId
 from dflow.lowering.control import Turns, turns_of
-from dflow.lowering.plan import Branch, Call, Item, Plan, Recv, Scalar, Scan, Send, UseQueue, While
+from dflow.lowering.plan import Branch, Call, Item, Plan, Recv, Scalar, Scan, Send, UseResource, While
 from dflow.lowering.program import Program
-from dflow.lowering.queue_ops import QueueUse
-from dflow.lowering.queues import Cancel
+from dflow.lowering.resource_use import ResourceUse
 from dflow.lowering.store import Store
+from dflow.lowering.waiters import Cancel
 from dflow.tracing.errors import InternalError
 from dflow.tracing.types import parse_dtype
 
@@ -142,8 +142,8 @@ class Execution:
                 operands = [self._slots[slot] for slot in item.takes]
                 results = self._store.call(self._programs[item.program], item.writes, item.reads, operands)
                 self._fill(item.gives, results)
-            case UseQueue():
-                self._use_queue(item, index)
+            case UseResource():
+                self._use_resource(item, index)
                 return False
             case Branch() | While() | Scan():
                 self._turn(index, item.gives, turns_of(item, [self._slots[slot] for slot in item.takes]), None)
@@ -154,13 +154,11 @@ class Execution:
         for slot, value in zip(slots, values, strict=True):
             self._slots[slot] = value
 
-    def _use_queue(self, item: UseQueue, index: int) -> None:
-        use = QueueUse(item.method, item.count, item.timeout_s, item.cancel_pending, item.line)
+    def _use_resource(self, item: UseResource, index: int) -> None:
+        use = ResourceUse(item.op, item.count, item.timeout_s, item.cancel_pending, item.line)
         operands = [self._slots[slot] for slot in item.takes]
-        queue = self._store.queue(item.queue)
-        self._cancel_at_end(
-            index, queue.start(use, operands, lambda results: self._arrived(index, item.gives, results))
-        )
+        held = self._store.resource(item.key)
+        self._cancel_at_end(index, held.start(use, operands, lambda results: self._arrived(index, item.gives, results)))
 
     def _turn(self, index: int, given: Sequence[int], turns: Turns, results: Sequence[Any] | None) -> None:
         """Start the next body of a branch or loop, or end it."""

@@ -20,12 +20,13 @@ from dflow.lowering.passes.base import Observer, run_passes
 from dflow.lowering.pipeline import ALONE, pipeline
 from dflow.lowering.plan import Call, Plan
 from dflow.lowering.program import LoweredProgram, Program, lower_program
-from dflow.lowering.queue_ops import HeldQueue, QueueUse
-from dflow.lowering.queues import wait
+from dflow.lowering.queue_ops import HeldQueue
+from dflow.lowering.resource_use import Held, ResourceUse
 from dflow.lowering.store import Store
+from dflow.lowering.waiters import wait
 from dflow.tracing.context import Home, Slot
 from dflow.tracing.errors import InternalError, VariableError
-from dflow.tracing.queues import Queue
+from dflow.tracing.host_resource import HostResource
 from dflow.tracing.resources import Initial, Variable
 from dflow.tracing.source import at, caller
 from dflow.tracing.trace import Traced
@@ -86,19 +87,23 @@ class LocalHome:
         """Let go of the value; whoever uses the variable afterwards gets a VariableError that says these two."""
         self.store.forget(variable.key, reason, remedy)
 
-    def create_queue(self, queue: Queue) -> Slot:
-        key = f"{queue.name}#queue{queue.serial}"
-        self.store.create_queue(key, HeldQueue(queue.name, queue.settings, queue.type))
-        weakref.finalize(queue, self.store.drop_queue, key)
+    def create_resource(self, resource: HostResource) -> Slot:
+        key = f"{resource.name}#{resource.kind}{resource.serial}"
+        self.store.create_resource(key, _held(resource))
+        weakref.finalize(resource, self.store.drop_resource, key)
         return Slot(None, key)
 
-    def use_queue(
-        self, queue: Queue, method: str, operands: Sequence[Any], attributes: Mapping[str, Any]
+    def use_resource(
+        self, resource: HostResource, op: str, operands: Sequence[Any], attributes: Mapping[str, Any]
     ) -> Sequence[jax.Array]:
-        use = QueueUse(method, where=at(caller()), **attributes)
-        held = self.store.queue(queue.key)
+        use = ResourceUse(op, where=at(caller()), **attributes)
+        held = self.store.resource(resource.key)
         results: Sequence[jax.Array] = wait(lambda done: held.start(use, operands, done))
         return results
+
+    def forget_resource(self, resource: HostResource, reason: str, remedy: str) -> None:
+        """Let go of the contents; whoever uses the resource from now on, or waits, gets an error that says these."""
+        self.store.resource(resource.key).forget(reason, remedy)
 
     def runner(self, traced: Traced, *, check: bool, observe: Observer | None) -> Runner:
         """Lower and compile a traced function whose variables all live here."""
@@ -164,6 +169,10 @@ class CompiledStep:
 
     run: Runner
     programs: Sequence[Program]
+
+
+def _held(resource: HostResource) -> Held:
+    return HeldQueue(resource.name, resource.settings, resource.type)
 
 
 def lower_programs(task_plan: TaskPlan, given_up: Collection[int] = ()) -> list[LoweredProgram]:

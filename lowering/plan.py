@@ -48,11 +48,11 @@ class Recv(msgspec.Struct, frozen=True, tag="recv"):
     after: tuple[int, ...] = ()
 
 
-class UseQueue(msgspec.Struct, frozen=True, tag="queue"):
-    """Do `method` on the queue `queue`, waiting for it. `line` is the user's, as messages end with it."""
+class UseResource(msgspec.Struct, frozen=True, tag="use"):
+    """Do `op` on the queue or accumulator `key`, waiting for it. `line` is the user's, as messages end with it."""
 
-    queue: str
-    method: str
+    key: str
+    op: str
     takes: tuple[int, ...] = ()
     gives: tuple[int, ...] = ()
     count: int = 0
@@ -100,7 +100,7 @@ class Scan(msgspec.Struct, frozen=True, tag="scan"):
 
 
 #: Items that a task runs by itself, between programs; they may wait.
-HostItem = UseQueue | Branch | While | Scan
+HostItem = UseResource | Branch | While | Scan
 Item = Call | Send | Recv | HostItem
 
 

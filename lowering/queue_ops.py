@@ -6,8 +6,7 @@ batch that comes from many producers must be.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -15,25 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflow.lowering.queues import Answer, Cancel, SharedQueue
+from dflow.lowering.queues import SharedQueue
+from dflow.lowering.resource_use import OnResults, ResourceUse, giving, kept, nothing_to_cancel
+from dflow.lowering.waiters import Cancel
 from dflow.tracing.errors import InternalError
-from dflow.tracing.queue_settings import DEFAULT_TIMEOUT_S, QueueSettings
+from dflow.tracing.queue_settings import QueueSettings
 from dflow.tracing.types import ArrayType, QueueType
-
-#: What an op ends with: its results, or the error.
-Results = tuple[jax.Array, ...] | BaseException
-OnResults = Callable[[Results], None]
-
-
-@dataclass(frozen=True)
-class QueueUse:
-    """A queue op without its operands; `where` is the user's line as messages end with it."""
-
-    method: str
-    count: int = 0
-    timeout_s: float = DEFAULT_TIMEOUT_S
-    cancel_pending: bool = False
-    where: str = ""
 
 
 class HeldQueue:
@@ -43,42 +29,43 @@ class HeldQueue:
         self.shared = SharedQueue(name, settings)
         self._type = type
 
-    def start(self, use: QueueUse, operands: Sequence[Any], on_results: OnResults) -> Cancel:
+    def start(self, use: ResourceUse, operands: Sequence[Any], on_results: OnResults) -> Cancel:
         """Do an op; `on_results` is called once, from any thread. The result ends the wait for it with an error."""
-        queue, give = self.shared, partial(self._give, use, on_results)
-        match use.method:
-            case "enqueue":
-                return queue.enqueue([tuple(map(_kept, operands))], give, use.timeout_s, use.where)
-            case "enqueue_many":
+        queue, give = self.shared, giving(on_results, partial(self._results, use))
+        match use.op:
+            case "queue.enqueue":
+                return queue.enqueue([tuple(map(kept, operands))], give, use.timeout_s, use.where)
+            case "queue.enqueue_many":
                 return queue.enqueue(_rows(operands), give, use.timeout_s, use.where)
-            case "dequeue":
+            case "queue.dequeue":
                 return queue.dequeue(1, give, use.timeout_s, use.where)
-            case "dequeue_many" | "dequeue_up_to":
-                fewer = use.method == "dequeue_up_to"
+            case "queue.dequeue_many" | "queue.dequeue_up_to":
+                fewer = use.op == "queue.dequeue_up_to"
                 return queue.dequeue(use.count, give, use.timeout_s, use.where, or_fewer=fewer)
-            case "size":
-                on_results((jnp.asarray(queue.size(), jnp.int32),))
-            case "close":
-                queue.close(cancel_pending=use.cancel_pending)
+            case "queue.size":
+                on_results((jnp.asarray(queue.size(use.where), jnp.int32),))
+            case "queue.close":
+                queue.close(cancel_pending=use.cancel_pending, where=use.where)
                 on_results(())
             case _:
-                raise InternalError(f"no queue does {use.method!r}")
-        return _nothing_to_cancel
+                raise InternalError(f"no queue does {use.op!r}")
+        return nothing_to_cancel
+
+    def forget(self, reason: str, remedy: str) -> None:
+        """Let go of the elements: who uses it from now on, or waits, gets QueueError with these two."""
+        self.shared.forget(reason, remedy)
 
     def contents(self) -> list[tuple[Any, ...]]:
         """The elements, for inspection."""
         return self.shared.contents()
 
-    def _give(self, use: QueueUse, on_results: OnResults, answer: Answer) -> None:
-        on_results(answer if isinstance(answer, BaseException) else tuple(self._results(use, answer)))
-
-    def _results(self, use: QueueUse, elements: Sequence[tuple[Any, ...]]) -> Sequence[jax.Array]:
-        match use.method:
-            case "dequeue":
+    def _results(self, use: ResourceUse, elements: Sequence[tuple[Any, ...]]) -> Sequence[jax.Array]:
+        match use.op:
+            case "queue.dequeue":
                 return [jnp.asarray(array) for array in elements[0]]
-            case "dequeue_many":
+            case "queue.dequeue_many":
                 return self._stacked(elements, use.count)
-            case "dequeue_up_to":
+            case "queue.dequeue_up_to":
                 return [*self._stacked(elements, use.count), jnp.asarray(len(elements), jnp.int32)]
         return []
 
@@ -87,13 +74,8 @@ class HeldQueue:
         return [_batch(rows, type, count) for rows, type in zip(components, self._type.components, strict=True)]
 
 
-def _kept(array: Any) -> Any:
-    """The array as nobody changes it: what is not JAX's is copied."""
-    return array if isinstance(array, jax.Array) else jnp.array(array, copy=True)
-
-
 def _rows(operands: Sequence[Any]) -> list[tuple[Any, ...]]:
-    on_host = [np.asarray(_kept(operand)) for operand in operands]
+    on_host = [np.asarray(kept(operand)) for operand in operands]
     return [tuple(array[row] for array in on_host) for row in range(len(on_host[0]))]
 
 
@@ -109,7 +91,3 @@ def _batch(rows: Sequence[Any], type: ArrayType, count: int) -> jax.Array:
         place: Any = (number, *(slice(size) for size in array.shape))
         batch[place] = array
     return jnp.asarray(batch)
-
-
-def _nothing_to_cancel(error: BaseException) -> None:
-    """What is done needs no cancelling."""

@@ -1,4 +1,4 @@
-"""The values of variables, and the queues, on one host.
+"""The values of variables, and the queues and accumulators, on one host.
 
 A step owns the variables of a program for the moment of its dispatch, so several steps may run at once and none
 sees a variable half written. An array that has been handed out stays valid: its slot is marked `lent`, and the next
@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jax import jit as jax_jit
 
 from dflow.lowering.program import Program
-from dflow.lowering.queue_ops import HeldQueue
-from dflow.tracing.errors import DeadlineExceeded, QueueError, VariableError, VariableShapeError
+from dflow.lowering.resource_use import Held
+from dflow.tracing.errors import DeadlineExceeded, DflowError, VariableError, VariableShapeError
 from dflow.tracing.source import at, caller
 from dflow.tracing.types import ArrayType, array_type_of
 from dflow.tracing.updates import looked_up, operand_types, updated
@@ -65,7 +65,7 @@ class Store:
         self._making: dict[str, _Making] = {}
         #: Why each value that someone may still ask for was let go of.
         self._gone: dict[str, tuple[str, str]] = {}
-        self._queues: dict[str, HeldQueue] = {}
+        self._resources: dict[str, Held] = {}
         self._lock = threading.RLock()
 
     def create(self, key: str, type: ArrayType, make: Callable[[], Any]) -> bool:
@@ -175,21 +175,21 @@ class Store:
             if argument - len(written) < len(read):
                 read[argument - len(written)].lent = True
 
-    def create_queue(self, key: str, queue: HeldQueue) -> None:
-        """Hold a queue under `key`."""
+    def create_resource(self, key: str, resource: Held) -> None:
+        """Hold a queue or an accumulator under `key`."""
         with self._lock:
-            self._queues[key] = queue
+            self._resources[key] = resource
 
-    def drop_queue(self, key: str) -> None:
-        """Let go of a queue, which may still serve those that wait in it."""
+    def drop_resource(self, key: str) -> None:
+        """Let go of a queue or an accumulator, which may still serve those that wait in it."""
         with self._lock:
-            self._queues.pop(key, None)
+            self._resources.pop(key, None)
 
-    def queue(self, key: str) -> HeldQueue:
-        """The queue under `key`. Raises QueueError when there is none."""
-        held = self._queues.get(key)
+    def resource(self, key: str) -> Held:
+        """The queue or accumulator under `key`. Raises DflowError when there is none."""
+        held = self._resources.get(key)
         if held is None:
-            raise QueueError(f"no queue {key!r} is held here; there are {sorted(self._queues) or 'none'}")
+            raise DflowError(f"no resource {key!r} is held here; there are {sorted(self._resources) or 'none'}")
         return held
 
     def _find(self, key: str) -> _Held:

@@ -66,7 +66,7 @@ _current: ContextVar[str] = ContextVar("dflow_container", default="")
 
 @contextmanager
 def container(name: str) -> Iterator[None]:
-    """Make the variables, generators and accumulators created inside belong to the container `name`.
+    """Make the variables, generators, queues and accumulators created inside belong to the container `name`.
 
     Their names begin with `name/`. Inside another container this one is `other/name`. Raises ContainerError for a name
     that is not made of letters, digits, `_`, `.`, `-` and single `/`.

@@ -16,7 +16,7 @@ from dflow.tracing.errors import InternalError
 if TYPE_CHECKING:
     import jax
 
-    from dflow.tracing.queues import Queue
+    from dflow.tracing.host_resource import HostResource
     from dflow.tracing.resources import Initial, Variable
 
 
@@ -28,7 +28,7 @@ class Slot(NamedTuple):
 
 
 class Home(Protocol):
-    """Keeps the values of variables and queues, and serves ops on them that run outside a graph."""
+    """Keeps the values of variables, queues and accumulators, and serves ops on them that run outside a graph."""
 
     def create(self, variable: Variable, initial: Initial, near: Variable | None) -> Slot:
         """Create the variable's value, or find it; returns where it is.
@@ -49,14 +49,14 @@ class Home(Protocol):
         """Change the value, as one update; `kind` is a key of `updates.KINDS`, the operands fit it."""
         ...
 
-    def create_queue(self, queue: Queue) -> Slot:
-        """Create a queue; returns where it is."""
+    def create_resource(self, resource: HostResource) -> Slot:
+        """Create a queue or an accumulator; returns where it is."""
         ...
 
-    def use_queue(
-        self, queue: Queue, method: str, operands: Sequence[Any], attributes: Mapping[str, Any]
+    def use_resource(
+        self, resource: HostResource, op: str, operands: Sequence[Any], attributes: Mapping[str, Any]
     ) -> Sequence[jax.Array]:
-        """Do a queue op of `ops.QUEUE_OPS` now, waiting for it; its results."""
+        """Do the op `op` of `ops.RESOURCE_OPS` now, waiting for it; its results."""
         ...
 
 
@@ -66,6 +66,10 @@ class ForgettingHome(Protocol):
 
     def forget(self, variable: Variable, reason: str, remedy: str) -> None:
         """Let go of the value; whoever uses the variable afterwards gets a VariableError that says these two."""
+        ...
+
+    def forget_resource(self, resource: HostResource, reason: str, remedy: str) -> None:
+        """Let go of the contents; whoever uses the resource from now on, or waits, gets an error that says these."""
         ...
 
 

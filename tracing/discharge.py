@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from dflow.tracing.custom_derivatives import CustomCall
 from dflow.tracing.errors import DflowError
+from dflow.tracing.host_primitives import host_p
 from dflow.tracing.jax_frontend import (
     Equation,
     Jaxpr,
@@ -22,6 +23,7 @@ from dflow.tracing.jax_frontend import (
     axes_along_which_it_varies,
     bind,
     closed_parts,
+    host_resources,
     is_literal,
     line_bound,
     make_jaxpr,
@@ -29,12 +31,10 @@ from dflow.tracing.jax_frontend import (
     only_summed,
     origin_of,
     primitive_named,
-    queues,
     scan_counts,
     touches_state,
 )
 from dflow.tracing.lookups import CALLS, Lookups, Table
-from dflow.tracing.queue_primitives import queue_p
 from dflow.tracing.source import at
 from dflow.tracing.state_primitives import gather_p, read_p, update_p
 from dflow.tracing.updates import looked_up, updated
@@ -129,8 +129,8 @@ def apply(equation: Equation, operands: Sequence[Any], state: State) -> list[Any
     rule = _RULES.get(equation.primitive.name)
     if rule is None:
         reads, writes = accesses(equation.effects)
-        names = ", ".join(sorted({resource.name for resource in (*reads, *writes, *queues(equation.effects))}))
-        what = "queues" if queues(equation.effects) else "variables"
+        names = ", ".join(sorted({resource.name for resource in (*reads, *writes, *host_resources(equation.effects))}))
+        what = "queues and accumulators" if host_resources(equation.effects) else "variables"
         raise DflowError(
             f"{what} ({names}) are used inside {equation.primitive.name}, which cannot hold state yet; "
             f"read before it and write after it{at(origin_of(equation).loc)}"
@@ -164,9 +164,9 @@ def _update(params: Mapping[str, Any], operands: list[Any], state: State) -> lis
     return []
 
 
-def _use_queue(params: Mapping[str, Any], operands: list[Any], state: State) -> list[Any]:
-    # What is put into a queue carries no gradient to whoever takes it out.
-    return list(queue_p.bind(*map(jax.lax.stop_gradient, operands), **params))
+def _use_resource(params: Mapping[str, Any], operands: list[Any], state: State) -> list[Any]:
+    # What is put in carries no gradient to whoever takes it out.
+    return list(host_p.bind(*map(jax.lax.stop_gradient, operands), **params))
 
 
 def _call(key: str) -> Callable[[Mapping[str, Any], list[Any], State], list[Any]]:
@@ -340,7 +340,7 @@ _RULES: Mapping[str, Callable[[Mapping[str, Any], list[Any], State], list[Any]]]
     read_p.name: _read,
     gather_p.name: _gather,
     update_p.name: _update,
-    queue_p.name: _use_queue,
+    host_p.name: _use_resource,
     **{name: _call(key) for name, key in CALLS.items()},
     "scan": _scan,
     "shard_map": _shard_map,

@@ -16,8 +16,8 @@ class Effect(Enum):
     WRITE = "write"
     SEND = "send"
     RECV = "recv"
-    #: Any op on a queue. Each may find what another left, so no two of them commute.
-    QUEUE = "queue op"
+    #: Any op on a queue or an accumulator. Each may find what another left, so no two of them commute.
+    HOST = "host op"
     UNKNOWN = "unknown"
 
 

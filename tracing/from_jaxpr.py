@@ -2,7 +2,8 @@
 
 Inner functions that touch state, or that hold ops with a device of their own, are taken apart so that placement
 sees their ops; all others stay one node. Control flow that touches state becomes a pure node between reads before
-it and assigns after it; control flow that touches queues becomes a node with bodies, since it may have to wait.
+it and assigns after it; control flow that touches queues or accumulators becomes a node with bodies, since it may have
+to wait.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import numpy as np
 
 from dflow.tracing import ops
 from dflow.tracing.discharge import Border, State, apply
-from dflow.tracing.errors import QueueError
+from dflow.tracing.errors import DflowError
 from dflow.tracing.graph import FreshNames, Graph, Literal, Node, Operand, Value
+from dflow.tracing.host_primitives import host_p
 from dflow.tracing.jax_frontend import (
     Equation,
     Jaxpr,
@@ -26,18 +28,17 @@ from dflow.tracing.jax_frontend import (
     accesses,
     closed_parts,
     has_other_effects,
+    host_resources,
     is_literal,
     make_jaxpr,
     origin_of,
-    queues,
     scan_counts,
     touches_state,
 )
 from dflow.tracing.op import OpDef, numeric
-from dflow.tracing.queue_primitives import queue_p
 from dflow.tracing.source import at
 from dflow.tracing.state_primitives import gather_p, name_p, read_p, update_p
-from dflow.tracing.types import ArrayType, QueueType, RefType, TokenType, Type, array_type_of
+from dflow.tracing.types import HOST_HANDLES, ArrayType, RefType, TokenType, Type, array_type_of
 
 _INLINED = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 
@@ -52,7 +53,7 @@ def graph_of(
     reads, writes = accesses(jaxpr.effects)
     variables = (
         *sorted({*reads, *writes}, key=lambda variable: variable.serial),
-        *queues(jaxpr.effects),
+        *host_resources(jaxpr.effects),
     )
     builder = _Builder(variables)
     wanted = _wanted_names(jaxpr)
@@ -87,8 +88,8 @@ def holds_device(jaxpr: Jaxpr) -> bool:
 
 
 def handle_type(resource: Any) -> Type:
-    """The type of the graph input that stands for a variable or a queue."""
-    return resource.type if isinstance(resource.type, QueueType) else RefType(resource.type)
+    """The type of the graph input that stands for a variable, a queue or an accumulator."""
+    return resource.type if isinstance(resource.type, HOST_HANDLES) else RefType(resource.type)
 
 
 class _Builder:
@@ -159,13 +160,13 @@ class _Builder:
             op = {read_p: ops.var_read, gather_p: ops.var_gather}.get(primitive) or ops.UPDATES[params["kind"]]
             outputs = [Value(self._name(names[0], ref.name), _type(var.aval)) for var in equation.outvars]
             return self._node(op, (ref, *inputs), outputs, {}, origin, origin_of(equation).device)
-        if primitive is queue_p:
-            return self._use_queue(equation, inputs, names, origin)
-        if primitive.name in _INLINED or (primitive.name in _HOLDING and queues(equation.effects)):
+        if primitive is host_p:
+            return self._use_resource(equation, inputs, names, origin)
+        if primitive.name in _INLINED or (primitive.name in _HOLDING and host_resources(equation.effects)):
             jaxpr, consts = closed_parts(params[(_INLINED | _HOLDING)[primitive.name]])
             if touches_state(equation.effects) or holds_device(jaxpr):
                 return self.inline(jaxpr, [*map(self.captured, consts), *inputs], None, names)
-        if queues(equation.effects):
+        if host_resources(equation.effects):
             return self._control(equation, inputs, names, origin)
         if touches_state(equation.effects):
             return self._discharged(equation, inputs, names, origin)
@@ -173,31 +174,31 @@ class _Builder:
         outputs = [Value(self._name(name), _type(var.aval)) for name, var in zip(names, equation.outvars, strict=True)]
         return self._node(op, inputs, outputs, params, origin, origin_of(equation).device)
 
-    def _use_queue(
+    def _use_resource(
         self, equation: Equation, inputs: list[Operand], names: Sequence[str | None], origin: Origin
     ) -> list[Value]:
         attributes = dict(equation.params)
-        queue, op = self.refs[attributes.pop("handle").variable], ops.QUEUE_OPS[attributes.pop("method")]
+        ref, op = self.refs[attributes.pop("handle").variable], ops.RESOURCE_OPS[attributes.pop("op")]
         outputs = [
-            Value(self._name(name, queue.name), _type(var.aval))
+            Value(self._name(name, ref.name), _type(var.aval))
             for name, var in zip(names, equation.outvars, strict=True)
         ]
-        return self._node(op, (queue, *inputs), outputs, attributes, origin, origin_of(equation).device)
+        return self._node(op, (ref, *inputs), outputs, attributes, origin, origin_of(equation).device)
 
     def _control(
         self, equation: Equation, inputs: list[Operand], names: Sequence[str | None], origin: Origin
     ) -> list[Value]:
-        """Control flow that waits for queues: a node whose bodies are graphs over the same variables and queues."""
+        """Control flow that may wait: a node whose bodies are graphs over the same state."""
         kind = equation.primitive.name
         if kind not in _CONTROL:
-            names = ", ".join(queue.name for queue in queues(equation.effects))
-            raise QueueError(
-                f"queues ({names}) are used inside {kind}, which cannot hold queue ops{at(origin_of(equation).loc)}\n"
+            shown = ", ".join(str(resource) for resource in host_resources(equation.effects))
+            raise DflowError(
+                f"{shown}: used inside {kind}, which cannot hold ops that wait{at(origin_of(equation).loc)}\n"
                 f"  use them before it or after it, or inside {', '.join(_CONTROL)}"
             )
         control = _CONTROL[kind](equation.params, inputs)
         reads, writes = accesses(equation.effects)
-        touched = [*sorted({*reads, *writes}, key=lambda variable: variable.serial), *queues(equation.effects)]
+        touched = [*sorted({*reads, *writes}, key=lambda variable: variable.serial), *host_resources(equation.effects)]
         bodies, constants = _bodies_of(control, touched)
         own, handed = inputs[: control.op.own_operands], inputs[control.op.own_operands :]
         operands = (*own, *(self.refs[resource] for resource in touched), *map(self.captured, constants), *handed)
@@ -293,13 +294,13 @@ def _scan(params: Mapping[str, Any], inputs: Sequence[Operand]) -> _Control:
     )
 
 
-#: Control flow that may hold queue ops.
+#: Control flow that may hold ops that wait.
 _CONTROL: Mapping[str, Callable[[Mapping[str, Any], Sequence[Operand]], _Control]] = {
     "cond": _cond,
     "while": _while,
     "scan": _scan,
 }
-#: These say how to differentiate, which was done before there is a graph; with queue ops in them they are inlined.
+#: These say how to differentiate, which was done before there is a graph; with ops that wait in them they are inlined.
 _HOLDING = {
     "remat2": "jaxpr",
     "checkpoint": "jaxpr",

@@ -22,11 +22,14 @@ from dflow.tracing.effects import Effect, commute
 from dflow.tracing.errors import DflowError, InternalError
 from dflow.tracing.graph import Graph, Node, Operand, Value
 from dflow.tracing.jax_frontend import scan_counts
-from dflow.tracing.queue_model import QueueModel, use_queue
+from dflow.tracing.queue_model import QueueModel
 from dflow.tracing.source import at
 from dflow.tracing.types import HANDLES
 
-#: The values of variables, and a `QueueModel` for each queue, by the names of the inputs that stand for them.
+#: What a queue or an accumulator does, with one user at a time.
+HostModel = QueueModel
+
+#: The values of variables, and a `HostModel` for each queue and accumulator, by the names of the inputs for them.
 StateByName = dict[str, Any]
 
 #: Given the nodes that can run now, which runs.
@@ -39,9 +42,9 @@ def interpret(
     """Run `graph`: its outputs, and the state after it.
 
     inputs  a value for each input of the graph that is not a variable, in order
-    state   a value for each variable of the graph, and a QueueModel for each queue, by name; it is not changed
+    state   a value for each variable of the graph, and a HostModel for each queue and accumulator; it is not changed
     raises  DflowError when a node cannot run: it holds what text does not carry, or waits for a value nobody sends,
-            or a queue op would have to wait, since nobody else uses the queue
+            or an op would have to wait for others, of whom there are none
     """
     outputs, after = interpret_parts([(graph, inputs)], state, choose)
     return outputs[0], after
@@ -51,7 +54,7 @@ def interpret_parts(
     parts: Sequence[tuple[Graph, Sequence[Any]]], state: Mapping[str, Any], choose: Choose | None = None
 ) -> tuple[list[list[Any]], StateByName]:
     """Run graphs that share a state and send to each other, each on its inputs: the outputs of each, and the state."""
-    after = {name: value.copy() if isinstance(value, QueueModel) else value for name, value in state.items()}
+    after = {name: value.copy() if isinstance(value, HostModel) else value for name, value in state.items()}
     edges = _Edges()
     runs = [_Run(graph, inputs, after, edges, choose) for graph, inputs in parts]
     while any(run.waiting for run in runs):
@@ -155,8 +158,8 @@ class _Run:
     def _touch(self, node: Node) -> list[Any]:
         ref, *operands = node.inputs
         name, values = ref_name(ref), [self._value(operand) for operand in operands]
-        if node.op.name.startswith("queue."):
-            return use_queue(node, self._state[name], values)
+        if node.op.name in ops.RESOURCE_OPS:
+            return _used(node, self._state[name], values)
         if node.op is ops.var_read:
             return [self._state[name]]
         if node.op is ops.var_gather:
@@ -198,6 +201,13 @@ class _Run:
         results, after = interpret(body, operands, {name: self._state[outside] for name, outside in names.items()})
         self._state.update({names[name]: value for name, value in after.items()})
         return results
+
+
+def _used(node: Node, model: HostModel, operands: Sequence[Any]) -> list[Any]:
+    try:
+        return model.use(node, operands)
+    except DflowError as error:
+        raise type(error)(f"node %{node.outputs[0].name} ({node.op.name}): {error}{at(node.loc)}") from None
 
 
 _ASSIGNED: Mapping[str, Callable[[Any, Any], Any]] = {

@@ -81,7 +81,7 @@ class Handle:
 
 
 def is_resource(value: Any) -> bool:
-    """Whether `value` is what a handle stands for: a variable, a queue."""
+    """Whether `value` is what a handle stands for: a variable, a queue, an accumulator."""
     return isinstance(getattr(value, "handle", None), Handle)
 
 
@@ -99,13 +99,13 @@ class ResourceEffect(jax_effects.Effect):
 
 
 @dataclass(frozen=True)
-class QueueEffect(jax_effects.Effect):
-    """Any op on one queue."""
+class HostEffect(jax_effects.Effect):
+    """Any op on one queue or accumulator."""
 
     handle: Handle
 
     def __str__(self) -> str:
-        return f"queue{self.handle}"
+        return f"host{self.handle}"
 
     __repr__ = __str__
 
@@ -117,7 +117,7 @@ for _allowed in (
     jax_effects.lowerable_effects,
 ):
     _allowed.add_type(ResourceEffect)
-    _allowed.add_type(QueueEffect)
+    _allowed.add_type(HostEffect)
 
 
 @dataclass(frozen=True)
@@ -285,10 +285,10 @@ def wrap_differentiation(primitive: Any, wrap: Callable[[Callable[..., Any]], Ca
             rules[primitive] = wrap(rules[primitive])
 
 
-def queues(effects: Any) -> list[Any]:
-    """The queues that a set of effects is on, each once, in order of creation."""
-    found = {effect.handle.variable for effect in effects if isinstance(effect, QueueEffect)}
-    return sorted(found, key=lambda queue: int(queue.serial))
+def host_resources(effects: Any) -> list[Any]:
+    """The queues and accumulators that a set of effects is on, each once, in order of creation."""
+    found = {effect.handle.variable for effect in effects if isinstance(effect, HostEffect)}
+    return sorted(found, key=lambda resource: int(resource.serial))
 
 
 def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
@@ -300,13 +300,13 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def touches_state(effects: Any) -> bool:
-    """Whether any of the effects is on a variable or a queue."""
-    return any(isinstance(effect, (ResourceEffect, QueueEffect)) for effect in effects)
+    """Whether any of the effects is on a variable, a queue or an accumulator."""
+    return any(isinstance(effect, (ResourceEffect, HostEffect)) for effect in effects)
 
 
 def has_other_effects(effects: Any) -> bool:
     """Whether any effect is one that JAX has and dflow does not know."""
-    return any(not isinstance(effect, (ResourceEffect, QueueEffect, jax_core.NamedAxisEffect)) for effect in effects)
+    return any(not isinstance(effect, (ResourceEffect, HostEffect, jax_core.NamedAxisEffect)) for effect in effects)
 
 
 def make_jaxpr(fn: Callable[..., Any], *args: Any) -> tuple[Jaxpr, list[Any], Any]:

@@ -191,14 +191,14 @@ def _given_by(name: str, queue: Type, before: tuple[int, ...] = ()) -> tuple[Typ
     return tuple(ArrayType(type.dtype, (*before, *type.shape)) for type in queue.components)
 
 
-@op("queue.enqueue", (Effect.QUEUE, 0))
+@op("queue.enqueue", (Effect.HOST, 0))
 def queue_enqueue(queue: QueueType, /, *element: ArrayType, timeout_s: float = DEFAULT_TIMEOUT_S) -> tuple[Type, ...]:
     """Put an element into the queue, waiting for room. It fails on a closed queue."""
     _check_components("queue.enqueue", queue, element)
     return (TokenType(),)
 
 
-@op("queue.enqueue_many", (Effect.QUEUE, 0))
+@op("queue.enqueue_many", (Effect.HOST, 0))
 def queue_enqueue_many(
     queue: QueueType, /, *elements: ArrayType, timeout_s: float = DEFAULT_TIMEOUT_S
 ) -> tuple[Type, ...]:
@@ -207,41 +207,41 @@ def queue_enqueue_many(
     return (TokenType(),)
 
 
-@op("queue.dequeue", (Effect.QUEUE, 0))
+@op("queue.dequeue", (Effect.HOST, 0))
 def queue_dequeue(queue: QueueType, /, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> tuple[Type, ...]:
     """Take an element, waiting for one. It fails on a queue that is closed and empty."""
     return _given_by("queue.dequeue", queue)
 
 
-@op("queue.dequeue_many", (Effect.QUEUE, 0))
+@op("queue.dequeue_many", (Effect.HOST, 0))
 def queue_dequeue_many(queue: QueueType, /, *, count: int, timeout_s: float = DEFAULT_TIMEOUT_S) -> tuple[Type, ...]:
     """Take `count` elements, stacked. It fails on a closed queue that holds fewer."""
     return _given_by("queue.dequeue_many", queue, (count,))
 
 
-@op("queue.dequeue_up_to", (Effect.QUEUE, 0))
+@op("queue.dequeue_up_to", (Effect.HOST, 0))
 def queue_dequeue_up_to(queue: QueueType, /, *, count: int, timeout_s: float = DEFAULT_TIMEOUT_S) -> tuple[Type, ...]:
     """As `dequeue_many`, and how many there are: of a closed queue fewer, with zeros in the rows that are missing."""
     return (*_given_by("queue.dequeue_up_to", queue, (count,)), ArrayType(np.dtype("int32"), ()))
 
 
-@op("queue.size", (Effect.QUEUE, 0))
+@op("queue.size", (Effect.HOST, 0))
 def queue_size(queue: QueueType, /) -> tuple[Type, ...]:
     """How many elements the queue holds."""
     _check_components("queue.size", queue, queue.components)
     return (ArrayType(np.dtype("int32"), ()),)
 
 
-@op("queue.close", (Effect.QUEUE, 0))
+@op("queue.close", (Effect.HOST, 0))
 def queue_close(queue: QueueType, /, *, cancel_pending: bool = False) -> tuple[Type, ...]:
     """Let nothing more in; with `cancel_pending`, fail the enqueues that wait."""
     _check_components("queue.close", queue, queue.components)
     return (TokenType(),)
 
 
-#: The queue ops by the name of the method that records them.
-QUEUE_OPS = {
-    definition.name.removeprefix("queue."): definition
+#: What may be done to queues, by name.
+RESOURCE_OPS = {
+    definition.name: definition
     for definition in (
         queue_enqueue,
         queue_enqueue_many,
@@ -253,8 +253,8 @@ QUEUE_OPS = {
     )
 }
 
-#: Branches and loops that wait for queues, and so are run by an executor rather than by XLA.
+#: Branches and loops with ops that wait, and so are run by an executor rather than by XLA.
 CONTROL_OPS = (ctrl_cond, ctrl_while, ctrl_scan)
 
 #: What a host does itself, between XLA computations.
-HOST_OPS = (*QUEUE_OPS.values(), *CONTROL_OPS)
+HOST_OPS = (*RESOURCE_OPS.values(), *CONTROL_OPS)

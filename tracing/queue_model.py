@@ -13,10 +13,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from dflow.tracing.errors import DeadlineExceeded, DflowError, QueueClosed
+from dflow.tracing.errors import DeadlineExceeded, QueueClosed
 from dflow.tracing.graph import Node
 from dflow.tracing.queue_settings import QueueKind, QueueSettings
-from dflow.tracing.source import at
 from dflow.tracing.types import ArrayType
 
 
@@ -54,6 +53,27 @@ class QueueModel:
             raise DeadlineExceeded(f"a dequeue of {count} waits for ever: {self}")
         return [self._next() for _ in range(count)]
 
+    def use(self, node: Node, operands: Sequence[Any]) -> list[Any]:
+        """Do the op of a node: its results. Raises as the methods."""
+        method, count = node.op.name.removeprefix("queue."), node.attributes.get("count", 0)
+        match method:
+            case "enqueue":
+                self.enqueue([tuple(operands)])
+            case "enqueue_many":
+                self.enqueue([tuple(operand[row] for operand in operands) for row in range(len(operands[0]))])
+            case "dequeue":
+                return list(self.dequeue(1)[0])
+            case "dequeue_many":
+                return _stacked_elements(node, self.dequeue(count))
+            case "dequeue_up_to":
+                taken = self.dequeue(count, or_fewer=True)
+                return [*_stacked_elements(node, taken), jnp.int32(len(taken))]
+            case "size":
+                return [jnp.int32(len(self.elements))]
+            case "close":
+                self.is_closed = True
+        return []
+
     def _next(self) -> Any:
         match self.settings.kind:
             case QueueKind.FIFO:
@@ -70,31 +90,6 @@ class QueueModel:
 
     def __str__(self) -> str:
         return f"it holds {len(self.elements)} of at most {self.settings.capacity}"
-
-
-def use_queue(node: Node, queue: QueueModel, operands: Sequence[Any]) -> list[Any]:
-    """Do the queue op of a node: its results. Raises what the model raises, with the node's line."""
-    method, count = node.op.name.removeprefix("queue."), node.attributes.get("count", 0)
-    try:
-        match method:
-            case "enqueue":
-                queue.enqueue([tuple(operands)])
-            case "enqueue_many":
-                queue.enqueue([tuple(operand[row] for operand in operands) for row in range(len(operands[0]))])
-            case "dequeue":
-                return list(queue.dequeue(1)[0])
-            case "dequeue_many":
-                return _stacked_elements(node, queue.dequeue(count))
-            case "dequeue_up_to":
-                taken = queue.dequeue(count, or_fewer=True)
-                return [*_stacked_elements(node, taken), jnp.int32(len(taken))]
-            case "size":
-                return [jnp.int32(len(queue.elements))]
-            case "close":
-                queue.is_closed = True
-    except DflowError as error:
-        raise type(error)(f"node %{node.outputs[0].name} ({node.op.name}): {error}{at(node.loc)}") from None
-    return []
 
 
 def _stacked_elements(node: Node, elements: Sequence[Any]) -> list[Any]:

@@ -1,13 +1,11 @@
 """Handles to queues, as a user holds them.
 
-A queue is a name, the type of its elements and a home, which holds the elements. In traced code its methods record
-ops that the executor runs in the order of the program; elsewhere they act at once. What the kinds do, and what closing
-one means, is as TensorFlow 1 documents it.
+A queue's type is that of its elements, and its home holds them. What the kinds do, and what closing one means, is as
+TensorFlow 1 documents it.
 """
 
 from __future__ import annotations
 
-import itertools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,16 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflow.tracing.context import Home, current_home
 from dflow.tracing.errors import QueueError, QueueTypeError
-from dflow.tracing.jax_frontend import Handle, is_tracing
-from dflow.tracing.queue_primitives import queue_p
+from dflow.tracing.host_resource import HostResource, timeout
+from dflow.tracing.jax_frontend import is_tracing
 from dflow.tracing.queue_settings import DEFAULT_TIMEOUT_S, QueueKind, QueueSettings
 from dflow.tracing.resources import is_variable
 from dflow.tracing.source import at, caller
 from dflow.tracing.types import ArrayType, QueueType, array_type_of
-
-_serials = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -37,7 +32,7 @@ class PaddedSpec:
     dtype: Any
 
 
-class Queue:
+class Queue(HostResource):
     """What all kinds share. Made by one of the classes below.
 
     Elements are pytrees of arrays of the types in `spec`. Every wait ends: served, with DeadlineExceeded after
@@ -45,15 +40,12 @@ class Queue:
     code.
     """
 
+    error = QueueError
+    type: QueueType
+    settings: QueueSettings
+
     def __init__(self, spec: Any, settings: QueueSettings, name: str | None, *, padded: bool = False) -> None:
-        self.serial = next(_serials)
-        self.name = name or f"queue_{self.serial}"
-        self.loc = caller()
-        if is_tracing():
-            raise QueueError(
-                f"queue {self.name!r} is created inside traced code, which runs once, not once a step{at(self.loc)}\n"
-                "  create it before, and use it inside"
-            )
+        super().__init__("queue", name)
         if settings.capacity < 1:
             raise QueueError(f"queue {self.name!r} cannot have the capacity {settings.capacity}{at(self.loc)}")
         self.settings = settings
@@ -62,12 +54,7 @@ class Queue:
         self.type = QueueType(tuple(self._component(leaf, padded) for leaf in leaves))
         if not leaves:
             raise QueueError(f"queue {self.name!r} would hold elements without arrays{at(self.loc)}")
-        self.handle = Handle(self)
-        self.home: Home = current_home()
-        slot = self.home.create_queue(self)
-        self.device: str | None = slot.device
-        #: What the queue is called where it lives.
-        self.key = slot.key
+        self.settle()
 
     @property
     def capacity(self) -> int:
@@ -76,22 +63,22 @@ class Queue:
 
     def enqueue(self, element: Any, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """Put an element in, waiting for room. Raises QueueTypeError, QueueClosed, DeadlineExceeded."""
-        self._use("enqueue", self._fitting("enqueue", element), _timeout(timeout_s))
+        self.use("enqueue", self._fitting("enqueue", element), timeout(timeout_s))
 
     def enqueue_many(self, elements: Any, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """Put the rows of `elements` in, one after the other. Each array has one dimension more than the spec's.
 
         Raises as `enqueue`; rows that went in before the error stay in.
         """
-        self._use("enqueue_many", self._fitting("enqueue_many", elements), _timeout(timeout_s))
+        self.use("enqueue_many", self._fitting("enqueue_many", elements), timeout(timeout_s))
 
     def dequeue(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Any:
         """Take an element, waiting for one. Raises QueueClosed, DeadlineExceeded."""
-        return jax.tree_util.tree_unflatten(self._tree, self._take("dequeue", _timeout(timeout_s)))
+        return jax.tree_util.tree_unflatten(self._tree, self._take("dequeue", timeout(timeout_s)))
 
     def dequeue_many(self, n: int, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Any:
         """Take `n` elements at once, stacked. Raises QueueClosed when it is closed with fewer, DeadlineExceeded."""
-        taken = self._take("dequeue_many", {"count": self._count(n), **_timeout(timeout_s)})
+        taken = self._take("dequeue_many", {"count": self._count(n), **timeout(timeout_s)})
         return jax.tree_util.tree_unflatten(self._tree, taken)
 
     def dequeue_up_to(self, n: int, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> tuple[Any, jax.Array]:
@@ -100,24 +87,20 @@ class Queue:
         There are always `n` rows, so that the result has a type; those from the number on are zeros. Raises
         QueueClosed when the queue is closed and empty, DeadlineExceeded.
         """
-        *taken, count = self._take("dequeue_up_to", {"count": self._count(n), **_timeout(timeout_s)})
+        *taken, count = self._take("dequeue_up_to", {"count": self._count(n), **timeout(timeout_s)})
         return jax.tree_util.tree_unflatten(self._tree, taken), count
 
     def size(self) -> jax.Array:
         """How many elements it holds: in traced code at this point of the program, elsewhere now."""
-        size: jax.Array = self._use("size", (), {})[0]
+        size: jax.Array = self.use("size", (), {})[0]
         return size
 
     def close(self, cancel_pending: bool = False) -> None:
         """Let nothing more in. Enqueues that wait still go in, unless `cancel_pending`; what is in can be taken."""
-        self._use("close", (), {"cancel_pending": True} if cancel_pending else {})
+        self.use("close", (), {"cancel_pending": True} if cancel_pending else {})
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r}: {self.type}, capacity {self.capacity}>"
-
-    def _use(self, method: str, operands: Sequence[Any], attributes: dict[str, Any]) -> Sequence[Any]:
-        results: Sequence[Any] = queue_p.bind(*operands, handle=self.handle, method=method, **attributes)
-        return results
 
     def _take(self, method: str, attributes: dict[str, Any]) -> Sequence[Any]:
         if is_tracing() and any(None in component.shape for component in self.type.components):
@@ -126,7 +109,7 @@ class Queue:
                 f"{self._shown(self.type.components)}{at(caller())}\n"
                 "  dequeue outside of traced code, and pass it what you get"
             )
-        return self._use(method, (), attributes)
+        return self.use(method, (), attributes)
 
     def _count(self, count: Any) -> int:
         try:
@@ -188,10 +171,6 @@ class _Shown(str):
 
     __slots__ = ()
     __repr__ = str.__str__
-
-
-def _timeout(timeout_s: float) -> dict[str, Any]:
-    return {} if timeout_s == DEFAULT_TIMEOUT_S else {"timeout_s": float(timeout_s)}
 
 
 def _converted(value: Any, wanted: ArrayType) -> Any:

@@ -121,10 +121,14 @@ class TokenType:
         return "token"
 
 
-Type = ArrayType | RefType | QueueType | TokenType
+#: A handle to what the host keeps itself.
+HostType = QueueType
+HOST_HANDLES = (QueueType,)
+
+Type = ArrayType | RefType | HostType | TokenType
 
 #: The types of handles to state, which graphs take as inputs and no node gives.
-HANDLES = (RefType, QueueType)
+HANDLES = (RefType, *HOST_HANDLES)
 
 
 def strong(type: Type) -> Type:

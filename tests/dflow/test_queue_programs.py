@@ -37,7 +37,7 @@ def plain(values: Any) -> list[Any]:
 
 def contents(queues: list[Queue]) -> list[Any]:
     """What queues of this process hold, first in first."""
-    return [[plain(element) for element in LOCAL.store.queue(queue.key).contents()] for queue in queues]
+    return [[plain(element) for element in LOCAL.store.resource(queue.key).contents()] for queue in queues]
 
 
 @settings(max_examples=60)

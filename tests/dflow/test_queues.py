@@ -282,6 +282,11 @@ def test_what_jax_would_do_to_a_queue_op_is_refused() -> None:
         jax.vmap(queue.enqueue)(jnp.ones(3))
     with pytest.raises(QueueError, match="queue 'q' is used under vmap"):
         dflow.jit(jax.vmap(lambda x: x + queue.dequeue()))(jnp.ones(3))
+    nested = [jax.jit(queue.enqueue), lambda x: jax.lax.cond(x > 0, queue.dequeue, lambda: x)]
+    nested.append(lambda x: jax.lax.scan(lambda c, _: (c + queue.dequeue(), None), x, None, length=2)[0])
+    for function in nested:
+        with pytest.raises(QueueError, match=r"queue 'q' is used under vmap[\s\S]*test_queues\.py"):
+            dflow.jit(jax.vmap(function))(jnp.ones(3))
     with pytest.raises(QueueError, match=r"depends on what jax.grad differentiates[\s\S]*use dflow.grad"):
         jax.grad(lambda x: (queue.enqueue(x), x)[1])(1.0)
     with pytest.raises(PlainJitError, match="queue 'q' is used in a function that JAX compiles by itself"):
@@ -392,8 +397,8 @@ def test_a_queue_is_gone_with_its_last_user() -> None:
     del queue
     jax.clear_caches()
     gc.collect()
-    with pytest.raises(QueueError, match=r"no queue .* is held here"):
-        LOCAL.store.queue(key)
+    with pytest.raises(dflow.DflowError, match=r"no resource .* is held here"):
+        LOCAL.store.resource(key)
 
 
 @pytest.mark.parametrize("capacity", [1, 5])

@@ -15,8 +15,8 @@ from dflow.lowering.compile import make_plans
 from dflow.lowering.execute import Execution, Schedule
 from dflow.lowering.passes.base import run_passes
 from dflow.lowering.pipeline import ALONE, pipeline
-from dflow.lowering.plan import Branch, Call, Plan, Scalar, UseQueue
-from dflow.lowering.queue_ops import HeldQueue, QueueUse
+from dflow.lowering.plan import Branch, Call, Plan, Scalar, UseResource
+from dflow.lowering.queue_ops import HeldQueue, ResourceUse
 from dflow.lowering.store import Store
 from dflow.tracing.errors import InternalError, StepCancelled, WireError
 from dflow.tracing.queue_settings import QueueKind, QueueSettings
@@ -43,7 +43,7 @@ def test_a_call_waits_for_the_queues_that_it_needs_and_no_other() -> None:
      !%w: token = var.assign(%v, %t)
       return %p, %q, %s
     }""")
-    waits = {item.gives[0]: item.queue for item in plan.items if isinstance(item, UseQueue)}
+    waits = {item.gives[0]: item.key for item in plan.items if isinstance(item, UseResource)}
     calls = [item for item in plan.items if isinstance(item, Call)]
     direct = [sorted(waits[slot] for slot in call.takes if slot in waits) for call in calls]
     assert direct == [["a"], ["b"], []]
@@ -79,7 +79,7 @@ def test_numbers_and_bodies_are_in_the_plan() -> None:
       return %2
     }""")
     enqueue, branch = plan.items
-    assert isinstance(enqueue, UseQueue)
+    assert isinstance(enqueue, UseResource)
     assert isinstance(branch, Branch)
     assert plan.scalars == (Scalar(enqueue.takes[0], "f32", np.float32(2.5).tobytes()),)
     assert branch.after == (0,)
@@ -88,8 +88,10 @@ def test_numbers_and_bodies_are_in_the_plan() -> None:
 
 
 def test_a_plan_with_queues_is_not_taken_from_another_task() -> None:
-    encoded = msgspec.msgpack.encode(Plan(ALONE, 1, (UseQueue("q", "size", gives=(0,)),)))
-    with pytest.raises(WireError, match="a plan with queues was sent to /job:localhost/task:0, which holds none"):
+    encoded = msgspec.msgpack.encode(Plan(ALONE, 1, (UseResource("q", "queue.size", gives=(0,)),)))
+    with pytest.raises(
+        WireError, match="a plan with queues or accumulators was sent to /job:localhost/task:0, which holds none"
+    ):
         PlanRegistry(ALONE).add_encoded(RegisterPlan(encoded, ()), memoryview(b""))
 
 
@@ -97,13 +99,13 @@ def test_a_wait_that_starts_when_the_execution_has_ended_is_cancelled() -> None:
     ends: list[BaseException] = []
 
     class Late(HeldQueue):
-        def start(self, use: QueueUse, operands: Any, on_results: Any) -> Any:
+        def start(self, use: ResourceUse, operands: Any, on_results: Any) -> Any:
             execution.cancel(StepCancelled("enough"))
             return ends.append
 
     store, outcomes = Store(), list[Any]()
-    store.create_queue("q", Late("q", QueueSettings(QueueKind.FIFO, 1), QueueType(())))
-    schedule = Schedule(Plan(ALONE, 0, (UseQueue("q", "dequeue"),)))
+    store.create_resource("q", Late("q", QueueSettings(QueueKind.FIFO, 1), QueueType(())))
+    schedule = Schedule(Plan(ALONE, 0, (UseResource("q", "queue.dequeue"),)))
     channel = Mailbox(Mail(), ALONE)
     execution = Execution(schedule, (), store, channel, StepId(ALONE, 1), (), outcomes.append, lambda work: work())
     execution.start()
@@ -113,4 +115,13 @@ def test_a_wait_that_starts_when_the_execution_has_ended_is_cancelled() -> None:
 def test_an_unknown_method_is_a_fault() -> None:
     queue = HeldQueue("q", QueueSettings(QueueKind.FIFO, 1), QueueType((ArrayType(np.dtype("float32"), ()),)))
     with pytest.raises(InternalError, match="no queue does 'peek'"):
-        queue.start(QueueUse("peek"), (), lambda results: None)
+        queue.start(ResourceUse("peek"), (), lambda results: None)
+
+
+def test_who_waits_for_what_cannot_be_made_of_the_elements_gets_the_error() -> None:
+    queue = HeldQueue("q", QueueSettings(QueueKind.FIFO, 2), QueueType((ArrayType(np.dtype("float32"), (2,)),)))
+    given = list[Any]()
+    queue.start(ResourceUse("queue.dequeue_many", 2), (), given.append)
+    for shape in (2, (2, 2)):
+        queue.start(ResourceUse("queue.enqueue"), (np.ones(shape, np.float32),), given.append)
+    assert [type(results) for results in given] == [tuple, tuple, ValueError]

@@ -8,8 +8,9 @@ from functools import partial
 
 import pytest
 
-from dflow.lowering.queues import Answer, SharedQueue, wait
-from dflow.tracing.errors import DeadlineExceeded, QueueClosed, StepCancelled
+from dflow.lowering.queues import SharedQueue
+from dflow.lowering.waiters import Answer, wait
+from dflow.tracing.errors import DeadlineExceeded, QueueClosed, QueueError, StepCancelled
 from dflow.tracing.queue_settings import QueueKind, QueueSettings
 
 WAIT_S = 60.0
@@ -72,6 +73,47 @@ def test_a_cancelled_wait_ends_with_the_reason_and_takes_nothing() -> None:
     put(queue, 1)
     assert [str(answer) for answer in answers] == ["enough"]
     assert queue.contents() == [(1,)]
+
+
+def test_a_callback_that_raises_takes_nothing_from_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    queue, answers = fifo(4), list[Answer]()
+    queue.dequeue(1, lambda answer: [].pop(), WAIT_S)
+    queue.dequeue(1, answers.append, WAIT_S)
+    put(queue, 1, 2)
+    assert answers == [((2,),)]
+    assert "what was to give 1 element could not take the answer" in caplog.text
+    queue.dequeue(1, lambda answer: [].pop(), WAIT_S)
+    queue.dequeue(1, answers.append, WAIT_S)
+    queue.close()
+    assert isinstance(answers[1], QueueClosed)
+
+
+def test_an_interrupt_in_a_callback_is_raised_when_the_others_were_told() -> None:
+    queue, answers = fifo(4), list[Answer]()
+
+    def interrupted(answer: Answer) -> None:
+        raise KeyboardInterrupt
+
+    queue.dequeue(1, interrupted, WAIT_S)
+    queue.dequeue(1, answers.append, WAIT_S)
+    with pytest.raises(KeyboardInterrupt):
+        put(queue, 1, 2)
+    assert answers == [((2,),)]
+
+
+def test_who_waits_and_who_comes_later_are_told_when_it_was_forgotten() -> None:
+    queue, answers = fifo(1), list[Answer]()
+    put(queue, 1)
+    queue.dequeue(3, answers.append, WAIT_S, "\n  at first.py:1")
+    queue.enqueue([(2,)], answers.append, WAIT_S)
+    assert answers == [()]
+    queue.forget("queue 'q' is gone", "make it again")
+    assert [type(answer) for answer in answers] == [tuple, QueueError]
+    assert str(answers[1]) == "queue 'q' is gone\n  at first.py:1\n  make it again"
+    for use in (lambda: put(queue, 1), lambda: take(queue), queue.close, queue.size):
+        with pytest.raises(QueueError, match="queue 'q' is gone\n  make it again"):
+            use()
+    assert queue.contents() == []
 
 
 def test_a_callback_may_use_the_queue() -> None:

@@ -5,13 +5,18 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import pytest
 
 import dflow
 from dflow.testing import memory_cluster
-from dflow.tracing.errors import ContainerError, VariableError
+from dflow.tracing.errors import ContainerError, QueueError, VariableError
+
+WAIT_S = 60.0
 
 
 @pytest.fixture(autouse=True)
@@ -108,6 +113,34 @@ def test_generators_belong_too() -> None:
     dflow.reset_container("run1")
     with pytest.raises(VariableError, match="variable 'run1/noise' is gone"):
         generator.split()
+
+
+def test_queues_belong_too_and_who_waits_is_told() -> None:
+    with dflow.container("run1"):
+        queue = dflow.FIFOQueue(2, jax.ShapeDtypeStruct((), jnp.float32), name="q")
+    assert (queue.name, dflow.containers()) == ("run1/q", ("run1",))
+    begun = dflow.FIFOQueue(1, jax.ShapeDtypeStruct((), jnp.float32), name="begun")
+
+    @dflow.jit
+    def step() -> Any:
+        begun.enqueue(1.0)
+        return jax.lax.fori_loop(0, 2, lambda _, c: c + queue.dequeue(timeout_s=WAIT_S), 0.0)
+
+    message = (
+        r"queue 'run1/q' is gone: container 'run1' was reset at test_container.py:\d+\n"
+        r"  at .*test_container.py:\d+\n  make it again"
+    )
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(step)
+        begun.dequeue(timeout_s=WAIT_S)
+        queue.enqueue(1.0)
+        dflow.reset_container("run1")
+        with pytest.raises(QueueError, match=message):
+            waiting.result(WAIT_S)
+    for use in (step, queue.dequeue, lambda: queue.enqueue(1.0), queue.size, queue.close):
+        with pytest.raises(QueueError, match=message):
+            use()
+    assert dflow.containers() == ()
 
 
 def test_a_container_that_is_not_there_or_has_no_name_is_refused() -> None:

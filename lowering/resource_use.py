@@ -1,0 +1,63 @@
+"""An op on a queue or an accumulator, as the host does it: started, and ended by a callback."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from dflow.lowering.waiters import Answer, Cancel, OnDone
+from dflow.tracing.queue_settings import DEFAULT_TIMEOUT_S
+
+#: What an op ends with: its results, or the error.
+Results = tuple[jax.Array, ...] | BaseException
+OnResults = Callable[[Results], None]
+
+
+@dataclass(frozen=True)
+class ResourceUse:
+    """An op of `ops.RESOURCE_OPS` without its operands; `where` is the user's line as messages end with it."""
+
+    op: str
+    count: int = 0
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    cancel_pending: bool = False
+    where: str = ""
+
+
+class Held(Protocol):
+    """A queue or an accumulator as its store holds it."""
+
+    def start(self, use: ResourceUse, operands: Sequence[Any], on_results: OnResults) -> Cancel:
+        """Do an op; `on_results` is called once, from any thread. The result ends the wait for it with an error."""
+        ...
+
+    def forget(self, reason: str, remedy: str) -> None:
+        """Let go of the contents: who uses it from now on, or waits, gets an error that says these two."""
+        ...
+
+
+def giving(on_results: OnResults, made: Callable[[tuple[Any, ...]], Sequence[Any]]) -> OnDone:
+    """A callback that gives what is made of the answer; or the error, also that of making it."""
+
+    def on_done(answer: Answer) -> None:
+        if not isinstance(answer, BaseException):
+            try:
+                answer = tuple(made(answer))
+            except Exception as error:
+                answer = error
+        on_results(answer)
+
+    return on_done
+
+
+def kept(array: Any) -> Any:
+    """The array as nobody changes it: what is not JAX's is copied."""
+    return array if isinstance(array, jax.Array) else jnp.array(array, copy=True)
+
+
+def nothing_to_cancel(error: BaseException) -> None:
+    """What is done needs no cancelling."""

@@ -1,0 +1,77 @@
+"""Handles to what the host keeps between XLA computations, as a user holds them: queues and accumulators.
+
+Such a resource is a name, a type and a home, which holds its contents. In traced code its methods record ops that the
+executor runs in the order of the program; elsewhere they act at once. Its ops may wait.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from dflow.tracing.container import contained, join
+from dflow.tracing.context import ForgettingHome, Home, current_home
+from dflow.tracing.errors import ContainerError, DflowError
+from dflow.tracing.host_primitives import host_p
+from dflow.tracing.jax_frontend import Handle, is_tracing
+from dflow.tracing.queue_settings import DEFAULT_TIMEOUT_S
+from dflow.tracing.source import at, caller
+from dflow.tracing.types import HostType
+
+_serials = itertools.count()
+
+
+class HostResource:
+    """What queues and accumulators share. It cannot be made inside traced code."""
+
+    #: What the class raises.
+    error: ClassVar[type[DflowError]]
+    type: HostType
+    #: What makes it the resource it is, beside its type: equal settings and equal ops give equal results.
+    settings: Any
+
+    def __init__(self, kind: str, name: str | None) -> None:
+        self.kind = kind
+        self.serial = next(_serials)
+        self.name = contained(name or f"{kind}_{self.serial}")
+        self.loc = caller()
+        if is_tracing():
+            raise self.error(
+                f"{self} is created inside traced code, which runs once, not once a step{at(self.loc)}\n"
+                "  create it before, and use it inside"
+            )
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name!r}"
+
+    def settle(self) -> None:
+        """Have the home hold it; its type and settings are known by now."""
+        self.handle = Handle(self)
+        self.home: Home = current_home()
+        slot = self.home.create_resource(self)
+        self.device: str | None = slot.device
+        #: What it is called where it lives.
+        self.key = slot.key
+        join(self)
+
+    def forget(self, reason: str) -> None:
+        """Let go of the contents: who uses it from now on, or waits for it, gets an error that gives the reason.
+
+        Raises ContainerError when it is where it cannot be let go of.
+        """
+        if not isinstance(self.home, ForgettingHome):
+            raise ContainerError(f"{self} lives on {self.device}, where it cannot be dropped yet")
+        remedy = "make it again, or keep what outlives it outside the container"
+        self.home.forget_resource(self, f"{self} {reason}", remedy)
+
+    def use(self, method: str, operands: Sequence[Any], attributes: Mapping[str, Any]) -> Sequence[Any]:
+        """Do the op `<kind>.<method>` of `ops.RESOURCE_OPS`, or record it; its results."""
+        op = f"{self.kind}.{method}"
+        results: Sequence[Any] = host_p.bind(*operands, handle=self.handle, op=op, **attributes)
+        return results
+
+
+def timeout(timeout_s: float) -> dict[str, Any]:
+    """The attributes that say how long an op may wait."""
+    return {} if timeout_s == DEFAULT_TIMEOUT_S else {"timeout_s": float(timeout_s)}
