@@ -17,6 +17,7 @@ from dflow.tracing.errors import VariableError
 from dflow.tracing.jax_frontend import is_tracing
 from dflow.tracing.resources import Variable
 from dflow.tracing.source import at, caller
+from dflow.tracing.state_primitives import split_p
 
 
 class Generator:
@@ -57,7 +58,8 @@ class Generator:
     def split(self, n: int | Sequence[int] | None = None) -> jax.Array:
         """A fresh key; or, with a number or a shape, an array of fresh keys. No key is ever given twice.
 
-        Under `vmap` all rows get the same keys: split before, and map over the keys.
+        Raises VariableError under `vmap`, where all of the batch would get the same key: split before, and map over
+        the keys too.
         """
         shape = () if n is None else tuple(n) if isinstance(n, Sequence) else (operator.index(n),)
         if is_tracing():
@@ -76,7 +78,8 @@ class Generator:
 
 
 def _advance(state: Variable, impl: str, shape: tuple[int, ...]) -> jax.Array:
-    keys = jax.random.split(jax.random.wrap_key_data(state.read(), impl=impl), math.prod(shape) + 1)
+    data = split_p.bind(state.read(), generator=state.name)
+    keys = jax.random.split(jax.random.wrap_key_data(data, impl=impl), math.prod(shape) + 1)
     state.assign(jax.random.key_data(keys[0]))
     return keys[1:].reshape(shape)
 

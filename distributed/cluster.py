@@ -333,14 +333,14 @@ class ClusterHome:
 
     def create_resource(self, resource: HostResource) -> Slot:
         raise resource.error(
-            f"{resource} is created among the parameter servers, and {resource.kind}s on other tasks are not built yet"
-            f"{at(resource.loc)}\n  create it outside of parameter_servers(), in the process that uses it"
+            f"{resource.title} is created among the parameter servers, and {resource.kind}s on other tasks are not "
+            f"built yet{at(resource.loc)}\n  create it outside of parameter_servers(), in the process that uses it"
         )
 
     def use_resource(
         self, resource: HostResource, op: str, operands: Sequence[Any], attributes: Mapping[str, Any]
     ) -> Sequence[jax.Array]:
-        raise InternalError(f"{resource} is used on a task that creates none")
+        raise InternalError(f"{resource.title} is used on a task that creates none")
 
     def runner(self, traced: Traced, *, check: bool, observe: Observer | None) -> Runner:
         return self._cluster.runner(traced, check=check, observe=observe)

@@ -37,7 +37,7 @@ from dflow.tracing.jax_frontend import (
 )
 from dflow.tracing.op import OpDef, numeric
 from dflow.tracing.source import at
-from dflow.tracing.state_primitives import gather_p, name_p, read_p, update_p
+from dflow.tracing.state_primitives import gather_p, name_p, read_p, split_p, update_p
 from dflow.tracing.types import HOST_HANDLES, ArrayType, RefType, TokenType, Type, array_type_of
 
 _INLINED = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
@@ -153,7 +153,7 @@ class _Builder:
         self, equation: Equation, inputs: list[Operand], names: Sequence[str | None], origin: Origin
     ) -> Sequence[Operand]:
         primitive, params = equation.primitive, equation.params
-        if primitive is name_p:
+        if primitive in (name_p, split_p):
             return inputs
         if primitive in (read_p, gather_p, update_p):
             ref = self.refs[params["handle"].variable]
@@ -191,7 +191,7 @@ class _Builder:
         """Control flow that may wait: a node whose bodies are graphs over the same state."""
         kind = equation.primitive.name
         if kind not in _CONTROL:
-            shown = ", ".join(str(resource) for resource in host_resources(equation.effects))
+            shown = ", ".join(resource.title for resource in host_resources(equation.effects))
             raise DflowError(
                 f"{shown}: used inside {kind}, which cannot hold ops that wait{at(origin_of(equation).loc)}\n"
                 f"  use them before it or after it, or inside {', '.join(_CONTROL)}"

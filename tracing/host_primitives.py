@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend import core as jex
 from jax.interpreters import ad, mlir
 
 from dflow.tracing import ops
@@ -20,10 +19,13 @@ from dflow.tracing.errors import AccumulatorError, DflowError, PlainJitError, Qu
 from dflow.tracing.jax_frontend import Handle, HostEffect, line_bound
 from dflow.tracing.source import at, caller
 from dflow.tracing.types import ArrayType
+from dflow.tracing.watched_primitive import BATCHED, LOOPED, WatchedPrimitive
 
 #: What JAX's traces that an op must not reach would do to it.
-_BATCHED = "is used under vmap, which would share or repeat the op along the batch"
-_LOOPED = "is used inside a loop that is differentiated, out of which JAX would take the op"
+_FACTS = {
+    BATCHED: "is used under vmap, which would share or repeat the op along the batch",
+    LOOPED: "is used inside a loop that is differentiated, out of which JAX would take the op",
+}
 
 
 class _Words(NamedTuple):
@@ -53,21 +55,14 @@ _WORDS: Mapping[str, _Words] = {
 }
 
 
-class _HostPrimitive(jex.Primitive):
-    """A primitive that sees every trace it is bound in, also when no operand is traced."""
-
-    def bind_with_trace(self, trace: Any, *rest: Any) -> Any:
-        refused = {"BatchTrace": _BATCHED, "JaxprTrace": _LOOPED}.get(type(trace).__name__)
-        if refused is not None:
-            params = next(part for part in reversed(rest) if isinstance(part, dict))
-            resource = params["handle"].variable
-            words = _WORDS[resource.kind]
-            remedy = words.batched if refused is _BATCHED else words.looped
-            raise words.error(f"{resource} {refused}{at(line_bound() or caller())}\n  {remedy}")
-        return super().bind_with_trace(trace, *rest)  # type: ignore[no-untyped-call]
+def _refuse(trace: str, params: Mapping[str, Any]) -> None:
+    resource = params["handle"].variable
+    words = _WORDS[resource.kind]
+    remedy = words.batched if trace == BATCHED else words.looped
+    raise words.error(f"{resource.title} {_FACTS[trace]}{at(line_bound() or caller())}\n  {remedy}")
 
 
-host_p: Any = _HostPrimitive("host")
+host_p: Any = WatchedPrimitive("host_op", _refuse)
 host_p.multiple_results = True
 
 
@@ -88,7 +83,7 @@ def _refuse_lost_value(primals: Any, tangents: Any, *, handle: Handle, op: str, 
     resource, method = handle.variable, op.split(".")[1]
     words = _WORDS[resource.kind]
     raise words.error(
-        f"{resource} is given a value by {method} that depends on what jax.grad differentiates, and JAX "
+        f"{resource.title} is given a value by {method} that depends on what jax.grad differentiates, and JAX "
         f"would drop that{at(line_bound())}\n"
         f"  use dflow.grad or dflow.value_and_grad in the place of jax.grad, which {words.puts} the value without its "
         "gradient; or write jax.lax.stop_gradient(value)"
@@ -97,7 +92,7 @@ def _refuse_lost_value(primals: Any, tangents: Any, *, handle: Handle, op: str, 
 
 def _refuse_plain_jit(*_: Any, handle: Handle, **__: Any) -> Any:
     raise PlainJitError(
-        f"{handle.variable} is used in a function that JAX compiles by itself{at(caller())}\n"
+        f"{handle.variable.title} is used in a function that JAX compiles by itself{at(caller())}\n"
         "  decorate the outermost function with @dflow.jit"
     )
 

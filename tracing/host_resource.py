@@ -38,11 +38,13 @@ class HostResource:
         self.loc = caller()
         if is_tracing():
             raise self.error(
-                f"{self} is created inside traced code, which runs once, not once a step{at(self.loc)}\n"
+                f"{self.title} is created inside traced code, which runs once, not once a step{at(self.loc)}\n"
                 "  create it before, and use it inside"
             )
 
-    def __str__(self) -> str:
+    @property
+    def title(self) -> str:
+        """How messages call it."""
         return f"{self.kind} {self.name!r}"
 
     def settle(self) -> None:
@@ -61,9 +63,9 @@ class HostResource:
         Raises ContainerError when it is where it cannot be let go of.
         """
         if not isinstance(self.home, ForgettingHome):
-            raise ContainerError(f"{self} lives on {self.device}, where it cannot be dropped yet")
+            raise ContainerError(f"{self.title} lives on {self.device}, where it cannot be dropped yet")
         remedy = "make it again, or keep what outlives it outside the container"
-        self.home.forget_resource(self, f"{self} {reason}", remedy)
+        self.home.forget_resource(self, f"{self.title} {reason}", remedy)
 
     def use(self, method: str, operands: Sequence[Any], attributes: Mapping[str, Any]) -> Sequence[Any]:
         """Do the op `<kind>.<method>` of `ops.RESOURCE_OPS`, or record it; its results."""

@@ -20,7 +20,7 @@ from jax.extend import core as jex
 from jax.extend.core import primitives as jax_primitives
 from jax.interpreters import ad, batching, mlir
 
-from dflow.tracing.errors import DflowError, LostWriteError, PlainJitError
+from dflow.tracing.errors import DflowError, LostWriteError, PlainJitError, VariableError
 from dflow.tracing.jax_frontend import (
     Access,
     Handle,
@@ -33,6 +33,7 @@ from dflow.tracing.jax_frontend import (
 from dflow.tracing.source import at, caller
 from dflow.tracing.types import ArrayType, array_type_of
 from dflow.tracing.updates import lookup_type
+from dflow.tracing.watched_primitive import BATCHED, WatchedPrimitive
 
 
 def _aval(type: ArrayType) -> Any:
@@ -206,3 +207,22 @@ name_p.def_abstract_eval(lambda value, *, name: value)
 ad.primitive_jvps[name_p] = lambda primals, tangents, *, name: (name_p.bind(*primals, name=name), tangents[0])
 batching.defvectorized(name_p)
 mlir.register_lowering(name_p, lambda ctx, value, *, name: [value])
+
+
+def _refuse_batched(trace: str, params: Any) -> None:
+    if trace == BATCHED:
+        raise VariableError(
+            f"generator {params['generator']!r} is split under vmap, where all of the batch would get the same key"
+            f"{at(line_bound() or caller())}\n  split before, keys = generator.split(n), and map over the keys too"
+        )
+
+
+#: The state of a generator as it is split, which happens once and not for each element of a batch.
+split_p: Any = WatchedPrimitive("generator_split", _refuse_batched)
+split_p.def_impl(lambda value, *, generator: value)
+split_p.def_abstract_eval(lambda value, *, generator: value)
+ad.primitive_jvps[split_p] = lambda primals, tangents, *, generator: (
+    split_p.bind(*primals, generator=generator),
+    tangents[0],
+)
+mlir.register_lowering(split_p, lambda ctx, value, *, generator: [value])

@@ -76,6 +76,31 @@ def test_each_turn_of_a_loop_gets_another_key() -> None:
     assert draws().tolist() == [int(jax.random.bits(twin.split())) for _ in range(3)]
 
 
+def test_a_split_under_vmap_is_refused_and_keys_split_before_differ() -> None:
+    generator = dflow.Generator(0, name="noise")
+
+    def noisy(x: Any) -> Any:
+        return x + jax.random.normal(generator.split())
+
+    nested = [noisy, jax.jit(noisy), jax.grad(noisy), lambda x: jax.lax.cond(generator.key[0] > 0, noisy, noisy, x)]
+    nested.append(lambda x: jax.lax.scan(lambda c, _: (noisy(c), None), x, None, length=2)[0])
+    message = (
+        r"generator 'noise' is split under vmap, where all of the batch would get the same key\n"
+        r"  at .*test_generator\.py:\d+\n  split before, keys = generator\.split\(n\), and map over the keys"
+    )
+    for function in nested:
+        for batched in (jax.vmap(function), dflow.jit(jax.vmap(function))):
+            with pytest.raises(VariableError, match=message):
+                batched(np.ones(3, np.float32))
+    assert bits(generator.split()) == bits(dflow.Generator(0).split())
+
+    @dflow.jit
+    def right(xs: Any) -> Any:
+        return jax.vmap(lambda x, key: x + jax.random.normal(key))(xs, generator.split(3))
+
+    assert len(set(right(np.ones(3, np.float32)).tolist())) == 3
+
+
 def test_a_fork_goes_its_own_way() -> None:
     one, two = dflow.Generator(5), dflow.Generator(5)
     fork, again = one.fork(name="dropout"), two.fork()
