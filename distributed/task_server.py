@@ -50,7 +50,7 @@ from dflow.distributed.rendezvous import RendezvousStatistics, describe
 from dflow.distributed.task_channel import TaskChannel
 from dflow.distributed.transport.base import Peer, Responder, Transport
 from dflow.lowering.channel import StepId
-from dflow.lowering.execute import Execution, Outcome, execute
+from dflow.lowering.execute import Execution, Outcome
 from dflow.lowering.plan import Plan
 from dflow.lowering.program import Program
 from dflow.lowering.store import Store
@@ -157,7 +157,7 @@ class TaskServer:
         try:
             self._pool.submit(start)
         except RuntimeError:
-            self._ended(run, step, StepCancelled(f"{self.name} is closed"))
+            self._cancel_run(step, StepCancelled(f"{self.name} is closed"))
 
     def cancel(self, step: StepId, error: BaseException) -> None:
         """End this task's part of `step` with `error`, now or when it comes."""
@@ -170,15 +170,12 @@ class TaskServer:
     def _cancel_run(self, step: StepId, error: BaseException) -> None:
         with self._lock:
             run = self._runs.get(step)
-        if run is not None:
-            run.cancel(error)
+        if run is not None and run.cancel(error):
+            self._ended(run, step, error)
 
     def _start(self, run: _Run, registration: Registration, step: StepId, feeds: Sequence[Any]) -> None:
-        if run.cause is not None:
-            self._ended(run, step, run.cause)
-            return
         try:
-            execution = execute(
+            execution = Execution(
                 registration.schedule,
                 registration.programs,
                 self.store,
@@ -189,9 +186,10 @@ class TaskServer:
                 submit=self._pool.submit,
             )
         except BaseException as error:
-            self._ended(run, step, error)
-        else:
-            run.started(execution)
+            self._cancel_run(step, error)
+            return
+        if run.begins(execution):
+            execution.start()
 
     def _ended(self, run: _Run, step: StepId, outcome: Outcome) -> None:
         with self._lock:
@@ -309,7 +307,7 @@ _NOTHING = memoryview(b"")
 
 
 class _Run:
-    """A plan being run: keeps a cancellation that comes before the execution exists.
+    """A plan being run, or about to be: one that is cancelled before it begins never does.
 
     A cancelled step also refuses what the plan does next, so an error may reach the end before the cancellation that
     caused it does; the cause is what is told.
@@ -319,24 +317,26 @@ class _Run:
         self._on_done = on_done
         self._lock = threading.Lock()
         self._execution: Execution | None = None
-        self.cause: BaseException | None = None
+        self._cause: BaseException | None = None
 
-    def started(self, execution: Execution) -> None:
+    def begins(self, execution: Execution) -> bool:
+        """Whether the execution is to start; from then on it is what ends the run."""
         with self._lock:
-            self._execution = execution
-            cause = self.cause
-        if cause is not None:
-            execution.cancel(cause)
+            if self._cause is None:
+                self._execution = execution
+            return self._cause is None
 
-    def cancel(self, error: BaseException) -> None:
+    def cancel(self, error: BaseException) -> bool:
+        """Whether this ends a run that has not begun; one that has is ended by its execution."""
         with self._lock:
-            self.cause = self.cause or error
+            is_first, self._cause = self._cause is None, self._cause or error
             execution = self._execution
         if execution is not None:
             execution.cancel(error)
+        return is_first and execution is None
 
     def end(self, outcome: Outcome) -> None:
-        self._on_done(self.cause or outcome if isinstance(outcome, BaseException) else outcome)
+        self._on_done(self._cause or outcome if isinstance(outcome, BaseException) else outcome)
 
 
 def _answer_run(responder: Responder, outcome: Outcome) -> None:

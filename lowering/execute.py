@@ -79,7 +79,10 @@ def _needs(item: Item, producers: dict[int, int]) -> set[int]:
 
 
 class Execution:
-    """One run of a plan. Made by `execute`."""
+    """One run of a plan, from `start` on.
+
+    `on_done` is called once, from any thread, with the fetches or with the first error.
+    """
 
     def __init__(
         self,
@@ -231,19 +234,3 @@ class Execution:
             for cancel in cancels:
                 cancel(outcome)
         self._on_done(outcome)
-
-
-def execute(
-    schedule: Schedule,
-    programs: Sequence[Program],
-    store: Store,
-    channel: Channel,
-    step: StepId,
-    feeds: Sequence[Any],
-    on_done: Callable[[Outcome], None],
-    submit: Submit,
-) -> Execution:
-    """Start a plan; `on_done` is called once, from any thread, with the fetches or with the first error."""
-    execution = Execution(schedule, programs, store, channel, step, feeds, on_done, submit)
-    execution.start()
-    return execution

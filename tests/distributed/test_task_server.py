@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -35,7 +36,7 @@ from dflow.distributed.task_server import TaskServer, TaskSettings
 from dflow.distributed.transport.base import Peer, Reply, Transport
 from dflow.lowering.channel import StepId
 from dflow.lowering.plan import Call, Item, Plan, Recv, Send
-from dflow.lowering.program import export_program
+from dflow.lowering.program import Program, export_program
 from dflow.tracing import errors
 from dflow.tracing.types import ArrayType
 from tests.distributed.transports import DEADLINE_S, KINDS, Kind, Recorder, reach
@@ -307,6 +308,22 @@ def test_a_step_cancelled_before_it_came_is_refused(cluster: Cluster) -> None:
         cluster.ask(run_plan(step, handle))
 
 
+def test_a_step_cancelled_while_it_runs_does_nothing_more(cluster: Cluster) -> None:
+    create(cluster)
+    step = next_step()
+
+    def add_and_cancel(w: jax.Array, x: jax.Array) -> list[jax.Array]:
+        cluster.ps.cancel(step, errors.StepCancelled("the worker gave up"))
+        return [w + x]
+
+    adds = (Call(0, ("w",), (), (0,), ()), Call(1, ("w",), (), (0,), (), after=(0,)))
+    programs = [Program(add_and_cancel, 1), Program(lambda w, x: [w + x], 1)]
+    handle = cluster.ps.register(Plan(PS, 1, adds, feeds=(0,), fetches=()), programs)
+    with pytest.raises(errors.StepCancelled, match="the worker gave up"):
+        start(cluster.ps, handle, step, jnp.ones(3)).result(DEADLINE_S)
+    assert read(cluster) == [2, 2, 2]
+
+
 def test_one_plan_runs_in_a_step_at_a_time(cluster: Cluster) -> None:
     create(cluster)
     handle, step = serve_gradients(cluster), next_step()
@@ -411,6 +428,29 @@ def test_closing_a_task_fails_what_runs_there(cluster: Cluster) -> None:
     with pytest.raises((errors.TaskLost, errors.TransportClosed), match=r"closes|stopped|closed"):
         pending.wait(DEADLINE_S)
     cluster.ps.close()
+
+
+def test_closing_a_task_fails_what_it_has_not_begun(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(TaskSettings(threads=1))
+    create(cluster)
+    began, go_on = threading.Event(), threading.Event()
+
+    def slow(w: jax.Array, x: jax.Array) -> list[jax.Array]:
+        began.set()
+        assert go_on.wait(DEADLINE_S)
+        return [w + x]
+
+    plan = Plan(PS, 1, (Call(0, ("w",), (), (0,), ()),), feeds=(0,), fetches=())
+    handle = cluster.ps.register(plan, [Program(slow, 1)])
+    running = [start(cluster.ps, handle, next_step(), jnp.ones(3)) for _ in range(3)]
+    assert began.wait(DEADLINE_S)
+    cluster.ps.close()
+    for done in running[1:]:
+        with pytest.raises(errors.TaskLost, match="it closes"):
+            done.result(DEADLINE_S)
+    go_on.set()
+    with pytest.raises(errors.TaskLost, match="it closes"):
+        running[0].result(DEADLINE_S)
 
 
 def test_an_empty_plan_ends_at_once(cluster: Cluster) -> None:

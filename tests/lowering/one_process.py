@@ -11,7 +11,7 @@ import jax
 
 from dflow.lowering.channel import Deliver, StepId
 from dflow.lowering.compile import Compiled, TaskPlan, make_plans
-from dflow.lowering.execute import Outcome, Schedule, execute
+from dflow.lowering.execute import Execution, Outcome, Schedule
 from dflow.lowering.local import lower_programs
 from dflow.lowering.passes.base import run_passes
 from dflow.lowering.pipeline import pipeline
@@ -117,7 +117,7 @@ class Cluster:
             assert task not in outcomes, f"{task} is done twice"
             outcomes[task] = outcome
 
-        execute(schedule, programs, self.stores[task], Mailbox(self.mail, task), step, feeds, on_done, submit)
+        Execution(schedule, programs, self.stores[task], Mailbox(self.mail, task), step, feeds, on_done, submit).start()
 
     def state(self) -> dict[str, jax.Array]:
         """The values of all variables."""

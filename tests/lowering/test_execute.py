@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflow.lowering.channel import StepId
-from dflow.lowering.execute import Execution, Outcome, Schedule, execute
+from dflow.lowering.execute import Execution, Outcome, Schedule
 from dflow.lowering.local import fetched
 from dflow.lowering.plan import Call, Item, Plan, Recv, Send
 from dflow.lowering.program import Program, lower_program
@@ -215,7 +215,7 @@ def test_calls_run_on_the_variables_of_the_store() -> None:
 def test_feeds_are_counted() -> None:
     plan = Plan(WORKER, 2, (), (0, 1), ())
     with pytest.raises(InternalError, match="the plan of /job:worker/task:0 takes 2 feeds but was given 1"):
-        execute(Schedule(plan), [], Store(), Mailbox(Mail(), WORKER), STEP, [ONE], never, never)
+        Execution(Schedule(plan), [], Store(), Mailbox(Mail(), WORKER), STEP, [ONE], never, never)
 
 
 def never(_: Any) -> None:
@@ -307,7 +307,7 @@ def test_a_channel_that_cannot_send_ends_the_execution() -> None:
 
     outcomes: list[Outcome] = []
     plan = Plan(WORKER, 2, (send("x", 0), recv("y", 1)), (0,), ())
-    execute(Schedule(plan), [], Store(), Broken(Mail(), WORKER), STEP, [ONE], outcomes.append, never)
+    Execution(Schedule(plan), [], Store(), Broken(Mail(), WORKER), STEP, [ONE], outcomes.append, never).start()
     with pytest.raises(ConnectionError, match="no way to /job:ps/task:0"):
         fetched(outcomes[0])
     assert len(outcomes) == 1
@@ -325,9 +325,9 @@ def test_values_that_arrive_on_many_threads_end_it_once() -> None:
         for _ in itertools.repeat(None, rounds):
             task, done = Task(add), Future[Outcome]()
             plan = Plan(WORKER, 2 * width + 1, tuple(items), (width,), (2 * width,))
-            execute(
+            Execution(
                 Schedule(plan), [add], Store(), Mailbox(task.mail, WORKER), STEP, [ONE], done.set_result, pool.submit
-            )
+            ).start()
             order = random.Random(0).sample(range(width), width)
             list(pool.map(lambda index, task=task: task.arrive(f"edge {index}", jnp.float32(index)), order))
             assert fetched(done.result())[0] == 1 + sum(range(width))
