@@ -19,7 +19,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MethodType
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, cast, overload
@@ -38,7 +38,7 @@ from dflow.static_arguments import StaticArguments, positions_in, static_argumen
 from dflow.trace_log import TraceLog, captured_types, described
 from dflow.tracing.context import set_default_home
 from dflow.tracing.discharge import Border, State, evaluate
-from dflow.tracing.errors import PlainJitError, VariableError
+from dflow.tracing.errors import DflowError, PlainJitError, VariableError
 from dflow.tracing.from_jaxpr import holds_device
 from dflow.tracing.graph import Graph
 from dflow.tracing.jax_frontend import (
@@ -48,6 +48,7 @@ from dflow.tracing.jax_frontend import (
     is_tracing,
     jit_disabled,
     running_trace,
+    strange_types,
     touches_state,
     trace_context,
 )
@@ -109,9 +110,11 @@ class Function(Generic[P, R]):
     """
 
     def __init__(self, fn: Callable[P, R], options: Mapping[str, Any]) -> None:
-        named = jax_jit(fn, **options)  # refuses what JAX refuses, in JAX's words
+        named: Any = jax_jit(fn, **options)  # refuses what JAX refuses, in JAX's words
         functools.update_wrapper(self, named, updated=())
         self.__dict__.update(getattr(fn, "__dict__", {}), __wrapped__=fn)
+        with suppress(ValueError, TypeError):  # a builtin that tells nobody
+            self.__signature__ = named.__signature__
         self.fn = fn
         self._options = dict(options)
         self._static: StaticArguments = static_arguments(named)
@@ -234,8 +237,12 @@ class Function(Generic[P, R]):
         started, traces = time.perf_counter(), len(self._log)
         looked = self._look(self._jax.trace, args, kwargs)
         jaxpr, consts = closed_parts(looked.jaxpr)
-        captured = captured_types(consts, CAPTURE_BYTES)
-        if touches_state(jaxpr.effects) or captured or holds_device(jaxpr) or _LOOK_AT_GRAPHS:
+        needed = touches_state(jaxpr.effects) or holds_device(jaxpr)
+        if needed:
+            self._refuse_what_only_jax_runs(jaxpr)
+        possible = self._takes_constants(jaxpr, consts)
+        captured = captured_types(consts, CAPTURE_BYTES) if possible else ()
+        if needed or captured or (_LOOK_AT_GRAPHS and possible):
             plan = self._plans[key] = self._make_plan(looked, args, kwargs)
             for resource in _resources((args, kwargs)):
                 weakref.finalize(resource, self._plans.pop, key, None).atexit = False
@@ -248,6 +255,31 @@ class Function(Generic[P, R]):
         while _pending.traces:
             warn_of_leaks(*_pending.traces.pop())
         return cast(R, result)
+
+    def _takes_constants(self, jaxpr: Any, consts: list[Any]) -> bool:
+        """Whether no difference is seen when closed-over arrays become inputs.
+
+        An input has a place, a constant has none; and what a `jax.Ref` or an option for JAX's compiler does is JAX's.
+        """
+        placed = any(getattr(const, "committed", False) for const in consts) and jax.device_count() > 1
+        return not (placed or self._for_jax_alone() or strange_types(jaxpr))
+
+    def _for_jax_alone(self) -> list[str]:
+        """The options given that say how JAX compiles; a backend that is the default one says nothing."""
+        given = {name: self._options.get(name) for name in ("backend", "compiler_options", "device")}
+        return [name for name, value in given.items() if value not in (None, {}, jax.default_backend())]
+
+    def _refuse_what_only_jax_runs(self, jaxpr: Any) -> None:
+        if options := self._for_jax_alone():
+            raise DflowError(
+                f"{self._log.name} has state, and takes no {' and no '.join(options)}{at(caller())}\n"
+                f"  leave that out: XLA_FLAGS holds for every program, jax.default_device for every call within"
+            )
+        if types := strange_types(jaxpr):
+            raise DflowError(
+                f"{self._log.name} has state, and takes, gives or closes over {types[0]}, which is no array"
+                f"{at(caller())}\n  pass the array it holds (of a jax.Ref, ref[...]), or keep that in a dflow.Variable"
+            )
 
     def _make_plan(self, looked: Any, args: Any, kwargs: Any) -> _Plan:
         self._refuse_types_alone(args, kwargs)
@@ -313,7 +345,7 @@ def jit(fn: Callable[P, R] | None = None, **options: Any) -> Any:
     fn       takes and returns pytrees of arrays; variables may be closed over, passed and returned
     options  those of `jax.jit`, with the same meaning: `static_argnums`, `static_argnames`, `donate_argnums`,
              `donate_argnames`, `keep_unused`, `device`, `backend`, `inline`, `compiler_options`, `in_shardings`,
-             `out_shardings`
+             `out_shardings`; a function with state refuses `device`, another `backend`, and `compiler_options`
     raises   TypeError for an option that `jax.jit` does not have
 
     It is traced once for each structure and type of arguments. The effects on one variable happen in the order of

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from dflow.tracing.jax_frontend import is_resource
+from dflow.tracing.jax_frontend import is_array_type, is_resource
 from dflow.tracing.source import Loc
 from dflow.tracing.trace import argument_names
 from dflow.tracing.types import array_type_of
@@ -154,12 +154,13 @@ def described(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
 def _described(leaf: Any) -> str:
     if isinstance(leaf, jax.core.Tracer):
-        return str(array_type_of(leaf))
+        aval = jax.typeof(leaf)
+        return str(array_type_of(leaf) if is_array_type(aval) else aval)
     text = repr(leaf)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def captured_types(constants: Sequence[Any], at_least_bytes: int) -> tuple[str, ...]:
     """The types of the closed-over arrays that are large."""
-    types = [array_type_of(constant) for constant in constants]
+    types = [array_type_of(constant) for constant in constants if is_array_type(jax.typeof(constant))]
     return tuple(str(type) for type in types if type.size_bytes >= at_least_bytes)

@@ -304,6 +304,17 @@ def touches_state(effects: Any) -> bool:
     return any(isinstance(effect, (ResourceEffect, HostEffect)) for effect in effects)
 
 
+def is_array_type(aval: Any) -> bool:
+    """Whether a JAX type is of arrays: not of a `jax.Ref`, and not one that a library brought."""
+    return isinstance(aval, jax_core.ShapedArray)
+
+
+def strange_types(jaxpr: Jaxpr) -> list[Any]:
+    """The types of closed-over values, arguments and results that are of no arrays."""
+    variables = (*jaxpr.constvars, *jaxpr.invars, *jaxpr.outvars)
+    return [variable.aval for variable in variables if not is_array_type(variable.aval)]
+
+
 def has_other_effects(effects: Any) -> bool:
     """Whether any effect is one that JAX has and dflow does not know."""
     return any(not isinstance(effect, (ResourceEffect, HostEffect, jax_core.NamedAxisEffect)) for effect in effects)

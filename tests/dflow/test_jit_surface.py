@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.hijax import HiType, ShapedArray, register_hitype
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import dflow
@@ -33,6 +34,55 @@ class Point:
 def numpy_sine(x: Any) -> Any:
     """A function of NumPy's, which jax.jit itself does not survive being given bare."""
     return np.sin(x)
+
+
+@dataclass(frozen=True)
+class Wrapped:
+    """A value of a type that a library brought to JAX."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class WrappedType(HiType):
+    def lo_ty(self) -> list[Any]:
+        return [ShapedArray((), np.dtype("float32"))]
+
+    def lower_val(self, wrapped: Wrapped) -> list[Any]:
+        return [wrapped.value]
+
+    def raise_val(self, value: Any) -> Wrapped:
+        return Wrapped(value)
+
+    def __repr__(self) -> str:
+        return "wrapped"
+
+
+register_hitype(Wrapped, lambda wrapped: WrappedType())
+WRAPPED = Wrapped(np.float32(2))
+TABLE = jnp.ones((128, 256))
+
+
+def adding_to(ref: Any, jit: Any) -> Any:
+    """What a `jax.Ref` that the function closes over holds after each of two calls."""
+
+    @jit
+    def add(x: Any) -> Any:
+        ref[...] += x * TABLE[0, 0]
+        return ref[...].sum()
+
+    return add(1.0), add(2.0), ref[...]
+
+
+def adding_to_argument(jit: Any) -> Any:
+    ref = jax.new_ref(jnp.zeros(3))
+
+    @jit
+    def add(ref: Any, x: Any) -> Any:
+        ref[...] += x * TABLE[0, 0]
+        return ref[...].sum()
+
+    return add(ref, 1.0), add(ref, 2.0), ref[...]
 
 
 def both(case: Callable[[Any], Any]) -> tuple[Any, Any]:
@@ -107,6 +157,15 @@ CASES: dict[str, Callable[[Any], Any]] = {
     "named scope": lambda jit: jit(jax.named_scope("here")(lambda x: x + 1))(1.0),
     "closed-over array": lambda jit: jit(lambda x: x + jnp.arange(3))(1.0),
     "device": lambda jit: jit(lambda x: x + 1, backend="cpu")(1.0),
+    "a ref closed over": lambda jit: adding_to(jax.new_ref(jnp.zeros(3)), jit),
+    "a large ref closed over": lambda jit: adding_to(jax.new_ref(jnp.zeros((128, 256))), jit),
+    "a ref as an argument": adding_to_argument,
+    "a library's type": lambda jit: jit(lambda w, x: (w, x + TABLE[0, 0]))(WRAPPED, 1.0)[0].value,
+    "a library's type closed over": lambda jit: jit(lambda x: (WRAPPED, x + 1))(1.0)[0].value,
+    "a compiler option that is none, beside a large array": lambda jit: jit(
+        lambda x: x + TABLE[0, 0], compiler_options={"no_such_option": 1}
+    )(1.0),
+    "a large array": lambda jit: jit(lambda x: x + TABLE[0, 0], compiler_options={}, keep_unused=True)(1.0),
     "debug callback": lambda jit: jit(lambda x: (jax.debug.callback(lambda v: None, x), x)[1])(1.0),
     "pure callback": lambda jit: jit(lambda x: jax.pure_callback(np.sin, jax.ShapeDtypeStruct((), "float32"), x))(1.0),
 }
@@ -311,3 +370,40 @@ def test_a_program_may_put_dflow_jit_in_the_place_of_jax_jit(monkeypatch: pytest
 
     assert step(jnp.array([0, 1])) == 4
     assert jax.grad(jax.jit(lambda x: x**2 + table.read().sum()))(2.0) == 4
+
+
+def test_a_function_with_state_refuses_values_that_are_no_arrays() -> None:
+    v = dflow.Variable(1.0)
+    ref = jax.new_ref(jnp.zeros(3))
+    with pytest.raises(dflow.DflowError, match=r"has state, and takes, gives or closes over Ref\{.*which is no array"):
+        dflow.jit(lambda ref: ref[...] + v)(ref)
+    with pytest.raises(dflow.DflowError, match=r"closes over Ref\{"):
+        dflow.jit(lambda x: ref[...] + v)(1.0)
+    with pytest.raises(dflow.DflowError, match=r"closes over wrapped, which is no array"):
+        dflow.jit(lambda x: (WRAPPED, x + v))(1.0)
+
+
+def test_a_function_with_state_may_have_refs_inside() -> None:
+    v = dflow.Variable(1.0)
+
+    @dflow.jit
+    def f(x: Any) -> Any:
+        ref = jax.new_ref(x)
+        ref[...] += v.read()
+        return ref[...]
+
+    assert f(1.0) == 2
+
+
+def test_a_function_with_state_refuses_what_only_jax_compiles() -> None:
+    v = dflow.Variable(1.0)
+    options = {"compiler_options": {"xla_embed_ir_in_executable": True}}
+    with pytest.raises(dflow.DflowError, match=r"has state, and takes no compiler_options"):
+        dflow.jit(lambda x: x + v, **options)(1.0)
+    with pytest.warns(DeprecationWarning, match="device"):
+        f = dflow.jit(lambda x: x + v, device=jax.devices()[0])
+    with pytest.raises(dflow.DflowError, match=r"has state, and takes no device"):
+        f(1.0)
+    with pytest.warns(DeprecationWarning, match="backend"):
+        f = dflow.jit(lambda x: x + v, backend=jax.default_backend())
+    assert f(1.0) == 2

@@ -195,3 +195,13 @@ else:
         fn = dflow.jit(lambda x: jax.lax.with_sharding_constraint(x * w, PartitionSpec("d")))
         with jax.set_mesh(MESH):
             assert fn(X).sharding.is_equivalent_to(ROWS, 2)
+
+    @pytest.mark.parametrize("constant", [None, jax.devices()[3], ROWS], ids=["anywhere", "one", "rows"])
+    @pytest.mark.parametrize("argument", [None, jax.devices()[3], ROWS], ids=["anywhere", "one", "rows"])
+    def test_a_large_closed_over_array_decides_no_place(constant: Any, argument: Any) -> None:
+        """What JAX embeds as a constant has no place, wherever the array lies."""
+        table = jnp.ones((128, 256)) if constant is None else jax.device_put(jnp.ones((128, 256)), constant)
+        x = X if argument is None else jax.device_put(X, argument)
+        ours, theirs = (jit(lambda x: x + table[0, 0]) for jit in (dflow.jit, jax.jit))
+        for _ in range(2):
+            same(ours(x), theirs(x))

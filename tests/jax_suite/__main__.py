@@ -33,9 +33,11 @@ def parsed(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--exceptions", type=Path, default=Path(__file__).with_name("exceptions.toml"))
     parser.add_argument("--test-timeout", type=float, default=Limits.test, metavar="SECONDS")
     parser.add_argument("--file-timeout", type=float, default=Limits.file, metavar="SECONDS")
-    parser.add_argument("--versions", nargs="*", default=[], metavar="PACKAGE", help="also noted in the JSON")
+    parser.add_argument(
+        "--version-of", action="append", default=[], metavar="PACKAGE", help="note its version in the JSON; repeatable"
+    )
     parser.add_argument("--json", type=Path, help="write the results here")
-    return parser.parse_args(argv[:at]), list(argv[at + 1 :])
+    return parser.parse_intermixed_args(argv[:at]), list(argv[at + 1 :])
 
 
 def main(argv: Sequence[str]) -> int:
@@ -106,7 +108,7 @@ def report(
     exceptions: Exceptions,
 ) -> dict[str, object]:
     """Everything measured, with the versions it was measured with."""
-    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "numpy", *options.versions)}
+    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "numpy", *options.version_of)}
     return {
         "suite": options.suite,
         "versions": {"python": platform.python_version(), **versions},

@@ -267,6 +267,7 @@ def of_wraps(jit: Any) -> Any:
 
 PROGRAMS: dict[str, Program] = {
     "its attributes": globals_of_the_wrapper,
+    "its own signature": lambda jit: str(inspect.signature(jit(lambda x, *, y=1: x), follow_wrapped=False)),
     "its signature, of a lambda": lambda jit: str(inspect.signature(jit(lambda x, *ys, z=1, **w: x))),
     "its signature, of a partial": lambda jit: str(inspect.signature(jit(functools.partial(documented, scale=1.0)))),
     "its signature, of a method": lambda jit: str(inspect.signature(jit(Callable_(2).method))),
