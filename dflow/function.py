@@ -418,11 +418,11 @@ def _type_key(leaf: Any) -> Any:
 
 def home_of(traced: Traced) -> RunnerHome:
     """The home that runs a trace: that of its variables. Raises VariableError when they are of two clusters."""
-    homes = {id(variable.home): variable.home for variable in traced.variables if variable.home is not LOCAL}
+    homes = {variable.home for variable in traced.variables if variable.home is not LOCAL}
     if len(homes) > 1:
         names = ", ".join(variable.name for variable in traced.variables)
         raise VariableError(f"one function uses variables of {len(homes)} clusters ({names}){at(caller())}")
-    return cast(RunnerHome, next(iter(homes.values()), LOCAL))
+    return cast(RunnerHome, next(iter(homes), LOCAL))
 
 
 def _dumper(name: str) -> Observer | None:

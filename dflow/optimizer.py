@@ -37,7 +37,8 @@ class Optimizer:
 
     transformation  any `optax.GradientTransformation`, chains and schedules included
     variables       a pytree of variables; gradients come in the same structure
-    name            prefix of the slots' names; given none, one is made up in order of creation
+    name            prefix of the slots' names; given none, one is made up in order of creation, which is refused for
+                    variables on other tasks
 
     Each array of the transformation's state becomes a variable, on the task of the variable it belongs to where it
     belongs to one (a momentum), initialised there. `apply` runs where the variables live, so that on a cluster only
@@ -55,6 +56,11 @@ class Optimizer:
             raise VariableError(
                 f"an optimizer needs variables, but was given {', '.join(strangers) or 'none'}{at(caller())}\n"
                 "  make variables of a model's parameters with dflow.variables(params)"
+            )
+        if name is None and any(variable.device is not None for variable in self._variables):
+            raise VariableError(
+                f"an optimizer of variables on other tasks has no name, by which the other processes would find its "
+                f"slots{at(caller())}\n  give it one, name='...', the same in each process"
             )
         self.name = name or f"optimizer_{next(_counts)}"
         #: The transformation's state, with variables for arrays.

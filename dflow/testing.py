@@ -9,7 +9,7 @@ from dflow.distributed.cluster import Cluster, ClusterSettings
 from dflow.distributed.coordinator import Coordinator
 from dflow.distributed.stock_task import StockTask
 from dflow.distributed.transport.memory import MemoryNetwork
-from dflow.lowering.store import Store
+from dflow.function import LOCAL
 from dflow.tracing.task_name import task_name
 
 
@@ -32,7 +32,7 @@ class MemoryCluster:
             self.network,
             job="worker",
             index=index,
-            store=Store(),
+            store=LOCAL.store,
             address="",
             settings=settings or ClusterSettings(),
         )

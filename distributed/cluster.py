@@ -193,6 +193,7 @@ class Cluster:
 
     def runner(self, traced: Traced, *, check: bool, observe: Observer | None) -> Runner:
         """Place, cut and register a traced function; the result runs one step of it."""
+        _refuse_two_handles(traced.variables)
         passes = pipeline(self.task, self.tasks)
         graph = run_passes(traced.graph, passes, check=check, observe=observe)
         keys = {ref: variable.key for ref, variable in zip(graph.refs, traced.variables, strict=True)}
@@ -273,14 +274,25 @@ class _Step:
 
 
 class ClusterHome:
-    """The home of variables spread over the tasks of one job."""
+    """The home of variables spread over the tasks of one job; equal for one cluster, where functions run alike."""
 
     def __init__(self, cluster: Cluster, job: str) -> None:
         self._cluster = cluster
         self._job = job
         self._ops: dict[tuple[Any, ...], Runner] = {}
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ClusterHome) and other._cluster is self._cluster
+
+    def __hash__(self) -> int:
+        return hash(id(self._cluster))
+
     def create(self, variable: Variable, initial: Initial, near: Variable | None) -> Slot:
+        if not variable.is_named:
+            raise VariableError(
+                f"a variable of {variable.type} is created among the parameter servers without a name, by which the "
+                f"other processes would find it{at(variable.loc)}\n  give it one, name='...', the same in each process"
+            )
         if jnp.issubdtype(variable.dtype, jax.dtypes.extended):
             raise VariableError(
                 f"variable {variable.name!r} holds {variable.type}, and keys do not travel between tasks yet"
@@ -344,6 +356,18 @@ class ClusterHome:
 
     def runner(self, traced: Traced, *, check: bool, observe: Observer | None) -> Runner:
         return self._cluster.runner(traced, check=check, observe=observe)
+
+
+def _refuse_two_handles(variables: Sequence[Any]) -> None:
+    """Two handles of one variable would each be given its buffer, and its updates no order."""
+    held: dict[tuple[str | None, str], Any] = {}
+    for variable in variables:
+        other = held.setdefault((variable.device, variable.key), variable)
+        if other is not variable:
+            raise VariableError(
+                f"a function uses variable {variable.name!r} by two handles, made{at(other.loc)}\n  and"
+                f"{at(variable.loc)}\n  make it once in each process, and use that"
+            )
 
 
 def _reads_state(initial: Any) -> bool:

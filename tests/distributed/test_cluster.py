@@ -365,6 +365,51 @@ def test_gradients_that_do_not_fit_are_refused_before_any_step(worker: Cluster) 
     assert line_of(caught.value) == 'optimizer.apply({"a": jnp.ones(2)})'
 
 
+def test_variables_of_two_blocks_and_of_this_process_in_one_function(worker: Cluster) -> None:
+    with worker.parameter_servers():
+        first = dflow.Variable(zeros(2), name="first")
+    with worker.parameter_servers():
+        second = dflow.Variable(zeros(2), name="second")
+    mine = dflow.Variable(jnp.ones(2), name="mine")
+
+    @dflow.jit
+    def step() -> Any:
+        first.assign_add(jnp.ones(2))
+        second.assign(first.read() * 2)
+        mine.assign_add(second.read())
+        return mine.read()
+
+    np.testing.assert_array_equal(step(), [3, 3])
+    np.testing.assert_array_equal(step(), [7, 7])
+    np.testing.assert_array_equal(mine, [7, 7])
+
+
+def test_a_variable_needs_a_name_among_the_parameter_servers(worker: Cluster) -> None:
+    with (
+        worker.parameter_servers(),
+        pytest.raises(VariableError, match=r"of f32\[2\] is created .* without a name(.|\n)*name='...'") as caught,
+    ):
+        dflow.Variable(jnp.zeros(2))
+    assert line_of(caught.value) == "dflow.Variable(jnp.zeros(2))"
+
+
+def test_an_optimizer_needs_a_name_among_the_parameter_servers(worker: Cluster) -> None:
+    with worker.parameter_servers():
+        w = dflow.Variable(zeros(2), name="w")
+    with pytest.raises(VariableError, match="an optimizer of variables on other tasks has no name") as caught:
+        dflow.Optimizer(optax.sgd(0.1), [w])
+    assert line_of(caught.value) == "dflow.Optimizer(optax.sgd(0.1), [w])"
+
+
+def test_two_handles_of_one_variable_in_one_function(worker: Cluster) -> None:
+    with worker.parameter_servers():
+        handles = [dflow.Variable(zeros(2), name="w") for _ in range(2)]
+    handles[0].assign(jnp.ones(2))
+    np.testing.assert_array_equal(handles[1], [1, 1])
+    with pytest.raises(VariableError, match=r"uses variable 'w' by two handles, made\n  at .*\n  and\n  at .*"):
+        dflow.jit(lambda: [handle.assign_add(jnp.ones(2)) for handle in handles] and None)()
+
+
 def test_variables_of_two_clusters_in_one_function(worker: Cluster) -> None:
     with worker.parameter_servers():
         here = dflow.Variable(zeros(2), name="here")
