@@ -37,6 +37,7 @@ from dflow.distributed.messages import (
     Status,
     TaskInfo,
 )
+from dflow.distributed.traffic_totals import largest
 from dflow.distributed.transport.base import Peer, RefuseAll, Transport
 from dflow.tracing.errors import DeadlineExceeded, DflowError, InternalError, TransportClosed, WireError
 from dflow.tracing.task_name import short_task_name
@@ -104,7 +105,7 @@ class CoordinatorClient(RefuseAll):
         """Tell the last traffic, leave the cluster and close; does not raise when the coordinator has gone."""
         if self._task and not self._stopped.is_set():
             with contextlib.suppress(TransportClosed, DeadlineExceeded):
-                self._peer.notify(Heartbeat(self._task, self._traffic()))
+                self._peer.notify(Heartbeat(self._task, largest(self._traffic())))
                 self._ask(Leave(self._task, reason), Ok, timeout_s)
         self.close(reason)
 
@@ -261,7 +262,7 @@ class CoordinatorClient(RefuseAll):
     def _beat(self) -> None:
         while not self._stopped.wait(HEARTBEAT_S):
             try:
-                self._peer.notify(Heartbeat(self._task, self._traffic()))
+                self._peer.notify(Heartbeat(self._task, largest(self._traffic())))
             except DflowError:
                 return
 

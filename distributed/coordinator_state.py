@@ -6,7 +6,8 @@ what one decides follow in the others: a task that leaves gives back its steps a
 Invariants:
 - every Asked is answered by exactly one Reply, at once or, for a claim of steps, after a later event;
 - a message in the name of a task counts only from the connection over which that task joined;
-- the last `LOG_EVENTS` events are kept in order, and handling them again from the start gives the same commands.
+- the last `LOG_EVENTS` events are kept in order, without the traffic that heartbeats tell; as long as they are all
+  there are, handling them again from the start gives the same commands.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from dflow.distributed.messages import (
     Status,
 )
 from dflow.distributed.step_ledger import StepLedger, StepsAsked, WorkerLeft
-from dflow.distributed.traffic_totals import TrafficTotals
+from dflow.distributed.traffic_totals import TrafficTotals, largest
 from dflow.distributed.variable_directory import VariableDirectory
 from dflow.tracing.errors import DeviceError
 from dflow.tracing.task_name import short_task_name, split_task_name
@@ -78,7 +79,7 @@ class CoordinatorState:
 
     def handle(self, event: Event) -> list[Command]:
         """Take note of the event and say what the shell shall do, in order."""
-        self.log.append(event)
+        self.log.append(_logged(event))
         match event:
             case Asked():
                 return self._asked(event)
@@ -107,7 +108,7 @@ class CoordinatorState:
             steps_done=self._ledger.steps_done,
             steps_total=self._ledger.steps_total,
             variables=self._directory.variables(),
-            traffic=self._traffic.totals(),
+            traffic=largest(self._traffic.totals()),
             results=dict(self._results),
         )
 
@@ -174,3 +175,10 @@ class CoordinatorState:
                 case RefuseJoin():
                     pass
         return commands
+
+
+def _logged(event: Event) -> Event:
+    match event:
+        case Told(at_s, peer, Heartbeat(task)):
+            return Told(at_s, peer, Heartbeat(task))
+    return event

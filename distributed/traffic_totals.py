@@ -6,11 +6,15 @@ added to what its successor of the same name reports, so totals never shrink.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from dflow.distributed.messages import EdgeTraffic
+
+#: How many edges a message tells of; a graph may have more than fit into one.
+EDGES_TOLD = 1000
+OTHERS = "all other edges"
 
 
 class TrafficTotals:
@@ -32,6 +36,16 @@ class TrafficTotals:
     def totals(self) -> tuple[EdgeTraffic, ...]:
         """One entry per edge and pair of tasks, in order of first report."""
         return _summed((*self._kept, *(entry for totals in self._newest.values() for entry in totals)))
+
+
+def largest(traffic: Sequence[EdgeTraffic], count: int = EDGES_TOLD) -> tuple[EdgeTraffic, ...]:
+    """The `count` edges over which most was sent; all others as one entry for each pair of tasks."""
+    known = [entry for entry in traffic if entry.edge != OTHERS]
+    if len(known) <= count:
+        return tuple(traffic)
+    known.sort(key=lambda entry: entry.size_bytes, reverse=True)
+    rest = [entry for entry in traffic if entry.edge == OTHERS] + known[count:]
+    return (*known[:count], *_summed(msgspec.structs.replace(entry, edge=OTHERS) for entry in rest))
 
 
 def _summed(entries: Iterable[EdgeTraffic]) -> tuple[EdgeTraffic, ...]:

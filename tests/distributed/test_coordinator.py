@@ -8,8 +8,9 @@ import pytest
 
 from dflow.distributed.coordinator import Coordinator
 from dflow.distributed.coordinator_client import CoordinatorClient
-from dflow.distributed.coordinator_events import Asked, Ticked
-from dflow.distributed.messages import ClaimSteps, EdgeTraffic, Roster
+from dflow.distributed.coordinator_events import Asked, Ticked, Told
+from dflow.distributed.messages import ClaimSteps, EdgeTraffic, Heartbeat, Roster
+from dflow.distributed.traffic_totals import EDGES_TOLD
 from dflow.distributed.transport.base import Transport
 from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.distributed.transport.tcp import TcpTransport
@@ -174,6 +175,19 @@ def test_a_stranger_cannot_claim_in_the_name_of_a_task(cluster: Cluster) -> None
     with pytest.raises(TaskLost, match="ClaimSteps came in the name of worker:0"):
         stranger.call(ClaimSteps("run", WORKER0, 1), timeout_s=SOON_S)
     stranger.close()
+
+
+def test_traffic_over_more_edges_than_fit_into_a_message_is_told_in_sum(cluster: Cluster) -> None:
+    client = cluster.client()
+    sent = tuple(EdgeTraffic(f"edge {n} {'x' * 200}", WORKER0, PS0, 1, n) for n in range(10_000))
+    client.join(WORKER0, "here", traffic=lambda: sent)
+    client.leave()
+    status = cluster.client().status()
+    assert status.tasks[0].left == "finished"
+    assert status.traffic[0] == sent[-1]
+    assert len(status.traffic) == EDGES_TOLD + 1
+    assert sum(edge.size_bytes for edge in status.traffic) == sum(edge.size_bytes for edge in sent)
+    assert [event.message for event in cluster.coordinator.log() if isinstance(event, Told)] == [Heartbeat(WORKER0)]
 
 
 def test_the_log_has_every_event_with_its_time(cluster: Cluster) -> None:

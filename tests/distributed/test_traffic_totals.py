@@ -1,5 +1,5 @@
 from dflow.distributed.messages import EdgeTraffic
-from dflow.distributed.traffic_totals import TrafficTotals
+from dflow.distributed.traffic_totals import OTHERS, TrafficTotals, largest
 
 
 def sent(values: int) -> EdgeTraffic:
@@ -23,3 +23,14 @@ def test_what_a_task_sent_before_it_left_is_kept_and_its_successor_adds_to_it() 
     traffic.leave(2)
     traffic.leave(2)
     assert traffic.totals() == (sent(7),)
+
+
+def test_the_largest_edges_are_told_and_the_others_in_sum() -> None:
+    edges = [EdgeTraffic(f"e{n}", f"worker:{n % 2}", "ps:0", 1, n) for n in range(6)]
+    assert largest(edges, 6) == tuple(edges)
+    assert largest(edges, 2) == (
+        edges[5],
+        edges[4],
+        EdgeTraffic(OTHERS, "worker:1", "ps:0", 2, 4),
+        EdgeTraffic(OTHERS, "worker:0", "ps:0", 2, 2),
+    )
