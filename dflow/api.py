@@ -26,8 +26,9 @@ from dflow.tracing.errors import (
 from dflow.tracing.leaks import LeakedTracerWarning
 from dflow.tracing.loops import while_loop
 from dflow.tracing.queues import FIFOQueue, PaddedSpec, PaddingFIFOQueue, PriorityQueue, RandomShuffleQueue
-from dflow.tracing.resources import Variable, assign, is_variable, name, read, trainable_variables, variables
+from dflow.tracing.resources import Variable, is_variable, name, read
 from dflow.tracing.row_gradient import RowGradient, is_row_gradient
+from dflow.tracing.variable_trees import assign, trainable_variables, variables
 
 __all__ = [
     "ClusterSettings",

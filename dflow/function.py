@@ -28,6 +28,7 @@ import jax
 import numpy as np
 from jax import jit as jax_jit  # JAX's own for good, also where a program has put `dflow.jit` in its place
 
+from dflow.advice import advise_on_static, advised_options, advised_trace
 from dflow.config import CONFIG
 from dflow.eager_mode import call_eagerly
 from dflow.lowering.local import LocalHome, LoweredStep, Runner, RunnerHome
@@ -110,7 +111,8 @@ class Function(Generic[P, R]):
     """
 
     def __init__(self, fn: Callable[P, R], options: Mapping[str, Any]) -> None:
-        named: Any = jax_jit(fn, **options)  # refuses what JAX refuses, in JAX's words
+        with advised_options(jax_jit, options):
+            named: Any = jax_jit(fn, **options)  # refuses what JAX refuses, in JAX's words
         functools.update_wrapper(self, named, updated=())
         self.__dict__.update(getattr(fn, "__dict__", {}), __wrapped__=fn)
         with suppress(ValueError, TypeError):  # a builtin that tells nobody
@@ -142,6 +144,9 @@ class Function(Generic[P, R]):
                 return cast(R, self._jax(*args, **kwargs))
             except (_LookFirst, PlainJitError):  # types not seen yet, or seen by another thread this moment
                 forget_failed_dispatch(self._jax)
+            except ValueError as error:
+                advise_on_static(error)
+                raise
         return self._planned(args, kwargs)
 
     def trace_log(self) -> TraceLog:
@@ -201,7 +206,8 @@ class Function(Generic[P, R]):
             if needs_look and not self._looking.depth:
                 raise _LookFirst
             started = time.perf_counter()
-            result = self.fn(*args, **kwargs)
+            with advised_trace():
+                result = self.fn(*args, **kwargs)
             _pending.traces.append((self._log.name, running_trace()))
             self._log.add(described(self.fn, args, kwargs), caller(), (time.perf_counter() - started) * 1e3)
             return result
@@ -235,7 +241,11 @@ class Function(Generic[P, R]):
 
     def _first_call(self, key: Any, args: Any, kwargs: Any, leaves: list[Any]) -> R:
         started, traces = time.perf_counter(), len(self._log)
-        looked = self._look(self._jax.trace, args, kwargs)
+        try:
+            looked = self._look(self._jax.trace, args, kwargs)
+        except ValueError as error:
+            advise_on_static(error)
+            raise
         jaxpr, consts = closed_parts(looked.jaxpr)
         needed = touches_state(jaxpr.effects) or holds_device(jaxpr)
         if needed:

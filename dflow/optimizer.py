@@ -16,13 +16,15 @@ from dflow.lowering.passes.prune import Prune
 from dflow.tracing.container import uncontained
 from dflow.tracing.device import with_state
 from dflow.tracing.errors import GraphTypeError, VariableError
+from dflow.tracing.given_value import Initial
 from dflow.tracing.graph import Graph, Literal
 from dflow.tracing.jax_frontend import make_jaxpr
-from dflow.tracing.resources import Initial, Variable, is_variable, path_name, read
+from dflow.tracing.resources import Variable, is_variable, path_name, read
 from dflow.tracing.row_gradient import is_row_gradient
 from dflow.tracing.row_wise import scales_only
 from dflow.tracing.source import at, caller
 from dflow.tracing.trace import trace
+from dflow.tracing.variable_trees import structure_text
 
 #: A path in a pytree.
 _Path = tuple[Any, ...]
@@ -30,6 +32,12 @@ _Path = tuple[Any, ...]
 _counts = itertools.count()
 
 _REMEDY = "  differentiate with respect to the very variables the optimizer was made for"
+
+_PAIR = (
+    "  take the pair apart:\n"
+    "    value, gradients = dflow.value_and_grad(loss, variables)()\n"
+    "    optimizer.apply(gradients)"
+)
 
 
 class Optimizer:
@@ -42,12 +50,14 @@ class Optimizer:
 
     Each array of the transformation's state becomes a variable, on the task of the variable it belongs to where it
     belongs to one (a momentum), initialised there. `apply` runs where the variables live, so that on a cluster only
-    gradients travel. Raises VariableError when `variables` holds anything but variables.
+    gradients travel. Raises VariableError when `variables` holds anything but variables, and GraphTypeError when
+    `transformation` is no transformation.
     """
 
     def __init__(
         self, transformation: optax.GradientTransformation, variables: Any, *, name: str | None = None
     ) -> None:
+        _check_transformation(transformation, variables)
         self._transformation = transformation
         self._variables, tree = jax.tree_util.tree_flatten(variables, is_leaf=is_variable)
         self._tree: Any = tree
@@ -120,8 +130,13 @@ class Optimizer:
         """The gradients, one for each variable."""
         given: Any = jax.tree_util.tree_structure(gradients, is_leaf=is_row_gradient)
         if given != self._tree:
+            if isinstance(gradients, tuple) and given.num_leaves > 1 and given.children()[1:] == [self._tree]:
+                raise GraphTypeError(
+                    f"apply was given a pair, of which the second part fits the variables{at(caller())}\n{_PAIR}"
+                )
             raise GraphTypeError(
-                f"the gradients have the structure {given}, but the variables {self._tree}{at(caller())}\n{_REMEDY}"
+                f"the gradients have the structure {structure_text(given)}, but the variables "
+                f"{structure_text(self._tree)}{at(caller())}\n{_REMEDY}"
             )
         flat = jax.tree_util.tree_leaves(gradients, is_leaf=is_row_gradient)
         for variable, gradient in zip(self._variables, flat, strict=True):
@@ -184,6 +199,25 @@ class Optimizer:
 
     def _initial_state(self) -> Any:
         return self._transformation.init(self._tree.unflatten([variable.read() for variable in self._variables]))
+
+
+def _check_transformation(given: Any, variables: Any) -> None:
+    if _is_transformation(given):
+        return
+    remedy = "write dflow.Optimizer(optax.adam(1e-3), variables)"
+    if _is_transformation(variables):
+        fact = "its variables first and the transformation second"
+    elif callable(given):
+        name = getattr(given, "__name__", type(given).__name__)
+        fact = f"the function {name} in the place of a transformation"
+        remedy = f"call it: dflow.Optimizer({name}(1e-3), variables)"
+    else:
+        fact = f"a {type(given).__name__} in the place of a transformation"
+    raise GraphTypeError(f"an optimizer was given {fact}{at(caller())}\n  {remedy}")
+
+
+def _is_transformation(value: Any) -> bool:
+    return callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))
 
 
 def _flattened(tree: Any) -> tuple[list[Any], Any]:

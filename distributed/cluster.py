@@ -57,9 +57,10 @@ from dflow.tracing.errors import (
     VariableError,
     WireError,
 )
+from dflow.tracing.given_value import Initial
 from dflow.tracing.host_resource import HostResource
 from dflow.tracing.jax_frontend import make_jaxpr, touches_state
-from dflow.tracing.resources import Initial, Variable
+from dflow.tracing.resources import Variable
 from dflow.tracing.source import at
 from dflow.tracing.task_name import short_task_name, split_task_name, task_name
 from dflow.tracing.trace import Traced, trace

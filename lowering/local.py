@@ -26,8 +26,9 @@ from dflow.lowering.store import Store
 from dflow.lowering.waiters import wait
 from dflow.tracing.context import Home, Slot
 from dflow.tracing.errors import InternalError, VariableError
+from dflow.tracing.given_value import Initial
 from dflow.tracing.host_resource import HostResource
-from dflow.tracing.resources import Initial, Variable
+from dflow.tracing.resources import Variable
 from dflow.tracing.source import at, caller
 from dflow.tracing.trace import Traced
 

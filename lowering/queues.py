@@ -26,6 +26,16 @@ from dflow.lowering.waiters import Answer, Cancel, OnDone, Shared, Waiter
 from dflow.tracing.errors import QueueClosed, QueueError
 from dflow.tracing.queue_settings import QueueKind, QueueSettings
 
+#: What to do when a queue cannot take or give: because nobody comes, and because it is closed.
+_LATE = {
+    "take": "does every thread that dequeues still run? timeout_s says how long to wait",
+    "give": "does every thread that enqueues still run? timeout_s says how long to wait",
+}
+_CLOSED = {
+    "take": "close it after the last enqueue, or make a new queue",
+    "give": "stop at dflow.QueueClosed, or take what is left by dequeue_up_to",
+}
+
 
 class SharedQueue(Shared[Event]):
     """A queue of elements, each a tuple of arrays. Every method may be called from any thread."""
@@ -80,14 +90,14 @@ class SharedQueue(Shared[Event]):
                 case Fail(ticket, Why.CLOSED):
                     waiter = self._waiters[ticket]
                     fact = f"queue {self.name!r} is closed and cannot {waiter.what}; {self._held()}{waiter.where}"
-                    yield ticket, QueueClosed(fact)
+                    yield ticket, QueueClosed(f"{fact}\n  {_CLOSED[waiter.what.split()[0]]}")
 
     def _give_up(self, ticket: int) -> Event:
         return WaitEnded(ticket)
 
     def _too_late(self, waiter: Waiter) -> str:
         fact = f"queue {self.name!r} could not {waiter.what} within {waiter.timeout_s:g} s; {self._held()}"
-        return fact + waiter.where
+        return f"{fact}{waiter.where}\n  {_LATE[waiter.what.split()[0]]}"
 
     def _clear(self) -> None:
         self._machine = QueueMachine(self._settings.capacity, order_of(self._settings))

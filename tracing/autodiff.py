@@ -47,14 +47,22 @@ def value_and_grad(
     What `fun` writes is written once, as if it had run alone. Writes carry no gradient to what they wrote; a later
     read in `fun` does.
     """
+    return _value_and_grad("value_and_grad", fun, variables, argnums, has_aux)
+
+
+def _value_and_grad(
+    function: str, fun: Callable[..., Any], variables: Any, argnums: int | Sequence[int] | None, has_aux: bool
+) -> Callable[..., Any]:
+    """`value_and_grad`, as errors of `function`."""
+    _check_function(function, fun)
     if variables is None and argnums is None:
         argnums = 0
 
     @functools.wraps(fun)
     def differentiated(*args: Any, **kwargs: Any) -> Any:
-        wrt, wrt_tree = _flat_variables("value_and_grad", variables)
-        picked, picked_tree, rebuild = _pick(args, argnums)
-        _check_any(wrt, picked)
+        wrt, wrt_tree = _flat_variables(function, variables)
+        picked, picked_tree, rebuild = _pick(function, args, argnums)
+        _check_any(function, wrt, picked)
         pure = _Pure(lambda *leaves: _loss(fun(*rebuild(leaves), **kwargs), has_aux), wrt, picked, by_rows=True)
         (value, aux), grads = pure.value_and_grad()
         by_variable = jax.tree_util.tree_unflatten(wrt_tree, grads[0])
@@ -73,7 +81,7 @@ def grad(
     has_aux: bool = False,
 ) -> Callable[..., Any]:
     """As `value_and_grad`, without the value: the gradient, or `(gradient, aux)` when `has_aux` is set."""
-    both = value_and_grad(fun, variables, argnums=argnums, has_aux=has_aux)
+    both = _value_and_grad("grad", fun, variables, argnums, has_aux)
 
     @functools.wraps(fun)
     def gradient(*args: Any, **kwargs: Any) -> Any:
@@ -100,6 +108,7 @@ def jvp(
 
     What `fun` writes is written once.
     """
+    _check_function("jvp", fun)
     wrt, tree = _flat_variables("jvp", variables)
     along = _flat_like("the directions", directions, tree)
     leaves, in_tree = jax.tree_util.tree_flatten(tuple(primals))
@@ -119,6 +128,7 @@ def vjp(fun: Callable[..., Any], *primals: Any, variables: Any = None) -> tuple[
     `(by_variable, by_argument)`. What `fun` writes is written now; the function writes nothing, and may be called
     again.
     """
+    _check_function("vjp", fun)
     wrt, tree = _flat_variables("vjp", variables)
     leaves, in_tree = jax.tree_util.tree_flatten(primals)
     pure = _Pure(lambda *new: (fun(*jax.tree_util.tree_unflatten(in_tree, new)), None), wrt, leaves)
@@ -145,14 +155,15 @@ def hvp(
     gradient that `grad` gives, with an array for every leaf. It costs about two gradients, and what `fun` writes is
     written once.
     """
+    _check_function("hvp", fun)
     if variables is None and argnums is None:
         argnums = 0
 
     @functools.wraps(fun)
     def product(direction: Any, *args: Any, **kwargs: Any) -> Any:
         wrt, tree = _flat_variables("hvp", variables)
-        picked, picked_tree, rebuild = _pick(args, argnums)
-        _check_any(wrt, picked)
+        picked, picked_tree, rebuild = _pick("hvp", args, argnums)
+        _check_any("hvp", wrt, picked)
         given = _split(variables, argnums, direction)
         along = [_flat_like("the direction", part, of) for part, of in zip(given, (tree, picked_tree), strict=True)]
         for leaf, step in zip([*wrt, *picked], [*along[0], *along[1]], strict=True):
@@ -297,9 +308,24 @@ def _check_fits(what: str, value: Any, type: Any) -> None:
         raise GraphTypeError(f"{what} is {given} where {type} is due{at(caller())}")
 
 
-def _check_any(wrt: Sequence[Any], picked: Sequence[Any]) -> None:
+def _check_any(function: str, wrt: Sequence[Any], picked: Sequence[Any]) -> None:
     if not wrt and not picked:
-        raise GraphTypeError(f"nothing to differentiate: give variables, or argnums{at(caller())}")
+        raise _nothing(function, "there is no variable and no array")
+
+
+def _nothing(function: str, why: str) -> GraphTypeError:
+    return GraphTypeError(
+        f"nothing to differentiate: {why}{at(caller())}\n"
+        f"  name the variables, dflow.{function}(loss, [w]), or give arguments and argnums"
+    )
+
+
+def _check_function(function: str, fun: Any) -> None:
+    if not callable(fun) or isinstance(fun, Variable):
+        raise GraphTypeError(
+            f"{function} was given {type(fun).__name__} to differentiate, which is no function{at(caller())}\n"
+            f"  the function comes first: dflow.{function}(loss, [w])"
+        )
 
 
 def _check_variables(function: str, wrt: Sequence[Any]) -> None:
@@ -325,10 +351,14 @@ def _check_floating(what: str, dtype: Any) -> None:
         )
 
 
-def _pick(args: tuple[Any, ...], argnums: int | Sequence[int] | None) -> tuple[list[Any], Any, Callable[..., Any]]:
+def _pick(
+    function: str, args: tuple[Any, ...], argnums: int | Sequence[int] | None
+) -> tuple[list[Any], Any, Callable[..., Any]]:
     """The leaves of the arguments to differentiate, their structure, and how to put leaves back among the others."""
     numbers = [] if argnums is None else [argnums] if isinstance(argnums, int) else list(argnums)
     for number in numbers:
+        if not args:
+            raise _nothing(function, "the function has no arguments, and no variables were given")
         if not -len(args) <= number < len(args):
             raise GraphTypeError(f"argnums has {number} but the function was given {len(args)} arguments{at(caller())}")
     numbers = [number % len(args) for number in numbers]

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Protocol
+from typing import Any, Protocol
 
 from dflow.tracing.errors import ContainerError
 from dflow.tracing.source import at, caller
@@ -71,7 +71,8 @@ def container(name: str) -> Iterator[None]:
     Their names begin with `name/`. Inside another container this one is `other/name`. Raises ContainerError for a name
     that is not made of letters, digits, `_`, `.`, `-` and single `/`.
     """
-    if _NAME.fullmatch(name) is None:
+    given: Any = name
+    if not isinstance(given, str) or _NAME.fullmatch(given) is None:
         raise ContainerError(
             f"{name!r} is not a container's name{at(caller())}\n"
             "  use letters, digits, '_', '.', '-', and '/' between parts"

@@ -16,8 +16,9 @@ from dflow.tracing.errors import InternalError
 if TYPE_CHECKING:
     import jax
 
+    from dflow.tracing.given_value import Initial
     from dflow.tracing.host_resource import HostResource
-    from dflow.tracing.resources import Initial, Variable
+    from dflow.tracing.resources import Variable
 
 
 class Slot(NamedTuple):

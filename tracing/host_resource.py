@@ -10,6 +10,8 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+import jax
+
 from dflow.tracing.container import contained, join
 from dflow.tracing.context import ForgettingHome, Home, current_home
 from dflow.tracing.errors import ContainerError, DflowError
@@ -17,7 +19,7 @@ from dflow.tracing.host_primitives import host_p
 from dflow.tracing.jax_frontend import Handle, is_tracing
 from dflow.tracing.queue_settings import DEFAULT_TIMEOUT_S
 from dflow.tracing.source import at, caller
-from dflow.tracing.types import HostType
+from dflow.tracing.types import HostType, array_type_of
 
 _serials = itertools.count()
 
@@ -73,7 +75,18 @@ class HostResource:
         results: Sequence[Any] = host_p.bind(*operands, handle=self.handle, op=op, **attributes)
         return results
 
+    def timeout(self, timeout_s: Any) -> dict[str, Any]:
+        """The attributes that say how long an op may wait. Raises the class's error for what is no number."""
+        try:
+            seconds = float(timeout_s)
+        except (TypeError, ValueError):
+            raise self.error(
+                f"{self.title} was given timeout_s={number_text(timeout_s)}{at(caller())}\n"
+                "  give a number of seconds that is known when the program is traced"
+            ) from None
+        return {} if seconds == DEFAULT_TIMEOUT_S else {"timeout_s": seconds}
 
-def timeout(timeout_s: float) -> dict[str, Any]:
-    """The attributes that say how long an op may wait."""
-    return {} if timeout_s == DEFAULT_TIMEOUT_S else {"timeout_s": float(timeout_s)}
+
+def number_text(number: Any) -> str:
+    """What was given for a number that must be known when the program is traced, as a message shows it."""
+    return f"{array_type_of(number)} (traced)" if isinstance(number, jax.core.Tracer) else str(number)

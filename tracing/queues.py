@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflow.tracing.errors import QueueError, QueueTypeError
-from dflow.tracing.host_resource import HostResource, timeout
+from dflow.tracing.host_resource import HostResource, number_text
 from dflow.tracing.jax_frontend import is_tracing
 from dflow.tracing.queue_settings import DEFAULT_TIMEOUT_S, QueueKind, QueueSettings
 from dflow.tracing.resources import is_variable
@@ -46,8 +46,12 @@ class Queue(HostResource):
 
     def __init__(self, spec: Any, settings: QueueSettings, name: str | None, *, padded: bool = False) -> None:
         super().__init__("queue", name)
-        if settings.capacity < 1:
-            raise QueueError(f"queue {self.name!r} cannot have the capacity {settings.capacity}{at(self.loc)}")
+        capacity: Any = settings.capacity
+        if not isinstance(capacity, int | np.integer) or capacity < 1:
+            raise QueueError(
+                f"queue {self.name!r} cannot have the capacity {capacity!r}{at(self.loc)}\n"
+                "  give a whole number of elements, from 1; it stands before the spec"
+            )
         self.settings = settings
         self._tree: Any
         leaves, self._tree = jax.tree_util.tree_flatten(spec, is_leaf=lambda leaf: hasattr(leaf, "shape"))
@@ -63,22 +67,22 @@ class Queue(HostResource):
 
     def enqueue(self, element: Any, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """Put an element in, waiting for room. Raises QueueTypeError, QueueClosed, DeadlineExceeded."""
-        self.use("enqueue", self._fitting("enqueue", element), timeout(timeout_s))
+        self.use("enqueue", self._fitting("enqueue", element), self.timeout(timeout_s))
 
     def enqueue_many(self, elements: Any, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """Put the rows of `elements` in, one after the other. Each array has one dimension more than the spec's.
 
         Raises as `enqueue`; rows that went in before the error stay in.
         """
-        self.use("enqueue_many", self._fitting("enqueue_many", elements), timeout(timeout_s))
+        self.use("enqueue_many", self._fitting("enqueue_many", elements), self.timeout(timeout_s))
 
     def dequeue(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Any:
         """Take an element, waiting for one. Raises QueueClosed, DeadlineExceeded."""
-        return jax.tree_util.tree_unflatten(self._tree, self._take("dequeue", timeout(timeout_s)))
+        return jax.tree_util.tree_unflatten(self._tree, self._take("dequeue", self.timeout(timeout_s)))
 
     def dequeue_many(self, n: int, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Any:
         """Take `n` elements at once, stacked. Raises QueueClosed when it is closed with fewer, DeadlineExceeded."""
-        taken = self._take("dequeue_many", {"count": self._count(n), **timeout(timeout_s)})
+        taken = self._take("dequeue_many", {"count": self._count(n), **self.timeout(timeout_s)})
         return jax.tree_util.tree_unflatten(self._tree, taken)
 
     def dequeue_up_to(self, n: int, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> tuple[Any, jax.Array]:
@@ -87,7 +91,7 @@ class Queue(HostResource):
         There are always `n` rows, so that the result has a type; those from the number on are zeros. Raises
         QueueClosed when the queue is closed and empty, DeadlineExceeded.
         """
-        *taken, count = self._take("dequeue_up_to", {"count": self._count(n), **timeout(timeout_s)})
+        *taken, count = self._take("dequeue_up_to", {"count": self._count(n), **self.timeout(timeout_s)})
         return jax.tree_util.tree_unflatten(self._tree, taken), count
 
     def size(self) -> jax.Array:
@@ -118,7 +122,7 @@ class Queue(HostResource):
             number = -1
         if number < 0:
             raise QueueError(
-                f"queue {self.name!r} was asked for {count} elements{at(caller())}\n"
+                f"queue {self.name!r} was asked for {number_text(count)} elements{at(caller())}\n"
                 "  how many must be a number that is known when the program is traced"
             )
         return number

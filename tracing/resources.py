@@ -20,24 +20,21 @@ import numpy as np
 from dflow.tracing.container import contained, join
 from dflow.tracing.context import ForgettingHome, Home, current_home
 from dflow.tracing.errors import ContainerError, VariableError, VariableShapeError
+from dflow.tracing.given_value import Initial, given_array, initial_type
 from dflow.tracing.jax_frontend import Handle, is_tracing
 from dflow.tracing.row_gradient import RowGradient
-from dflow.tracing.source import at, caller
+from dflow.tracing.source import as_code, at, caller
 from dflow.tracing.state_primitives import gather_p, name_p, read_p, update_p
 from dflow.tracing.types import ArrayType, array_type_of, dtype_name
 from dflow.tracing.updates import indices_refusal, kind_refusal, lookup_type
 
-#: A first value, or a function without arguments that gives it, run where the variable lives.
-Initial = Any | Callable[[], Any]
-
 _serials = itertools.count()
 
 
-def initial_type(initial: Initial) -> ArrayType:
-    """The type a variable with this initial value has, without computing it."""
-    if callable(initial):
-        return array_type_of(jax.eval_shape(initial)).strong
-    return array_type_of(initial if hasattr(initial, "dtype") else jnp.asarray(initial)).strong
+#: What a variable may be set: all that it is made of.
+_FIELDS = frozenset(
+    ("serial", "is_named", "name", "type", "trainable", "gradient", "loc", "home", "handle", "device", "key")
+)
 
 
 class Variable:
@@ -80,12 +77,17 @@ class Variable:
                 f"a variable ({name or 'unnamed'}) is created inside traced code, which runs once, not once a step"
                 f"{at(caller())}\n  create it before, and use it inside"
             )
+        if not isinstance(near, Variable | None):
+            raise VariableError(
+                f"near={near!r} is a {type(near).__name__}, not a variable{at(caller())}\n"
+                "  give it the variable whose task this one shall share"
+            )
         first = initial if dtype is None else _converted(initial, dtype)
         self.serial = next(_serials)
         #: Whether the name was given, and not made up.
         self.is_named = name is not None
         self.name = contained(name or f"variable_{self.serial}")
-        self.type = initial_type(first)
+        self.type = initial_type(first, name)
         self.trainable = trainable
         self.gradient = gradient
         self.loc = caller()
@@ -236,7 +238,7 @@ class Variable:
                 f"variable {self.name!r} holds {self.type} but {method} was given a row gradient of {value.shape}"
                 f"{at(caller())}\n  add it to a variable of its shape, or give its dense form, gradient.dense()"
             )
-        array = value.read() if isinstance(value, Variable) else jnp.asarray(value)
+        array = value.read() if isinstance(value, Variable) else given_array(value, self._no_array(method))
         given = array_type_of(array)
         if given.weak and _same_kind(given.dtype, wanted.dtype):
             array = jax.lax.convert_element_type(array, wanted.dtype)
@@ -247,6 +249,12 @@ class Variable:
                 f"  {_remedy(wanted, given)}"
             )
         return array
+
+    def _no_array(self, method: str) -> Callable[[str], VariableShapeError]:
+        return lambda what: VariableShapeError(
+            f"variable {self.name!r} holds {self.type} but {method} was given {what}{at(caller())}\n"
+            "  give it an array or a number"
+        )
 
     def __jax_array__(self) -> jax.Array:
         return self.read()
@@ -269,14 +277,22 @@ class Variable:
     def __setitem__(self, index: Any, value: Any) -> None:
         raise VariableError(
             f"variable {self.name!r} cannot be assigned to by index{at(caller())}\n"
-            f"  write {self.name}.scatter_update(indices, rows), or {self.name}.assign(whole)"
+            f"  write {as_code(self.name)}.scatter_update(indices, rows), or {as_code(self.name)}.assign(whole)"
         )
 
     def __getattr__(self, name: str) -> Any:
         # What an array has and a variable has not (sum, T, at, astype) is that of its value.
         if name.startswith("_") or name not in _array_attributes():
-            raise AttributeError(f"'Variable' object has no attribute {name!r}")
+            raise AttributeError(f"'Variable' object has no attribute {name!r}", name=name, obj=self)
         return getattr(self.read(), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in _FIELDS:
+            raise VariableError(
+                f"variable {self.name!r} has no attribute {name!r} to set{at(caller())}\n"
+                f"  its value is written by a method: write {as_code(self.name)}.assign(value)"
+            )
+        object.__setattr__(self, name, value)
 
     def __eq__(self, other: Any) -> Any:
         # Another variable is the same or not, as trees and sets ask; with a value, the elements are compared.
@@ -322,6 +338,11 @@ class Variable:
         return operator.index(self.read())
 
     def __format__(self, spec: str) -> str:
+        if spec and is_tracing():
+            raise VariableError(
+                f"variable {self.name!r} is formatted in traced code, where its value is not known{at(caller())}\n"
+                f"  print it by jax.debug.print('{{}}', {as_code(self.name)}.read()), or outside of traced code"
+            )
         return format(self.read(), spec) if spec else repr(self)
 
     def __repr__(self) -> str:
@@ -365,7 +386,7 @@ def _in_place(symbol: str, method: str) -> Callable[..., Any]:
     def refused(self: Variable, other: Any) -> Any:
         raise VariableError(
             f"variable {self.name!r} is updated by {symbol}, which would put an array in the variable's place"
-            f"{at(caller())}\n  write {method.format(self.name)}"
+            f"{at(caller())}\n  write {method.format(as_code(self.name))}"
         )
 
     return refused
@@ -387,27 +408,27 @@ def _unary(function: Callable[[Any], Any]) -> Callable[..., Any]:
     return applied
 
 
-for _name in (
-    "add",
-    "sub",
-    "mul",
-    "truediv",
-    "floordiv",
-    "mod",
-    "pow",
-    "matmul",
-    "and_",
-    "or_",
-    "xor",
-    "lshift",
-    "rshift",
-):
-    _forward, _reflected = _binary(getattr(operator, _name))
-    setattr(Variable, f"__{_name.rstrip('_')}__", _forward)
-    setattr(Variable, f"__r{_name.rstrip('_')}__", _reflected)
-    _word = _name.rstrip("_")
+_OPERATORS = {
+    "add": "+",
+    "sub": "-",
+    "mul": "*",
+    "truediv": "/",
+    "floordiv": "//",
+    "mod": "%",
+    "pow": "**",
+    "matmul": "@",
+    "and": "&",
+    "or": "|",
+    "xor": "^",
+    "lshift": "<<",
+    "rshift": ">>",
+}
+for _word, _symbol in _OPERATORS.items():
+    _forward, _reflected = _binary(getattr(operator, f"__{_word}__"))
+    setattr(Variable, f"__{_word}__", _forward)
+    setattr(Variable, f"__r{_word}__", _reflected)
     _update = {"add": "assign_add", "sub": "assign_sub", "mul": "assign_mul"}.get(_word)
-    _way = f"{{0}}.{_update}(...)" if _update else f"{{0}}.assign(operator.{_name}({{0}}, ...))"
+    _way = f"{{0}}.{_update}(...)" if _update else f"{{0}}.assign({{0}} {_symbol} ...)"
     setattr(Variable, f"__i{_word}__", _in_place(f"an in-place {_word}", _way))
 for _name in ("lt", "le", "gt", "ge"):
     setattr(Variable, f"__{_name}__", _binary(getattr(operator, _name))[0])
@@ -424,23 +445,6 @@ def is_variable(value: Any) -> bool:
     return isinstance(value, Variable)
 
 
-def trainable_variables(tree: Any) -> list[Variable]:
-    """The variables of a pytree that gradients may be taken with respect to, in its order."""
-    leaves = jax.tree_util.tree_leaves(tree, is_leaf=is_variable)
-    return [leaf for leaf in leaves if is_variable(leaf) and leaf.trainable]
-
-
-def variables(tree: Any, *, prefix: str = "", trainable: bool = True) -> Any:
-    """A pytree of variables from a pytree of arrays or initialisers, named by their paths: `Dense_0/kernel`.
-
-    It is how the parameters of a Flax or Haiku model, or a plain dict, become state. The result has the same
-    structure with variables for leaves; `read` gives the arrays back.
-    """
-    flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    made = [Variable(leaf, name=prefix + path_name(path), trainable=trainable) for path, leaf in flat]
-    return jax.tree_util.tree_unflatten(treedef, made)
-
-
 def path_name(path: tuple[Any, ...]) -> str:
     """The name of a leaf from its pytree path: keys, fields and indices joined by `/`."""
     return "/".join(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)
@@ -449,14 +453,6 @@ def path_name(path: tuple[Any, ...]) -> str:
 def read(tree: Any) -> Any:
     """The same pytree with each variable's value in its place."""
     return jax.tree_util.tree_map(lambda leaf: leaf.read() if is_variable(leaf) else leaf, tree, is_leaf=is_variable)
-
-
-def assign(tree: Any, values: Any) -> None:
-    """Assign to each variable of a pytree the array in its place in `values`, a pytree of the same structure."""
-    leaves, treedef = jax.tree_util.tree_flatten(tree, is_leaf=is_variable)
-    structure: Any = treedef
-    for leaf, value in zip(leaves, structure.flatten_up_to(values), strict=True):
-        leaf.assign(value)
 
 
 def name(value: Any, name: str) -> jax.Array:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -54,6 +55,18 @@ def caller() -> Loc | None:
             return Loc(frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back
     return None
+
+
+def raised_at(error: BaseException) -> Loc | None:
+    """The innermost line of the user's that an error came through."""
+    frames = traceback.walk_tb(error.__traceback__)
+    lines = [Loc(frame.f_code.co_filename, line) for frame, line in frames if is_user_file(frame.f_code.co_filename)]
+    return lines[-1] if lines else None
+
+
+def as_code(name: str) -> str:
+    """A variable's name as it may stand in a program; `variable` for one that no program can hold."""
+    return name if name.isidentifier() else "variable"
 
 
 def at(loc: Loc | None) -> str:

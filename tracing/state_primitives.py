@@ -30,7 +30,7 @@ from dflow.tracing.jax_frontend import (
     line_bound,
     wrap_differentiation,
 )
-from dflow.tracing.source import at, caller
+from dflow.tracing.source import as_code, at, caller
 from dflow.tracing.types import ArrayType, array_type_of
 from dflow.tracing.updates import lookup_type
 from dflow.tracing.watched_primitive import BATCHED, WatchedPrimitive
@@ -43,8 +43,9 @@ def _aval(type: ArrayType) -> Any:
 def _refuse_plain_jit(*_: Any, handle: Handle, **__: Any) -> Any:
     raise PlainJitError(
         f"variable {handle.name!r} is used in a function that JAX compiles by itself{at(caller())}\n"
-        f"  decorate the outermost function with @dflow.jit, or pass it the value, {handle.name}.read(); functions of\n"
-        "  jax.numpy are compiled too: outside of any function dflow.numpy takes variables, or read them first"
+        f"  decorate the outermost function with @dflow.jit, or pass it the value, {as_code(handle.name)}.read();\n"
+        "  functions of jax.numpy are compiled too: outside of any function dflow.numpy takes variables, or read them\n"
+        "  first"
     )
 
 

@@ -17,6 +17,7 @@ from dflow.tracing.from_jaxpr import graph_of
 from dflow.tracing.graph import Graph
 from dflow.tracing.jax_frontend import closed_parts, make_jaxpr
 from dflow.tracing.resources import path_name
+from dflow.tracing.source import at, caller
 from dflow.tracing.types import array_type_of
 
 
@@ -54,6 +55,16 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
 def traced_from(looked: Any, names: Sequence[str]) -> Traced:
     """The bound graph of what `jax.jit(fn).trace(...)` gave; `names` are those of its argument leaves."""
     jaxpr, consts = closed_parts(looked.jaxpr)
+    if len(jaxpr.invars) > len(names):
+        error = jax.errors.UnexpectedTracerError(
+            "Encountered an unexpected tracer: the function uses a value that another traced function made, whose "
+            "trace has ended"
+        )
+        error.add_note(
+            f"{at(caller()).lstrip(chr(10))}\n"
+            "  return the value from the function that made it, and pass it as an argument"
+        )
+        raise error
     graph, variables, constants = graph_of(jaxpr, consts, names)
     infos = jax.tree_util.tree_leaves(looked.args_info)
     donated = tuple(index for index, info in enumerate(infos) if info.donated)

@@ -12,8 +12,9 @@ import pytest
 from dflow.tracing.autodiff import grad, hvp, jvp, value_and_grad, vjp
 from dflow.tracing.errors import DflowError, GraphTypeError, LostWriteError, VariableError
 from dflow.tracing.interpret import interpret
-from dflow.tracing.resources import Variable, name, trainable_variables
+from dflow.tracing.resources import Variable, name
 from dflow.tracing.trace import trace
+from dflow.tracing.variable_trees import trainable_variables
 from tests.graphs_ import a_home
 
 X = jnp.array([1.0, 2.0, 3.0])

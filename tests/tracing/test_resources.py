@@ -12,9 +12,10 @@ import pytest
 from dflow.tracing.context import current_home
 from dflow.tracing.errors import DflowError, InternalError, VariableError, VariableShapeError
 from dflow.tracing.interpret import interpret
-from dflow.tracing.resources import Variable, read, variables
+from dflow.tracing.resources import Variable, read
 from dflow.tracing.text import text
 from dflow.tracing.trace import trace
+from dflow.tracing.variable_trees import variables
 from tests.graphs_ import a_home
 
 HERE = "test_resources.py:"

@@ -130,7 +130,12 @@ def _described(error: BaseException) -> Any:
     here, own = str(Path(__file__).parent), __file__
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(here)]
     users = tuple(frame.name for frame in frames if frame.filename != own)
-    notes = [note for note in getattr(error, "__notes__", ()) if "JAX_TRACEBACK_FILTERING" not in note]
+    # Besides JAX's own notes there may be dflow's, which begin with the user's line and say what to do.
+    notes = [
+        note
+        for note in getattr(error, "__notes__", ())
+        if "JAX_TRACEBACK_FILTERING" not in note and not note.startswith("  at ")
+    ]
     return type(error).__name__, _plain(str(error)), users, tuple(map(_plain, notes))
 
 

@@ -1,0 +1,67 @@
+"""What to do about a mistake that JAX reports: a note on JAX's own error, with the user's line and the remedy.
+
+The errors stay JAX's, in class and words, so that a program which catches them does so under `dflow.jit` too.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+
+from dflow.tracing.source import at, caller, raised_at
+
+_CONCRETE = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+
+_NOT_KNOWN = (
+    "  the values of variables and arguments are not known while a function is traced: choose by jax.lax.cond or\n"
+    "  jnp.where, loop by jax.lax.fori_loop, name what Python needs in static_argnames, or look at real values in\n"
+    "  `with dflow.eager():`"
+)
+
+_NOT_HASHABLE = "  give it as something hashable, such as a tuple, a frozenset or a frozen dataclass"
+
+
+@contextmanager
+def advised_trace() -> Iterator[None]:
+    """Add to an error about a value that Python asked for while it was traced."""
+    try:
+        yield
+    except _CONCRETE as error:
+        if not any(_NOT_KNOWN in note for note in getattr(error, "__notes__", ())):
+            error.add_note(f"{at(raised_at(error) or caller()).lstrip(chr(10))}\n{_NOT_KNOWN}")
+        raise
+
+
+@contextmanager
+def advised_options(jit: Callable[..., Any], options: Any) -> Iterator[None]:
+    """Add to an error about what `jit` was called with."""
+    try:
+        yield
+    except TypeError as error:
+        remedy = _near_options(jit, options) or "  decorate a function: @dflow.jit, or dflow.jit(function, options)"
+        error.add_note(f"{at(caller()).lstrip(chr(10))}\n{remedy}")
+        raise
+
+
+def advise_on_static(error: ValueError) -> None:
+    """Add to an error about a static argument; another error is left as it is."""
+    if str(error).startswith("Non-hashable static arguments"):
+        error.add_note(f"{at(caller()).lstrip(chr(10))}\n{_NOT_HASHABLE}")
+
+
+def _near_options(jit: Callable[..., Any], options: Any) -> str | None:
+    known = [name for name in inspect.signature(jit).parameters if name != "fun"]
+    for option in options:
+        if option not in known:
+            near = difflib.get_close_matches(option, known)
+            return f"  near it are {', '.join(near)}" if near else f"  the options are {', '.join(known)}"
+    return None
