@@ -42,6 +42,8 @@ class OpDef:
         """The effects of a node of this op, each with the value it is on."""
         if node.bodies:
             return _effects_of_bodies(node)
+        if not self.declared:
+            return ()
         return tuple((effect, None if index is None else _ref(node, index)) for effect, index in self.declared)
 
     def __repr__(self) -> str:

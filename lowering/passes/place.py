@@ -41,14 +41,14 @@ class Place:
         return Graph(tuple(inputs.get(value, value) for value in graph.inputs), nodes, graph.outputs)
 
     def _devices(self, graph: Graph) -> Mapping[int, str]:
-        fed = _tasks_fed(graph, self.local)
+        fed = _tasks_fed(graph, self.local) if len(self.tasks) > 1 else {}
         placed: dict[int, str] = {}
         for node in graph.nodes:
             refs = [resource for _, resource in node.effects if resource is not None]
             if refs:
                 placed[id(node)] = refs[0].device or self.local
             elif node.device == WITH_STATE:
-                placed[id(node)] = self._with_state(node, fed[id(node)], graph, placed)
+                placed[id(node)] = self._with_state(node, fed, graph, placed)
             else:
                 placed[id(node)] = self._offered(node.device or self.local, node.outputs[0].name, node)
         return placed
@@ -76,9 +76,13 @@ class Place:
     def _is_here(self, ref: Value) -> bool:
         return ref.device == self.local
 
-    def _with_state(self, node: Node, fed: frozenset[str], graph: Graph, placed: Mapping[int, str]) -> str:
-        if len(fed) == 1:
-            return next(iter(fed))
+    def _with_state(
+        self, node: Node, fed: Mapping[int, frozenset[str]], graph: Graph, placed: Mapping[int, str]
+    ) -> str:
+        if not fed:
+            return self.local
+        if len(fed[id(node)]) == 1:
+            return next(iter(fed[id(node)]))
         made_from = [placed[id(graph.producers[value])] for value in node.values if value in graph.producers]
         return next((device for device in made_from if device != self.local), self.local)
 
