@@ -1,8 +1,8 @@
 """How long is it from the call to the first result, by `dflow.jit` and by `jax.jit`?
 
 A new function each time, so that nothing is cached: a training step of a transformer of 24 layers (forward, backward,
-SGD), with its parameters as variables and as a pytree; and a chain of 1,000 ops, without state and with a counter. XLA's
-part is most of it, the same for both; what dflow adds is the graph and its passes.
+SGD), with its parameters as variables and as a pytree; and a chain of 1,000 ops, without state and with a counter.
+XLA's part is most of it, the same for both; what dflow adds is the graph and its passes.
 """
 
 from __future__ import annotations
