@@ -15,7 +15,7 @@ from dflow.tracing.errors import ConfigError
 def connect(
     coordinator: str | None = None,
     *,
-    job: str = "worker",
+    job: str | None = None,
     index: int | None = None,
     settings: ClusterSettings | None = None,
 ) -> Cluster | Alone:
@@ -23,6 +23,7 @@ def connect(
 
     coordinator  the coordinator's address, such as `127.0.0.1:4321`; given none, the environment's DFLOW_COORDINATOR,
                  with DFLOW_JOB and DFLOW_INDEX, as `dflow launch` sets them; without that, this process runs alone
+    job          the job this process is a task of; given none, "worker" where the environment says nothing
     index        which task of `job` this process is
     raises       DeadlineExceeded when the coordinator or a parameter task does not answer; ConfigError when an
                  address is known but no index
@@ -35,7 +36,7 @@ def connect(
     return Cluster(
         address,
         TcpTransport(),
-        job=os.environ.get("DFLOW_JOB", job) if coordinator is None else job,
+        job=job or (os.environ.get("DFLOW_JOB") if coordinator is None else None) or "worker",
         index=number,
         store=LOCAL.store,
         settings=settings or ClusterSettings(),

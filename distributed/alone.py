@@ -5,10 +5,15 @@ It answers as `Cluster` does, so that a script is the same lines in one process 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from dflow.distributed.failures import error_of
+from dflow.distributed.messages import Claimed, ClaimSteps, EdgeTraffic, Failure
+from dflow.distributed.step_ledger import StepLedger, StepsAsked
 from dflow.lowering.pipeline import ALONE
+from dflow.tracing.task_name import short_task_name
 
 
 class Alone:
@@ -18,7 +23,8 @@ class Alone:
     index = 0
 
     def __init__(self) -> None:
-        self._runs: dict[str, int] = {}
+        self._ledger = StepLedger()
+        self._asks = itertools.count()
         #: What the program has reported, by name.
         self.results: dict[str, float] = {}
 
@@ -26,6 +32,10 @@ class Alone:
     def tasks(self) -> tuple[str, ...]:
         """The tasks that are alive: this one."""
         return (self.task,)
+
+    def traffic(self) -> tuple[EdgeTraffic, ...]:
+        """What this task has sent to others: nothing."""
+        return ()
 
     @contextmanager
     def parameter_servers(self, job: str = "ps") -> Iterator[None]:
@@ -42,10 +52,16 @@ class Alone:
         metrics: Mapping[str, float] = {},
         more: bool = True,
     ) -> range:
-        """All steps of the run at the first claim, then none."""
-        first = self._runs.get(run, 0)
-        self._runs[run] = total_steps
-        return range(first, total_steps)
+        """Report the last claimed steps and get the next, as from a cluster; a run goes on where it was left.
+
+        Raises RemoteError when the run has another number of steps.
+        """
+        claim = ClaimSteps(run, self.task, total_steps, done, step_s, dict(metrics), more)
+        [reply] = self._ledger.handle(StepsAsked(next(self._asks), claim))
+        if isinstance(reply.message, Failure):
+            raise error_of(reply.message, short_task_name(self.task))
+        assert isinstance(reply.message, Claimed)
+        return range(reply.message.first, reply.message.first + reply.message.count)
 
     def elect(self, what: str) -> bool:
         """True: there is nobody else to do it."""

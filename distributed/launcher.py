@@ -6,8 +6,8 @@ Invariants:
 - a worker that dies does not end the run; the coordinator or a ps task that dies ends it;
 - ps tasks and the coordinator are told to end only after all workers have.
 
-The exit status is 0 when at least one worker finished and none failed by itself, 130 after SIGINT or SIGTERM, else
-1. A worker killed by a signal has not failed by itself: others do its steps.
+The exit status is 0 when at least one worker finished and none failed by itself, 130 after SIGINT or SIGTERM, else 1.
+A worker killed by a signal has not failed by itself: others do its steps. One that never joined the cluster has failed.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class _Launch:
         return [self._plan.python, "-P", "-m", "dflow", *words]
 
     def _start(self, task: str, command: list[str], environment: Mapping[str, str]) -> None:
-        ours = {"DFLOW_LAUNCHED": "1", LIFELINE_VARIABLE: str(self._lifeline), "PYTHONUNBUFFERED": "1"}
+        ours = {LIFELINE_VARIABLE: str(self._lifeline), "PYTHONUNBUFFERED": "1"}
         name = short_task_name(task)
 
         def on_line(line: str) -> None:
@@ -176,11 +176,23 @@ class _Launch:
                 running.discard(task)
                 statuses.append(status)
                 self._ends[task] = describe_end(status)
+                if status == 0 and not self._has_joined(task):
+                    statuses[-1] = 1
+                    self._ends[task] = "it never joined the cluster"
+                    self._view.show_event(
+                        f"{short_task_name(task)} finished and had never joined the cluster, so it worked alone: "
+                        "its script has to call dflow.connect()"
+                    )
                 if status != 0:
                     rest = f"; {len(running)} of {self._plan.workers} workers go on" if running else ""
                     self._view.show_event(f"{short_task_name(task)} ended: {self._ends[task]}{rest}")
             self._poll_status()
         return statuses
+
+    def _has_joined(self, task: str) -> bool:
+        """Whether the task was ever in the cluster, as far as the coordinator can be asked."""
+        self._poll_status()
+        return self._status is None or any(info.task == task for info in self._status.tasks)
 
     def _check(self, servers: Iterable[str]) -> None:
         """Wait a moment; raises when a signal came or one of `servers` has ended."""

@@ -37,7 +37,7 @@ def test_nobody_launched_this() -> None:
 def test_alone_takes_the_calls_that_a_cluster_takes() -> None:
     names = [name for name in dir(Cluster) if not name.startswith("_")]
     missing = [name for name in names if not hasattr(Alone(), name)]
-    assert set(missing) <= {"place", "request", "run_step", "runner", "traffic"}, "what serves dflow, not its users"
+    assert set(missing) <= {"place", "request", "run_step", "runner"}, "what serves dflow, not its users"
     with Alone().parameter_servers("ps"):
         assert dflow.Variable(1.0).device is None
 
@@ -60,6 +60,16 @@ def test_arguments_come_before_the_environment(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setenv(name, value)
     cluster = dflow.connect(coordinator.address, index=2)
     assert cluster.task == "/job:worker/task:2"
+    cluster.close()
+    coordinator.close()
+
+
+def test_the_job_given_comes_before_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    coordinator = Coordinator(TcpTransport(), "127.0.0.1:0", {"evaluator": 1, "worker": 1})
+    for name, value in zip(VARIABLES, (coordinator.address, "worker", "0"), strict=True):
+        monkeypatch.setenv(name, value)
+    cluster = dflow.connect(job="evaluator")
+    assert cluster.task == "/job:evaluator/task:0"
     cluster.close()
     coordinator.close()
 

@@ -45,18 +45,30 @@ def children_of(pid: int) -> list[int]:
 
 
 def test_scripts_that_finish_give_0_and_their_lines_a_prefix(tmp_path: Path) -> None:
-    script = """
-    import os, sys
-    print("hello from", os.environ["DFLOW_JOB"], os.environ["DFLOW_INDEX"], os.environ["DFLOW_LAUNCHED"], sys.argv[1:])
-    print("[bold]not markup[/bold]", file=sys.stderr)
-    """
+    script = (
+        CONNECT
+        + """
+print("hello from", os.environ["DFLOW_JOB"], index, sys.argv[1:])
+print("[bold]not markup[/bold]", file=sys.stderr)
+client.leave()
+"""
+    )
     with launch(tmp_path, script, 2, "--lr", "3") as launched:
         status, output = launched.finish()
     assert status == 0, output
-    assert "[worker:0] hello from worker 0 1 ['--lr', '3']\n" in output
-    assert "[worker:1] hello from worker 1 1 ['--lr', '3']\n" in output
+    assert "[worker:0] hello from worker 0 ['--lr', '3']\n" in output
+    assert "[worker:1] hello from worker 1 ['--lr', '3']\n" in output
     assert "[worker:1] [bold]not markup[/bold]\n" in output
     assert "dflow coordinator listening" not in output
+
+
+def test_a_script_that_never_joins_has_not_done_its_part(tmp_path: Path) -> None:
+    with launch(tmp_path, "print('done, alone')") as launched:
+        status, output = launched.finish()
+    assert status == 1, output
+    assert "[worker:0] done, alone" in output
+    assert "dflow: worker:0 finished and had never joined the cluster" in output
+    assert "its script has to call dflow.connect()" in output
 
 
 def test_a_crash_lets_the_others_end_and_gives_1(tmp_path: Path) -> None:

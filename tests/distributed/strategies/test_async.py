@@ -17,7 +17,7 @@ from dflow.distributed.coordinator import Coordinator
 from dflow.distributed.coordinator_client import CoordinatorClient
 from dflow.distributed.strategies.async_ import Async
 from dflow.distributed.transport.memory import MemoryNetwork
-from dflow.tracing.errors import TransportClosed
+from dflow.tracing.errors import RemoteError, TransportClosed
 
 DEADLINE_S = 60.0
 
@@ -169,4 +169,16 @@ def test_a_step_that_fails_gives_back_what_is_not_done() -> None:
 
     with pytest.raises(ValueError, match="bad batch"):
         list(Async(cluster).run(step, range(10), steps=10, name="failing"))
-    assert told == [(0, True), (3, False)]
+    assert sum(done for done, _ in told) == 3
+    assert [more for _, more in told] == [True] * (len(told) - 1) + [False]
+
+
+def test_a_named_run_goes_on_where_it_was_left_alone_too() -> None:
+    alone = Alone()
+    for seen in Async(alone).run(lambda batch: batch, itertools.count(), steps=20, name="fit"):
+        if seen == 6:
+            break
+    assert len(list(Async(alone).run(lambda batch: batch, itertools.count(), steps=20, name="fit"))) == 20 - 6
+    assert list(Async(alone).run(lambda batch: batch, itertools.count(), steps=20, name="fit")) == []
+    with pytest.raises(RemoteError, match=r"run 'fit': it has 20 steps and .* asks for 30; .*name another run"):
+        list(Async(alone).run(lambda batch: batch, itertools.count(), steps=30, name="fit"))
