@@ -1,11 +1,11 @@
 """`with dflow.eager():` functions of `dflow.jit` run op by op on real values, for print and pdb.
 
-The switch is JAX's own `jax.disable_jit`, so that loops and branches of `jax.lax` run as Python too, and whoever turns
-that on gets the same.
+It turns on JAX's own `jax.disable_jit`, so that loops and branches of `jax.lax` run as Python too.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +19,13 @@ from dflow.static_arguments import StaticArguments
 _NUMBERS = (bool, int, float, complex, np.ndarray, np.generic)
 
 
+class _Here(threading.local):
+    is_eager = False
+
+
+_here = _Here()
+
+
 @contextmanager
 def eager() -> Iterator[None]:
     """Run the functions of `dflow.jit` called inside op by op, in this thread: each op acts at once.
@@ -26,12 +33,21 @@ def eager() -> Iterator[None]:
     Values, final state and errors are those of the compiled run, up to rounding; it is much slower. Gradients are
     still taken of traces: inside a function that is differentiated, values are abstract.
     """
-    with jax.disable_jit():
-        yield
+    was, _here.is_eager = _here.is_eager, True
+    try:
+        with jax.disable_jit():
+            yield
+    finally:
+        _here.is_eager = was
 
 
 def call_eagerly(fn: Callable[..., Any], static: StaticArguments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call `fn` on real values; numbers and NumPy arrays, but for static ones, become arrays, as a trace has them."""
+    """Call `fn` on real values; numbers and NumPy arrays, but for static ones, become arrays, as a trace has them.
+
+    Where `jax.disable_jit` alone is in force they stay what they are, as with JAX's own jit.
+    """
+    if not _here.is_eager:
+        return fn(*args, **kwargs)
     is_static = static.test_of(args)
     arrays = tuple(arg if is_static(place) else _as_arrays(arg) for place, arg in enumerate(args))
     named = {name: value if is_static(name) else _as_arrays(value) for name, value in kwargs.items()}

@@ -18,7 +18,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MethodType
@@ -30,9 +30,10 @@ from jax import jit as jax_jit  # JAX's own for good, also where a program has p
 
 from dflow.advice import advise_on_static, advised_options, advised_trace
 from dflow.config import CONFIG
-from dflow.eager_mode import call_eagerly
+from dflow.eager_mode import call_eagerly, eager
 from dflow.lowering.local import LocalHome, LoweredStep, Runner, RunnerHome
 from dflow.lowering.passes.base import Observer
+from dflow.number_checks import run_checked
 from dflow.shardings import constrained
 from dflow.stages import Traced as TracedStage
 from dflow.static_arguments import StaticArguments, positions_in, static_arguments
@@ -43,6 +44,7 @@ from dflow.tracing.errors import DflowError, PlainJitError, VariableError
 from dflow.tracing.from_jaxpr import holds_device
 from dflow.tracing.graph import Graph
 from dflow.tracing.jax_frontend import (
+    checked_numbers,
     closed_parts,
     forget_failed_dispatch,
     is_resource,
@@ -231,7 +233,20 @@ class Function(Generic[P, R]):
             return self._first_call(key, args, kwargs, leaves)
         if plan is None:
             return cast(R, self._look(self._jax, args, kwargs))
-        return cast(R, jax.tree_util.tree_unflatten(plan.out_tree, plan.runner(leaves)))
+        return cast(R, self._run(plan, args, kwargs, leaves))
+
+    def _run(self, plan: _Plan, args: Any, kwargs: Any, leaves: list[Any]) -> Any:
+        results = self._checked(plan, args, kwargs, leaves) if checked_numbers() else plan.runner(leaves)
+        return jax.tree_util.tree_unflatten(plan.out_tree, results)
+
+    def _checked(self, plan: _Plan, args: Any, kwargs: Any, leaves: list[Any]) -> Sequence[Any]:
+        def anew() -> None:
+            if not any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
+                with eager():
+                    self(*args, **kwargs)
+
+        resources = [*plan.variables, *_resources((args, kwargs))]
+        return run_checked(self._log.name, lambda: plan.runner(leaves), resources, anew)
 
     def _known(self, key: Any) -> Any:
         try:
@@ -256,7 +271,7 @@ class Function(Generic[P, R]):
             plan = self._plans[key] = self._make_plan(looked, args, kwargs)
             for resource in _resources((args, kwargs)):
                 weakref.finalize(resource, self._plans.pop, key, None).atexit = False
-            result = jax.tree_util.tree_unflatten(plan.out_tree, plan.runner(leaves))
+            result = self._run(plan, args, kwargs, leaves)
         else:
             if self._plans:
                 self._plans[key] = None

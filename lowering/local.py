@@ -119,7 +119,7 @@ class LocalHome:
             raise InternalError(f"a local function was placed on {sorted(compiled.remote)}")
         literals = [literal.array for literal in compiled.literals]
         donated = [len(traced.constants) + leaf for leaf in traced.donated]
-        programs = lower_programs(compiled.local, donated)
+        programs = lower_programs(compiled.local, donated, traced.name)
         return LoweredStep(compiled.local.plan, programs, self.store, traced.constants, literals, donated)
 
 
@@ -176,8 +176,8 @@ def _held(resource: HostResource) -> Held:
     return HeldQueue(resource.name, resource.settings, resource.type)
 
 
-def lower_programs(task_plan: TaskPlan, given_up: Collection[int] = ()) -> list[LoweredProgram]:
-    """Lower a plan's programs for this process.
+def lower_programs(task_plan: TaskPlan, given_up: Collection[int] = (), name: str = "step") -> list[LoweredProgram]:
+    """Lower a plan's programs for this process, under a name that compilation logs and profiles show.
 
     Feeds numbered in `given_up` are the caller's to lose: they are donated to the one call that takes them.
     """
@@ -190,7 +190,7 @@ def lower_programs(task_plan: TaskPlan, given_up: Collection[int] = ()) -> list[
             state = len(item.writes) + len(item.reads)
             donated[item.program] = [state + place for place, slot in enumerate(item.takes) if slot in slots]
     return [
-        lower_program(pure.fn, pure.types, len(pure.written), lost)
+        lower_program(pure.fn, pure.types, len(pure.written), lost, name)
         for pure, lost in zip(task_plan.programs, donated, strict=True)
     ]
 

@@ -81,9 +81,10 @@ class LoweredProgram:
 
 
 def lower_program(
-    fn: Callable[..., Any], types: Sequence[ArrayType], writes: int, given_up: Sequence[int] = ()
+    fn: Callable[..., Any], types: Sequence[ArrayType], writes: int, given_up: Sequence[int] = (), name: str = "step"
 ) -> LoweredProgram:
     """Lower `fn` for this process; of the arguments after the written ones, those in `given_up` are donated too."""
+    fn.__name__ = name
     jitted = jax_jit(fn, donate_argnums=(*range(writes), *given_up), keep_unused=True)
     return LoweredProgram(jitted.lower(*(type.struct for type in types)), writes, jitted)
 

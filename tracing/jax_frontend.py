@@ -220,6 +220,12 @@ def jit_disabled() -> bool:
     return bool(jax_config.disable_jit.value)
 
 
+def checked_numbers() -> list[str]:
+    """Which of `nan` and `inf` JAX is to look for in results. The public flags do not tell what a context says."""
+    flags = {"nan": jax_config.debug_nans, "inf": jax_config.debug_infs}
+    return [name for name, flag in flags.items() if flag.value]
+
+
 def trace_context() -> Any:
     """All settings of JAX that a trace depends on (64-bit numbers, device scopes, meshes), as something to hash."""
     return jax_config.trace_context()

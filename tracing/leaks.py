@@ -55,21 +55,21 @@ def leaks(trace: weakref.ref[Any]) -> list[Leak]:
     kept, found = tracers_of(trace()), []
     for tracer in kept:
         holders = [holder for holder in gc.get_referrers(tracer) if holder is not kept]
-        named = dict.fromkeys(map(_described, holders, itertools.repeat(tracer)))
+        named = dict.fromkeys(map(_described, holders, itertools.repeat(tracer), itertools.repeat(holders)))
         named.pop(None, None)
         if named:
             found.append(Leak(array_type_of(tracer), line_of_tracer(tracer), " and ".join(map(str, named))))
     return found
 
 
-def _described(holder: Any, value: Any) -> str | None:
-    """What a user calls a holder, or None when it is JAX's or ours."""
+def _described(holder: Any, value: Any, holders: list[Any]) -> str | None:
+    """What a user calls a holder, one of `holders`, or None when it is JAX's or ours."""
     if isinstance(holder, types.FrameType) or _is_of(holder, "jax", "jaxlib", "dflow"):
         return None
     if isinstance(holder, dict):
         return _dictionary(holder, value)
     if isinstance(holder, list | tuple):
-        return _sequence(holder, value)
+        return _sequence(holder, value, holders)
     if isinstance(holder, types.CellType):
         return "by a function that closes over it"
     held = [name for name, each in getattr(holder, "__dict__", {}).items() if each is value]
@@ -92,9 +92,12 @@ def _dictionary(holder: dict[Any, Any], value: Any) -> str | None:
     return f"under {keys[0]!r} in a dict"
 
 
-def _sequence(holder: list[Any] | tuple[Any, ...], value: Any) -> str | None:
-    # JAX's records of what made a value hold lists of other values.
-    if any(_is_of(owner, "jax", "jaxlib") for owner in gc.get_referrers(holder)):
+def _sequence(holder: list[Any] | tuple[Any, ...], value: Any, holders: list[Any]) -> str | None:
+    owners = [
+        owner for owner in gc.get_referrers(holder) if owner is not holders and not isinstance(owner, types.FrameType)
+    ]
+    # JAX's records of what made a value hold lists of other values; and what only a frame holds is still in the making.
+    if not owners or any(_is_of(owner, "jax", "jaxlib") for owner in owners):
         return None
     places = [place for place, each in enumerate(holder) if each is value]
     return f"as element {places[0]} of a {type(holder).__name__}" if places else None

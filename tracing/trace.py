@@ -25,7 +25,7 @@ from dflow.tracing.types import array_type_of
 class Traced:
     """A graph whose inputs are `variables`, then `constants`, then argument leaves; `out_tree` shapes its outputs.
 
-    The argument leaves numbered in `donated` are the caller's to lose.
+    The argument leaves numbered in `donated` are the caller's to lose. `name` is the function's.
     """
 
     graph: Graph
@@ -33,6 +33,7 @@ class Traced:
     constants: tuple[Any, ...]
     out_tree: Any
     donated: tuple[int, ...] = ()
+    name: str = "step"
 
 
 def trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
@@ -68,7 +69,7 @@ def traced_from(looked: Any, names: Sequence[str]) -> Traced:
     graph, variables, constants = graph_of(jaxpr, consts, names)
     infos = jax.tree_util.tree_leaves(looked.args_info)
     donated = tuple(index for index, info in enumerate(infos) if info.donated)
-    return Traced(graph, variables, constants, looked.out_tree, donated)
+    return Traced(graph, variables, constants, looked.out_tree, donated, looked.fun_name)
 
 
 def argument_names(

@@ -67,7 +67,7 @@ def test_python_may_branch_on_a_value() -> None:
         half_or_double(3.0)
 
 
-def test_disable_jit_of_jax_does_the_same() -> None:
+def test_disable_jit_of_jax_runs_op_by_op_too() -> None:
     seen: list[int] = []
     function = dflow.jit(lambda x: seen.append(int(x)) or x)
     with jax.disable_jit():

@@ -587,3 +587,39 @@ def test_a_variable_closed_over_lives_as_long_as_the_function() -> None:
     f(1.0)
     gc.collect()
     assert float(f(2.0)) == 3.0
+
+
+# What it is called, and what it is a copy of.
+
+
+def test_a_program_is_called_as_its_function(caplog: pytest.LogCaptureFixture) -> None:
+    v = dflow.Variable(1.0)
+
+    @dflow.jit
+    def my_step(x: Any) -> Any:
+        return x + v
+
+    with jax.log_compiles():
+        my_step(1.0)
+    assert "Compiling jit(my_step)" in caplog.text
+
+
+def test_a_signature_says_what_is_static() -> None:
+    """Positions count all parameters, those that are positional only too."""
+    v = dflow.Variable(1.0)
+    f = dflow.jit(lambda x, /, n: [x + v] * n, static_argnames="n")
+    assert len(f(1.0, 2)) == 2
+    assert len(f(1.0, n=3)) == 3
+
+
+def test_a_copy_of_a_function_runs_by_itself() -> None:
+    import copy
+
+    v = dflow.Variable(1.0)
+    f = dflow.jit(lambda x: v.assign_add(x * 1))
+    f(1.0)
+    again = copy.deepcopy(f)
+    again(1.0)
+    assert again is not f
+    assert float(v) == 3.0
+    assert (len(f.trace_log()), len(again.trace_log())) == (1, 1)

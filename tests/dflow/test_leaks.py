@@ -100,3 +100,15 @@ def test_what_is_kept_while_tracing_only_is_fine() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         f(jnp.ones((4, 3)))
+
+
+def test_what_is_in_the_making_is_not_kept() -> None:
+    """A tuple that only a running function holds: residuals on their way to JAX, a result that is refused."""
+    scaled = jax.custom_vjp(lambda x: x * 2)
+    scaled.defvjp(dflow.jit(lambda x: (x * 2, x)), dflow.jit(lambda x, g: (g * x,)))
+    refused = dflow.jit(lambda x: (x * 2, (x, "text")))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert float(jax.grad(scaled)(3.0)) == 3.0
+        with pytest.raises(TypeError, match="not a valid JAX type"):
+            refused(1.0)

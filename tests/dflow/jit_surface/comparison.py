@@ -106,7 +106,9 @@ def seen(program: Program, jit: Any) -> Seen:
             outcome: Any = (_plain(str(tree)), tuple(_kind(leaf) for leaf in leaves))
         except Exception as error:
             values, outcome = (), _described(error)
-    return Seen(outcome, values, tuple((w.category.__name__, _plain(str(w.message))) for w in caught))
+    # JAX says nothing of a value that is kept until it is used; tests/dflow/test_leaks.py has what dflow says.
+    said = [warning for warning in caught if warning.category is not dflow.LeakedTracerWarning]
+    return Seen(outcome, values, tuple((warning.category.__name__, _plain(str(warning.message))) for warning in said))
 
 
 def _kind(leaf: Any) -> Any:
@@ -129,7 +131,8 @@ def _value(leaf: Any) -> Any:
 def _described(error: BaseException) -> Any:
     here, own = str(Path(__file__).parent), __file__
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(here)]
-    users = tuple(frame.name for frame in frames if frame.filename != own)
+    # Each once: an error that JAX raises again from a cache has gathered the frames of every time.
+    users = tuple(dict.fromkeys(frame.name for frame in frames if frame.filename != own))
     # Besides JAX's own notes there may be dflow's, which begin with the user's line and say what to do.
     notes = [
         note

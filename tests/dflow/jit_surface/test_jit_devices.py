@@ -1,0 +1,203 @@
+"""Arrays over several devices, meshes, shard_map and pmap. In a process of one device it starts one that has four."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from tests.dflow.jit_surface.comparison import Program, same_as_jax_jit
+
+DEVICES = 4
+DEADLINE_S = 300.0
+ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}"}
+
+
+def mesh(*shape: int, kind: AxisType = AxisType.Auto) -> jax.sharding.Mesh:
+    shape = shape or (DEVICES,)
+    return jax.make_mesh(shape, ("i", "j")[: len(shape)], axis_types=(kind,) * len(shape))
+
+
+def rows(x: Any) -> jax.Array:
+    return jax.device_put(x, NamedSharding(mesh(), P("i")))
+
+
+def on(number: int, x: Any) -> jax.Array:
+    return jax.device_put(x, jax.devices()[number])
+
+
+def sharded(jit: Any, fn: Any, *args: Any, **options: Any) -> Any:
+    """The result, twice, and how it lies."""
+    f = jit(fn, **options)
+    return f(*args), f(*args)
+
+
+def donated(jit: Any) -> Any:
+    f = jit(lambda x: x + 1, donate_argnums=0, out_shardings=NamedSharding(mesh(), P("i")))
+    x = rows(jnp.arange(8.0))
+    return f(x), x.is_deleted()
+
+
+def explicit(jit: Any) -> Any:
+    with jax.set_mesh(mesh(kind=AxisType.Explicit)):
+        x = jax.device_put(jnp.arange(8.0).reshape(4, 2), P("i", None))
+        f = jit(lambda x: (x * 2, x @ jnp.ones((2, 3)), jax.typeof(x).sharding.spec))
+        try:
+            return f(x)[:2]
+        except TypeError:
+            g = jit(lambda x: (x * 2, x @ jnp.ones((2, 3))))
+            return g(x), g(x)
+
+
+def another_mesh_is_another_trace(jit: Any) -> Any:
+    runs: list[int] = []
+    f = jit(lambda x: (runs.append(1), jax.lax.with_sharding_constraint(x, P("i")) * 2)[1])
+    seen = []
+    for shape in ((4,), (2, 2), (4,)):
+        with jax.set_mesh(mesh(*shape)):
+            seen.append((np.asarray(f(jnp.arange(8.0))), len(runs)))
+    return seen
+
+
+def mapped(jit: Any) -> Any:
+    f = jit(jax.shard_map(lambda x: jax.lax.psum(x.sum(), "i"), mesh=mesh(), in_specs=P("i"), out_specs=P()))
+    return f(jnp.arange(8.0)), f(jnp.arange(8.0))
+
+
+def jit_in_map(jit: Any) -> Any:
+    inner = jit(lambda x: x * 2 + jax.lax.axis_index("i"))
+    return jax.shard_map(inner, mesh=mesh(), in_specs=P("i"), out_specs=P("i"))(jnp.arange(8.0))
+
+
+def jit_in_map_in_jit(jit: Any) -> Any:
+    inner = jit(lambda x: x * 2 + jax.lax.axis_index("i"))
+    return jit(jax.shard_map(inner, mesh=mesh(), in_specs=P("i"), out_specs=P("i")))(jnp.arange(8.0))
+
+
+def mapped_gradient(jit: Any) -> Any:
+    f = jax.shard_map(lambda x: jax.lax.psum((x**2).sum(), "i"), mesh=mesh(), in_specs=P("i"), out_specs=P())
+    return jit(jax.grad(f))(jnp.arange(8.0)), jax.grad(jit(f))(jnp.arange(8.0))
+
+
+def shapes_in(jit: Any) -> Any:
+    """What in_shardings say of a tree, and of an argument that lies otherwise."""
+    tree = {"a": NamedSharding(mesh(), P("i")), "b": None}
+    f = jit(lambda t: t["a"] * t["b"], in_shardings=(tree,))
+    return f({"a": jnp.arange(8.0), "b": 2.0}), f({"a": np.arange(8.0, dtype=np.float32), "b": 3.0})
+
+
+PROGRAMS: dict[str, Program] = {
+    "an array over devices": lambda jit: sharded(jit, lambda x: x * 2, rows(jnp.arange(8.0))),
+    "an array over devices, summed": lambda jit: sharded(jit, lambda x: x.sum(), rows(jnp.arange(8.0))),
+    "an array on another device": lambda jit: sharded(jit, lambda x: x * 2, on(2, jnp.arange(8.0))),
+    "arrays on two devices": lambda jit: jit(lambda x, y: x + y)(on(1, 1.0), on(2, 1.0)),
+    "an array on another device, and one that may go": lambda jit: sharded(
+        jit, lambda x, y: x + y, on(2, jnp.ones(2)), jnp.ones(2)
+    ),
+    "in_shardings": lambda jit: sharded(
+        jit, lambda x: x * 2, jnp.arange(8.0), in_shardings=NamedSharding(mesh(), P("i"))
+    ),
+    "in_shardings of a tree": shapes_in,
+    "in_shardings of a wrong tree": lambda jit: jit(lambda x: x, in_shardings=({"a": NamedSharding(mesh(), P("i"))},))(
+        jnp.arange(8.0)
+    ),
+    "in_shardings of a size that does not divide": lambda jit: jit(
+        lambda x: x, in_shardings=NamedSharding(mesh(), P("i"))
+    )(jnp.arange(6.0)),
+    "in_shardings that an argument does not have": lambda jit: jit(
+        lambda x: x * 2, in_shardings=NamedSharding(mesh(), P("i"))
+    )(on(1, jnp.arange(8.0))),
+    "out_shardings": lambda jit: sharded(
+        jit, lambda x: x * 2, jnp.arange(8.0), out_shardings=NamedSharding(mesh(), P("i"))
+    ),
+    "out_shardings of a tree": lambda jit: sharded(
+        jit,
+        lambda x: (x * 2, {"s": x.sum()}),
+        jnp.arange(8.0),
+        out_shardings=(NamedSharding(mesh(), P("i")), {"s": NamedSharding(mesh(), P())}),
+    ),
+    "out_shardings on one device": lambda jit: sharded(
+        jit, lambda x: x * 2, jnp.arange(8.0), out_shardings=SingleDeviceSharding(jax.devices()[3])
+    ),
+    "shardings with static arguments": lambda jit: sharded(
+        jit,
+        lambda x, n: x * n,
+        jnp.arange(8.0),
+        3,
+        static_argnums=1,
+        in_shardings=NamedSharding(mesh(), P("i")),
+        out_shardings=NamedSharding(mesh(), P("i")),
+    ),
+    "with_sharding_constraint": lambda jit: sharded(
+        jit,
+        lambda x: jax.lax.with_sharding_constraint(x * 2, NamedSharding(mesh(), P("i"))),
+        jnp.arange(8.0),
+    ),
+    "with_sharding_constraint over two axes": lambda jit: sharded(
+        jit,
+        lambda x: jax.lax.with_sharding_constraint(x @ x.T, NamedSharding(mesh(2, 2), P("i", "j"))),
+        jnp.arange(16.0).reshape(4, 4),
+    ),
+    "donation": donated,
+    "explicit axes": explicit,
+    "another mesh": another_mesh_is_another_trace,
+    "shard_map": mapped,
+    "shard_map of a jitted function": jit_in_map,
+    "shard_map in a jit of a jitted function": jit_in_map_in_jit,
+    "shard_map under grad": mapped_gradient,
+    "pmap of a jitted function": lambda jit: np.asarray(jax.pmap(jit(lambda x: x * 2))(jnp.arange(4.0))),
+    "pmap in a jit": lambda jit: np.asarray(
+        jit(jax.pmap(lambda x: jax.lax.psum(x, "i"), axis_name="i"))(jnp.arange(4.0))
+    ),
+    "default_device": lambda jit: _by_default(jit),
+    "a device option": lambda jit: jit(lambda x: x + 1, device=jax.devices()[2])(1.0),
+    "device_put inside": lambda jit: sharded(jit, rows, jnp.ones(4)),
+    "vmap over a sharded axis": lambda jit: sharded(jit, jax.vmap(jnp.sin), rows(jnp.arange(8.0))),
+    "keys over devices": lambda jit: sharded(
+        jit, jax.vmap(jax.random.uniform), rows(jax.random.split(jax.random.key(0), 4))
+    ),
+}
+
+
+def _by_default(jit: Any) -> Any:
+    f = jit(lambda x: x + 1)
+    first = f(1.0)
+    with jax.default_device(jax.devices()[2]):
+        return first, f(1.0), f(on(1, 1.0)), f(np.ones(2, np.float32))
+
+
+#: With state: an error names the program that the function became; JAX's maps, outside of any function, compile what
+#: they are given by themselves; a device is refused; and keys are gathered.
+WITHOUT_STATE = (
+    "arrays on two devices",
+    "in_shardings that an argument does not have",
+    "shard_map of a jitted function",
+    "pmap of a jitted function",
+    "a device option",
+    "keys over devices",
+)
+
+if jax.device_count() >= DEVICES:
+    test_the_same_as_jax_jit = same_as_jax_jit(PROGRAMS, only_without_state=WITHOUT_STATE)
+else:
+
+    def test_in_a_process_of_several_devices() -> None:
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__],
+            cwd=Path(__file__).parents[3],
+            env={**os.environ, **ENVIRONMENT},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=DEADLINE_S,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout

@@ -1,0 +1,226 @@
+"""JAX's settings and contexts: a function follows each, and is traced anew when one of them changes."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tests.dflow.jit_surface.comparison import Program, same_as_jax_jit
+
+
+def under(jit: Any, fn: Any, contexts: list[AbstractContextManager[Any]], *args: Any, **options: Any) -> Any:
+    """The results, and how often the function had been traced, after a call in each context."""
+    traces: list[int] = []
+    f = jit(lambda *xs: (traces.append(1), fn(*xs))[1], **options)
+    seen = []
+    for context in contexts:
+        with context:
+            seen.append((f(*args), len(traces)))
+    return seen
+
+
+def eagerly(jit: Any) -> Any:
+    """Which types the function sees where JAX's jit is turned off, and how often it runs."""
+    seen: list[str] = []
+    f = jit(lambda x, n: (seen.append(type(x).__name__), x * n)[1], static_argnums=1)
+    with jax.disable_jit():
+        results = f(2.0, 3), f(2, 3), f(jnp.ones(2), 3)
+    return results, f(2.0, 3), f(2.0, 3), seen
+
+
+def eagerly_printed(jit: Any) -> Any:
+    """Values are concrete: Python's own branches work."""
+    with jax.disable_jit():
+        return jit(lambda x: x if x > 1 else -x)(2.0), jit(lambda x: float(x))(1.5), jit(lambda x: [1, 2][x])(1)
+
+
+def eagerly_donated(jit: Any) -> Any:
+    x = jnp.ones(2)
+    with jax.disable_jit():
+        return jit(lambda x: x + 1, donate_argnums=0)(x), x.is_deleted()
+
+
+def nans(jit: Any) -> Any:
+    f = jit(lambda x: jnp.log(x))
+    before = f(-1.0)
+    with jax.debug_nans(True):
+        try:
+            f(-1.0)
+        except FloatingPointError as error:
+            return before, type(error).__name__, "nan" in str(error), f(1.0)
+    return before, "nothing"
+
+
+def infs(jit: Any) -> Any:
+    f = jit(jnp.reciprocal)
+    with jax.debug_infs(True):
+        try:
+            f(0.0)
+        except FloatingPointError as error:
+            return type(error).__name__, "inf" in str(error)
+    return "nothing"
+
+
+def nans_of_a_later_call(jit: Any) -> Any:
+    f = jit(lambda x: jnp.sqrt(x))
+    with jax.debug_nans(True):
+        fine = f(4.0), f(9.0)
+        try:
+            f(-1.0)
+        except FloatingPointError as error:
+            return fine, "sqrt" in str(error) or "nan" in str(error)
+    return fine, "nothing"
+
+
+def leaks(jit: Any) -> Any:
+    kept: list[Any] = []
+    with jax.checking_leaks():
+        fine = jit(lambda x: x + 1)(1.0)
+        try:
+            jit(lambda x: (kept.append(x), x)[1])(1.0)
+        except Exception as error:
+            return fine, "Leaked" in str(error)
+    return fine, "nothing"
+
+
+def transfers(jit: Any) -> Any:
+    f = jit(lambda x: x + 1)
+    warm = f(np.ones(2, np.float32)), f(jnp.ones(2))
+    seen: list[Any] = []
+    for x in (np.ones(2, np.float32), 1.0):
+        try:
+            with jax.transfer_guard("disallow_explicit"):
+                seen.append(f(x))
+        except Exception as error:
+            seen.append("Disallowed" in str(error))
+    with jax.transfer_guard("disallow"):
+        seen.append(f(warm[1]))
+    return seen
+
+
+def compile_time(jit: Any) -> Any:
+    def fn(x: Any) -> Any:
+        with jax.ensure_compile_time_eval():
+            n = int(jnp.arange(4).sum())
+        return [x] * n
+
+    return jit(fn)(1.0)
+
+
+def a_mesh(jit: Any) -> Any:
+    mesh = jax.make_mesh((1,), ("i",))
+    f = jit(lambda x: jax.lax.with_sharding_constraint(x * 2, jax.NamedSharding(mesh, jax.P("i"))))
+    return np.asarray(f(jnp.ones(4))), np.asarray(f(jnp.ones(4)))
+
+
+def legacy_prng(jit: Any) -> Any:
+    return under(
+        jit,
+        lambda: jax.random.PRNGKey(0).dtype == jax.random.key(0).dtype,
+        [nullcontext(), jax.enable_custom_prng(True), nullcontext()],
+    )
+
+
+def promotion(jit: Any) -> Any:
+    f = jit(lambda x, y: x + y)
+    before = f(jnp.int32(1), jnp.float32(2))
+    with jax.numpy_dtype_promotion("strict"):
+        strict = f(1, jnp.float32(2))
+        return before, strict, f(jnp.int32(1), jnp.float32(2))
+
+
+def ranks(jit: Any) -> Any:
+    f = jit(lambda x, y: x + y)
+    before = f(jnp.ones((2, 2)), jnp.ones(2))
+    with jax.numpy_rank_promotion("raise"):
+        return before, f(jnp.ones((2, 2)), jnp.ones(2))
+
+
+def x64(jit: Any) -> Any:
+    f = jit(lambda x: (x, x + 1, jnp.arange(2)))
+    seen = []
+    for on in (False, True, False, True):
+        with jax.enable_x64(on):
+            seen.append([(y.dtype.name, y.weak_type) for y in (*f(1.0), *f(np.float64(2)))])
+    return seen
+
+
+def x64_large(jit: Any) -> Any:
+    f = jit(lambda x: x * 2)
+    with jax.enable_x64(True):
+        large = int(f(2**40))
+    return large, f(2**40)
+
+
+def logged(jit: Any) -> Any:
+    """JAX's own log of compilations names the user's function."""
+    import logging
+
+    words: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: words.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("jax._src.interpreters.pxla")
+    logger.addHandler(handler)
+
+    def my_function(x: Any) -> Any:
+        return x + 1
+
+    try:
+        with jax.log_compiles():
+            jit(my_function)(jnp.ones(7))
+    finally:
+        logger.removeHandler(handler)
+    return any("Compiling jit(my_function)" in word for word in words), sum("my_function" in word for word in words)
+
+
+PROGRAMS: dict[str, Program] = {
+    "enable_x64": x64,
+    "enable_x64, large numbers": x64_large,
+    "enable_x64 is another trace": lambda jit: under(
+        jit, lambda x: x + 1, [nullcontext(), jax.enable_x64(True), nullcontext(), jax.enable_x64(True)], 1.0
+    ),
+    "disable_jit": eagerly,
+    "disable_jit, with branches": eagerly_printed,
+    "disable_jit, with donation": eagerly_donated,
+    "debug_nans": nans,
+    "debug_nans, of a later call": nans_of_a_later_call,
+    "debug_infs": infs,
+    "checking_leaks": leaks,
+    "transfer_guard": transfers,
+    "default_device": lambda jit: under(
+        jit, lambda x: x + 1, [nullcontext(), jax.default_device(jax.devices()[0]), nullcontext()], 1.0
+    ),
+    "default_device by name": lambda jit: under(jit, lambda x: x + 1, [jax.default_device("cpu")], 1.0),
+    "default_matmul_precision": lambda jit: under(
+        jit, lambda x: x @ x, [nullcontext(), jax.default_matmul_precision("highest"), nullcontext()], jnp.eye(2)
+    ),
+    "numpy_dtype_promotion": promotion,
+    "numpy_dtype_promotion is another trace": lambda jit: under(
+        jit, lambda x: x * 2, [nullcontext(), jax.numpy_dtype_promotion("strict"), nullcontext()], 1.0
+    ),
+    "numpy_rank_promotion": ranks,
+    "enable_custom_prng": legacy_prng,
+    "threefry_partitionable": lambda jit: under(
+        jit,
+        lambda: jax.random.uniform(jax.random.key(0), (2,)),
+        [nullcontext(), jax.threefry_partitionable(False), nullcontext()],
+    ),
+    "softmax_custom_jvp": lambda jit: under(jit, lambda x: jax.nn.softmax(x), [nullcontext()], jnp.ones(3)),
+    "ensure_compile_time_eval": compile_time,
+    "a mesh": a_mesh,
+    "log_compiles": logged,
+    "explain_cache_misses": lambda jit: under(jit, lambda x: x + 1, [jax.explain_cache_misses(False)], 1.0),
+    "check_tracer_leaks": lambda jit: under(jit, lambda x: x + 1, [jax.check_tracer_leaks(True)], 1.0),
+    "a name scope around the call": lambda jit: under(
+        jit, lambda x: x + 1, [jax.named_scope("here"), nullcontext()], 1.0
+    ),
+    "a profiler's annotation": lambda jit: under(
+        jit, lambda x: x + 1, [jax.profiler.TraceAnnotation("here"), jax.profiler.StepTraceAnnotation("s")], 1.0
+    ),
+}
+
+test_the_same_as_jax_jit = same_as_jax_jit(PROGRAMS)
