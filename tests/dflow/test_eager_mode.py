@@ -26,6 +26,7 @@ def outcome(program: Program) -> tuple[list[Any], list[Any]]:
     return jax.tree.map(lambda array: np.asarray(array).tolist(), (results, [v.read() for v in variables]))
 
 
+@pytest.mark.filterwarnings("ignore:.*makes a new function of it each time")
 @given(programs())
 def test_a_program_gives_eagerly_what_it_gives_compiled(program: Program) -> None:
     compiled = outcome(program)
