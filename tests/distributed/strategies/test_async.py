@@ -178,7 +178,7 @@ def test_a_named_run_goes_on_where_it_was_left_alone_too() -> None:
     for seen in Async(alone).run(lambda batch: batch, itertools.count(), steps=20, name="fit"):
         if seen == 6:
             break
-    assert len(list(Async(alone).run(lambda batch: batch, itertools.count(), steps=20, name="fit"))) == 20 - 6
+    assert len(list(Async(alone).run(lambda batch: batch, itertools.count(), steps=20, name="fit"))) == 20 - 7
     assert list(Async(alone).run(lambda batch: batch, itertools.count(), steps=20, name="fit")) == []
     with pytest.raises(RemoteError, match=r"run 'fit': it has 20 steps and .* asks for 30; .*name another run"):
         list(Async(alone).run(lambda batch: batch, itertools.count(), steps=30, name="fit"))
