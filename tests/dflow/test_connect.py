@@ -65,7 +65,7 @@ def test_arguments_come_before_the_environment(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_job_given_comes_before_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    coordinator = Coordinator(TcpTransport(), "127.0.0.1:0", {"evaluator": 1, "worker": 1})
+    coordinator = Coordinator(TcpTransport(), "127.0.0.1:0", {"evaluator": 1})
     for name, value in zip(VARIABLES, (coordinator.address, "worker", "0"), strict=True):
         monkeypatch.setenv(name, value)
     cluster = dflow.connect(job="evaluator")
