@@ -1,7 +1,8 @@
 """Every Python block of the README and the docs runs, and prints what the page says it prints.
 
 The blocks of a page run in order in one namespace. A ```text block right after a ```python block is its output;
-`...` in it stands for anything. `make golden` rewrites such blocks, save those that hold `...`.
+`...` in it stands for anything. `make golden` rewrites such blocks, save those that hold `...`. Links between the pages
+lead to what is there.
 """
 
 from __future__ import annotations
@@ -35,6 +36,26 @@ def test_the_snippets_of_a_page_run_and_print_what_it_says(page: Path) -> None:
             updated = updated.replace(match[0], f"```python\n{code}```\n\n```text\n{printed}```\n")
     if updated != original:
         page.write_text(updated)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_links_of_a_page_lead_to_headings_that_are_there(page: Path) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", outside_of_code(page))
+    for path, heading in links:
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), path
+        assert not heading or heading in headings(target), f"{path}#{heading}"
+
+
+def outside_of_code(page: Path) -> str:
+    """The page without its blocks of code."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def headings(page: Path) -> set[str]:
+    """What links call the headings of a page: small letters, words joined by hyphens, no other signs."""
+    titles = re.findall(r"^#+ (.*)$", outside_of_code(page), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 def run(code: str, name: str, namespace: dict[str, object]) -> str:

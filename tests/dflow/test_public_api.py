@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +14,7 @@ import dflow
 
 DEADLINE_S = 60.0
 NAMES = dflow.__all__
+PAGE = Path(__file__).parents[2] / "docs" / "api.md"
 
 
 def python(script: str) -> str:
@@ -38,6 +41,11 @@ def test_every_public_method_has_a_docstring(name: str) -> None:
         member: value for member, value in public.items() if inspect.isroutine(value) or isinstance(value, property)
     }
     assert [member for member, value in functions.items() if not value.__doc__] == []
+
+
+def test_the_page_of_names_has_each_public_name_once_and_no_other() -> None:
+    listed = re.findall(r"^- \[`dflow\.(\w+)`\]", PAGE.read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(NAMES)
 
 
 def test_all_is_sorted_and_what_star_gives() -> None:
