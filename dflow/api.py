@@ -1,7 +1,6 @@
 """Every public name, gathered; `dflow` takes them from here when one is first asked for."""
 
 from dflow import distributed, lax, nn, numpy, random
-from dflow.accumulator import ConditionalAccumulator
 from dflow.cluster import connect
 from dflow.distributed.cluster import ClusterSettings
 from dflow.eager_mode import eager
@@ -10,6 +9,7 @@ from dflow.generator import Generator
 from dflow.graph_view import GraphView, graph
 from dflow.optimizer import Optimizer
 from dflow.trace_log import RetraceWarning
+from dflow.tracing.accumulators import ConditionalAccumulator
 from dflow.tracing.autodiff import grad, hvp, jvp, value_and_grad, vjp
 from dflow.tracing.container import container, containers, reset_container
 from dflow.tracing.device import device

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
+from dflow.lowering.accumulators import HeldAccumulator
 from dflow.lowering.channel import Deliver, StepId
 from dflow.lowering.compile import TaskPlan, make_plans
 from dflow.lowering.execute import Execution, Outcome, Schedule, takes
@@ -31,6 +32,7 @@ from dflow.tracing.host_resource import HostResource
 from dflow.tracing.resources import Variable
 from dflow.tracing.source import at, caller
 from dflow.tracing.trace import Traced
+from dflow.tracing.types import AccumulatorType
 
 #: Runs a step on the leaves of its arguments; gives the leaves of its result.
 Runner = Callable[[Sequence[Any]], Sequence[Any]]
@@ -173,6 +175,8 @@ class CompiledStep:
 
 
 def _held(resource: HostResource) -> Held:
+    if isinstance(resource.type, AccumulatorType):
+        return HeldAccumulator(resource.name, resource.settings, resource.type)
     return HeldQueue(resource.name, resource.settings, resource.type)
 
 

@@ -21,6 +21,7 @@ from dflow.tracing import ops
 from dflow.tracing.context import Slot, home
 from dflow.tracing.device import device
 from dflow.tracing.graph import Graph, Literal, Node, Value, Written
+from dflow.tracing.host_resource import HostResource
 from dflow.tracing.jax_frontend import primitive_named
 from dflow.tracing.op import numeric
 from dflow.tracing.resources import Variable
@@ -44,6 +45,9 @@ class DictHome:
     def create(self, variable: Variable, initial: Any, near: Variable | None) -> Slot:
         self.values[variable] = jnp.asarray(initial() if callable(initial) else initial)
         return Slot(self._devices[(len(self.values) - 1) % len(self._devices)], variable.name)
+
+    def create_resource(self, resource: HostResource) -> Slot:
+        return Slot(None, resource.name)
 
     def read(self, variable: Variable) -> jax.Array:
         value: jax.Array = self.values[variable]

@@ -1,8 +1,8 @@
-"""Hypothesis generator of programs over variables and queues, in nested control flow, that end when run by one thread.
+"""Hypothesis generator of programs over variables, queues and an accumulator that end when run by one thread.
 
 The programs of one thread must not wait for ever, so what they do to a queue keeps within what it holds: the generator
-runs along, with the number of elements in each queue, and closes nothing. A body leaves each queue as full as it found
-it, since a loop may turn any number of times. All numbers are int32, which wraps the same everywhere.
+runs along, with the number of elements in each queue and of gradients, and closes nothing. A body leaves as many of
+each as it found, since a loop may turn any number of times. All numbers are int32, which wraps the same everywhere.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
+from dflow.tracing.accumulators import ConditionalAccumulator
 from dflow.tracing.queue_settings import QueueKind
 from dflow.tracing.queues import FIFOQueue, PriorityQueue, Queue, RandomShuffleQueue
 from dflow.tracing.resources import Variable
+from dflow.tracing.row_gradient import RowGradient
 from tests.graphs_ import EAGER, TRACED, Control
 
 CAPACITY = 4
@@ -82,7 +84,30 @@ class Nested:
     bodies: tuple[tuple[Step, ...], ...]
 
 
-Step = Put | Take | Size | Touch | Sum | Nested
+@dataclass(frozen=True)
+class Apply:
+    """Apply gradients made of a value, fresh or of an earlier step, and push how many were fresh."""
+
+    value: int
+    count: int
+    age: int
+
+
+@dataclass(frozen=True)
+class TakeSum:
+    """Take the sum of so many gradients or more, and push a number made of it."""
+
+    count: int
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Push a number that the accumulator knows, or set its step on."""
+
+    what: str
+
+
+Step = Put | Take | Size | Touch | Sum | Nested | Apply | TakeSum | Ask
 
 
 @dataclass(frozen=True)
@@ -93,7 +118,7 @@ class QueueProgram:
     steps: tuple[Step, ...]
     times: int
 
-    def __call__(self, variables: Sequence[Variable], queues: Sequence[Queue], x: Any, control: Control) -> Any:
+    def __call__(self, variables: Sequence[Variable], queues: Sequence[Any], x: Any, control: Control) -> Any:
         """The last three values."""
         return tuple(run(self.steps, [jnp.asarray(x, jnp.int32)], variables, queues, control)[-3:])
 
@@ -102,10 +127,10 @@ def run(
     steps: Sequence[Step],
     stack: Sequence[Any],
     variables: Sequence[Variable],
-    queues: Sequence[Queue],
+    queues: Sequence[Any],
     control: Control,
 ) -> list[Any]:
-    """Run the steps on a stack of int32 scalars; the stack after them."""
+    """Run the steps on a stack of int32 scalars; the stack after them. The last of `queues` is the accumulator."""
     stack = list(stack)
     for step in steps:
         match step:
@@ -121,6 +146,19 @@ def run(
                 getattr(variables[variable], how)(stack[value % len(stack)])
             case Sum(left, right):
                 stack.append(stack[left % len(stack)] * 3 - stack[right % len(stack)])
+            case Apply(value, count, age):
+                gradients = [_gradient(stack[value % len(stack)] + index) for index in range(count)]
+                fresh = [queues[-1].apply(gradient, queues[-1].step - age) for gradient in gradients]
+                stack.append(sum((jnp.asarray(one, jnp.int32) for one in fresh), jnp.int32(0)))
+            case TakeSum(count):
+                dense, rows = queues[-1].take(count)
+                stack.append(dense.sum(dtype=jnp.int32) + _weighed(rows.indices) + _weighed(rows.rows[:, 0]))
+            case Ask("set_step"):
+                queues[-1].set_step(queues[-1].step + 1)
+            case Ask("step"):
+                stack.append(queues[-1].step)
+            case Ask(what):
+                stack.append(getattr(queues[-1], what)())
             case Nested():
                 stack.append(_nested(step, stack, variables, queues, control))
     return stack
@@ -133,6 +171,12 @@ def _put(step: Put, value: Any, queue: Queue) -> None:
         return
     for number in numbers:
         queue.enqueue((number, jnp.stack([number, number * 2])))
+
+
+def _gradient(value: Any) -> tuple[Any, RowGradient]:
+    """A dense part and a row-sparse one, whose rows and indices depend on the value."""
+    indices = jnp.stack([value % 3, (value + 1) % 3])
+    return jnp.stack([value, value * 2]), RowGradient(indices, jnp.stack([value, value + 1])[:, None], (5, 1))
 
 
 def _taken(step: Take, queue: Queue) -> Any:
@@ -152,7 +196,7 @@ def _weighed(values: Any) -> Any:
 
 
 def _nested(
-    step: Nested, stack: list[Any], variables: Sequence[Variable], queues: Sequence[Queue], control: Control
+    step: Nested, stack: list[Any], variables: Sequence[Variable], queues: Sequence[Any], control: Control
 ) -> Any:
     def body(number: int, *more: Any) -> Any:
         return run(step.bodies[number], [*stack, *more], variables, queues, control)[-1]
@@ -178,6 +222,7 @@ class _Levels:
 
     kinds: tuple[QueueKind, ...]
     held: list[int] = field(default_factory=list)
+    gradients: int = 0
 
     def can_take(self, queue: int) -> int:
         back = HELD_BACK if self.kinds[queue] is QueueKind.SHUFFLE else 0
@@ -193,7 +238,18 @@ def _steps(draw: st.DrawFn, levels: _Levels, depth: int) -> tuple[Step, ...]:
 def _step(draw: st.DrawFn, levels: _Levels, depth: int) -> Step:
     index = st.integers(0, 7)
     queue = draw(st.integers(0, len(levels.kinds) - 1))
-    match draw(st.sampled_from(["put", "take", "put", "take", "size", "touch", "sum", *["nested"] * 3 * (depth > 0)])):
+    kinds = ["put", "take", "put", "take", "size", "touch", "sum", "apply", "take sum", "ask"]
+    match draw(st.sampled_from([*kinds, *["nested"] * 4 * (depth > 0)])):
+        case "apply":
+            count, age = draw(st.integers(0, 2)), draw(st.integers(-1, 1))
+            levels.gradients += count if age <= 0 else 0
+            return Apply(draw(index), count, age)
+        case "take sum" if levels.gradients:
+            wanted = draw(st.integers(1, levels.gradients))
+            levels.gradients = 0
+            return TakeSum(wanted)
+        case "take sum" | "ask":
+            return Ask(draw(st.sampled_from(["step", "count", "dropped", "set_step"])))
         case "put":
             count = draw(st.integers(0, min(2, CAPACITY - levels.held[queue])))
             levels.held[queue] += count
@@ -216,9 +272,15 @@ def _step(draw: st.DrawFn, levels: _Levels, depth: int) -> Step:
 
 @st.composite
 def _level_body(draw: st.DrawFn, levels: _Levels, depth: int) -> tuple[Step, ...]:
-    """A body that leaves every queue as full as it found it, and ends with a value."""
-    before = list(levels.held)
+    """A body that leaves as many elements and gradients as it found, and ends with a value."""
+    before, gradients = list(levels.held), levels.gradients
     steps = list(draw(_steps(levels, depth)))
+    if levels.gradients > gradients:
+        steps.append(TakeSum(levels.gradients))
+        levels.gradients = 0
+    if levels.gradients < gradients:
+        steps.append(Apply(0, gradients - levels.gradients, 0))
+        levels.gradients = gradients
     for queue, (now, then) in enumerate(zip(levels.held, before, strict=True)):
         if now > then:
             steps.append(Take(queue, now - then, "one by one"))
@@ -237,9 +299,9 @@ def queue_programs(draw: st.DrawFn) -> QueueProgram:
     return QueueProgram(kinds, draw(steps), times)
 
 
-def queues_of(program: QueueProgram) -> list[Queue]:
-    """New queues for a program, each with `FULL` elements."""
-    made: list[Queue] = []
+def queues_of(program: QueueProgram) -> list[Any]:
+    """New queues for a program, each with `FULL` elements, and last an accumulator of nothing."""
+    made: list[Any] = []
     for number, kind in enumerate(program.kinds):
         name = f"q{number}"
         match kind:
@@ -251,7 +313,9 @@ def queues_of(program: QueueProgram) -> list[Queue]:
                 made.append(RandomShuffleQueue(CAPACITY, HELD_BACK, SPEC, seed=7, name=name))
         for element in elements_at_start():
             made[-1].enqueue(element)
-    return made
+    rows = RowGradient(jax.ShapeDtypeStruct((4,), jnp.int32), jax.ShapeDtypeStruct((4, 1), jnp.int32), (5, 1))
+    spec = (jax.ShapeDtypeStruct((2,), jnp.int32), rows)
+    return [*made, ConditionalAccumulator(spec, name="gradients", reduction="sum")]
 
 
 def elements_at_start() -> list[tuple[Any, Any]]:

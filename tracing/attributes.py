@@ -40,7 +40,16 @@ from dflow.tracing.jax_frontend import (
     scan_counts,
 )
 from dflow.tracing.source import at
-from dflow.tracing.types import DTYPES, ArrayType, QueueType, RefType, TokenType, dtype_name, parse_dtype
+from dflow.tracing.types import (
+    DTYPES,
+    AccumulatorType,
+    ArrayType,
+    QueueType,
+    RefType,
+    TokenType,
+    dtype_name,
+    parse_dtype,
+)
 
 #: Arrays of more elements than this are printed as a digest of their bytes, which cannot be read back.
 LARGEST_PRINTED = 16
@@ -99,6 +108,7 @@ _PLAIN = (
     ArrayType,
     RefType,
     QueueType,
+    AccumulatorType,
     TokenType,
     Opaque,
     Symbol,

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 
 from dflow.tracing.container import contained, join
 from dflow.tracing.context import ForgettingHome, Home, current_home
@@ -19,19 +20,26 @@ from dflow.tracing.host_primitives import host_p
 from dflow.tracing.jax_frontend import Handle, is_tracing
 from dflow.tracing.queue_settings import DEFAULT_TIMEOUT_S
 from dflow.tracing.source import at, caller
-from dflow.tracing.types import HostType, array_type_of
+from dflow.tracing.types import ArrayType, HostType, array_type_of
 
 _serials = itertools.count()
 
 
 class HostResource:
-    """What queues and accumulators share. It cannot be made inside traced code."""
+    """What queues and accumulators share: among a function's arguments, each is a pytree without leaves."""
 
     #: What the class raises.
     error: ClassVar[type[DflowError]]
     type: HostType
     #: What makes it the resource it is, beside its type: equal settings and equal ops give equal results.
     settings: Any
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        # By handle, since JAX keeps the trees of arguments for as long as a function lives.
+        jax.tree_util.register_pytree_node(
+            cls, lambda resource: ((), resource.handle), lambda handle, _: handle.variable
+        )
 
     def __init__(self, kind: str, name: str | None) -> None:
         self.kind = kind
@@ -90,3 +98,11 @@ class HostResource:
 def number_text(number: Any) -> str:
     """What was given for a number that must be known when the program is traced, as a message shows it."""
     return f"{array_type_of(number)} (traced)" if isinstance(number, jax.core.Tracer) else str(number)
+
+
+def converted(value: Any, wanted: ArrayType) -> Any:
+    """The value as an array; a plain number takes the component's dtype if it is of its kind."""
+    given, array = array_type_of(value), value if hasattr(value, "dtype") else jnp.asarray(value)
+    both_floating = all(jnp.issubdtype(type.dtype, jnp.floating) for type in (given, wanted))
+    same_kind = both_floating or jnp.promote_types(given.dtype, wanted.dtype) == wanted.dtype
+    return jax.lax.convert_element_type(array, wanted.dtype) if given.weak and same_kind else array

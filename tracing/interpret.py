@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflow.tracing import ops
+from dflow.tracing.accumulator_model import AccumulatorModel
 from dflow.tracing.attributes import Body, bind_node, body_of
 from dflow.tracing.effects import Effect, commute
 from dflow.tracing.errors import DflowError, InternalError
@@ -27,7 +28,7 @@ from dflow.tracing.source import at
 from dflow.tracing.types import HANDLES
 
 #: What a queue or an accumulator does, with one user at a time.
-HostModel = QueueModel
+HostModel = QueueModel | AccumulatorModel
 
 #: The values of variables, and a `HostModel` for each queue and accumulator, by the names of the inputs for them.
 StateByName = dict[str, Any]

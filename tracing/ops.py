@@ -13,7 +13,7 @@ from dflow.tracing.effects import Effect
 from dflow.tracing.errors import GraphTypeError
 from dflow.tracing.op import OpDef, Signature, op
 from dflow.tracing.queue_settings import DEFAULT_TIMEOUT_S
-from dflow.tracing.types import ArrayType, QueueType, RefType, TokenType, Type, strong
+from dflow.tracing.types import AccumulatorType, ArrayType, QueueType, RefType, RowsType, TokenType, Type, strong
 from dflow.tracing.updates import ASSIGNS, KINDS, indices_refusal, kind_refusal, lookup_type
 
 
@@ -239,7 +239,75 @@ def queue_close(queue: QueueType, /, *, cancel_pending: bool = False) -> tuple[T
     return (TokenType(),)
 
 
-#: What may be done to queues, by name.
+def _parts(name: str, accumulator: Type) -> tuple[ArrayType | RowsType, ...]:
+    if not isinstance(accumulator, AccumulatorType):
+        raise GraphTypeError(f"{name}: the first operand is {accumulator}, not an accumulator")
+    return accumulator.components
+
+
+def _check_step(name: str, step: Type) -> None:
+    if step != ArrayType(np.dtype("int32"), ()):
+        raise GraphTypeError(f"{name}: the step is {step}, not i32[]")
+
+
+@op("accumulator.apply", (Effect.HOST, 0))
+def accumulator_apply(accumulator: AccumulatorType, /, *operands: ArrayType) -> tuple[Type, ...]:
+    """Add a gradient that was computed in the step that is the last operand; whether it was fresh.
+
+    Of a row-sparse component it takes the indices and the rows, as many as there are.
+    """
+    parts = _parts("accumulator.apply", accumulator)
+    *given, step = [strong(operand) for operand in operands] or [TokenType()]
+    _check_step("accumulator.apply", step)
+    if given != _gradient(parts, given):
+        raise GraphTypeError(f"accumulator.apply: the gradient is {_listed(given)} but {accumulator} is to take it")
+    return (ArrayType(np.dtype("bool"), ()),)
+
+
+def _gradient(parts: Sequence[ArrayType | RowsType], given: Sequence[Type]) -> list[Type]:
+    """The types of a gradient; of a row-sparse part as many rows as are given."""
+    wanted: list[Type] = []
+    for part in parts:
+        if isinstance(part, RowsType):
+            indices = given[len(wanted)] if len(wanted) < len(given) else None
+            wanted += part.arrays(indices.shape[0] if isinstance(indices, ArrayType) and indices.shape else 0)
+        else:
+            wanted.append(part)
+    return wanted
+
+
+@op("accumulator.take", (Effect.HOST, 0))
+def accumulator_take(
+    accumulator: AccumulatorType, /, *, count: int, timeout_s: float = DEFAULT_TIMEOUT_S
+) -> tuple[Type, ...]:
+    """Wait for `count` gradients; the mean or the sum of all that are there, and the step goes on by one."""
+    parts = _parts("accumulator.take", accumulator)
+    return tuple(type for part in parts for type in (part.arrays() if isinstance(part, RowsType) else [part]))
+
+
+@op("accumulator.set_step", (Effect.HOST, 0))
+def accumulator_set_step(accumulator: AccumulatorType, step: ArrayType, /) -> tuple[Type, ...]:
+    """Set the step; gradients of earlier ones are stale."""
+    _parts("accumulator.set_step", accumulator)
+    _check_step("accumulator.set_step", strong(step))
+    return (TokenType(),)
+
+
+def _number_of(name: str) -> OpDef:
+    def rule(accumulator: AccumulatorType, /) -> tuple[Type, ...]:
+        _parts(name, accumulator)
+        return (ArrayType(np.dtype("int32"), ()),)
+
+    return op(name, (Effect.HOST, 0))(rule)
+
+
+#: The step, how many gradients are there, and how many were stale since the beginning.
+accumulator_step, accumulator_count, accumulator_dropped = map(
+    _number_of, ("accumulator.step", "accumulator.count", "accumulator.dropped")
+)
+
+
+#: What may be done to queues and accumulators, by name.
 RESOURCE_OPS = {
     definition.name: definition
     for definition in (
@@ -250,6 +318,12 @@ RESOURCE_OPS = {
         queue_dequeue_up_to,
         queue_size,
         queue_close,
+        accumulator_apply,
+        accumulator_take,
+        accumulator_set_step,
+        accumulator_step,
+        accumulator_count,
+        accumulator_dropped,
     )
 }
 

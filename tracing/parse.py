@@ -25,7 +25,9 @@ T = TypeVar("T")
 
 _BLANK = re.compile(r"(?:\s|#[^\n]*)*")
 _NAME = re.compile(r"%([\w./]+)")
-_TYPE = re.compile(r"ref<[^\[>]*(?:<\w+>)?\[[0-9,]*\]>|queue<[^<>\n]*>|token\b|~?[a-z]\w*(?:<\w+>)?\[[0-9,]*\]")
+_TYPE = re.compile(
+    r"ref<[^\[>]*(?:<\w+>)?\[[0-9,]*\]>|(?:queue|accumulator)<[^<>\n]*>|token\b|~?[a-z]\w*(?:<\w+>)?\[[0-9,]*\]"
+)
 _DEVICE = re.compile(r"@([\w:/-]+)")
 _LOC = re.compile(r"[ \t]*#[ \t]*([^\n]*\S):(\d+)[ \t]*(?=\n|$)")
 _KEY = re.compile(r"([A-Za-z_]\w*)=")

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflow.tracing.errors import QueueError, QueueTypeError
-from dflow.tracing.host_resource import HostResource, number_text
+from dflow.tracing.host_resource import HostResource, converted, number_text
 from dflow.tracing.jax_frontend import is_tracing
 from dflow.tracing.queue_settings import DEFAULT_TIMEOUT_S, QueueKind, QueueSettings
 from dflow.tracing.resources import is_variable
@@ -152,7 +152,7 @@ class Queue(HostResource):
         leaves, tree = jax.tree_util.tree_flatten(element, is_leaf=is_variable)
         arrays = [leaf.read() if is_variable(leaf) else leaf for leaf in leaves]
         if tree == self._tree:
-            arrays = [_converted(a, wanted) for a, wanted in zip(arrays, self.type.components, strict=True)]
+            arrays = [converted(a, wanted) for a, wanted in zip(arrays, self.type.components, strict=True)]
         given = [array_type_of(array).strong for array in arrays]
         extra = 1 if method == "enqueue_many" else 0
         rows = given[0].shape[:extra] if given else ()
@@ -175,14 +175,6 @@ class _Shown(str):
 
     __slots__ = ()
     __repr__ = str.__str__
-
-
-def _converted(value: Any, wanted: ArrayType) -> Any:
-    """The value as an array; a plain number takes the component's dtype if it is of its kind."""
-    given, array = array_type_of(value), value if hasattr(value, "dtype") else jnp.asarray(value)
-    both_floating = all(jnp.issubdtype(type.dtype, jnp.floating) for type in (given, wanted))
-    same_kind = both_floating or jnp.promote_types(given.dtype, wanted.dtype) == wanted.dtype
-    return jax.lax.convert_element_type(array, wanted.dtype) if given.weak and same_kind else array
 
 
 def _fits(given: ArrayType, wanted: ArrayType) -> bool:
@@ -240,7 +232,3 @@ class PriorityQueue(Queue):
                 f"{at(caller())}\n  the components are the leaves of the spec; those of a dict go by its keys"
             )
         super().__init__(spec, QueueSettings(QueueKind.PRIORITY, capacity), name)
-
-
-for _kind in (FIFOQueue, PaddingFIFOQueue, RandomShuffleQueue, PriorityQueue):
-    jax.tree_util.register_pytree_node(_kind, lambda queue: ((), queue.handle), lambda handle, _: handle.variable)

@@ -24,7 +24,7 @@ import numpy as np
 from dflow.tracing.attributes import Body, Opaque, Record, Symbol, attributes_of, normal
 from dflow.tracing.graph import Graph, Node, Operand, Value
 from dflow.tracing.parse import parse
-from dflow.tracing.types import ArrayType, QueueType, RefType, TokenType, dtype_name
+from dflow.tracing.types import AccumulatorType, ArrayType, QueueType, RefType, TokenType, dtype_name
 
 __all__ = ["marked", "parse", "text"]
 
@@ -134,7 +134,7 @@ def _value(value: Any, locs: bool = True) -> str:
             return json.dumps(value)
         case complex():
             return _complex(value)
-        case bool() | int() | float() | None | ArrayType() | RefType() | QueueType() | TokenType():
+        case bool() | int() | float() | None | ArrayType() | RefType() | QueueType() | AccumulatorType() | TokenType():
             return str(value)
     raise AssertionError(f"{type(value).__name__} is not plain data")
 

@@ -1,7 +1,8 @@
 """The types of a graph's values, and how each prints.
 
 `f32[2,3]` is an array, `~f32[]` one whose dtype gives way in promotion (JAX's weak type), `ref<f32[3]>` a handle
-to a variable, `queue<f32[3], i32[]>` one to a queue of pairs, `token` the result of an op that gives nothing else. The
+to a variable, `queue<f32[3], i32[]>` one to a queue of pairs, `accumulator<f32[3], 8 rows of f32[100,3]>` one to an
+accumulator of gradients, of which one is row-sparse, `token` the result of an op that gives nothing else. The
 short dtype names are JAX's.
 """
 
@@ -114,6 +115,37 @@ class QueueType:
 
 
 @dataclass(frozen=True, slots=True)
+class RowsType:
+    """`count` rows of an array of the type `of`, with their indices."""
+
+    count: int
+    of: ArrayType
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the rows."""
+        return self.of.dtype
+
+    def arrays(self, count: int | None = None) -> tuple[ArrayType, ArrayType]:
+        """The types of the indices and the rows, of `count` rows rather than its own."""
+        number = self.count if count is None else count
+        return ArrayType(np.dtype("int32"), (number,)), ArrayType(self.of.dtype, (number, *self.of.shape[1:]))
+
+    def __str__(self) -> str:
+        return f"{self.count} rows of {self.of}"
+
+
+@dataclass(frozen=True, slots=True)
+class AccumulatorType:
+    """A handle to an accumulator of gradients with these components; of a row-sparse one it gives so many rows."""
+
+    components: tuple[ArrayType | RowsType, ...]
+
+    def __str__(self) -> str:
+        return f"accumulator<{', '.join(map(str, self.components))}>"
+
+
+@dataclass(frozen=True, slots=True)
 class TokenType:
     """The result of an op that gives no array; it only stands in order edges."""
 
@@ -122,8 +154,8 @@ class TokenType:
 
 
 #: A handle to what the host keeps itself.
-HostType = QueueType
-HOST_HANDLES = (QueueType,)
+HostType = QueueType | AccumulatorType
+HOST_HANDLES = (QueueType, AccumulatorType)
 
 Type = ArrayType | RefType | HostType | TokenType
 
@@ -159,11 +191,26 @@ def parse_type(text: str) -> Type:
         components = [parse_type(component) for component in text[6:-1].split(", ")]
         if all(isinstance(component, ArrayType) for component in components):
             return QueueType(tuple(component for component in components if isinstance(component, ArrayType)))
+    if text.startswith("accumulator<") and text.endswith(">"):
+        parts = [_parse_part(part) for part in text[12:-1].split(", ")]
+        if all(isinstance(part, ArrayType | RowsType) for part in parts):
+            return AccumulatorType(tuple(part for part in parts if isinstance(part, ArrayType | RowsType)))
     match = _ARRAY.match(text)
     if match is None:
         raise ParseError(
-            f"{text!r} is not a type; a type looks like f32[2,3], ~f32[], ref<f32[3]>, queue<f32[3]> or token"
+            f"{text!r} is not a type; a type looks like f32[2,3], ~f32[], ref<f32[3]>, queue<f32[3]>, "
+            "accumulator<f32[3], 2 rows of f32[5,3]> or token"
         )
     weak, dtype, dims = match.groups()
     shape = tuple(None if dim == "?" else int(dim) for dim in dims.split(",")) if dims else ()
     return ArrayType(parse_dtype(dtype), shape, bool(weak))
+
+
+def _parse_part(text: str) -> Type | RowsType:
+    count, rows, of = text.partition(" rows of ")
+    if not rows:
+        return parse_type(text)
+    whole = parse_type(of)
+    if not isinstance(whole, ArrayType) or not count.isdecimal():
+        raise ParseError(f"{text!r} is not a part of an accumulator; a row-sparse one looks like 2 rows of f32[5,3]")
+    return RowsType(int(count), whole)

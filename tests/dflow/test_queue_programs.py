@@ -1,16 +1,20 @@
-"""Programs of variables and queues: compiled, run at once, and interpreted, they give and leave the same."""
+"""Programs of variables, queues and an accumulator: compiled, run at once, and interpreted, they are one."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 
 import dflow
 from dflow.function import LOCAL
 from dflow.lowering.passes.base import run_passes
 from dflow.lowering.pipeline import pipeline
+from dflow.tracing.accumulator_model import AccumulatorModel
+from dflow.tracing.accumulators import ConditionalAccumulator
+from dflow.tracing.host_resource import HostResource
 from dflow.tracing.interpret import interpret
 from dflow.tracing.queue_model import QueueModel
 from dflow.tracing.queues import Queue
@@ -35,11 +39,33 @@ def plain(values: Any) -> list[Any]:
     return [np.asarray(value).tolist() for value in values]
 
 
-def contents(queues: list[Queue]) -> list[Any]:
-    """What queues of this process hold, first in first."""
-    return [[plain(element) for element in LOCAL.store.resource(queue.key).contents()] for queue in queues]
+def contents(resources: list[Any]) -> list[Any]:
+    """What queues of this process hold, first in first; of an accumulator the numbers that it knows."""
+    return [
+        [plain(element) for element in LOCAL.store.resource(resource.key).contents()]
+        if isinstance(resource, Queue)
+        else plain([resource.step, resource.count(), resource.dropped()])
+        for resource in resources
+    ]
 
 
+def contents_of_model(model: QueueModel | AccumulatorModel) -> Any:
+    """The same of a model."""
+    if isinstance(model, QueueModel):
+        return [plain(element) for element in model.elements]
+    return [model.step, len(model.gradients), model.dropped]
+
+
+def initial(resource: Any) -> Any:
+    """What the interpreter begins with."""
+    if isinstance(resource, Queue):
+        return QueueModel(resource.settings, elements_at_start())
+    if isinstance(resource, ConditionalAccumulator):
+        return AccumulatorModel(resource.type, resource.settings)
+    return resource.read()
+
+
+@pytest.mark.filterwarnings("ignore::dflow.RetraceWarning")
 @settings(max_examples=60)
 @given(program=queue_programs())
 def test_compiled_eager_and_interpreted_are_one(program: QueueProgram) -> None:
@@ -48,8 +74,7 @@ def test_compiled_eager_and_interpreted_are_one(program: QueueProgram) -> None:
     traced = trace(lambda x: program(*ours, x, TRACED), (X,), {})
     verify(traced.graph)
     state: dict[str, Any] = {
-        ref.name: QueueModel(resource.settings, elements_at_start()) if isinstance(resource, Queue) else resource.read()
-        for ref, resource in zip(traced.graph.refs, traced.variables, strict=True)
+        ref.name: initial(resource) for ref, resource in zip(traced.graph.refs, traced.variables, strict=True)
     }
     lowered = run_passes(traced.graph, pipeline(), check=True)
     for graph in (traced.graph, lowered):
@@ -63,9 +88,9 @@ def test_compiled_eager_and_interpreted_are_one(program: QueueProgram) -> None:
         assert contents(ours[1]) == contents(eager[1])
         assert plain(v.read() for v in ours[0]) == plain(v.read() for v in eager[0])
         for ref, resource in zip(traced.graph.refs, traced.variables, strict=True):
-            if isinstance(resource, Queue):
-                assert [plain(element) for element in after[ref.name].elements] == contents([resource])[0]
-                assert [plain(element) for element in after_passes[ref.name].elements] == contents([resource])[0]
+            if isinstance(resource, HostResource):
+                assert contents_of_model(after[ref.name]) == contents([resource])[0]
+                assert contents_of_model(after_passes[ref.name]) == contents([resource])[0]
             else:
                 assert plain([after[ref.name], after_passes[ref.name]]) == plain([resource.read()] * 2)
         state = after

@@ -10,10 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflow.lowering.passes.base import Pass
+from dflow.tracing.accumulator_model import AccumulatorModel
+from dflow.tracing.accumulator_settings import AccumulatorSettings, Reduction
 from dflow.tracing.graph import Graph
 from dflow.tracing.interpret import Choose, interpret
+from dflow.tracing.queue_model import QueueModel
+from dflow.tracing.queue_settings import QueueKind, QueueSettings
 from dflow.tracing.text import parse, text
-from dflow.tracing.types import HANDLES
+from dflow.tracing.types import HANDLES, AccumulatorType, QueueType, RefType
 from dflow.tracing.verify import verify
 from tests.golden import GoldenCase, check
 
@@ -28,9 +32,18 @@ def inputs_of(graph: Graph) -> list[Any]:
 
 
 def state_of(graph: Graph) -> dict[str, Any]:
-    """A value for each variable of a graph, by its name; no two are equal."""
-    held: list[tuple[str, Any]] = [(ref.name, ref.type) for ref in graph.refs]
-    return {name: jnp.full(ref.of.shape, 10 * (1 + index), ref.of.dtype) for index, (name, ref) in enumerate(held)}
+    """A value for each variable of a graph, by its name, of which no two are equal; an empty model of what waits."""
+    return {ref.name: _initial(10 * (1 + index), ref.type) for index, ref in enumerate(graph.refs)}
+
+
+def _initial(value: int, held: Any) -> Any:
+    match held:
+        case RefType(of):
+            return jnp.full(of.shape, value, of.dtype)
+        case QueueType():
+            return QueueModel(QueueSettings(QueueKind.FIFO, 8))
+        case AccumulatorType():
+            return AccumulatorModel(held, AccumulatorSettings(Reduction.MEAN))
 
 
 def assert_equal_values(one: Sequence[Any], other: Sequence[Any]) -> None:
@@ -41,7 +54,17 @@ def assert_equal_values(one: Sequence[Any], other: Sequence[Any]) -> None:
 def assert_equal_states(one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
     """Both hold the same variables with equal values."""
     assert sorted(one) == sorted(other)
-    assert_equal_values([one[name] for name in sorted(one)], [other[name] for name in sorted(one)])
+    assert_equal_values(*([_numbers(state[name]) for name in sorted(one)] for state in (one, other)))
+
+
+def _numbers(held: Any) -> Any:
+    """What a model holds, or the value of a variable."""
+    match held:
+        case QueueModel():
+            return len(held.elements)
+        case AccumulatorModel():
+            return [held.step, held.dropped, len(held.gradients)]
+    return held
 
 
 def assert_same_meaning(

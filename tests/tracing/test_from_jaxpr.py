@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dflow.tracing.accumulators import ConditionalAccumulator
 from dflow.tracing.autodiff import grad, value_and_grad
 from dflow.tracing.device import device, with_state
 from dflow.tracing.resources import Variable, name
@@ -26,8 +27,16 @@ def scope() -> dict[str, Any]:
     """What the functions of the golden file may use."""
     with a_home():
         w, count = Variable(jnp.zeros(3), name="w"), Variable(jnp.zeros(()), name="count")
+        held = ConditionalAccumulator(jnp.zeros(3), name="held")
     modules = {"jax": jax, "jnp": jnp, "device": device, "with_state": with_state, "name": name}
-    return modules | {"w": w, "count": count, "table": X + 1, "grad": grad, "value_and_grad": value_and_grad}
+    return modules | {
+        "w": w,
+        "count": count,
+        "held": held,
+        "table": X + 1,
+        "grad": grad,
+        "value_and_grad": value_and_grad,
+    }
 
 
 @pytest.mark.parametrize("case", golden_cases(Path(__file__).parent / "from_jaxpr.graphs"))

@@ -234,7 +234,7 @@ def test_comments_and_blanks_of_ones_own_are_skipped() -> None:
         (
             "var.read",
             "var.reed",
-            r"line 2, column 18: 'var.reed' is not an op; an op is jax.<primitive> or one of ctrl",
+            r"line 2, column 18: 'var.reed' is not an op; an op is jax.<primitive> or one of accum",
         ),
         (" !%w_1", "  %w_1", r"the node before, %w_1 \(var.read\), has effects; its line must start with '!'"),
         ("  %1:", " !%1:", None),

@@ -44,7 +44,7 @@ def test_the_short_names_are_jaxs() -> None:
 def test_what_is_no_type_is_refused(text: str) -> None:
     with pytest.raises(
         ParseError,
-        match=r"is not a type; a type looks like f32\[2,3\], ~f32\[\], ref<f32\[3\]>, queue<f32\[3\]> or token",
+        match=r"is not a type; a type looks like f32\[2,3\], ~f32\[\], ref<f32\[3\]>, queue<f32\[3\]>, accumulator",
     ):
         parse_type(text)
 

@@ -74,8 +74,8 @@ Event = GradientApplied | TakeAsked | TakeGivenUp | StepSet
 Command = Add | Drop | Give | WarnOfStepBack
 
 
-class AccumulatorState:
-    """Decides; whoever drives it holds the sum and the waiting."""
+class AccumulatorMachine:
+    """Decides; whoever drives it holds the sum and who waits."""
 
     def __init__(self) -> None:
         self.step = 0
@@ -84,10 +84,14 @@ class AccumulatorState:
         #: By ticket, in order: how many each waiting take wants.
         self._waiting: OrderedDict[int, int] = OrderedDict()
 
+    def is_fresh(self, step: int) -> bool:
+        """Whether a gradient of `step` would be added."""
+        return step >= self.step
+
     def handle(self, event: Event) -> list[Command]:
         """What to do now, in order."""
         match event:
-            case GradientApplied(step) if step < self.step:
+            case GradientApplied(step) if not self.is_fresh(step):
                 self.dropped += 1
                 return [Drop(step, self.step)]
             case GradientApplied():

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflow.distributed.accumulator_state import (
-    AccumulatorState,
+from dflow.lowering.accumulator_machine import (
+    AccumulatorMachine,
     Add,
     Command,
     Drop,
@@ -22,12 +22,12 @@ from dflow.distributed.accumulator_state import (
 
 def commands(*events: Event) -> list[Command]:
     """What all the events together lead to."""
-    state = AccumulatorState()
+    state = AccumulatorMachine()
     return [command for event in events for command in state.handle(event)]
 
 
 def test_a_take_is_served_by_the_gradient_that_completes_it_and_the_step_goes_on() -> None:
-    state = AccumulatorState()
+    state = AccumulatorMachine()
     assert state.handle(TakeAsked(7, 2)) == []
     assert state.handle(GradientApplied(0)) == [Add()]
     assert state.handle(GradientApplied(0)) == [Add(), Give(7, 2)]
@@ -40,7 +40,7 @@ def test_a_take_gets_all_that_is_there() -> None:
 
 
 def test_a_gradient_of_an_earlier_step_is_dropped_and_counted_a_later_one_is_not() -> None:
-    state = AccumulatorState()
+    state = AccumulatorMachine()
     state.handle(StepSet(5))
     assert state.handle(GradientApplied(4)) == [Drop(4, 5)]
     assert state.handle(GradientApplied(5)) == [Add()]
@@ -77,7 +77,7 @@ _events: st.SearchStrategy[list[Event]] = st.lists(
 
 @given(_events)
 def test_every_gradient_is_dropped_or_given_once_and_no_take_gets_too_few(events: list[Event]) -> None:
-    state = AccumulatorState()
+    state = AccumulatorMachine()
     wanted: dict[int, int] = {}
     added = dropped = given_out = 0
     for event in events:

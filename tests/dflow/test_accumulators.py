@@ -1,0 +1,416 @@
+"""`dflow.ConditionalAccumulator`, eager, in traced code wherever it may stand, and from several threads."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import dflow
+from dflow.function import LOCAL
+from dflow.testing import memory_cluster
+from dflow.tracing.errors import AccumulatorError, DeadlineExceeded, GraphTypeError, PlainJitError
+
+WAIT_S = 60.0
+
+
+def test_take_gives_the_mean_of_what_is_there_and_begins_anew() -> None:
+    held = dflow.ConditionalAccumulator({"w": jnp.zeros(2), "b": 0.0}, name="g")
+    for number in (1.0, 2.0, 6.0):
+        assert held.apply({"w": jnp.full(2, number), "b": number}, step=0)
+    assert (held.count(), held.step) == (3, 0)
+    taken = held.take(2)
+    assert jax.tree.map(lambda x: np.asarray(x).tolist(), taken) == {"w": [3.0, 3.0], "b": 3.0}
+    assert (held.count(), held.step, held.dropped()) == (0, 1, 0)
+    assert repr(held) == "<ConditionalAccumulator 'g': accumulator<f32[], f32[2]>, mean>"
+
+
+def test_stale_gradients_are_dropped_and_counted() -> None:
+    held = dflow.ConditionalAccumulator(jnp.zeros(()))
+    held.apply(1.0, 0)
+    assert not held.take(1).weak_type
+    held = dflow.ConditionalAccumulator(jnp.zeros(()))
+    held.apply(1.0, 0)
+    held.take(1)
+    assert not held.apply(100.0, 0)
+    assert held.apply(4.0, 1)
+    assert (held.dropped(), float(held.take(1))) == (1, 4.0)
+    held.set_step(10)
+    assert not held.apply(1.0, 9)
+    assert (held.step, held.dropped()) == (10, 2)
+
+
+def test_the_sum_is_given_when_asked_for_and_integers_keep_their_dtype() -> None:
+    held = dflow.ConditionalAccumulator(jax.ShapeDtypeStruct((2,), jnp.int32), reduction="sum")
+    held.apply(np.array([1, 2], np.int32))
+    held.apply(np.array([10, 20], np.int32))
+    taken = held.take(1)
+    assert (taken.tolist(), taken.dtype) == ([11, 22], jnp.int32)
+
+
+def test_variables_say_what_gradients_are_taken_and_may_be_given() -> None:
+    w = dflow.Variable(jnp.arange(3.0), name="w")
+    held = dflow.ConditionalAccumulator([w])
+    held.apply([w])
+    w.assign(jnp.zeros(3))
+    assert held.take(1)[0].tolist() == [0.0, 1.0, 2.0]
+
+
+def test_a_numpy_gradient_may_be_changed_once_it_was_applied() -> None:
+    held = dflow.ConditionalAccumulator(jnp.zeros(1024))
+    memory = np.ones(1024 + 64, np.float32)
+    # Aligned as JAX needs it to use the memory as its own.
+    gradient = memory[-memory.ctypes.data % 64 // 4 :][:1024]
+    held.apply(gradient)
+    gradient[:] = 7
+    assert held.take(1).tolist() == [1.0] * 1024
+
+
+def test_threads_apply_while_another_waits() -> None:
+    held = dflow.ConditionalAccumulator(jnp.zeros(()), reduction="sum")
+    with ThreadPoolExecutor(5) as pool:
+        waiting = [pool.submit(held.take, 4, timeout_s=60) for _ in range(2)]
+        list(pool.map(lambda number: held.apply(float(number), step=9), range(8)))
+        taken = [float(future.result()) for future in waiting]
+    assert sum(taken) == sum(range(8))
+    assert (held.step, held.count()) == (2, 0)
+
+
+def test_a_take_that_waits_too_long_says_how_many_were_there_and_leaves_them() -> None:
+    held = dflow.ConditionalAccumulator(jnp.zeros(()), name="g")
+    held.set_step(3)
+    for step in (3, 3, 1):
+        held.apply(1.0, step)
+    message = (
+        r"accumulator 'g' could not give 3 gradients within 0 s; at step 3 it holds 2, and dropped 1 that were stale\n"
+        r"  at .*test_accumulators\.py:\d+\n  are all workers alive"
+    )
+    with pytest.raises(DeadlineExceeded, match=message):
+        held.take(3, timeout_s=0)
+    held.apply(4.0, 3)
+    assert float(held.take(3, timeout_s=0)) == 2.0
+
+
+def test_who_gave_up_does_not_take_from_who_waits() -> None:
+    held = dflow.ConditionalAccumulator(jnp.zeros(()))
+    with pytest.raises(DeadlineExceeded, match="give 5 gradients within 0 s; at step 0 it holds 0"):
+        held.take(5, timeout_s=0)
+    held.apply(2.0)
+    assert float(held.take(1, timeout_s=0)) == 2.0
+
+
+def test_setting_the_step_back_warns() -> None:
+    held = dflow.ConditionalAccumulator(jnp.zeros(()), name="g")
+    held.set_step(4)
+    with pytest.warns(UserWarning, match="accumulator 'g' goes back from step 4 to 2"):
+        held.set_step(2)
+    assert held.apply(1.0, 2)
+
+
+@pytest.mark.parametrize(
+    ("gradient", "message"),
+    [
+        (
+            {"w": np.ones(2, np.float32)},
+            r"accumulator 'g' takes gradients structured as .*'b'.*, but was given .*\n  at ",
+        ),
+        (
+            {"w": np.ones(3, np.float32), "b": 1.0},
+            r"'g' takes f32\[2\] at 'w', but was given f32\[3\]\n  at .*test_acc",
+        ),
+        ({"w": np.ones(2, np.float32), "b": np.int32(1)}, r"'g' takes f32\[\] at 'b', but was given i32\[\]"),
+    ],
+)
+def test_a_gradient_that_does_not_fit_is_refused(gradient: Any, message: str) -> None:
+    held = dflow.ConditionalAccumulator({"w": jnp.zeros(2), "b": 0.0}, name="g")
+    with pytest.raises(GraphTypeError, match=message):
+        held.apply(gradient)
+    assert held.count() == 0
+
+
+def test_what_it_cannot_do_is_refused() -> None:
+    with pytest.raises(AccumulatorError, match=r"the reduction is 'max'; the legal ones are 'mean' and 'sum'"):
+        dflow.ConditionalAccumulator(0.0, reduction="max")
+    with pytest.raises(AccumulatorError, match=r"the mean of i32\[\] has fractions\n(.|\n)*reduction='sum'"):
+        dflow.ConditionalAccumulator(0)
+    with pytest.raises(AccumulatorError, match=r"'g': take needs at least 1 gradient, not 0"):
+        dflow.ConditionalAccumulator(0.0, name="g").take(0)
+
+
+def test_a_reset_ends_who_waits() -> None:
+    with dflow.container("accumulated"):
+        held = dflow.ConditionalAccumulator(0.0, name="g")
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(held.take, 1, timeout_s=60)
+        dflow.reset_container("accumulated")
+        message = r"accumulator 'accumulated/g' is gone: container 'accumulated' was reset"
+        with pytest.raises(AccumulatorError, match=message):
+            waiting.result()
+    with pytest.raises(AccumulatorError, match=message):
+        held.apply(1.0)
+
+
+# In traced code.
+
+
+def scalars(*values: float, **options: Any) -> dflow.ConditionalAccumulator:
+    """An accumulator of numbers that holds some, all of step 0."""
+    held = dflow.ConditionalAccumulator(jnp.zeros(()), name="g", **options)
+    for value in values:
+        held.apply(value)
+    return held
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        lambda held: jax.lax.scan(lambda c, x: (c + held.apply(x, held.step), None), 0, jnp.array([1.0, 2, 6]))[0],
+        lambda held: jax.lax.fori_loop(0, 3, lambda i, c: c + held.apply(jnp.array([1.0, 2, 6])[i]), 0),
+        lambda held: jax.lax.while_loop(lambda _: held.count() < 3, lambda c: c + held.apply(3.0), 0),
+        lambda held: jax.lax.cond(held.step > 4, lambda: 0, lambda: sum(held.apply(x) + 0 for x in (1.0, 2.0, 6.0))),
+        lambda held: jax.jit(lambda x: sum(held.apply(x + i) + 0 for i in range(-1, 2)))(3.0),
+        lambda held: sum(held.apply(x, 9) + 0 for x in (1.0, 2.0, 6.0)),
+    ],
+)
+def test_gradients_are_applied_and_taken_wherever_the_ops_stand(place: Callable[[Any], Any]) -> None:
+    first, held = scalars(), scalars()
+
+    @dflow.jit
+    def step(x: Any) -> Any:
+        held.apply(x)
+        first_taken = held.take(1)
+        held.set_step(0)
+        fresh = place(held)
+        counts = held.count(), held.dropped()
+        return first_taken, fresh, counts, held.take(3) * x, held.step
+
+    with pytest.warns(UserWarning, match=r"accumulator 'g' goes back from step 1 to 0(.|\n)*test_accumulators\.py"):
+        taken, fresh, counts, mean, now = step(2.0)
+    assert [float(taken), int(fresh), *map(int, counts), float(mean), int(now)] == [2, 3, 3, 0, 6, 1]
+    assert (held.count(), first.count()) == (0, 0)
+
+
+def test_a_stale_gradient_is_dropped_in_program_order() -> None:
+    held = scalars()
+
+    @dflow.jit
+    def step(x: Any) -> Any:
+        before = held.step
+        fresh = held.apply(x, before)
+        mean = held.take(1)
+        stale = held.apply(x * 100, before)
+        held.apply(x + 1, before + 1)
+        return fresh, mean, stale, held.take(1), held.dropped()
+
+    assert [float(value) for value in step(3.0)] == [1, 3, 0, 4, 1]
+    assert [float(value) for value in step(4.0)] == [1, 4, 0, 5, 2]
+    assert (held.step, held.dropped()) == (4, 2)
+
+
+def test_a_take_in_traced_code_waits_without_a_thread_and_others_go_on() -> None:
+    held, done = scalars(), scalars()
+
+    @dflow.jit
+    def chief() -> Any:
+        return jax.lax.fori_loop(0, 5, lambda _, c: c + held.take(4, timeout_s=WAIT_S), 0.0)
+
+    @dflow.jit
+    def worker(x: Any) -> Any:
+        return jax.lax.fori_loop(0, 10, lambda _, c: c + held.apply(x, 99), 0)
+
+    with ThreadPoolExecutor(4) as pool:
+        waiting = pool.submit(chief)
+        applied = [pool.submit(worker, 2.0) for _ in range(3)]
+        assert [int(one.result(WAIT_S)) for one in applied] == [10, 10, 10]
+        assert float(waiting.result(WAIT_S)) == 10
+    assert held.step == 5
+    assert done.count() == 0
+
+
+def test_a_wait_for_gradients_has_a_deadline_and_ends_with_its_step() -> None:
+    held, closed = scalars(1.0), dflow.FIFOQueue(1, jax.ShapeDtypeStruct((), jnp.float32), name="closed")
+    message = r"accumulator 'g' could not give 2 gradients within 0\.01 s; at step 0 it holds 1(.|\n)*accumulators\.py"
+    with pytest.raises(DeadlineExceeded, match=message):
+        dflow.jit(lambda: held.take(2, timeout_s=0.01))()
+    closed.close()
+    with pytest.raises(dflow.QueueClosed, match="queue 'closed' is closed"):
+        dflow.jit(lambda: (held.take(2), closed.dequeue()))()
+    held.apply(3.0)
+    # Nobody waits any more, so that both are still there.
+    assert (held.count(), float(held.take(2, timeout_s=0))) == (2, 2.0)
+
+
+def test_what_jax_would_do_to_an_accumulator_op_is_refused() -> None:
+    held = scalars(1.0)
+    batched = [held.apply, lambda x: x + held.take(1), jax.jit(held.apply), lambda x: held.count() + x]
+    message = (
+        r"accumulator 'g' is used under vmap(.|\n)*test_accumulators\.py(.|\n)*apply one gradient, such as the mean"
+    )
+    for function in batched:
+        with pytest.raises(AccumulatorError, match=message):
+            dflow.jit(jax.vmap(function))(jnp.ones(3))
+        with pytest.raises(AccumulatorError, match=message):
+            jax.vmap(function)(jnp.ones(3))
+    with pytest.raises(
+        AccumulatorError, match=r"'g' is given a value by apply that depends on what jax.grad(.|\n)*which"
+    ):
+        jax.grad(lambda x: (held.apply(x), x)[1])(1.0)
+    with pytest.raises(AccumulatorError, match=r"inside a loop that is differentiated(.|\n)*take before the loop"):
+        dflow.jit(dflow.grad(lambda x: jax.lax.fori_loop(0, 2, lambda _, c: c + x * held.take(1), 0.0)))(1.0)
+    with pytest.raises(PlainJitError, match="accumulator 'g' is used in a function that JAX compiles by itself"):
+        jax.jit(lambda: held.take(1))()
+    with pytest.raises(AccumulatorError, match=r"take needs at least 1 gradient, not (.|\n)*known when the program is"):
+        dflow.jit(held.take)(1)
+    with pytest.raises(AccumulatorError, match="accumulator 'g' is created inside traced code"):
+        dflow.jit(lambda: scalars())()  # noqa: PLW0108
+    assert held.count() == 1
+
+
+def test_a_loss_may_apply_and_carries_no_gradient_through_it() -> None:
+    held = scalars()
+
+    def loss(x: Any) -> Any:
+        held.apply(x * 2)
+        return x * x * held.take(1)
+
+    assert float(dflow.jit(dflow.grad(loss))(3.0)) == 36
+
+
+def test_it_may_be_an_argument_and_is_gone_with_its_last_user() -> None:
+    held = scalars(1.0)
+    key = held.key
+    assert float(dflow.jit(lambda accumulator: accumulator.take(1))(held)) == 1
+    assert LOCAL.store.resource(key)
+    del held
+    jax.clear_caches()
+    gc.collect()
+    with pytest.raises(dflow.DflowError, match="no resource 'g#accumulator"):
+        LOCAL.store.resource(key)
+
+
+def test_a_reset_ends_a_step_that_waits() -> None:
+    with dflow.container("accumulated"):
+        held = scalars()
+    began = dflow.FIFOQueue(1, jax.ShapeDtypeStruct((), jnp.float32))
+
+    @dflow.jit
+    def step() -> Any:
+        began.enqueue(1.0)
+        return jax.lax.fori_loop(0, 2, lambda _, c: c + held.take(1, timeout_s=WAIT_S), 0.0)
+
+    message = (
+        r"'accumulated/g' is gone: container 'accumulated' was reset at test_acc(.|\n)*test_acc(.|\n)*make it again"
+    )
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(step)
+        began.dequeue(timeout_s=WAIT_S)
+        dflow.reset_container("accumulated")
+        with pytest.raises(AccumulatorError, match=message):
+            waiting.result(WAIT_S)
+    for use in (held.count, lambda: held.step, lambda: held.set_step(3), lambda: held.apply(1.0), step):
+        with pytest.raises(AccumulatorError, match=message):
+            use()
+
+
+def test_on_a_cluster_it_is_the_callers_own() -> None:
+    with memory_cluster(ps=1, workers=1) as cluster:
+        worker = cluster.worker()
+        with (
+            worker.parameter_servers(),
+            pytest.raises(AccumulatorError, match=r"'g' is created among the parameter ser"),
+        ):
+            scalars()
+        worker.close()
+
+
+# Row-sparse.
+
+WIDTH, HEIGHT = 2, 6
+
+
+def rows_spec(count: int, dtype: Any = jnp.float32) -> dflow.RowGradient:
+    """A part of a spec: `count` rows of six."""
+    indices, rows = jax.ShapeDtypeStruct((count,), jnp.int32), jax.ShapeDtypeStruct((count, WIDTH), dtype)
+    return dflow.RowGradient(indices, rows, (HEIGHT, WIDTH))
+
+
+def row_gradient(indices: Sequence[int], value: float, dtype: Any = jnp.float32) -> dflow.RowGradient:
+    rows = (jnp.arange(len(indices) * WIDTH).reshape(-1, WIDTH) + value).astype(dtype)
+    return dflow.RowGradient(jnp.asarray(indices, jnp.int32), rows, (HEIGHT, WIDTH))
+
+
+@given(
+    st.lists(st.lists(st.integers(0, HEIGHT - 1), max_size=4), min_size=1, max_size=4), st.sampled_from(["mean", "sum"])
+)
+def test_what_is_taken_of_row_gradients_is_that_of_their_dense_forms(applied: list[list[int]], reduction: str) -> None:
+    sparse = dflow.ConditionalAccumulator([rows_spec(HEIGHT)], reduction=reduction)
+    dense = dflow.ConditionalAccumulator([jax.ShapeDtypeStruct((HEIGHT, WIDTH), jnp.float32)], reduction=reduction)
+    for number, indices in enumerate(applied):
+        gradient = row_gradient(indices, float(number))
+        assert sparse.apply([gradient])
+        assert dense.apply([gradient])
+    (rows,) = sparse.take(1)
+    touched = sorted({index for indices in applied for index in indices})
+    assert rows.indices.tolist() == touched + [0] * (HEIGHT - len(touched))
+    np.testing.assert_allclose(rows.dense(), dense.take(1)[0], rtol=1e-6)
+
+
+def test_a_step_takes_row_gradients_and_applies_them_by_row() -> None:
+    table = dflow.Variable(jnp.zeros((HEIGHT, WIDTH)), name="table")
+    held = dflow.ConditionalAccumulator([rows_spec(4)], name="g")
+    optimizer = dflow.Optimizer(optax.sgd(1.0), [table])
+
+    @dflow.jit
+    def worker(ids: Any) -> Any:
+        gradients = dflow.grad(lambda: table.gather(ids).sum(), [table])()
+        return held.apply(gradients, held.step)
+
+    @dflow.jit
+    def chief() -> None:
+        optimizer.apply(held.take(2))
+
+    assert worker(jnp.array([1, 1, 3]))
+    assert worker(jnp.array([5]))
+    chief()
+    assert table.read()[:, 0].tolist() == [0, -1, 0, -0.5, 0, -0.5]
+
+
+def test_more_rows_than_a_take_gives_are_refused_and_leave_the_sum() -> None:
+    held = dflow.ConditionalAccumulator({"w": 0.0, "table": rows_spec(2, jnp.bfloat16)}, name="g", reduction="sum")
+    held.apply({"w": 1.0, "table": row_gradient([4, 2, 4], 0.0, jnp.bfloat16)})
+    message = (
+        r"'g' would hold 3 different rows, but a take gives 2 rows of bf16\[6,2\]\n  at .*\n  give its spec more rows"
+    )
+    with pytest.raises(AccumulatorError, match=message):
+        held.apply({"w": 5.0, "table": row_gradient([1, 2], 1.0, jnp.bfloat16)})
+    assert held.count() == 1
+    taken = held.take(1)
+    assert (float(taken["w"]), taken["table"].indices.tolist()) == (1.0, [2, 4])
+    assert (taken["table"].rows[:, 0].tolist(), taken["table"].dtype) == ([2.0, 4.0], jnp.bfloat16)
+
+
+def test_rows_of_another_table_and_dense_gradients_are_refused() -> None:
+    held = dflow.ConditionalAccumulator([rows_spec(2)], name="g")
+    with pytest.raises(GraphTypeError, match=r"'g' takes rows of f32\[6,2\] at '0', but was given f32\[6,2\]\n  at "):
+        held.apply([jnp.zeros((HEIGHT, WIDTH))])
+    with pytest.raises(GraphTypeError, match=r"'g' takes rows of f32\[6,2\] at '0', but was given rows of i32\[6,2\]"):
+        held.apply([row_gradient([1], 0, jnp.int32)])
+
+
+def test_a_step_that_is_no_integer_is_refused() -> None:
+    held, steps = scalars(), dflow.Variable(3)
+    with pytest.raises(AccumulatorError, match=r"accumulator 'g': a step is ~f32\[\], not an integer\n  at "):
+        held.apply(1.0, 1.5)
+    held.set_step(steps)
+    assert not held.apply(1.0, steps - 1)
+    with pytest.raises(AccumulatorError, match="'g' would sum gradients without arrays"):
+        dflow.ConditionalAccumulator({}, name="g")
