@@ -67,6 +67,11 @@ class Optimizer:
                 f"an optimizer needs variables, but was given {', '.join(strangers) or 'none'}{at(caller())}\n"
                 "  make variables of a model's parameters with dflow.variables(params)"
             )
+        if untrained := [v for v in self._variables if not jnp.issubdtype(v.dtype, jnp.inexact)]:
+            raise VariableError(
+                f"an optimizer was given variable {untrained[0].name!r}, which holds {untrained[0].type} and has no "
+                f"gradient{at(caller())}\n  leave it out, or make it floating"
+            )
         if name is None and any(variable.device is not None for variable in self._variables):
             raise VariableError(
                 f"an optimizer of variables on other tasks has no name, by which the other processes would find its "

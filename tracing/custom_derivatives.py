@@ -22,7 +22,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from dflow.tracing.errors import DflowError
 from dflow.tracing.jax_frontend import Jaxpr, is_literal, line_bound, make_jaxpr, touches_state
-from dflow.tracing.source import at, caller
+from dflow.tracing.source import at
 
 _Values = list[Any]
 
@@ -194,7 +194,7 @@ def _refuse_state(pull: Callable[..., Any], cotangents: _Values) -> None:
     if touches_state(jaxpr.effects):
         raise DflowError(
             f"the backward rule of a custom_vjp function uses variables, and when it runs they may hold another value"
-            f"{at(line_bound() or caller())}\n  read them in the forward rule, and hand the values on as residuals"
+            f"{at(line_bound())}\n  read them in the forward rule, and hand the values on as residuals"
         )
 
 

@@ -59,7 +59,7 @@ def _refuse(trace: str, params: Mapping[str, Any]) -> None:
     resource = params["handle"].variable
     words = _WORDS[resource.kind]
     remedy = words.batched if trace == BATCHED else words.looped
-    raise words.error(f"{resource.title} {_FACTS[trace]}{at(line_bound() or caller())}\n  {remedy}")
+    raise words.error(f"{resource.title} {_FACTS[trace]}{at(line_bound())}\n  {remedy}")
 
 
 host_p: Any = WatchedPrimitive("host_op", _refuse)

@@ -38,7 +38,7 @@ from jax.extend.core import primitives as jax_primitives
 
 from dflow.tracing.device import METADATA_KEY
 from dflow.tracing.errors import InternalError
-from dflow.tracing.source import Loc, is_user_file
+from dflow.tracing.source import Loc, caller, is_user_file
 from dflow.tracing.types import ArrayType
 
 Jaxpr = Any
@@ -158,8 +158,8 @@ class Origin:
 
 
 def line_bound() -> Loc | None:
-    """The user's line of the op that JAX transforms now: not where the transformation stands, but where the op does."""
-    return Origin(None, source_info_util.current()).loc
+    """The user's line of the op that JAX transforms now; where the op has none, that of the transformation."""
+    return Origin(None, source_info_util.current()).loc or caller()
 
 
 def origin_of(equation: Equation) -> Origin:

@@ -214,7 +214,7 @@ def _refuse_batched(trace: str, params: Any) -> None:
     if trace == BATCHED:
         raise VariableError(
             f"generator {params['generator']!r} is split under vmap, where all of the batch would get the same key"
-            f"{at(line_bound() or caller())}\n  split before, keys = generator.split(n), and map over the keys too"
+            f"{at(line_bound())}\n  split before, keys = generator.split(n), and map over the keys too"
         )
 
 

@@ -227,6 +227,8 @@ def test_what_is_no_variable_is_refused() -> None:
         dflow.Optimizer(optax.sgd(0.1), [v, jnp.ones(3), 2.0])
     assert_names_line(caught.value, "dflow.Optimizer(optax.sgd(0.1), [v, jnp.ones(3), 2.0])")
     assert "make variables of a model's parameters with dflow.variables(params)" in str(caught.value)
+    with pytest.raises(VariableError, match=r"variable 'n', which holds i32\[\] and has no gradient"):
+        dflow.Optimizer(optax.sgd(0.1), [v, dflow.Variable(1, name="n")])
     with pytest.raises(VariableError, match="an optimizer needs variables, but was given none"):
         dflow.Optimizer(optax.sgd(0.1), {})
 
