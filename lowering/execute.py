@@ -204,11 +204,15 @@ class Execution:
         if isinstance(values, BaseException):
             self._end(values)
             return
-        self._fill(slots, values)
-        ready = self._done(index)
-        # After the end there may be no worker left to submit to.
-        if ready and not self._ended:
-            self._submit(lambda: self._run(ready))
+        try:
+            self._fill(slots, values)
+            ready = self._done(index)
+            # After the end there may be no worker left to submit to.
+            if ready and not self._ended:
+                self._submit(lambda: self._run(ready))
+        except Exception as error:
+            # Whoever brought it has no part in this step, which would wait for ever.
+            self._end(error)
 
     def _done(self, index: int) -> list[int]:
         """Count an item as done; the items that may run now."""

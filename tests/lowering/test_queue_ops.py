@@ -112,6 +112,22 @@ def test_a_wait_that_starts_when_the_execution_has_ended_is_cancelled() -> None:
     assert [str(error) for error in (*ends, *outcomes)] == ["enough", "enough"]
 
 
+def test_a_step_that_cannot_take_what_it_waited_for_ends_with_the_error() -> None:
+    store, outcomes = Store(), list[Any]()
+    queue = HeldQueue("q", QueueSettings(QueueKind.FIFO, 1), QueueType((ArrayType(np.dtype("float32"), ()),)))
+    store.create_resource("q", queue)
+    waits = UseResource("q", "queue.dequeue", gives=(0,))
+    schedule = Schedule(Plan(ALONE, 2, (waits, UseResource("q", "queue.size", gives=(1,), after=(0,)))))
+
+    def no_worker(work: Any) -> None:
+        raise RuntimeError("the pool is shut down")
+
+    channel = Mailbox(Mail(), ALONE)
+    Execution(schedule, (), store, channel, StepId(ALONE, 1), (), outcomes.append, no_worker).start()
+    queue.start(ResourceUse("queue.enqueue"), (np.float32(1),), lambda results: None)
+    assert [str(outcome) for outcome in outcomes] == ["the pool is shut down"]
+
+
 def test_an_unknown_method_is_a_fault() -> None:
     queue = HeldQueue("q", QueueSettings(QueueKind.FIFO, 1), QueueType((ArrayType(np.dtype("float32"), ()),)))
     with pytest.raises(InternalError, match="no queue does 'peek'"):
