@@ -46,6 +46,7 @@ from dflow.tracing.graph import Graph
 from dflow.tracing.jax_frontend import (
     checked_numbers,
     closed_parts,
+    closed_tracers,
     forget_failed_dispatch,
     is_resource,
     is_tracing,
@@ -354,7 +355,7 @@ class Function(Generic[P, R]):
             state = State(dict(zip(border.touched, values, strict=True)))
             return evaluate(jaxpr, consts, leaves, state), state.of(border.writes)
 
-        leaves = jax.tree_util.tree_leaves(self._static.split(args, kwargs)[:2])
+        leaves = [*closed_tracers(looked), *jax.tree_util.tree_leaves(self._static.split(args, kwargs)[:2])]
         results, after = pure(border.values(), leaves)
         border.write_back(after)
         return cast(R, jax.tree_util.tree_unflatten(looked.out_tree, results))

@@ -337,6 +337,14 @@ def make_jaxpr(fn: Callable[..., Any], *args: Any) -> tuple[Jaxpr, list[Any], An
     return jaxpr, consts, out
 
 
+def closed_tracers(traced: Any) -> list[Any]:
+    """The values of outer traces that what `jax.jit(fn).trace(...)` gave closes over: its jaxpr's first arguments.
+
+    JAX's own stages hand them on; there is no public form.
+    """
+    return list(traced._consts)
+
+
 def is_jaxpr(value: Any) -> bool:
     """Whether a parameter is a jaxpr, open or with its constants."""
     return hasattr(closed_parts(value)[0], "eqns")

@@ -267,6 +267,7 @@ PROGRAMS: dict[str, Program] = {
     "unused that is no array": lambda jit: jit(lambda x, y: x)(1.0, object()),
     "inline": lambda jit: jit(lambda x: jit(lambda y: y * 2, inline=True)(x) + 1, inline=True)(1.0),
     "a deleted argument": lambda jit: (lambda x: (x.delete(), jit(lambda x: x + 1)(x)))(jnp.ones(3)),
+    "a backend": lambda jit: jit(lambda x: x + 1, backend="cpu")(1.0),
     "too many arguments": lambda jit: jit(lambda x: x)(1.0, 2.0),
     "too few arguments": lambda jit: jit(lambda x, y: x)(1.0),
     "an unexpected keyword": lambda jit: jit(lambda x: x)(1.0, z=2.0),
@@ -285,6 +286,7 @@ PROGRAMS: dict[str, Program] = {
 
 #: Functions with state give arrays on the devices of their state, which are committed to none.
 WITHOUT_STATE = (
+    "a backend",
     "a float too large",
     "results: a shape",
     "a device array on a chosen device",

@@ -231,6 +231,6 @@ PROGRAMS: dict[str, Program] = {
 
 #: A plain `jax.grad` as the outermost transform runs checkpointed parts by itself, where no state can be; dflow.grad or
 #: dflow.jit around it, can.
-WITHOUT_STATE = ("checkpoint", "checkpoint with a policy", "jvp of a closure")
+WITHOUT_STATE = ("checkpoint", "checkpoint with a policy")
 
 test_the_same_as_jax_jit = same_as_jax_jit(PROGRAMS, only_without_state=WITHOUT_STATE)
