@@ -44,7 +44,7 @@ from dflow.tracing.errors import DflowError, PlainJitError, VariableError
 from dflow.tracing.from_jaxpr import holds_device
 from dflow.tracing.graph import Graph
 from dflow.tracing.jax_frontend import (
-    checked_numbers,
+    checks_numbers,
     closed_parts,
     closed_tracers,
     forget_failed_dispatch,
@@ -237,7 +237,7 @@ class Function(Generic[P, R]):
         return cast(R, self._run(plan, args, kwargs, leaves))
 
     def _run(self, plan: _Plan, args: Any, kwargs: Any, leaves: list[Any]) -> Any:
-        results = self._checked(plan, args, kwargs, leaves) if checked_numbers() else plan.runner(leaves)
+        results = self._checked(plan, args, kwargs, leaves) if checks_numbers() else plan.runner(leaves)
         return jax.tree_util.tree_unflatten(plan.out_tree, results)
 
     def _checked(self, plan: _Plan, args: Any, kwargs: Any, leaves: list[Any]) -> Sequence[Any]:

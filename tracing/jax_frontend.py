@@ -220,6 +220,11 @@ def jit_disabled() -> bool:
     return bool(jax_config.disable_jit.value)
 
 
+def checks_numbers() -> bool:
+    """Whether JAX is to look for any numbers in results; asked at every call."""
+    return bool(jax_config.debug_nans.value or jax_config.debug_infs.value)
+
+
 def checked_numbers() -> list[str]:
     """Which of `nan` and `inf` JAX is to look for in results. The public flags do not tell what a context says."""
     flags = {"nan": jax_config.debug_nans, "inf": jax_config.debug_infs}
