@@ -237,15 +237,27 @@ def _while(params: Mapping[str, Any], operands: list[Any], state: State) -> list
             "  write them in its body, which runs once for each time that the condition holds"
         )
 
-    def again(carry: Any) -> Any:
+    def live(carry: Any) -> Any:
         return test([*cond_consts, *carry[0]], carry[1])[0][0]
 
     def step(carry: Any) -> Any:
-        return body([*body_consts, *carry[0]], carry[1])
+        after, values = body([*body_consts, *carry[0]], carry[1])
+        return still_live(params["cond_jaxpr"], lambda: live(carry), after, carry[0]), values
 
-    results, values = jax.lax.while_loop(again, step, (init, state.of(written)))
+    results, values = jax.lax.while_loop(lambda carry: live(carry).any(), step, (init, state.of(written)))
     state.update(written, values)
     return list(results)
+
+
+def still_live(cond: Any, live: Callable[[], Any], after: Sequence[Any], before: Sequence[Any]) -> list[Any]:
+    """The carry after a turn of a loop: under `vmap` an element whose condition is false keeps what it had."""
+    if closed_parts(cond)[0].outvars[0].aval.shape == ():
+        return list(after)
+    turned = live()
+    return [
+        jnp.where(turned.reshape(turned.shape + (1,) * (old.ndim - turned.ndim)), new, old)
+        for new, old in zip(after, before, strict=True)
+    ]
 
 
 def _remat(params: Mapping[str, Any], operands: list[Any], state: State) -> list[Any]:

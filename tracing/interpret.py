@@ -315,8 +315,11 @@ def _while(node: Node, operands: list[Any]) -> list[Any]:
     test_end = attributes["cond_nconsts"]
     body_end = test_end + attributes["body_nconsts"]
     test, consts, carry = operands[:test_end], operands[test_end:body_end], operands[body_end:]
-    while bool(np.asarray(_run_body(attributes["cond_jaxpr"], [*test, *carry])[0])):
-        carry = _run_body(attributes["body_jaxpr"], [*consts, *carry])
+    # Under vmap every element has a condition of its own, and turns as long as that holds.
+    while (live := np.asarray(_run_body(attributes["cond_jaxpr"], [*test, *carry])[0])).any():
+        after = _run_body(attributes["body_jaxpr"], [*consts, *carry])
+        of_each = [live.reshape(live.shape + (1,) * (np.ndim(old) - live.ndim)) for old in carry]
+        carry = [jnp.where(turns, new, old) for turns, new, old in zip(of_each, after, carry, strict=True)]
     return carry
 
 

@@ -2,36 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
 
 import dflow
 from dflow.tracing.errors import VariableShapeError
-from tests.graphs_ import ARGUMENTS, Program, programs
-
-
-def outcome(program: Program) -> tuple[list[Any], list[Any]]:
-    """What two calls of the program give, and the variables after them."""
-    variables = [
-        dflow.Variable(jnp.arange(3, dtype=jnp.int32) * (index + 1), name=f"v{index}")
-        for index in range(program.variables)
-    ]
-    function = dflow.jit(lambda x, y: program(variables, x, y))
-    results = [function(*ARGUMENTS), function(*ARGUMENTS)]
-    return jax.tree.map(lambda array: np.asarray(array).tolist(), (results, [v.read() for v in variables]))
-
-
-@pytest.mark.filterwarnings("ignore:.*makes a new function of it each time")
-@given(programs())
-def test_a_program_gives_eagerly_what_it_gives_compiled(program: Program) -> None:
-    compiled = outcome(program)
-    with dflow.eager():
-        assert outcome(program) == compiled
 
 
 def test_values_are_real_and_seen_each_time() -> None:
@@ -128,3 +108,36 @@ def test_a_generator_goes_on_as_it_would_compiled() -> None:
         eagerly = [dflow.jit(lambda: jax.random.bits(one.split()))() for _ in range(2)]
     draw = dflow.jit(lambda: jax.random.bits(two.split()))
     assert [int(bits) for bits in eagerly] == [int(draw()), int(draw())]
+
+
+def _summed(v: dflow.Variable, c: Any) -> tuple[Any, Any]:
+    v.assign_add(c)
+    return c * 2, v.read()
+
+
+NESTED: dict[str, Any] = {
+    "a bounded loop": lambda v, x: dflow.while_loop(lambda c: c.sum() < v.read(), lambda c: c + v, x, max_iters=4),
+    "a scan in a checkpoint": lambda v, x: jax.checkpoint(
+        lambda x: jax.lax.scan(lambda c, _: _summed(v, c), x.sum(), None, length=3)
+    )(x),
+    "a scan backwards in a checkpoint": lambda v, x: jax.checkpoint(
+        lambda x: jax.lax.scan(lambda c, y: _summed(v, c + y), x.sum(), x, reverse=True)
+    )(x),
+    "a branch in a checkpoint": lambda v, x: jax.checkpoint(
+        lambda x: jax.lax.cond(x.sum() > 2, lambda: _summed(v, x.sum())[1], x.sum)
+    )(x),
+    "a loop under vmap": lambda v, x: jax.vmap(
+        lambda y: jax.lax.while_loop(lambda c: c < v.read(), lambda c: c + v.read() / 2, y)
+    )(x),
+}
+
+
+@pytest.mark.parametrize("fn", NESTED.values(), ids=NESTED)
+def test_loops_and_branches_that_jax_traces_first_run_as_compiled(fn: Any) -> None:
+    outcomes = []
+    for is_eager in (False, True):
+        v = dflow.Variable(3.0)
+        step = dflow.jit(lambda x, v=v: fn(v, x))
+        with dflow.eager() if is_eager else contextlib.nullcontext():
+            outcomes.append(jax.tree.map(lambda a: np.asarray(a).tolist(), (step(jnp.arange(4.0)), v.read())))
+    assert outcomes[0] == outcomes[1]

@@ -312,3 +312,24 @@ def test_reads_in_such_a_branch_are_fine(table: Variable) -> None:
         jnp.arange(2.0)
     )
     np.testing.assert_array_equal(got, TABLE[:2])
+
+
+def test_reads_in_a_loop_that_each_element_leaves_by_itself_are_fine(table: Variable) -> None:
+    def loops(limit: Any, x: Any) -> Any:
+        return jax.lax.while_loop(lambda c: c[0] < limit()[1], lambda c: c + limit(), x)
+
+    start = np.arange(12, dtype=np.float32).reshape(2, 3, 2) - 6
+    batched = jax.vmap(jax.vmap(lambda x: loops(lambda: table.read()[1], x)))
+    want = jax.vmap(jax.vmap(lambda x: loops(lambda: TABLE[1], x)))(start)
+    traced = trace(batched, (start,), {})
+    np.testing.assert_array_equal(dflow.jit(batched)(start), want)
+    np.testing.assert_array_equal(interpret(traced.graph, [*traced.constants, start], {"table": TABLE})[0][0], want)
+
+
+def test_the_reference_lets_each_element_leave_a_loop_by_itself() -> None:
+    loop = jax.vmap(lambda x, y: jax.lax.while_loop(lambda c: c[0] < y, lambda c: (c[0] + 1, c[1] * 2), (x, x)))
+    x, y = jnp.arange(3.0), jnp.array([5.0, 0.0, 3.0])
+    traced = trace(loop, (x, y), {})
+    jax.tree.map(
+        np.testing.assert_array_equal, tuple(interpret(traced.graph, [*traced.constants, x, y], {})[0]), loop(x, y)
+    )
