@@ -3,6 +3,10 @@ VENV ?= .venv
 # Two processes suit the two-core machines of CI; each compiles with XLA, so more of them than cores is slower.
 WORKERS ?= 2
 
+# The random tests of `make nightly` try so many times the cases of `make test`, drawn from this seed.
+EFFORT ?= 50
+SEED := $(shell od -An -N4 -tu4 /dev/urandom | tr -d ' ')
+
 SERIES := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 PY := $(VENV)/bin/python
 # One stamp a Python: asked for another one, make sets the environment up again.
@@ -15,7 +19,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test lint format types layers pytest golden array-api-suite jax-suite bench wheel pins clean
+.PHONY: help setup demo test lint format types layers pytest nightly golden array-api-suite jax-suite bench wheel pins clean
 
 help:  ## list the targets
 	@echo 'make TARGET [PYTHON=python3] [VENV=.venv]; needs Python 3.11 or newer and pip; set-up is done on first use'
@@ -45,6 +49,10 @@ layers: $(STAMP)  ## import-linter: imports between layers go one way
 
 pytest: $(STAMP)  ## the tests alone
 	$(PY) -m pytest -n $(WORKERS)
+
+nightly: $(STAMP)  ## run the random tests with EFFORT=50 times the cases, from a new SEED= that it prints
+	@echo 'to run this again: make nightly EFFORT=$(EFFORT) SEED=$(SEED)'
+	DFLOW_TEST_EFFORT=$(EFFORT) $(PY) -m pytest -n $(WORKERS) -m hypothesis --timeout 0 --hypothesis-seed $(SEED)
 
 golden: $(STAMP)  ## rewrite the expected graphs in tests/**/*.graphs with what the code gives now
 	$(PY) -m pytest --update-golden tests

@@ -7,14 +7,20 @@ import os
 import hypothesis
 import pytest
 
+from tests.effort import DEFAULT_EXAMPLES, examples, factor
+
 # Read by JAX when a test first imports it: tests compare numbers bit by bit, so they run where CI runs them.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 pytest.register_assert_rewrite("tests.golden")
 
-hypothesis.settings.register_profile("dev", deadline=None)
-hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
-hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
+hypothesis.settings.register_profile("dev", deadline=None, max_examples=examples(DEFAULT_EXAMPLES))
+hypothesis.settings.register_profile(
+    "ci", deadline=None, max_examples=examples(DEFAULT_EXAMPLES), derandomize=True, print_blob=True
+)
+# New cases each night: a failure prints how to run it again, and stays in the database of examples until it passes.
+hypothesis.settings.register_profile("nightly", deadline=None, max_examples=examples(DEFAULT_EXAMPLES), print_blob=True)
+hypothesis.settings.load_profile("nightly" if factor() > 1 else "ci" if os.environ.get("CI") else "dev")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -7,7 +7,7 @@ each as it found, since a loop may turn any number of times. All numbers are int
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,6 @@ from dflow.tracing.queue_settings import QueueKind
 from dflow.tracing.queues import FIFOQueue, PriorityQueue, Queue, RandomShuffleQueue
 from dflow.tracing.resources import Variable
 from dflow.tracing.row_gradient import RowGradient
-from tests.graphs_ import EAGER, TRACED, Control
 
 CAPACITY = 4
 #: How many elements each queue holds when a program starts, and how many it holds back.
@@ -29,6 +28,34 @@ FULL, HELD_BACK = 2, 1
 SPEC = (jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.int32))
 
 __all__ = ["EAGER", "TRACED", "QueueProgram", "queue_programs", "queues_of", "run", "variables_of"]
+
+
+@dataclass(frozen=True)
+class Control:
+    """How control flow is done: the signatures are JAX's."""
+
+    scan: Callable[..., Any]
+    while_loop: Callable[..., Any]
+    switch: Callable[..., Any]
+    jit: Callable[..., Any]
+
+
+def _python_scan(step: Callable[..., Any], carry: Any, xs: Any, *, reverse: bool) -> Any:
+    ys: list[Any] = []
+    for x in xs[::-1] if reverse else xs:
+        carry, y = step(carry, x)
+        ys.append(y)
+    return carry, jnp.stack(ys)
+
+
+def _python_while(test: Callable[..., Any], step: Callable[..., Any], carry: Any) -> Any:
+    while test(carry):
+        carry = step(carry)
+    return carry
+
+
+TRACED = Control(jax.lax.scan, jax.lax.while_loop, jax.lax.switch, jax.jit)
+EAGER = Control(_python_scan, _python_while, lambda index, branches: branches[int(index)](), lambda fn: fn)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from jax.extend import core as jex
 from jax.extend.core import primitives as jax_primitives
 
 from dflow.tracing.discharge import still_live
-from dflow.tracing.jax_frontend import closed_parts, scan_counts, touches_state
+from dflow.tracing.jax_frontend import closed_parts, jit_disabled, scan_counts, touches_state
 
 
 def _scan(*operands: Any, jaxpr: Any, length: int, reverse: bool, **params: Any) -> list[Any]:
@@ -58,7 +58,7 @@ def _run_at_once(primitive: Any, rule: Callable[..., list[Any]], bodies_of: Call
 
     def run(*operands: Any, **params: Any) -> Any:
         effects = set().union(*(closed_parts(body)[0].effects for body in bodies_of(params)))
-        if jax.config.jax_disable_jit and touches_state(effects):
+        if jit_disabled() and touches_state(effects):
             return rule(*operands, **params)
         return compiled(*operands, **params)
 

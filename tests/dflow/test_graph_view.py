@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dflow
@@ -19,7 +19,11 @@ from dflow.tracing.errors import GraphNameError, GraphTypeError, ParseError
 from dflow.tracing.graph import Graph
 from dflow.tracing.interpret import interpret
 from dflow.tracing.types import ArrayType
-from tests.graphs_ import ARGUMENTS, Program, programs
+from tests.effort import examples
+from tests.programs.draw import programs
+from tests.programs.machines import Traced
+from tests.programs.made import ARGUMENTS, variables_of
+from tests.programs.statements import Program
 
 HERE = Path(__file__).name
 
@@ -207,11 +211,8 @@ def test_a_part_runs_over_a_cluster() -> None:
 
 
 def bound(program: Program) -> tuple[dflow.GraphView, list[dflow.Variable]]:
-    made = [
-        dflow.Variable(jnp.arange(3, dtype=jnp.int32) * (index + 1), name=f"v{index}")
-        for index in range(program.variables)
-    ]
-    return dflow.graph(lambda x, y: program(made, x, y), *ARGUMENTS), made
+    machine = Traced(variables_of(program))
+    return dflow.graph(lambda x, y: program(machine, x, y), *ARGUMENTS), machine.variables
 
 
 def reference(graph: Graph, made: list[dflow.Variable]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -222,7 +223,8 @@ def reference(graph: Graph, made: list[dflow.Variable]) -> tuple[dict[str, Any],
     return {value.name: np.asarray(result) for value, result in zip(values, results, strict=True)}, after
 
 
-@given(programs(), st.data())
+@settings(max_examples=examples(30))
+@given(programs(most=3), st.data())
 def test_each_value_is_what_the_whole_graph_gives(program: Program, data: st.DataObject) -> None:
     view, made = bound(program)
     values, after = reference(view.graph, made)

@@ -21,6 +21,7 @@ from dflow.tracing.queues import Queue
 from dflow.tracing.text import parse, text
 from dflow.tracing.trace import trace
 from dflow.tracing.verify import verify
+from tests.effort import examples
 from tests.queue_programs_ import (
     EAGER,
     TRACED,
@@ -66,7 +67,7 @@ def initial(resource: Any) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore::dflow.RetraceWarning")
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(program=queue_programs())
 def test_compiled_eager_and_interpreted_are_one(program: QueueProgram) -> None:
     ours, eager = (variables_of(), queues_of(program)), (variables_of(), queues_of(program))

@@ -5,6 +5,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from dflow.distributed.coordinator_events import Reply
 from dflow.distributed.messages import Claimed, ClaimSteps, Failure
 from dflow.distributed.step_ledger import StepLedger, StepsAsked, WorkerLeft
+from tests.effort import examples
 
 A, B, C = (f"/job:worker/task:{index}" for index in range(3))
 
@@ -219,7 +220,7 @@ class RandomRun(RuleBasedStateMachine):
 
 
 TestRandomRun = RandomRun.TestCase
-TestRandomRun.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestRandomRun.settings = settings(max_examples=examples(200), stateful_step_count=40, deadline=None)
 
 
 @given(st.integers(0, 300), st.integers(1, 5))

@@ -21,6 +21,7 @@ from dflow.distributed.transport.framing import HEADER, MAGIC, FrameReader, pack
 from dflow.distributed.transport.tcp import TcpListener, TcpTransport
 from dflow.tracing import errors
 from tests.distributed.transports import DEADLINE_S, Recorder, echo, reach
+from tests.effort import examples
 
 LIMITS = Limits(max_meta_bytes=1 << 16, max_payload_bytes=1 << 20, max_connections=64, hello_timeout_s=DEADLINE_S)
 ZERO3, ZERO4 = bytes(3), bytes(4)
@@ -123,7 +124,7 @@ def test_a_frame_that_is_none_ends_its_connection_alone(server: TcpListener, dat
     assert still_serves(server)
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     hello=st.booleans(),
     head=st.sampled_from([b"", MAGIC, OK, header(meta=9), frame(Tensor("o", 1, "e", "float32", (2,)), bytes(7))]),

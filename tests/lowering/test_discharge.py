@@ -17,6 +17,7 @@ from dflow.tracing.graph import Graph
 from dflow.tracing.interpret import interpret
 from dflow.tracing.text import parse
 from dflow.tracing.types import array_type_of
+from tests.effort import examples
 from tests.graphs_ import Case, cases
 from tests.lowering.meaning import assert_equal_states, assert_equal_values
 from tests.lowering.stateful_graphs import some_inputs, some_state, stateful_graphs
@@ -30,7 +31,7 @@ def run(pure: Discharged, graph: Graph, inputs: Sequence[Any], state: dict[str, 
     return results[len(pure.written) :], state | renewed
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(graph=stateful_graphs(), compiled=st.booleans())
 def test_it_does_what_the_graph_means(graph: Graph, compiled: bool) -> None:
     pure = discharge(graph)
@@ -43,7 +44,7 @@ def test_it_does_what_the_graph_means(graph: Graph, compiled: bool) -> None:
     assert pure.operands == graph.inputs[len(graph.refs) :]
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(case=cases())
 def test_it_does_what_a_traced_program_means(case: Case) -> None:
     pure = discharge(case.graph)

@@ -21,8 +21,12 @@ from dflow.tracing.device import device
 from dflow.tracing.errors import DeviceError, VariableError
 from dflow.tracing.resources import Variable
 from dflow.tracing.trace import trace
-from tests.graphs_ import ARGUMENTS, EAGER, Program, programs
+from tests.effort import examples
 from tests.lowering.meaning import assert_equal_values
+from tests.programs.draw import programs
+from tests.programs.machines import AtOnce, Traced
+from tests.programs.made import ARGUMENTS, variables_of
+from tests.programs.statements import Program
 
 
 @pytest.fixture
@@ -142,21 +146,19 @@ def test_what_a_step_gave_stays_valid(here: LocalHome) -> None:
     assert [array.tolist()[0] for array in given] == [1, 2, 3, 4]
 
 
-@settings(max_examples=20)
-@given(program=programs(max_statements=4))
+@settings(max_examples=examples(8))
+@given(program=programs(most=4))
 def test_a_program_does_the_same_at_once_and_lowered(program: Program) -> None:
     def variables(local: LocalHome) -> list[Variable]:
         with home(local):
-            return [Variable(jnp.arange(3, dtype=jnp.int32) + index) for index in range(program.variables)]
+            return variables_of(program)
 
     at_once, lowered = LocalHome(), LocalHome()
-    eager, traced = variables(at_once), variables(lowered)
+    eager, traced = AtOnce(variables(at_once)), Traced(variables(lowered))
     run = lower(lowered, lambda x, y: program(traced, x, y), *ARGUMENTS)
     for _ in range(2):
-        assert_equal_values(
-            run(*ARGUMENTS), program(eager, jnp.asarray(ARGUMENTS[0]), jnp.asarray(ARGUMENTS[1]), EAGER)
-        )
-        assert_equal_values([v.read() for v in traced], [v.read() for v in eager])
+        assert_equal_values(run(*ARGUMENTS), program(eager, *map(jnp.asarray, ARGUMENTS)))
+        assert_equal_values([v.read() for v in traced.variables], [v.read() for v in eager.variables])
 
 
 def test_a_stated_device_is_refused_where_there_is_no_cluster(here: LocalHome) -> None:

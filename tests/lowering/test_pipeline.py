@@ -18,6 +18,7 @@ from dflow.tracing.graph import Graph, Value
 from dflow.tracing.interpret import interpret
 from dflow.tracing.types import RefType
 from dflow.tracing.verify import verify
+from tests.effort import examples
 from tests.graphs_ import Case, cases
 from tests.lowering.meaning import (
     TASKS,
@@ -43,7 +44,7 @@ def test_the_pipeline_is_for_this_process_alone_unless_told_otherwise() -> None:
 
 
 @pytest.mark.parametrize("index", range(len(PASSES)), ids=NAMES)
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(graph=stateful_graphs(), seed=SEEDS)
 def test_a_pass_keeps_the_meaning_of_any_graph(index: int, graph: Graph, seed: int) -> None:
     before = run_passes(graph, PASSES[:index])
@@ -52,7 +53,7 @@ def test_a_pass_keeps_the_meaning_of_any_graph(index: int, graph: Graph, seed: i
     assert_same_meaning(before, after, choose=chooser(seed) if index >= ORDERED else None)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(case=cases(devices=TASKS), seed=SEEDS)
 def test_the_pipeline_keeps_the_meaning_of_any_traced_program(case: Case, seed: int) -> None:
     lowered = run_passes(case.graph, PASSES, check=True)
@@ -73,7 +74,7 @@ def device_of_values(graph: Graph) -> dict[Value, str | None]:
 
 
 @pytest.mark.parametrize("name", ["partition", "order", "cluster", "donate"])
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(graph=stateful_graphs())
 def test_after_partition_all_that_a_node_needs_is_on_its_task(name: str, graph: Graph) -> None:
     after = run_passes(graph, PASSES[: NAMES.index(name) + 1])
@@ -147,7 +148,7 @@ def conflicts(graph: Graph) -> list[tuple[str, str]]:
     ]
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(graph=stateful_graphs())
 def test_effects_whose_order_can_be_seen_are_held_apart_by_edges(graph: Graph) -> None:
     partitioned = run_passes(graph, PASSES[:ORDERED])
@@ -175,7 +176,7 @@ def test_a_call_donates_what_it_writes_and_nothing_else(graph: Graph) -> None:
             assert {call.inputs[index] for index in call.attributes["donate"]} == written
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(graph=stateful_graphs(max_nodes=8), seed=SEEDS)
 def test_tasks_that_run_their_plans_do_what_the_graph_means(graph: Graph, seed: int) -> None:
     inputs, state = some_inputs(graph), some_state(graph)
@@ -186,7 +187,7 @@ def test_tasks_that_run_their_plans_do_what_the_graph_means(graph: Graph, seed: 
         assert_equal_states(cluster.state(), state)
 
 
-@settings(max_examples=10)
+@settings(max_examples=examples(10))
 @given(case=cases(devices=TASKS), seed=SEEDS)
 def test_tasks_do_what_a_traced_program_means(case: Case, seed: int) -> None:
     cluster = Cluster(case.graph, case.state)

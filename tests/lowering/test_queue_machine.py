@@ -24,6 +24,7 @@ from dflow.lowering.queues import order_of
 from dflow.tracing.errors import DeadlineExceeded, QueueClosed
 from dflow.tracing.queue_model import QueueModel
 from dflow.tracing.queue_settings import QueueKind, QueueSettings
+from tests.effort import examples
 
 FIFO = QueueSettings(QueueKind.FIFO, 3)
 
@@ -148,7 +149,7 @@ def event_of(action: str, argument: int, ticket: int, serials: Any) -> Event | N
     return None
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(kind=_KINDS, actions=_ACTIONS)
 def test_no_element_is_lost_or_given_twice_and_every_wait_ends_once(kind: QueueSettings, actions: Any) -> None:
     queue, serials = machine(kind), iter(range(1000))
@@ -173,7 +174,7 @@ def test_no_element_is_lost_or_given_twice_and_every_wait_ends_once(kind: QueueS
             assert len(command.elements) == event.count or (event.or_fewer and 0 < len(command.elements) < event.count)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(kind=_KINDS, actions=_ACTIONS)
 def test_asked_one_at_a_time_it_does_what_the_model_does(kind: QueueSettings, actions: Any) -> None:
     queue, model, serials = machine(kind), QueueModel(kind), iter(range(1000))

@@ -20,6 +20,7 @@ from dflow.lowering.program import Program, lower_program
 from dflow.lowering.store import Store
 from dflow.tracing.errors import DeadlineExceeded, VariableError, VariableShapeError
 from dflow.tracing.types import ArrayType
+from tests.effort import examples
 
 F32 = ArrayType(np.dtype("float32"), (3,))
 WAIT_S = 60.0
@@ -384,7 +385,7 @@ _STEPS = st.lists(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(steps=_STEPS)
 def test_no_array_that_anyone_holds_ever_changes(steps: Sequence[tuple[str, int, int]]) -> None:
     store, values = new_store(a=0, b=1), {"a": 0.0, "b": 1.0}

@@ -19,6 +19,7 @@ from dflow.tracing.interpret import interpret
 from dflow.tracing.resources import Variable
 from dflow.tracing.text import marked, parse, text
 from dflow.tracing.trace import trace
+from tests.effort import examples
 from tests.graphs_ import Case, a_home, cases, graphs
 
 X = jnp.arange(20.0).reshape(4, 5) / 7 - 1
@@ -164,7 +165,7 @@ def test_a_graph_runs_node_by_node_to_what_the_function_gives(name: str) -> None
 
 
 @given(graphs())
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_any_graph_reads_back_to_the_same_text(graph: Graph) -> None:
     printed = text(graph)
     assert text(parse(printed)) == printed
@@ -172,7 +173,7 @@ def test_any_graph_reads_back_to_the_same_text(graph: Graph) -> None:
 
 
 @given(cases(["ps:0", "ps:1"]))
-@settings(max_examples=20)
+@settings(max_examples=examples(12))
 def test_the_graph_of_a_program_reads_back_and_runs_the_same(case: Case) -> None:
     printed = text(case.graph)
     again = parse(printed)

@@ -1,0 +1,204 @@
+"""Hypothesis strategies of programs that end and that every run must take.
+
+What may stand at a place depends on what is around it: under a batch, in a derivative or in a function with a rule of
+its own, some things are errors. Programs of one thread must not wait for ever, so what they do to a queue keeps within
+what it holds: the number of elements in each queue is followed, and a body leaves each queue as full as it found it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from hypothesis import strategies as st
+
+from dflow.tracing.queue_settings import QueueKind
+from dflow.tracing.updates import KINDS as UPDATES
+from tests.programs.machines import KINDS, MOST_TURNS
+from tests.programs.statements import (
+    Batch,
+    Call,
+    Cond,
+    Derive,
+    Gather,
+    Log,
+    Loop,
+    On,
+    Op,
+    Program,
+    Put,
+    Read,
+    Size,
+    Statement,
+    Take,
+    Write,
+)
+
+CAPACITY = 4
+#: How many elements each queue holds when a program starts, and how many a shuffling one holds back.
+FULL, HELD_BACK = 2, 1
+
+TYPES: Sequence[tuple[str, tuple[int, ...]]] = [
+    ("float32", (3,)),
+    ("float32", (4, 3)),
+    ("float32", ()),
+    ("int32", (3,)),
+    ("int32", (2, 3)),
+    ("bfloat16", (3,)),
+    ("uint8", (3,)),
+    ("bool", (3,)),
+]
+
+#: Updates through which JAX has no derivative.
+_WITHOUT_DERIVATIVE = ("scatter_mul", "scatter_max", "scatter_min")
+
+
+@dataclass(frozen=True)
+class Place:
+    """What is around a statement, and so what it may be."""
+
+    depth: int = 2
+    devices: tuple[str, ...] = ()
+    queues: tuple[QueueKind, ...] = ()
+    #: How many elements each queue holds, as the program is drawn.
+    held: list[int] = field(default_factory=list)
+    logs: bool = False
+    writes: bool = True
+    batched: bool = False
+    derived: bool = False
+    forward: bool = False
+
+    def can_take(self, queue: int) -> int:
+        """How many elements may be taken out."""
+        return max(0, self.held[queue] - (HELD_BACK if self.queues[queue] is QueueKind.SHUFFLE else 0))
+
+    def kinds(self) -> list[str]:
+        """The kinds of statements, the likelier ones more often."""
+        nested = ["loop", "cond", "call", "derive"] + ["batch"] * (not self.batched) + ["on"] * bool(self.devices)
+        return [
+            *["op", "op", "read", "gather"],
+            *["write"] * 4 * self.writes,
+            *["log"] * self.logs,
+            *["put", "take", "size"] * bool(self.queues),
+            *nested * 2 * (self.depth > 0),
+        ]
+
+
+_index = st.integers(0, 7)
+
+
+@st.composite
+def _statement(draw: st.DrawFn, place: Place) -> Statement:
+    kind = draw(st.sampled_from(place.kinds()))
+    match kind:
+        case "op":
+            return Op(draw(st.sampled_from(sorted(KINDS))), draw(_index), draw(_index))
+        case "read":
+            return Read(draw(_index))
+        case "gather":
+            return Gather(draw(_index), draw(_index))
+        case "write":
+            updates = [name for name in UPDATES if not (place.derived and name in _WITHOUT_DERIVATIVE)]
+            return Write(draw(_index), draw(_index), draw(st.sampled_from(updates)), draw(st.booleans()))
+        case "log":
+            return Log(draw(_index))
+        case "put" | "take" | "size":
+            return draw(_queue_statement(kind, place))
+        case "on":
+            return On(draw(st.sampled_from(place.devices)), draw(_statements(replace(place, depth=place.depth - 1))))
+    return draw(_nested(kind, replace(place, depth=place.depth - 1)))
+
+
+@st.composite
+def _queue_statement(draw: st.DrawFn, kind: str, place: Place) -> Statement:
+    queue = draw(st.integers(0, len(place.queues) - 1))
+    if kind == "put":
+        count = draw(st.integers(0, min(2, CAPACITY - place.held[queue])))
+        place.held[queue] += count
+        return Put(queue, draw(_index), count, draw(st.booleans()))
+    if kind == "take":
+        count = draw(st.integers(0, min(2, place.can_take(queue))))
+        place.held[queue] -= count
+        return Take(queue, count, draw(st.sampled_from(["one by one", "at once", "up to"])))
+    return Size(queue)
+
+
+@st.composite
+def _nested(draw: st.DrawFn, kind: str, place: Place) -> Statement:
+    alone = replace(place, logs=False, queues=())
+    # What is differentiated may use a queue, but not in a loop or a branch.
+    place = alone if place.derived else place
+    match kind:
+        case "loop":
+            # A while loop has no backward pass, and may not write under a batch.
+            hows = ["scan", "map", "fori", "bounded"] + ["while"] * (not place.derived)
+            how = draw(st.sampled_from(hows))
+            if how in ("while", "bounded"):
+                inside = replace(place, writes=place.writes and not place.batched)
+            else:
+                inside = place
+            body = draw(_body(inside))
+            watched = draw(st.none() | _index)
+            return Loop(how, draw(_index), draw(st.integers(1, MOST_TURNS)), body, draw(st.booleans()), watched)
+        case "cond":
+            divided = place.batched and draw(st.booleans())
+            inside = replace(place, writes=False) if divided else place
+            count = draw(st.integers(2, 3))
+            return Cond(draw(_index), tuple(draw(_body(inside)) for _ in range(count)), divided)
+        case "call":
+            # JAX has no forward derivative of a function with a backward rule.
+            hows = ["jit", "dflow.jit", "checkpoint", "custom_jvp"] + ["custom_vjp"] * (not place.forward)
+            how = draw(st.sampled_from(hows))
+            inside = place if how.endswith("jit") else alone
+            if how.startswith("custom"):
+                inside = replace(alone, writes=place.writes and not place.batched)
+            return Call(how, draw(_index), draw(_body(inside)))
+        case "batch":
+            return Batch(draw(_index), draw(st.integers(1, 3)), draw(_body(replace(alone, batched=True))))
+    how = draw(st.sampled_from(["grad", "value_and_grad", "jvp", "vjp", "hvp"]))
+    inside = replace(
+        place,
+        logs=False,
+        derived=True,
+        forward=place.forward or how in ("jvp", "hvp"),
+        writes=place.writes and not place.batched,
+    )
+    return Derive(how, draw(_index), tuple(draw(st.lists(_index, max_size=2))), draw(_body(inside)))
+
+
+@st.composite
+def _statements(draw: st.DrawFn, place: Place, most: int = 2) -> tuple[Statement, ...]:
+    return tuple(draw(_statement(place)) for _ in range(draw(st.integers(1, most))))
+
+
+@st.composite
+def _body(draw: st.DrawFn, place: Place, most: int = 2) -> tuple[Statement, ...]:
+    """Statements that leave every queue as full as they found it."""
+    before = list(place.held)
+    statements = list(draw(_statements(place, most)))
+    for queue, (now, then) in enumerate(zip(place.held, before, strict=True)):
+        if now > then:
+            statements.append(Take(queue, now - then, "one by one"))
+        elif now < then:
+            statements.append(Put(queue, queue, then - now, True))
+    place.held[:] = before
+    return tuple(statements)
+
+
+@st.composite
+def programs(
+    draw: st.DrawFn,
+    devices: Sequence[str] = (),
+    most: int = 5,
+    *,
+    queues: bool = False,
+    logs: bool = False,
+) -> Program:
+    """Programs over one to three variables that may run any number of times; parts of them under one of `devices`.
+
+    With `queues`, over up to two queues too; with `logs`, some show values to the world outside.
+    """
+    types = tuple(draw(st.lists(st.sampled_from(TYPES), min_size=1, max_size=3)))
+    kinds = tuple(draw(st.lists(st.sampled_from(QueueKind), max_size=2))) if queues else ()
+    place = Place(devices=tuple(devices), queues=kinds, held=[FULL] * len(kinds), logs=logs)
+    return Program(types, draw(_body(place, most)), kinds)

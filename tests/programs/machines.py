@@ -1,0 +1,371 @@
+"""The meaning of a program's statements, over what runs control flow, batches and derivatives.
+
+`Traced` is the program as a user writes it, with JAX's control flow. `AtOnce` is the same program with Python's, each
+op acting at once. `tests.programs.reference` has a third, which knows nothing of us.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import io_callback
+
+import dflow
+from dflow.tracing.device import device
+from tests.programs.statements import (
+    Batch,
+    Call,
+    Cond,
+    Derive,
+    Gather,
+    Log,
+    Loop,
+    On,
+    Op,
+    Put,
+    Read,
+    Size,
+    Statement,
+    Take,
+    Write,
+)
+
+#: The shape of every value of a program.
+SHAPE = (3,)
+#: What a value's numbers stay within.
+LIMIT = 16
+#: The most that a loop turns.
+MOST_TURNS = 3
+
+
+def bounded(x: Any) -> Any:
+    """What is too large gives 1: so all numbers stay exact, and derivatives are those of x, or 0."""
+    return jnp.where(jnp.abs(x) <= LIMIT, x, jnp.ones_like(x))
+
+
+KINDS = {
+    "add": lambda x, y: bounded(x + y),
+    "sub": lambda x, y: bounded(x - y),
+    "mul": lambda x, y: bounded(x * y),
+    "max": lambda x, y: jnp.where(x > y, x, y),
+    "where": lambda x, y: jnp.where(x > y, x, -y),
+}
+
+#: What a bool has in the place of the updates that it has not.
+_BOOL_KINDS = {"assign_sub": "assign", "scatter_add": "scatter_update", "scatter_mul": "scatter_update"}
+
+
+def _small(x: Any) -> Any:
+    return jnp.where(jnp.abs(x) <= 1, x, -jnp.ones_like(x))
+
+
+def as_value(array: Any) -> Any:
+    """A variable's value or rows as a value of the stack."""
+    # A derivative of what bfloat16 rounds would not be exact.
+    held = jax.lax.stop_gradient(array) if array.dtype != jnp.float32 else array
+    held = held.astype(jnp.float32).reshape(-1, 3 if array.size % 3 == 0 else 1).sum(0)
+    return bounded(jnp.broadcast_to(held, SHAPE))
+
+
+def as_operand(value: Any, dtype: Any, shape: tuple[int, ...], is_factor: bool) -> Any:
+    """A value of the stack as what a variable of this type is updated by."""
+    name = np.dtype(dtype).name
+    if is_factor or name == "bfloat16":
+        value = _small(value)
+    count = 1 if name == "bfloat16" else shape[0] if len(shape) > 1 else 1
+    if shape == ():
+        value = value[0] + value[1] * (not is_factor and name != "bfloat16")
+    elif len(shape) > 1:
+        value = jnp.stack([value if is_factor else value + row for row in range(count)])
+    if name == "bool":
+        return value > 0
+    return (value.astype(jnp.int32) if name == "uint8" else value).astype(dtype)
+
+
+def as_indices(value: Any, ndim: int) -> Any:
+    """Row numbers from before the first row's negative number to past the last row."""
+    indices = value.astype(jnp.int32) % 8 - 3
+    return indices if ndim == 1 else indices[:2]
+
+
+def parity(value: Any, count: int) -> Any:
+    """A number below `count`."""
+    return value.sum().astype(jnp.int32) % count
+
+
+class Traced:
+    """A program with JAX's control flow, over variables and queues; shows what is logged to `seen`."""
+
+    def __init__(self, variables: Sequence[Any], queues: Sequence[Any] = (), seen: list[Any] | None = None) -> None:
+        self.variables, self.queues = list(variables), list(queues)
+        self.seen: list[Any] = [] if seen is None else seen
+
+    def run(self, statements: Sequence[Statement], stack: Sequence[Any], shared: int | None = None) -> list[Any]:
+        """The stack after the statements. Under a batch its first `shared` values are the same for all of it."""
+        stack = list(stack)
+        for statement in statements:
+            stack += self._run_one(statement, stack, shared)
+        return stack
+
+    def _run_one(self, statement: Statement, stack: list[Any], shared: int | None) -> list[Any]:
+        def pick(index: int) -> Any:
+            return stack[index % len(stack)]
+
+        def inner(body: Sequence[Statement], *more: Any) -> Any:
+            return self.run(body, [*stack, *more], shared)[-1]
+
+        match statement:
+            case Op(kind, left, right):
+                return [KINDS[kind](pick(left), pick(right))]
+            case Read(variable):
+                return [as_value(self._variable(variable).read())]
+            case Gather(variable, value):
+                held = self._variable(variable)
+                ndim = len(held.shape)
+                return [as_value(held.gather(as_indices(pick(value), ndim)) if ndim else held.read())]
+            case Write():
+                self._write(statement, stack, shared)
+                return []
+            case Log(value):
+                self.log(pick(value))
+                return []
+            case Put():
+                self._put(statement, pick(statement.value))
+                return []
+            case Take():
+                return [self._taken(statement)]
+            case Size(queue):
+                return [jnp.broadcast_to(self.queues[queue].size().astype(jnp.float32), SHAPE)]
+            case On(name, body):
+                with device(name):
+                    return self.run(body, stack, shared)[len(stack) :]
+            case Loop():
+                return self._loop(statement, pick(statement.value), stack[-1], inner)
+            case Cond(test, branches, divided):
+                bodies = [lambda body=body: inner(body) for body in branches]
+                if divided:
+                    return [self.divided_switch(parity(pick(test), len(bodies)), bodies)]
+                same = stack if shared is None else stack[:shared]
+                return [self.switch(parity(same[test % len(same)], len(bodies)), bodies)]
+            case Call(("custom_jvp" | "custom_vjp") as how, value, body):
+                return [self.custom(how, lambda x: self.run(body, [x]), pick(value))]
+            case Call(how, value, body):
+                return [self.call(how, lambda x: inner(body, x))(pick(value))]
+            case Batch(value, size, body):
+                xs = bounded(pick(value) + jnp.arange(size, dtype=jnp.float32)[:, None])
+                return [bounded(self.batch(lambda x: self.run(body, [*stack, x], len(stack))[-1], xs).sum(0))]
+            case Derive(how, value, places, body):
+                wrt = [*dict.fromkeys(v for v in map(self._variable, places) if v.dtype == jnp.float32)]
+                machine = self.within()
+                fn: Callable[..., Any] = lambda x: machine.run(body, [*stack, x], shared)[-1]  # noqa: E731
+                results = self.derive(how, fn, wrt, pick(value))
+                return [as_value(result) for result in results]
+        raise AssertionError(statement)
+
+    def _variable(self, index: int) -> Any:
+        return self.variables[index % len(self.variables)]
+
+    def _write(self, write: Write, stack: list[Any], shared: int | None) -> None:
+        variable, kind = self._variable(write.variable), write.kind
+        if variable.shape == () and kind.startswith("scatter"):
+            kind = {"scatter_update": "assign"}.get(kind, kind.replace("scatter", "assign"))
+        more = {}
+        if variable.dtype == bool:
+            kind = _BOOL_KINDS.get(kind, kind)
+        elif shared is not None and write.sums and kind in ("assign_add", "scatter_add"):
+            more = {"reduce": "sum"}
+        same = stack if shared is None or more else stack[:shared]
+        value = same[write.value % len(same)]
+        if more:
+            value = bounded(value + stack[shared])
+        shape, operands = variable.shape, []
+        if kind.startswith("scatter"):
+            indices = as_indices(value, len(shape))
+            shape = (*indices.shape, *shape[1:])
+            operands = [indices]
+        operands.append(as_operand(value, variable.dtype, shape, kind.endswith("mul")))
+        if kind == "scatter_update":  # Of unequal rows for one index any may stay.
+            operands[1] = jnp.broadcast_to(operands[1][0], shape)
+        getattr(variable, kind)(*operands, **more)
+
+    def _put(self, put: Put, value: Any) -> None:
+        numbers = [value.astype(jnp.int32) + index for index in range(put.count)]
+        queue = self.queues[put.queue]
+        if put.at_once and numbers:
+            queue.enqueue_many((jnp.stack([n[0] for n in numbers]), jnp.stack([n[1:] for n in numbers])))
+            return
+        for number in numbers:
+            queue.enqueue((number[0], number[1:]))
+
+    def _taken(self, take: Take) -> Any:
+        queue = self.queues[take.queue]
+        if take.how == "one by one" or not take.count:
+            elements = [queue.dequeue() for _ in range(take.count)]
+            whole = [jnp.concatenate([first[None], second]) for first, second in elements]
+        elif take.how == "at once":
+            first, second = queue.dequeue_many(take.count)
+            whole = list(jnp.concatenate([first[:, None], second], axis=1))
+        else:
+            (first, second), count = queue.dequeue_up_to(take.count)
+            whole = [*jnp.concatenate([first[:, None], second], axis=1), count]
+        # A sum that tells the order.
+        return as_value(sum((n * one for n, one in enumerate(whole, 1)), jnp.zeros(SHAPE, jnp.int32)))
+
+    def _loop(self, loop: Loop, start: Any, last: Any, inner: Callable[..., Any]) -> list[Any]:
+        def step(c: Any, x: Any) -> Any:
+            y = inner(loop.body, c, x)
+            return y, KINDS["sub"](y, c)
+
+        def again(c: Any) -> Any:
+            within = c[0] < loop.turns
+            if loop.watched is None:
+                return within
+            seen = as_value(self._variable(loop.watched).read())
+            return jnp.logical_and(within, (seen + c[1] * (loop.watched % 2)).sum() % 5 != 0)
+
+        def turn(c: Any) -> Any:
+            return c[0] + 1, inner(loop.body, c[1])
+
+        xs = bounded(last + jnp.arange(loop.turns, dtype=jnp.float32)[:, None])
+        match loop.how:
+            case "scan":
+                carry, ys = self.scan(step, start, xs, reverse=loop.reverse)
+                return [carry, bounded(ys.sum(0))]
+            case "map":
+                return [bounded(self.map(lambda x: inner(loop.body, x), xs).sum(0))]
+            case "fori":
+                return [self.fori_loop(0, loop.turns, lambda i, c: inner(loop.body, bounded(c + i)), start)]
+            case "while":
+                return [self.while_loop(again, turn, (jnp.int32(0), start))[1]]
+            case "bounded":
+                return [self.bounded_loop(again, turn, (jnp.int32(0), start), max_iters=loop.turns + 1)[1]]
+        raise AssertionError(loop)
+
+    scan = staticmethod(jax.lax.scan)
+    map = staticmethod(jax.lax.map)
+    fori_loop = staticmethod(jax.lax.fori_loop)
+    while_loop = staticmethod(jax.lax.while_loop)
+    bounded_loop = staticmethod(dflow.while_loop)
+    switch = staticmethod(jax.lax.switch)
+    divided_switch = staticmethod(jax.lax.switch)
+    batch = staticmethod(lambda fn, xs: jax.vmap(fn)(xs))
+
+    def within(self) -> Traced:
+        """What runs the body of a derivative, whose values are abstract."""
+        return Traced(self.variables, self.queues, self.seen)
+
+    def log(self, value: Any) -> None:
+        """Show a value."""
+        io_callback(lambda array: self.seen.append(np.asarray(array).tolist()), None, value, ordered=True)
+
+    def call(self, how: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, of the kind that `how` says."""
+        return {"jit": jax.jit, "dflow.jit": dflow.jit, "checkpoint": jax.checkpoint}[how](fn)
+
+    def custom(self, how: str, effects: Callable[..., Any], x: Any) -> Any:
+        """A function with a rule of its own, that has effects."""
+
+        def fn(x: Any) -> Any:
+            effects(jax.lax.stop_gradient(x))
+            return ruled(x)
+
+        return with_rule(how, fn)(x)
+
+    def derive(self, how: str, fn: Callable[..., Any], wrt: Sequence[Any], x: Any) -> list[Any]:
+        """The value of `fn` and its derivatives, dense."""
+        ones = [jnp.ones(v.shape, v.dtype) for v in wrt]
+        match how:
+            case "grad":
+                grads = dflow.grad(lambda x: fn(x).sum(), wrt, argnums=0)(x)
+            case "value_and_grad":
+                grads = dflow.value_and_grad(lambda x: (fn(x).sum(), x), wrt, argnums=0, has_aux=True)(x)
+            case "jvp":
+                return list(dflow.jvp(fn, (x,), (jnp.ones_like(x),), variables=wrt, directions=ones))
+            case "vjp":
+                value, pull = dflow.vjp(fn, x, variables=wrt)
+                grads = (value, pull(jnp.ones_like(x)))
+            case _:
+                grads = dflow.hvp(lambda x: fn(x).sum(), wrt, argnums=0)((ones, jnp.ones_like(x)), x)
+        leaves = jax.tree_util.tree_leaves(grads, is_leaf=dflow.is_row_gradient)
+        return [leaf.dense() if dflow.is_row_gradient(leaf) else leaf for leaf in leaves]
+
+
+def ruled(x: Any) -> Any:
+    """What a function with a rule of its own gives."""
+    return bounded(x * 3 - 1)
+
+
+def with_rule(how: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A function with a rule that is not its derivative."""
+    if how == "custom_jvp":
+        forward = jax.custom_jvp(fn)
+        forward.defjvp(lambda primals, tangents: (forward(*primals), 2 * tangents[0]))
+        return forward
+    backward = jax.custom_vjp(fn)
+    backward.defvjp(lambda x: (backward(x), x), lambda x, cotangent: (bounded(cotangent * jnp.where(x > 0, 2, -1)),))
+    return backward
+
+
+class AtOnce(Traced):
+    """A program with Python's control flow."""
+
+    def scan(self, step: Callable[..., Any], carry: Any, xs: Any, *, reverse: bool) -> Any:
+        """As `jax.lax.scan`, but for the order of the results."""
+        ys: list[Any] = []
+        for x in xs[::-1] if reverse else xs:
+            carry, y = step(carry, x)
+            ys.append(y)
+        return carry, jnp.stack(ys)
+
+    def map(self, fn: Callable[..., Any], xs: Any) -> Any:
+        """As `jax.lax.map`."""
+        return jnp.stack([fn(x) for x in xs])
+
+    def fori_loop(self, start: int, stop: int, fn: Callable[..., Any], carry: Any) -> Any:
+        """As `jax.lax.fori_loop`."""
+        for i in range(start, stop):
+            carry = fn(i, carry)
+        return carry
+
+    def while_loop(self, test: Callable[..., Any], step: Callable[..., Any], carry: Any) -> Any:
+        """As `jax.lax.while_loop`."""
+        while (live := self._is_live(test(carry))) is True:
+            carry = step(carry)
+        return carry if live is False else self._divided_while(test, step, carry)
+
+    @staticmethod
+    def _is_live(test: Any) -> bool | None:
+        try:
+            return bool(test)
+        except jax.errors.TracerBoolConversionError:
+            return None  # each element of a batch has its own
+
+    def _divided_while(self, test: Callable[..., Any], step: Callable[..., Any], carry: Any) -> Any:
+        for _ in range(MOST_TURNS):
+            live = test(carry)
+            carry = tuple(jnp.where(live, new, old) for new, old in zip(step(carry), carry, strict=True))
+        return carry
+
+    def bounded_loop(self, test: Callable[..., Any], step: Callable[..., Any], carry: Any, *, max_iters: int) -> Any:
+        """As `dflow.while_loop`."""
+        return self.while_loop(test, step, carry)
+
+    def switch(self, index: Any, branches: Sequence[Callable[..., Any]]) -> Any:
+        """As `jax.lax.switch`."""
+        return branches[int(index)]()
+
+    def divided_switch(self, index: Any, branches: Sequence[Callable[..., Any]]) -> Any:
+        """As `jax.lax.switch` where each element of a batch goes its own way."""
+        return jax.lax.select_n(index, *[jnp.asarray(branch()) for branch in branches])
+
+    def call(self, how: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """The function itself."""
+        return fn
+
+    def log(self, value: Any) -> None:
+        """Show a value now."""
+        self.seen.append(np.asarray(value).tolist())

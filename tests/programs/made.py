@@ -1,0 +1,86 @@
+"""Variables, queues and cells for a program, and what they hold, to compare."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflow.function import LOCAL
+from dflow.tracing.queue_model import QueueModel
+from dflow.tracing.queue_settings import QueueKind
+from dflow.tracing.queues import FIFOQueue, PriorityQueue, Queue, RandomShuffleQueue
+from dflow.tracing.resources import Variable
+from tests.programs.draw import CAPACITY, FULL, HELD_BACK
+from tests.programs.reference import Cell, QueueCell
+from tests.programs.statements import Program
+
+#: The arguments that programs are run on.
+ARGUMENTS = (np.array([1, -2, 3], np.float32), np.array([0, 5, -7], np.float32))
+
+_SPEC = (jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.int32))
+
+
+def initial_values(program: Program) -> list[jax.Array]:
+    """What the variables hold at first: no two the same."""
+    return [
+        (jnp.arange(int(np.prod(shape)), dtype=jnp.float32).reshape(shape) * (number + 1) % 7).astype(dtype)
+        for number, (dtype, shape) in enumerate(program.types)
+    ]
+
+
+def variables_of(program: Program) -> list[Variable]:
+    """New variables. Their names tell their types, for those of an earlier program may live on for a while."""
+    types = ["_".join(map(str, (dtype, *shape))) for dtype, shape in program.types]
+    values = enumerate(zip(types, initial_values(program), strict=True))
+    return [Variable(value, name=f"v{number}/{type}") for number, (type, value) in values]
+
+
+def cells_of(program: Program) -> list[Cell]:
+    """New cells."""
+    return [Cell(value) for value in initial_values(program)]
+
+
+def queues_of(program: Program) -> list[Queue]:
+    """New queues, each with `FULL` elements."""
+    made: list[Queue] = []
+    for number, kind in enumerate(program.queues):
+        name = f"q{number}"
+        match kind:
+            case QueueKind.FIFO:
+                made.append(FIFOQueue(CAPACITY, _SPEC, name=name))
+            case QueueKind.PRIORITY:
+                made.append(PriorityQueue(CAPACITY, _SPEC, name=name))
+            case QueueKind.SHUFFLE:
+                made.append(RandomShuffleQueue(CAPACITY, HELD_BACK, _SPEC, seed=7, name=name))
+        for element in first_elements():
+            made[-1].enqueue(element)
+    return made
+
+
+def models_of(queues: Sequence[Queue]) -> list[QueueModel]:
+    """A model of each queue, as it is at first."""
+    return [QueueModel(queue.settings, first_elements()) for queue in queues]
+
+
+def queue_cells_of(queues: Sequence[Queue]) -> list[QueueCell]:
+    """A cell for each queue, as it is at first."""
+    return [*map(QueueCell, models_of(queues))]
+
+
+def first_elements() -> list[tuple[Any, Any]]:
+    """What each queue holds at first."""
+    return [(np.int32(5 - 3 * n), np.array([n, 10 * n], np.int32)) for n in range(FULL)]
+
+
+def plain(values: Any) -> list[Any]:
+    """Numbers that can be compared."""
+    return [np.asarray(value).tolist() for value in values]
+
+
+def contents(queue: Queue) -> list[Any]:
+    """What a queue of this process holds, first in first."""
+    return [plain(element) for element in LOCAL.store.resource(queue.key).contents()]

@@ -1,0 +1,206 @@
+"""What a program means, by JAX's arrays and transforms alone: nothing of it is traced by us.
+
+A variable is a cell of Python's, so a derivative is plain JAX's: of the function from the values of the cells and the
+argument to the result and the values that the cells are left with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflow.tracing.queue_model import QueueModel
+from tests.programs.machines import AtOnce, ruled, with_rule
+
+_AXIS = "batch"
+
+
+class InexactError(Exception):
+    """A derivative grew beyond what float32 adds exactly: the program says nothing."""
+
+
+class Cell:
+    """A variable."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = jnp.asarray(value)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the value."""
+        return tuple(self.value.shape)
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the value."""
+        return self.value.dtype
+
+    def read(self) -> Any:
+        """The value."""
+        return self.value
+
+    def gather(self, indices: Any) -> Any:
+        """Rows: an index past an end gives the row at that end, and no gradient."""
+        size = self.shape[0]
+        rows = self.value[jnp.clip(jnp.where(indices < 0, indices + size, indices), 0, size - 1)]
+        inside = (indices >= -size) & (indices < size)
+        return jnp.where(inside.reshape(inside.shape + (1,) * (rows.ndim - 1)), rows, jax.lax.stop_gradient(rows))
+
+    def assign(self, value: Any) -> None:
+        """Replace."""
+        self.value = value
+
+    def assign_add(self, value: Any, reduce: str | None = None) -> None:
+        """Add; under a batch, the sum over it."""
+        self.value = self.value + (jax.lax.psum(value, _AXIS).astype(self.dtype) if reduce else value)
+
+    def assign_sub(self, value: Any) -> None:
+        """Subtract."""
+        self.value = self.value - value
+
+    def assign_mul(self, value: Any) -> None:
+        """Multiply."""
+        self.value = self.value * value
+
+    def assign_max(self, value: Any) -> None:
+        """Keep the larger."""
+        self.value = jnp.maximum(self.value, value)
+
+    def assign_min(self, value: Any) -> None:
+        """Keep the smaller."""
+        self.value = jnp.minimum(self.value, value)
+
+    def scatter_add(self, indices: Any, rows: Any, reduce: str | None = None) -> None:
+        """Add to rows."""
+        if reduce:
+            indices, rows = jax.lax.all_gather(indices, _AXIS), jax.lax.all_gather(rows, _AXIS)
+        flat = rows.reshape(-1, *self.shape[1:])
+        for index, row in zip(indices.reshape(-1), flat, strict=True):
+            self._row(index, lambda old, row=row: old + row)
+
+    def scatter_update(self, indices: Any, rows: Any) -> None:
+        """Replace rows."""
+        for index, row in zip(indices, rows, strict=True):
+            self._row(index, lambda old, row=row: row)
+
+    def scatter_mul(self, indices: Any, rows: Any) -> None:
+        """Multiply rows."""
+        for index, row in zip(indices, rows, strict=True):
+            self._row(index, lambda old, row=row: old * row)
+
+    def scatter_max(self, indices: Any, rows: Any) -> None:
+        """Keep the larger of rows."""
+        for index, row in zip(indices, rows, strict=True):
+            self._row(index, lambda old, row=row: jnp.maximum(old, row))
+
+    def scatter_min(self, indices: Any, rows: Any) -> None:
+        """Keep the smaller of rows."""
+        for index, row in zip(indices, rows, strict=True):
+            self._row(index, lambda old, row=row: jnp.minimum(old, row))
+
+    def _row(self, index: Any, change: Callable[[Any], Any]) -> None:
+        size = self.shape[0]
+        here = (jnp.arange(size) == jnp.where(index < 0, index + size, index)).reshape(-1, *[1] * (len(self.shape) - 1))
+        self.value = jnp.where(here, jnp.broadcast_to(change(self.value), self.shape), self.value)
+
+
+class QueueCell:
+    """A queue of one user."""
+
+    def __init__(self, model: QueueModel) -> None:
+        self.model = model
+
+    def enqueue(self, element: Any) -> None:
+        """Put an element in; what it depends on does not matter to who takes it out."""
+        self.model.enqueue([tuple(np.asarray(jax.lax.stop_gradient(part)) for part in element)])
+
+    def enqueue_many(self, elements: Any) -> None:
+        """Put elements in."""
+        for element in zip(*elements, strict=True):
+            self.enqueue(element)
+
+    def dequeue(self) -> Any:
+        """Take an element out."""
+        return tuple(map(jnp.asarray, self.model.dequeue(1)[0]))
+
+    def dequeue_many(self, count: int) -> Any:
+        """Take elements out."""
+        return tuple(map(jnp.stack, zip(*self.model.dequeue(count), strict=True)))
+
+    def dequeue_up_to(self, count: int) -> Any:
+        """Take elements out, as many as there are: in a program that waits for nothing, all."""
+        return self.dequeue_many(count), jnp.int32(count)
+
+    def size(self) -> Any:
+        """The number of elements."""
+        return jnp.int32(len(self.model.elements))
+
+
+class Reference(AtOnce):
+    """A program over cells."""
+
+    def within(self) -> Reference:
+        """Itself: JAX's derivatives are taken of values."""
+        return self
+
+    def batch(self, fn: Callable[..., Any], xs: Any) -> Any:
+        """By vmap with a named axis, over which cells sum."""
+        return jax.vmap(fn, axis_name=_AXIS)(xs)
+
+    def custom(self, how: str, effects: Callable[..., Any], x: Any) -> Any:
+        """The effects, and apart from them the function with the rule."""
+        effects(jax.lax.stop_gradient(x))
+        return with_rule(how, ruled)(x)
+
+    def derive(self, how: str, fn: Callable[..., Any], wrt: Sequence[Any], x: Any) -> list[Any]:
+        """As a function of the values of `wrt` and of x, by JAX."""
+        before = [cell.value for cell in self.variables]
+
+        def pure(values: list[Any], x: Any) -> tuple[Any, list[Any]]:
+            self._set(self.variables, before)
+            self._set(wrt, values)
+            return fn(x), [cell.value for cell in self.variables]
+
+        def loss(values: list[Any], x: Any) -> tuple[Any, list[Any]]:
+            value, after = pure(values, x)
+            return value.sum(), after
+
+        primals = ([cell.value for cell in wrt], x)
+        ones = jax.tree.map(jnp.ones_like, primals)
+        gradient = jax.grad(loss, argnums=(0, 1), has_aux=True)
+        match how:
+            case "grad":
+                results, after = gradient(*primals)
+            case "value_and_grad":
+                (value, after), grads = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(*primals)
+                results = (value, x, grads)
+            case "jvp":
+                *results, after = jax.jvp(pure, primals, ones, has_aux=True)
+            case "vjp":
+                value, pull, after = jax.vjp(pure, *primals, has_aux=True)
+                results = (value, pull(jnp.ones_like(value)))
+            case _:
+                _, results, after = jax.jvp(gradient, primals, ones, has_aux=True)
+        self._set(self.variables, after)
+        leaves = jax.tree.leaves(results)
+        for leaf in leaves:
+            _check_exact(leaf)
+        return leaves
+
+    @staticmethod
+    def _set(cells: Sequence[Any], values: Sequence[Any]) -> None:
+        for cell, value in zip(cells, values, strict=True):
+            cell.value = value
+
+
+def _check_exact(array: Any) -> None:
+    try:
+        numbers = np.asarray(jax.lax.stop_gradient(array))
+    except jax.errors.TracerArrayConversionError:
+        return  # under a batch: what it sums to is looked at
+    if np.abs(numbers).max(initial=0) > 2**16 or (numbers * 256 % 1).any():
+        raise InexactError

@@ -1,0 +1,162 @@
+"""Random stateful programs as data, so that Hypothesis can shrink them. Indices count modulo what there is.
+
+A program is run on a stack of values, each float32 of shape (3,) that holds small whole numbers: with these every run
+is exact, however it is compiled. A body sees the stack around it, then its own arguments, and gives its last value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from dflow.tracing.queue_settings import QueueKind
+
+
+@dataclass(frozen=True)
+class Op:
+    """Push `kind` of two values."""
+
+    kind: str
+    left: int
+    right: int
+
+
+@dataclass(frozen=True)
+class Read:
+    """Push the value of a variable."""
+
+    variable: int
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Push rows of a variable, at indices made of a value, some of them past an end."""
+
+    variable: int
+    value: int
+
+
+@dataclass(frozen=True)
+class Write:
+    """Update a variable by a value, from which an update of rows takes its indices too.
+
+    Under a batch the value is one from outside of it, the same for all; but for a sum, which takes any.
+    """
+
+    variable: int
+    value: int
+    kind: str
+    sums: bool = True
+
+
+@dataclass(frozen=True)
+class Log:
+    """Show a value to the world outside, by an effect that must keep its place."""
+
+    value: int
+
+
+@dataclass(frozen=True)
+class Put:
+    """Enqueue `count` elements made of a value; one by one, or at once."""
+
+    queue: int
+    value: int
+    count: int
+    at_once: bool
+
+
+@dataclass(frozen=True)
+class Take:
+    """Dequeue `count` elements and push their sum; one by one, at once, or up to as many."""
+
+    queue: int
+    count: int
+    how: str
+
+
+@dataclass(frozen=True)
+class Size:
+    """Push a queue's size."""
+
+    queue: int
+
+
+@dataclass(frozen=True)
+class Loop:
+    """Run `body` `turns` times, by `how`, from a value; push what the loop gives.
+
+    A "while" or "bounded" loop ends early when the sum of variable `watched` is a multiple of 5.
+    """
+
+    how: str
+    value: int
+    turns: int
+    body: tuple[Statement, ...]
+    reverse: bool = False
+    watched: int | None = None
+
+
+@dataclass(frozen=True)
+class Cond:
+    """Run one of the branches, as a value says; under a batch one from outside of it, unless the batch is `divided`."""
+
+    test: int
+    branches: tuple[tuple[Statement, ...], ...]
+    divided: bool = False
+
+
+@dataclass(frozen=True)
+class Call:
+    """Run `body` on a value as a function of a kind: "jit", "dflow.jit", "checkpoint".
+
+    A "custom_jvp" or "custom_vjp" function sees its argument alone; its result is of the argument, and its rule is
+    not that result's derivative.
+    """
+
+    how: str
+    value: int
+    body: tuple[Statement, ...]
+
+
+@dataclass(frozen=True)
+class On:
+    """Run `body` in place, under a device scope."""
+
+    device: str
+    body: tuple[Statement, ...]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Run `body` under vmap on `size` values made of one; push the sum over the batch."""
+
+    value: int
+    size: int
+    body: tuple[Statement, ...]
+
+
+@dataclass(frozen=True)
+class Derive:
+    """Push derivatives of `body`, by `how`, with respect to a value and to those of the variables that have any."""
+
+    how: str
+    value: int
+    variables: tuple[int, ...]
+    body: tuple[Statement, ...]
+
+
+Statement = Op | Read | Gather | Write | Log | Put | Take | Size | Loop | Cond | Call | On | Batch | Derive
+
+
+@dataclass(frozen=True)
+class Program:
+    """A function of two values over a variable for each of `types` (dtype, shape) and a queue for each of `queues`."""
+
+    types: tuple[tuple[str, tuple[int, ...]], ...]
+    statements: tuple[Statement, ...]
+    queues: tuple[QueueKind, ...] = ()
+
+    def __call__(self, machine: Any, x: Any, y: Any) -> tuple[Any, ...]:
+        """Run on a machine: the last four values, enough to see most mistakes, few enough to leave dead ops."""
+        return tuple(machine.run(self.statements, [x, y])[-4:])

@@ -1,0 +1,43 @@
+"""The factor on random tests: what it multiplies, and that no test goes past it."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+from tests.effort import DEFAULT_EXAMPLES, VARIABLE, examples, factor
+
+FILES = sorted(Path(__file__).parent.rglob("*.py"))
+
+
+def test_the_factor_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert (factor(), examples(25)) == (1, 25)
+    monkeypatch.setenv(VARIABLE, "50")
+    assert examples(25) == 1250
+
+
+@pytest.mark.parametrize("given", ["", "0", "-1", "1.5", "many", "²"])
+def test_what_is_no_factor_is_named(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, given)
+    with pytest.raises(ValueError, match=f"{VARIABLE} is '.*', not a positive whole number"):
+        factor()
+
+
+def test_a_test_without_settings_of_its_own_is_multiplied_too() -> None:
+    assert hypothesis.settings().max_examples == examples(DEFAULT_EXAMPLES)
+
+
+def test_every_number_of_examples_goes_by_the_factor() -> None:
+    past = [
+        f"{file.name}:{keyword.value.lineno}"
+        for file in FILES
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call)
+        for keyword in node.keywords
+        if keyword.arg == "max_examples" and not ast.unparse(keyword.value).startswith("examples(")
+    ]
+    assert past == []
