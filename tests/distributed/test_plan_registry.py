@@ -10,7 +10,7 @@ import pytest
 from dflow.distributed.messages import RegisterPlan
 from dflow.distributed.plan_registry import PlanRegistry
 from dflow.lowering.plan import Call, Item, Plan, Send
-from dflow.lowering.program import Program, compile_program, export_program
+from dflow.lowering.program import Program, export_program, lower_program
 from dflow.tracing import errors
 from dflow.tracing.types import ArrayType
 
@@ -43,7 +43,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bytes, int]]:
 
     def load(blob: memoryview, writes: int) -> Program:
         loaded.append((bytes(blob), writes))
-        return compile_program(add_in_place, (F32, F32), writes)
+        return lower_program(add_in_place, (F32, F32), writes).compile()
 
     monkeypatch.setattr("dflow.distributed.plan_registry.load_program", load)
     return loaded
