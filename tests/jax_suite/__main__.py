@@ -55,14 +55,14 @@ def main(argv: Sequence[str]) -> int:
         plain, replaced = (run_file(file, way, root, limits, for_pytest) for way in ("jax", "dflow"))
         compared.append(one := FileComparison(file, plain, replaced))
         print(f"{file}: {len(one.passed)} with jax.jit, {len(one.differing)} of them not with dflow.jit", flush=True)
+        if options.json:  # after each file, since a whole suite takes long
+            options.json.write_text(json.dumps(report(options, for_pytest, compared, exceptions), indent=2) + "\n")
     print("\n" + table(compared, exceptions))
     for text in (differences(compared, exceptions), troubles(compared)):
         if text:
             print("\n" + text)
     for pattern in exceptions.stale(compared):
         print(f"stale exception, no test differs by it any more: {pattern}")
-    if options.json:
-        options.json.write_text(json.dumps(report(options, for_pytest, compared, exceptions), indent=2) + "\n")
     if not any(one.passed for one in compared):
         print("nothing was compared: no test passes with jax.jit")
         return 2

@@ -73,7 +73,11 @@ def run_file(
                 process = subprocess.Popen(
                     command, cwd=root, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
                 )
-                late = _watch(process, records, limits, until)
+                try:
+                    late = _watch(process, records, limits, until)
+                except BaseException:  # an interrupt from the keyboard leaves no process behind
+                    os.killpg(process.pid, signal.SIGKILL)
+                    raise
             unfinished = _read(records, run)
             status = _said(process.returncode)
             if late == "file":

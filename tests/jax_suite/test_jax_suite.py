@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import signal
+import subprocess
 import textwrap
 from pathlib import Path
 
 import pytest
 
+from tests.jax_suite import process
 from tests.jax_suite.__main__ import main
 from tests.jax_suite.child import last_line
 from tests.jax_suite.compare import Exceptions, FileComparison
@@ -123,6 +126,19 @@ def test_a_file_has_a_time_of_its_own(tmp_path: Path) -> None:
     found = run_file("long_test.py", "jax", tmp_path, Limits(test=100, file=8))
     assert found.trouble == "the 8 s of the file were up in long_test.py::test_long"
     assert [name for name, one in found.tests.items() if one.outcome == "passed"] == ["long_test.py::test_first"]
+
+
+def test_an_interrupt_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[subprocess.Popen[bytes]] = []
+
+    def interrupted(child: subprocess.Popen[bytes], *_: object) -> str:
+        begun.append(child)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(process, "_watch", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_file("any_test.py", "jax", tmp_path, Limits())
+    assert [child.wait(timeout=60) for child in begun] == [-signal.SIGKILL]
 
 
 def test_a_folder_without_test_files_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
