@@ -23,7 +23,7 @@ from dflow.lowering.accumulator_machine import (
     TakeGivenUp,
     WarnOfStepBack,
 )
-from dflow.lowering.resource_use import OnResults, ResourceUse, giving, kept, nothing_to_cancel
+from dflow.lowering.resource_use import OnResults, ResourceUse, copied, giving, nothing_to_cancel
 from dflow.lowering.waiters import Answer, Cancel, Shared, Waiter
 from dflow.tracing.accumulator_settings import AccumulatorSettings, Reduction
 from dflow.tracing.errors import AccumulatorError, InternalError
@@ -54,7 +54,7 @@ class HeldAccumulator(Shared[Event]):
         match use.op:
             case "accumulator.apply":
                 *gradient, step = operands
-                fresh = self._apply([kept(part) for part in gradient], int(step), use.where)
+                fresh = self._apply([copied(part) for part in gradient], int(step), use.where)
                 on_results((jnp.asarray(fresh),))
             case "accumulator.take":
                 what = f"give {use.count} gradient{'s' if use.count != 1 else ''}"

@@ -1,7 +1,7 @@
 """From queue ops on arrays to elements of a shared queue, and back.
 
-Elements keep the arrays they were made of. Several at once are taken apart and stacked in the memory of the host, as a
-batch that comes from many producers must be.
+Elements are copies of the arrays they were made of. Several at once are taken apart and stacked in the memory of the
+host, as a batch that comes from many producers must be.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflow.lowering.queues import SharedQueue
-from dflow.lowering.resource_use import OnResults, ResourceUse, giving, kept, nothing_to_cancel
+from dflow.lowering.resource_use import OnResults, ResourceUse, copied, giving, nothing_to_cancel
 from dflow.lowering.waiters import Cancel
 from dflow.tracing.errors import InternalError
 from dflow.tracing.queue_settings import QueueSettings
@@ -34,7 +34,7 @@ class HeldQueue:
         queue, give = self.shared, giving(on_results, partial(self._results, use))
         match use.op:
             case "queue.enqueue":
-                return queue.enqueue([tuple(map(kept, operands))], give, use.timeout_s, use.where)
+                return queue.enqueue([tuple(map(copied, operands))], give, use.timeout_s, use.where)
             case "queue.enqueue_many":
                 return queue.enqueue(_rows(operands), give, use.timeout_s, use.where)
             case "queue.dequeue":
@@ -75,7 +75,7 @@ class HeldQueue:
 
 
 def _rows(operands: Sequence[Any]) -> list[tuple[Any, ...]]:
-    on_host = [np.asarray(kept(operand)) for operand in operands]
+    on_host = [np.array(operand) for operand in operands]
     return [tuple(array[row] for array in on_host) for row in range(len(on_host[0]))]
 
 

@@ -54,9 +54,9 @@ def giving(on_results: OnResults, made: Callable[[tuple[Any, ...]], Sequence[Any
     return on_done
 
 
-def kept(array: Any) -> Any:
-    """The array as nobody changes it: what is not JAX's is copied."""
-    return array if isinstance(array, jax.Array) else jnp.array(array, copy=True)
+def copied(array: Any) -> jax.Array:
+    """A copy, which nobody changes, and nobody takes away by donating the array somewhere."""
+    return jnp.array(array, copy=True)
 
 
 def nothing_to_cancel(error: BaseException) -> None:

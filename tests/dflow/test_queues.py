@@ -461,3 +461,22 @@ def test_on_a_cluster_queues_are_the_callers_own() -> None:
         ):
             loop()
         worker.close()
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("many", [False, True])
+def test_what_is_in_a_queue_is_not_taken_away_by_donating_what_was_put_in(traced: bool, many: bool) -> None:
+    queue = dflow.FIFOQueue(4, jax.ShapeDtypeStruct((3,), jnp.float32), name="q")
+    put = queue.enqueue_many if many else queue.enqueue
+
+    def step(x: Any) -> Any:
+        y = x if not traced else x * 1
+        put(y)
+        return y
+
+    given = jnp.ones((2, 3) if many else 3)
+    given_back = (dflow.jit(step) if traced else step)(given)
+    donate = jax.jit(lambda x: x + 1, donate_argnums=0)
+    for array in {id(array): array for array in (given, given_back)}.values():
+        donate(array)
+    np.testing.assert_array_equal(queue.dequeue(), [1, 1, 1])
