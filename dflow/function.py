@@ -292,14 +292,14 @@ class Function(Generic[P, R]):
 
     def _for_jax_alone(self) -> list[str]:
         """The options given that say how JAX compiles; a backend that is the default one says nothing."""
-        given = {name: self._options.get(name) for name in ("backend", "compiler_options", "device")}
+        given = {name: self._options.get(name) for name in ("backend", "device")}
         return [name for name, value in given.items() if value not in (None, {}, jax.default_backend())]
 
     def _refuse_what_only_jax_runs(self, jaxpr: Any) -> None:
         if options := self._for_jax_alone():
             raise DflowError(
                 f"{self._log.name} has state, and takes no {' and no '.join(options)}{at(caller())}\n"
-                f"  leave that out: XLA_FLAGS holds for every program, jax.default_device for every call within"
+                f"  leave that out: jax.default_device holds for every call within"
             )
         if types := strange_types(jaxpr):
             raise DflowError(
@@ -328,7 +328,8 @@ class Function(Generic[P, R]):
     def _traced(self, looked: Any, args: Any, kwargs: Any) -> Traced:
         if any(self._options.get(name) is not None for name in ("in_shardings", "out_shardings")):
             looked = constrained(self.fn, self._options).trace(*args, **kwargs)
-        return traced_from(looked, argument_names(self.fn, args, kwargs, self._static.test_of(args)))
+        names = argument_names(self.fn, args, kwargs, self._static.test_of(args))
+        return traced_from(looked, names, self._options.get("compiler_options"))
 
     def _refuse_types_alone(self, args: Any, kwargs: Any) -> None:
         """Let JAX refuse, in its words, arguments that can be traced and have no value: a ShapeDtypeStruct."""
@@ -371,7 +372,7 @@ def jit(fn: Callable[P, R] | None = None, **options: Any) -> Any:
     fn       takes and returns pytrees of arrays; variables may be closed over, passed and returned
     options  those of `jax.jit`, with the same meaning: `static_argnums`, `static_argnames`, `donate_argnums`,
              `donate_argnames`, `keep_unused`, `device`, `backend`, `inline`, `compiler_options`, `in_shardings`,
-             `out_shardings`; a function with state refuses `device`, another `backend`, and `compiler_options`
+             `out_shardings`; a function with state refuses `device` and another `backend`
     raises   TypeError for an option that `jax.jit` does not have
 
     It is traced once for each structure and type of arguments. The effects on one variable happen in the order of

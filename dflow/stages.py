@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from dflow.lowering.local import LoweredStep
+from dflow.lowering.local import CompiledStep, LoweredStep
 from dflow.tracing.errors import PlainJitError
 from dflow.tracing.source import at, caller
 from dflow.tracing.trace import leaf_names
@@ -73,17 +73,16 @@ class Lowered(_Stage):
         """XLA's estimates before compilation, such as `flops`, summed over the programs."""
         return _sum(program.stage.cost_analysis() for program in self._step.programs)
 
-    def compile(self) -> Compiled:
+    def compile(self, compiler_options: dict[str, Any] | None = None) -> Compiled:
         """Compile it. Calls of the result read and write the variables as calls of the function do."""
-        return Compiled(self._looked, self._step)
+        return Compiled(self._looked, self._step.compile(compiler_options))
 
 
 class Compiled(_Stage):
     """A function with state, compiled for one set of argument types."""
 
-    def __init__(self, looked: Any, step: LoweredStep) -> None:
+    def __init__(self, looked: Any, compiled: CompiledStep) -> None:
         super().__init__(looked)
-        compiled = step.compile()
         self._run = compiled.run
         self._programs = [program.compiled for program in compiled.programs]
 

@@ -61,7 +61,7 @@ from dflow.tracing.given_value import Initial
 from dflow.tracing.host_resource import HostResource
 from dflow.tracing.jax_frontend import make_jaxpr, touches_state
 from dflow.tracing.resources import Variable
-from dflow.tracing.source import at
+from dflow.tracing.source import at, caller
 from dflow.tracing.task_name import short_task_name, split_task_name, task_name
 from dflow.tracing.trace import Traced, trace
 from dflow.tracing.types import array_type_of
@@ -195,6 +195,11 @@ class Cluster:
     def runner(self, traced: Traced, *, check: bool, observe: Observer | None) -> Runner:
         """Place, cut and register a traced function; the result runs one step of it."""
         _refuse_two_handles(traced.variables)
+        if traced.compiler_options:
+            raise DflowError(
+                f"{traced.name} has variables on other tasks, which compile for themselves, so it takes no "
+                f"compiler_options{at(caller())}\n  set XLA_FLAGS where the tasks are started"
+            )
         passes = pipeline(self.task, self.tasks)
         graph = run_passes(traced.graph, passes, check=check, observe=observe)
         keys = {ref: variable.key for ref, variable in zip(graph.refs, traced.variables, strict=True)}

@@ -121,7 +121,7 @@ class LocalHome:
             raise InternalError(f"a local function was placed on {sorted(compiled.remote)}")
         literals = [literal.array for literal in compiled.literals]
         donated = [len(traced.constants) + leaf for leaf in traced.donated]
-        programs = lower_programs(compiled.local, donated, traced.name)
+        programs = lower_programs(compiled.local, donated, traced.name, traced.compiler_options)
         return LoweredStep(compiled.local.plan, programs, self.store, traced.constants, literals, donated)
 
 
@@ -137,9 +137,9 @@ class LoweredStep:
     #: The feeds that are the caller's to lose.
     _donated: Collection[int]
 
-    def compile(self) -> CompiledStep:
+    def compile(self, compiler_options: dict[str, Any] | None = None) -> CompiledStep:
         """Compile the programs."""
-        programs = [program.compile() for program in self.programs]
+        programs = [program.compile(compiler_options) for program in self.programs]
         return CompiledStep(self._runner(programs), programs)
 
     def _runner(self, programs: Sequence[Program]) -> Runner:
@@ -180,7 +180,12 @@ def _held(resource: HostResource) -> Held:
     return HeldQueue(resource.name, resource.settings, resource.type)
 
 
-def lower_programs(task_plan: TaskPlan, given_up: Collection[int] = (), name: str = "step") -> list[LoweredProgram]:
+def lower_programs(
+    task_plan: TaskPlan,
+    given_up: Collection[int] = (),
+    name: str = "step",
+    compiler_options: dict[str, Any] | None = None,
+) -> list[LoweredProgram]:
     """Lower a plan's programs for this process, under a name that compilation logs and profiles show.
 
     Feeds numbered in `given_up` are the caller's to lose: they are donated to the one call that takes them.
@@ -194,7 +199,7 @@ def lower_programs(task_plan: TaskPlan, given_up: Collection[int] = (), name: st
             state = len(item.writes) + len(item.reads)
             donated[item.program] = [state + place for place, slot in enumerate(item.takes) if slot in slots]
     return [
-        lower_program(pure.fn, pure.types, len(pure.written), lost, name)
+        lower_program(pure.fn, pure.types, len(pure.written), lost, name, compiler_options)
         for pure, lost in zip(task_plan.programs, donated, strict=True)
     ]
 

@@ -75,17 +75,23 @@ class LoweredProgram:
     writes: int
     jitted: Callable[..., Any]
 
-    def compile(self) -> Program:
+    def compile(self, compiler_options: dict[str, Any] | None = None) -> Program:
         """Compile it for this process."""
-        return Program(self.stage.compile(), self.writes, self.jitted)
+        return Program(self.stage.compile(compiler_options), self.writes, self.jitted)
 
 
 def lower_program(
-    fn: Callable[..., Any], types: Sequence[ArrayType], writes: int, given_up: Sequence[int] = (), name: str = "step"
+    fn: Callable[..., Any],
+    types: Sequence[ArrayType],
+    writes: int,
+    given_up: Sequence[int] = (),
+    name: str = "step",
+    compiler_options: dict[str, Any] | None = None,
 ) -> LoweredProgram:
     """Lower `fn` for this process; of the arguments after the written ones, those in `given_up` are donated too."""
     fn.__name__ = name
-    jitted = jax_jit(fn, donate_argnums=(*range(writes), *given_up), keep_unused=True)
+    donated = (*range(writes), *given_up)
+    jitted = jax_jit(fn, donate_argnums=donated, keep_unused=True, compiler_options=compiler_options)
     return LoweredProgram(jitted.lower(*(type.struct for type in types)), writes, jitted)
 
 

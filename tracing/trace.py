@@ -25,7 +25,8 @@ from dflow.tracing.types import array_type_of
 class Traced:
     """A graph whose inputs are `variables`, then `constants`, then argument leaves; `out_tree` shapes its outputs.
 
-    The argument leaves numbered in `donated` are the caller's to lose. `name` is the function's.
+    The argument leaves numbered in `donated` are the caller's to lose. `name` is the function's, `compiler_options` are
+    for XLA.
     """
 
     graph: Graph
@@ -34,6 +35,7 @@ class Traced:
     out_tree: Any
     donated: tuple[int, ...] = ()
     name: str = "step"
+    compiler_options: dict[str, Any] | None = None
 
 
 def trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
@@ -53,7 +55,7 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
     return Traced(graph, variables, constants, out_tree)
 
 
-def traced_from(looked: Any, names: Sequence[str]) -> Traced:
+def traced_from(looked: Any, names: Sequence[str], compiler_options: dict[str, Any] | None = None) -> Traced:
     """The bound graph of what `jax.jit(fn).trace(...)` gave; `names` are those of its argument leaves."""
     jaxpr, consts = closed_parts(looked.jaxpr)
     if len(jaxpr.invars) > len(names):
@@ -69,7 +71,7 @@ def traced_from(looked: Any, names: Sequence[str]) -> Traced:
     graph, variables, constants = graph_of(jaxpr, consts, names)
     infos = jax.tree_util.tree_leaves(looked.args_info)
     donated = tuple(index for index, info in enumerate(infos) if info.donated)
-    return Traced(graph, variables, constants, looked.out_tree, donated, looked.fun_name)
+    return Traced(graph, variables, constants, looked.out_tree, donated, looked.fun_name, compiler_options)
 
 
 def argument_names(

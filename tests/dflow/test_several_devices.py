@@ -173,7 +173,7 @@ else:
             return a
 
         with pytest.raises(
-            dflow.DflowError, match=r"'w' is written in a shard_map a value that differs along 'd'\n.*psum"
+            dflow.DflowError, match=r"'w' is written in a shard_map a value that differs along 'd'[\s\S]*psum"
         ):
             dflow.jit(by_shards(shard))(X)
 

@@ -195,11 +195,19 @@ def test_a_function_with_state_may_have_refs_inside() -> None:
     assert f(1.0) == 2
 
 
+def test_a_function_with_state_takes_options_for_the_compiler() -> None:
+    v = dflow.Variable(1.0)
+    assert dflow.jit(lambda x: x + v, compiler_options={"xla_embed_ir_in_executable": True})(1.0) == 2
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no_such_option"):
+        dflow.jit(lambda x: x + v, compiler_options={"no_such_option": 1})(1.0)
+    lowered = dflow.jit(lambda x: x + v).lower(1.0)
+    assert lowered.compile(compiler_options={"xla_embed_ir_in_executable": True})(1.0) == 2
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no_such_option"):
+        lowered.compile({"no_such_option": 1})
+
+
 def test_a_function_with_state_refuses_what_only_jax_compiles() -> None:
     v = dflow.Variable(1.0)
-    options = {"compiler_options": {"xla_embed_ir_in_executable": True}}
-    with pytest.raises(dflow.DflowError, match=r"has state, and takes no compiler_options"):
-        dflow.jit(lambda x: x + v, **options)(1.0)
     with pytest.warns(DeprecationWarning, match="device"):
         f = dflow.jit(lambda x: x + v, device=jax.devices()[0])
     with pytest.raises(dflow.DflowError, match=r"has state, and takes no device"):
