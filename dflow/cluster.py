@@ -8,7 +8,7 @@ from dflow.distributed import lifeline
 from dflow.distributed.alone import Alone
 from dflow.distributed.cluster import Cluster, ClusterSettings
 from dflow.distributed.transport.tcp import TcpTransport
-from dflow.function import LOCAL
+from dflow.homes import LOCAL
 from dflow.tracing.errors import ConfigError
 
 

@@ -12,15 +12,12 @@ was looked at, because the first run of the Python function for new types outsid
 from __future__ import annotations
 
 import functools
-import inspect
-import itertools
 import threading
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from types import MethodType
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, cast, overload
 
@@ -31,18 +28,19 @@ from jax import jit as jax_jit  # JAX's own for good, also where a program has p
 from dflow.advice import advise_on_static, advised_options, advised_trace
 from dflow.config import CONFIG
 from dflow.eager_mode import call_eagerly, eager
-from dflow.lowering.local import LocalHome, LoweredStep, Runner, RunnerHome
-from dflow.lowering.passes.base import Observer
+from dflow.graph_dump import dumper
+from dflow.homes import LOCAL, home_of
+from dflow.jax_alone import refuse_state, refuse_types_alone, takes_constants
+from dflow.lowering.local import LoweredStep, Runner
+from dflow.methods import BoundMethod, bound, without_self
 from dflow.number_checks import run_checked
 from dflow.shardings import constrained
 from dflow.stages import Traced as TracedStage
-from dflow.static_arguments import StaticArguments, positions_in, static_arguments
+from dflow.static_arguments import StaticArguments, static_arguments
 from dflow.trace_log import TraceLog, captured_types, described
-from dflow.tracing.context import set_default_home
 from dflow.tracing.discharge import Border, State, evaluate
-from dflow.tracing.errors import DflowError, PlainJitError, VariableError
+from dflow.tracing.errors import PlainJitError
 from dflow.tracing.from_jaxpr import holds_device
-from dflow.tracing.graph import Graph
 from dflow.tracing.jax_frontend import (
     checks_numbers,
     closed_parts,
@@ -52,20 +50,15 @@ from dflow.tracing.jax_frontend import (
     is_tracing,
     jit_disabled,
     running_trace,
-    strange_types,
     touches_state,
     trace_context,
 )
 from dflow.tracing.leaks import warn_of_leaks
 from dflow.tracing.source import at, caller
-from dflow.tracing.text import text
 from dflow.tracing.trace import Traced, argument_names, traced_from
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-LOCAL = LocalHome()
-set_default_home(LOCAL)
 
 #: Closed-over arrays of this size or more become inputs instead of constants of the program, and are reported.
 CAPTURE_BYTES = 1 << 16
@@ -73,12 +66,7 @@ CAPTURE_BYTES = 1 << 16
 #: Whether someone wants to see the passes, so that each function takes that way.
 _LOOK_AT_GRAPHS = CONFIG.check or CONFIG.dump is not None
 
-_dumps = itertools.count()
-
-
 _UNKNOWN: Any = object()
-
-_VALUES = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 
 
 class _LookFirst(BaseException):
@@ -187,8 +175,8 @@ class Function(Generic[P, R]):
         number = id(instance)
         if number not in self._methods:
             alive = weakref.ref(instance, lambda _: self._methods.pop(number, None))
-            self._methods[number] = alive, Function(_bound(self.fn, alive), _without_self(self._options))
-        return _Method(instance, self._methods[number][1])
+            self._methods[number] = alive, Function(bound(self.fn, alive), without_self(self._options))
+        return BoundMethod(instance, self._methods[number][1])
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "_jax":
@@ -265,8 +253,8 @@ class Function(Generic[P, R]):
         jaxpr, consts = closed_parts(looked.jaxpr)
         needed = touches_state(jaxpr.effects) or holds_device(jaxpr)
         if needed:
-            self._refuse_what_only_jax_runs(jaxpr)
-        possible = self._takes_constants(jaxpr, consts)
+            refuse_state(self._log.name, self._options, jaxpr)
+        possible = takes_constants(self._options, jaxpr, consts)
         captured = captured_types(consts, CAPTURE_BYTES) if possible else ()
         if needed or captured or (_LOOK_AT_GRAPHS and possible):
             plan = self._plans[key] = self._make_plan(looked, args, kwargs)
@@ -282,36 +270,12 @@ class Function(Generic[P, R]):
             warn_of_leaks(*_pending.traces.pop())
         return cast(R, result)
 
-    def _takes_constants(self, jaxpr: Any, consts: list[Any]) -> bool:
-        """Whether no difference is seen when closed-over arrays become inputs.
-
-        An input has a place, a constant has none; and what a `jax.Ref` or an option for JAX's compiler does is JAX's.
-        """
-        placed = any(getattr(const, "committed", False) for const in consts) and jax.device_count() > 1
-        return not (placed or self._for_jax_alone() or strange_types(jaxpr))
-
-    def _for_jax_alone(self) -> list[str]:
-        """The options given that say how JAX compiles; a backend that is the default one says nothing."""
-        given = {name: self._options.get(name) for name in ("backend", "device")}
-        return [name for name, value in given.items() if value not in (None, {}, jax.default_backend())]
-
-    def _refuse_what_only_jax_runs(self, jaxpr: Any) -> None:
-        if options := self._for_jax_alone():
-            raise DflowError(
-                f"{self._log.name} has state, and takes no {' and no '.join(options)}{at(caller())}\n"
-                f"  leave that out: jax.default_device holds for every call within"
-            )
-        if types := strange_types(jaxpr):
-            raise DflowError(
-                f"{self._log.name} has state, and takes, gives or closes over {types[0]}, which is no array"
-                f"{at(caller())}\n  pass the array it holds (of a jax.Ref, ref[...]), or keep that in a dflow.Variable"
-            )
-
     def _make_plan(self, looked: Any, args: Any, kwargs: Any) -> _Plan:
-        self._refuse_types_alone(args, kwargs)
+        leaves = jax.tree_util.tree_leaves(self._static.split(args, kwargs)[:2])
+        refuse_types_alone(self.fn, self._options, args, kwargs, leaves)
         traced = self._traced(looked, args, kwargs)
         name = getattr(self.fn, "__name__", "function")
-        runner = home_of(traced).runner(traced, check=CONFIG.check, observe=_dumper(name))
+        runner = home_of(traced).runner(traced, check=CONFIG.check, observe=dumper(name))
         passed = {id(resource) for resource in _resources((args, kwargs))}
         kept = tuple(resource for resource in traced.variables if id(resource) not in passed)
         return _Plan(runner, traced.out_tree, kept)
@@ -330,13 +294,6 @@ class Function(Generic[P, R]):
             looked = constrained(self.fn, self._options).trace(*args, **kwargs)
         names = argument_names(self.fn, args, kwargs, self._static.test_of(args))
         return traced_from(looked, names, self._options.get("compiler_options"))
-
-    def _refuse_types_alone(self, args: Any, kwargs: Any) -> None:
-        """Let JAX refuse, in its words, arguments that can be traced and have no value: a ShapeDtypeStruct."""
-        leaves = jax.tree_util.tree_leaves(self._static.split(args, kwargs)[:2])
-        if not all(isinstance(leaf, _VALUES) for leaf in leaves):
-            static = {name: given for name, given in self._options.items() if name.startswith("static")}
-            jax_jit(functools.wraps(self.fn)(lambda *args, **kwargs: 0), keep_unused=True, **static)(*args, **kwargs)
 
     def _within_trace(self, args: Any, kwargs: Any) -> R:
         try:
@@ -394,41 +351,6 @@ def _warned_of_already(options: Mapping[str, Any]) -> Iterator[None]:
         yield
 
 
-class _Method:
-    """A function as the method of an object, which it keeps alive as Python's methods do."""
-
-    def __init__(self, instance: Any, function: Function[..., Any]) -> None:
-        self.__self__ = instance
-        self.__wrapped__ = function
-
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        return self.__wrapped__(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__wrapped__, name)
-
-
-def _without_self(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a method that is bound: positions count from the parameter after `self`."""
-    shifted = dict(options)
-    for name in ("static_argnums", "donate_argnums"):
-        if (given := options.get(name)) is not None:
-            shifted[name] = tuple(position - 1 if position > 0 else position for position in positions_in(given))
-    return shifted
-
-
-def _bound(fn: Callable[..., Any], instance: weakref.ref[Any]) -> Callable[..., Any]:
-    """The function as a method of an object that it does not keep alive."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return fn(instance(), *args, **kwargs)
-
-    functools.update_wrapper(call, fn)
-    parameters = list(inspect.signature(fn).parameters.values())[1:]
-    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    return call
-
-
 def _resources(tree: Any) -> list[Any]:
     """The variables and queues in a pytree."""
     return [leaf for leaf in jax.tree_util.tree_leaves(tree, is_leaf=is_resource) if is_resource(leaf)]
@@ -441,24 +363,3 @@ def _type_key(leaf: Any) -> Any:
     if isinstance(leaf, (np.ndarray, np.generic)):
         return leaf.dtype, leaf.shape
     return type(leaf)
-
-
-def home_of(traced: Traced) -> RunnerHome:
-    """The home that runs a trace: that of its variables. Raises VariableError when they are of two clusters."""
-    homes = {variable.home for variable in traced.variables if variable.home is not LOCAL}
-    if len(homes) > 1:
-        names = ", ".join(variable.name for variable in traced.variables)
-        raise VariableError(f"one function uses variables of {len(homes)} clusters ({names}){at(caller())}")
-    return cast(RunnerHome, next(iter(homes), LOCAL))
-
-
-def _dumper(name: str) -> Observer | None:
-    if CONFIG.dump is None:
-        return None
-    folder = CONFIG.dump / f"{next(_dumps):03d}-{name.strip('<>')}"
-    folder.mkdir(parents=True, exist_ok=True)
-    return functools.partial(_write_dump, folder, itertools.count())
-
-
-def _write_dump(folder: Path, numbers: Iterator[int], stage: str, graph: Graph) -> None:
-    (folder / f"{next(numbers):02d}-{stage}.graph").write_text(text(graph) + "\n")

@@ -9,7 +9,7 @@ from dflow.distributed.cluster import Cluster, ClusterSettings
 from dflow.distributed.coordinator import Coordinator
 from dflow.distributed.stock_task import StockTask
 from dflow.distributed.transport.memory import MemoryNetwork
-from dflow.function import LOCAL
+from dflow.homes import LOCAL
 from dflow.tracing.task_name import task_name
 
 

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dflow
-from dflow.function import LOCAL
+from dflow.homes import LOCAL
 from dflow.testing import memory_cluster
 from dflow.tracing.errors import AccumulatorError, DeadlineExceeded, GraphTypeError, PlainJitError
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 import dflow
-from dflow.function import LOCAL
+from dflow.homes import LOCAL
 from dflow.lowering.passes.base import run_passes
 from dflow.lowering.pipeline import pipeline
 from dflow.tracing.accumulator_model import AccumulatorModel

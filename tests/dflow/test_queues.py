@@ -16,7 +16,7 @@ import pytest
 
 import dflow
 from dflow.distributed.cluster import Cluster
-from dflow.function import LOCAL
+from dflow.homes import LOCAL
 from dflow.lowering import local
 from dflow.testing import memory_cluster
 from dflow.tracing.errors import DeviceError, PlainJitError, QueueError, QueueTypeError

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflow.function import LOCAL
+from dflow.homes import LOCAL
 from dflow.tracing.queue_model import QueueModel
 from dflow.tracing.queue_settings import QueueKind
 from dflow.tracing.queues import FIFOQueue, PriorityQueue, Queue, RandomShuffleQueue

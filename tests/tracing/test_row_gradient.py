@@ -235,7 +235,7 @@ def test_over_a_cluster_only_rows_travel() -> None:
         worker = cluster.worker()
         with worker.parameter_servers():
             table = dflow.Variable(lambda: jnp.zeros((1000, 2)), name="table")
-            optimizer = dflow.Optimizer(optax.sgd(1.0), [table])
+            optimizer = dflow.Optimizer(optax.sgd(1.0), [table], name="sgd")
 
         @dflow.jit
         def step(i: Any) -> None:

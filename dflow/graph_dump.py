@@ -1,0 +1,28 @@
+"""The graph of each traced function after each pass, as files in the folder that `DFLOW_DUMP` names."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+from dflow.config import CONFIG
+from dflow.lowering.passes.base import Observer
+from dflow.tracing.graph import Graph
+from dflow.tracing.text import text
+
+_numbers = itertools.count()
+
+
+def dumper(name: str) -> Observer | None:
+    """What writes the graphs of the function `name`; None when no folder is named."""
+    if CONFIG.dump is None:
+        return None
+    folder = CONFIG.dump / f"{next(_numbers):03d}-{name.strip('<>')}"
+    folder.mkdir(parents=True, exist_ok=True)
+    return functools.partial(_write_dump, folder, itertools.count())
+
+
+def _write_dump(folder: Path, numbers: Iterator[int], stage: str, graph: Graph) -> None:
+    (folder / f"{next(numbers):02d}-{stage}.graph").write_text(text(graph) + "\n")
