@@ -74,7 +74,7 @@ class Place:
 
     def kinds(self) -> list[str]:
         """The kinds of statements, the likelier ones more often."""
-        nested = ["loop", "cond", "call", "derive"] + ["batch"] * (not self.batched) + ["on"] * bool(self.devices)
+        nested = ["loop", "cond", "call", "derive"] + ["batch"] * 2 * (not self.batched) + ["on"] * bool(self.devices)
         return [
             *["op", "op", "read", "gather"],
             *["write"] * 4 * self.writes,
@@ -98,6 +98,8 @@ def _statement(draw: st.DrawFn, place: Place) -> Statement:
         case "gather":
             return Gather(draw(_index), draw(_index))
         case "write":
+            if place.batched and draw(st.booleans()):
+                return Write(draw(_index), draw(_index), draw(st.sampled_from(["assign_add", "scatter_add"])), True)
             updates = [name for name in UPDATES if not (place.derived and name in _WITHOUT_DERIVATIVE)]
             return Write(draw(_index), draw(_index), draw(st.sampled_from(updates)), draw(st.booleans()))
         case "log":
