@@ -13,11 +13,16 @@ from dflow.tracing.errors import DeviceError
 _FULL = re.compile(r"/job:([A-Za-z][A-Za-z0-9_]*)/task:([0-9]+)")
 _SHORT = re.compile(r"([A-Za-z][A-Za-z0-9_]*):([0-9]+)")
 
+#: What devices are of: names that no job may have.
+PLATFORMS = ("cpu", "gpu", "tpu", "cuda", "rocm")
+
 
 def task_name(job: str, index: int) -> str:
     """The full name of task number `index` of `job`; raises DeviceError when `job` cannot stand in a name."""
     name = f"/job:{job}/task:{index}"
     split_task_name(name)
+    if job.lower() in PLATFORMS:
+        raise DeviceError(f"{job!r} is a platform, so {job}:{index} is a device, not a task; call the job otherwise")
     return name
 
 
