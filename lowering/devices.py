@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 
 from dflow.tracing.errors import DeviceError
@@ -22,7 +24,8 @@ def local_name(device: jax.Device) -> str:
 
 def default_name() -> str:
     """The name of the device on which JAX runs what nothing else places: `jax.default_device`, else the first."""
-    default = jax.config.jax_default_device
+    config: Any = jax.config  # whose fields are not declared
+    default = config.jax_default_device
     if isinstance(default, str):
         default = jax.local_devices(backend=default)[0]
     return local_name(default or jax.local_devices()[0])
