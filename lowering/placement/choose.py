@@ -1,0 +1,147 @@
+"""The assignment that is taken: the best of simple ones and of greedy ones, made better by local search.
+
+It is never worse, in the simulation, than everything on any one device. Small problems are searched whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from dflow.lowering.placement.exhaustive import exhaustive, size
+from dflow.lowering.placement.greedy import greedy
+from dflow.lowering.placement.problem import Assignment, Problem
+from dflow.lowering.placement.score import Scored, scored
+from dflow.lowering.placement.search import search
+from dflow.lowering.placement.simulate import simulate
+from dflow.tracing.errors import DeviceError
+
+#: Up to so many assignments, all are tried.
+SMALL = 1024
+#: How many turns the local search takes if nothing ends it.
+TURNS = 2000
+#: From how many of the starts the search goes out; they share the turns.
+SEARCHES = 2
+
+
+class Alternative(NamedTuple):
+    """Where else a block could be: the device with which a step is shortest, and by how many s it is longer."""
+
+    device: int
+    loss_s: float
+
+
+def choose(
+    problem: Problem,
+    *,
+    turns: int = TURNS,
+    seed: int = 0,
+    is_over: Callable[[], bool] = lambda: False,
+) -> Scored:
+    """The best assignment found; the same for the same seed and turns, unless `is_over` ends the search.
+
+    Raises DeviceError when no assignment was found that keeps the limits of memory, or there is none.
+    """
+    _check_state(problem)
+    if size(problem) <= SMALL:
+        best = exhaustive(problem)
+    else:
+        best = _searched(problem, turns, seed, is_over)
+    if best.score[0]:
+        raise DeviceError(_too_much(problem, best.assignment))
+    return best
+
+
+def _searched(problem: Problem, turns: int, seed: int, is_over: Callable[[], bool]) -> Scored:
+    starts = sorted({scored(problem, start) for start in starting_points(problem)})
+    found = [
+        search(problem, start.assignment, turns=turns // SEARCHES, seed=seed + number, is_over=is_over)
+        for number, start in enumerate(starts[:SEARCHES])
+    ]
+    return min(found)
+
+
+def starting_points(problem: Problem) -> Iterator[Assignment]:
+    """Assignments to begin with: all on one device, greedy ones, and cuts of the list of units into as many parts."""
+    for device in problem.machine.devices:
+        yield all_on(problem, device)
+    for fills_gaps in (False, True):
+        for looks_ahead in (False, True):
+            yield greedy(problem, fills_gaps=fills_gaps, looks_ahead=looks_ahead)
+    yield in_parts(problem)
+
+
+def all_on(problem: Problem, device: int) -> Assignment:
+    """All that may be on `device` there, and what may not on the first that it may."""
+    return problem.spread([device if device in choices else choices[0] for choices in problem.choices])
+
+
+def in_parts(problem: Problem) -> Assignment:
+    """The units cut where their costs add up to equal parts, a part a device."""
+    total = sum(_cost(problem, number) for number in range(len(problem.units))) or 1.0
+    count, done = len(problem.machine.names), 0.0
+    devices = [-1] * len(problem.together)
+    for number, block in enumerate(problem.block_of):
+        if devices[block] < 0:
+            wanted, choices = min(count - 1, int(done / total * count)), problem.choices[block]
+            devices[block] = wanted if wanted in choices else choices[0]
+        done += _cost(problem, number)
+    return problem.spread(devices)
+
+
+def _cost(problem: Problem, number: int) -> float:
+    unit = problem.units[number]
+    return min(unit.seconds[device] for device in unit.devices)
+
+
+def alternatives(problem: Problem, assignment: Assignment) -> dict[int, Alternative]:
+    """For each block of `together` that has a choice, the next best device, all else as it is."""
+    base, found = scored(problem, assignment).step_s, {}
+    for block, choices in enumerate(problem.choices):
+        here = assignment[problem.together[block][0]]
+        others = [
+            (scored(problem, _moved(problem, assignment, block, device)).score, device)
+            for device in choices
+            if device != here
+        ]
+        if others:
+            (_, step_s), device = min(others)
+            found[block] = Alternative(device, step_s - base)
+    return found
+
+
+def _moved(problem: Problem, assignment: Assignment, block: int, device: int) -> Assignment:
+    units = problem.together[block]
+    return tuple(device if number in units else old for number, old in enumerate(assignment))
+
+
+def _check_state(problem: Problem) -> None:
+    """Refuse variables that cannot be where they are."""
+    for device, limit in enumerate(problem.machine.limits):
+        bound = [
+            unit
+            for block, choices in zip(problem.together, problem.choices, strict=True)
+            if choices == (device,)
+            for unit in block
+        ]
+        needed = sum(problem.units[unit].state_bytes for unit in bound)
+        if limit is not None and needed > limit:
+            raise DeviceError(
+                f"the variables on {problem.machine.names[device]} take {needed:,} bytes, but it has {limit:,}\n"
+                "  create some of them on another device"
+            )
+
+
+def _too_much(problem: Problem, assignment: Assignment) -> str:
+    peaks = simulate(problem, assignment).peak_bytes
+    over = [
+        (peak - limit, device, limit)
+        for device, (peak, limit) in enumerate(zip(peaks, problem.machine.limits, strict=True))
+        if limit is not None
+    ]
+    _, device, limit = max(over)
+    return (
+        f"no placement was found that fits: of the best, {problem.machine.names[device]} needs {peaks[device]:,} bytes "
+        f"at its peak, but it has {limit:,}\n"
+        "  offer more devices, put variables on others, or make the batch smaller"
+    )

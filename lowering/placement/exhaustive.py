@@ -1,0 +1,26 @@
+"""Every assignment tried: the optimum, for problems small enough."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from math import prod
+
+from dflow.lowering.placement.problem import Assignment, Problem
+from dflow.lowering.placement.score import Scored, scored
+
+
+def size(problem: Problem) -> int:
+    """How many assignments keep the constraints, memory aside."""
+    return prod(len(choices) for choices in problem.choices)
+
+
+def every(problem: Problem) -> Iterator[Assignment]:
+    """The assignments that keep the constraints, memory aside."""
+    for devices in product(*problem.choices):
+        yield problem.spread(devices)
+
+
+def exhaustive(problem: Problem) -> Scored:
+    """The best of all assignments; of equal ones the first."""
+    return min((scored(problem, assignment) for assignment in every(problem)), key=lambda found: found.score)

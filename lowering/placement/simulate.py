@@ -1,0 +1,223 @@
+"""One step of an assignment, simulated: when each unit runs, when each value moves, and what memory that takes.
+
+A device runs one unit at a time; of those that are ready it takes the one with the longest way to the end (`ranks`),
+then the first. Devices of one pool slow each other down as the machine says. A value goes to each other device that
+needs it once, as soon as it is there; a link carries one value at a time, in the order in which they are ready. Memory
+is counted over half-open intervals: a result from the start of its unit, a copy from the start of its transfer, both to
+the end of their last use.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from dflow.lowering.placement.problem import Problem
+
+
+class Transfer(NamedTuple):
+    """A value on its way."""
+
+    value: int
+    source: int
+    destination: int
+    start_s: float
+    end_s: float
+
+
+class Prediction(NamedTuple):
+    """What a step of an assignment would be.
+
+    `step_s`      until every unit has run and every output is at home
+    `busy_s`      by device
+    `peak_bytes`  by device, what lives there for good included
+    `start_s`     by unit, as `end_s`
+    """
+
+    step_s: float
+    busy_s: tuple[float, ...]
+    peak_bytes: tuple[int, ...]
+    start_s: tuple[float, ...]
+    end_s: tuple[float, ...]
+    transfers: tuple[Transfer, ...]
+
+    def overflow(self, limits: Sequence[int | None]) -> int:
+        """By how many bytes, all together, devices need more than they may."""
+        return sum(
+            max(0, peak - limit) for peak, limit in zip(self.peak_bytes, limits, strict=True) if limit is not None
+        )
+
+
+def simulate(problem: Problem, assignment: Sequence[int], *, with_memory: bool = True) -> Prediction:
+    """Run a step of `assignment`; without memory, `peak_bytes` is all 0."""
+    run = _Run(problem, assignment)
+    run.to_the_end()
+    peak = _peaks(problem, assignment, run) if with_memory else (0,) * len(problem.machine.names)
+    return Prediction(
+        max([0.0, *run.end, *(run.there[value][problem.home] for value in run.outputs)]),
+        tuple(run.busy),
+        peak,
+        tuple(run.start),
+        tuple(run.end),
+        tuple(run.transfers),
+    )
+
+
+class _Run:
+    """The state of a simulation.
+
+    Events are `(time, unit, turn)` for an end and `(time, -1 - place in transfers, 0)`. An end whose turn is not the
+    device's last one is void: the speed has changed since.
+    """
+
+    def __init__(self, problem: Problem, assignment: Sequence[int]) -> None:
+        self.problem, self.assignment = problem, assignment
+        machine, units = problem.machine, problem.units
+        self.start, self.end = [0.0] * len(units), [0.0] * len(units)
+        self.busy = [0.0] * len(machine.names)
+        self.transfers: list[Transfer] = []
+        #: By value, when it is on each device.
+        self.there: list[dict[int, float]] = [{} for _ in problem.values]
+        self.outputs = [number for number, value in enumerate(problem.values) if value.is_output]
+        self._waits = [len(unit.takes) + len(unit.after) for unit in units]
+        self._ready: list[list[tuple[float, int]]] = [[] for _ in machine.names]
+        self._link_free: dict[tuple[int, int], float] = {}
+        self._events: list[tuple[float, int, int]] = []
+        #: By device: the unit that runs, the seconds alone that are left of it, since when, and at which speed.
+        self._running: list[int | None] = [None] * len(machine.names)
+        self._left = [0.0] * len(machine.names)
+        self._since = [0.0] * len(machine.names)
+        self._speed = [1.0] * len(machine.names)
+        self._turn = [0] * len(machine.names)
+
+    def to_the_end(self) -> None:
+        for number, waits in enumerate(self._waits):
+            if not waits:
+                self._is_ready(number)
+        for number, value in enumerate(self.problem.values):
+            if value.producer is None:
+                assert value.source is not None
+                self._made(number, value.source, 0.0)
+        events = self._events
+        self._start_units(0.0)
+        while events:
+            now = events[0][0]
+            while events and events[0][0] == now:
+                _, what, turn = heapq.heappop(events)
+                if what < 0:
+                    self._there(self.transfers[-1 - what].value, self.transfers[-1 - what].destination, now)
+                elif turn == self._turn[self.assignment[what]]:
+                    self._ended(what, now)
+            self._start_units(now)
+
+    def _start_units(self, now: float) -> None:
+        for device, ready in enumerate(self._ready):
+            if ready and self._running[device] is None:
+                _, number = heapq.heappop(ready)
+                self._running[device] = number
+                self._left[device] = self.problem.units[number].seconds[device] + self.problem.machine.launch_s[device]
+                self._since[device] = self.start[number] = now
+                self._speed[device] = 0.0
+        self._pace(now)
+
+    def _pace(self, now: float) -> None:
+        """Say anew when units end whose speed changes now."""
+        machine = self.problem.machine
+        working = [0] * len(machine.speeds)
+        for device, number in enumerate(self._running):
+            working[machine.pools[device]] += number is not None
+        for device, number in enumerate(self._running):
+            speed = machine.speed(machine.pools[device], working[machine.pools[device]])
+            if number is not None and speed != self._speed[device]:
+                self._left[device] = max(0.0, self._left[device] - (now - self._since[device]) * self._speed[device])
+                self._since[device], self._speed[device] = now, speed
+                self._turn[device] += 1
+                heapq.heappush(self._events, (now + self._left[device] / speed, number, self._turn[device]))
+
+    def _ended(self, number: int, now: float) -> None:
+        device = self.assignment[number]
+        self._running[device] = None
+        self._turn[device] += 1
+        self.end[number] = now
+        self.busy[device] += now - self.start[number]
+        for value in self.problem.gives[number]:
+            self._made(value, device, now)
+        for follower in self.problem.followers[number]:
+            self._one_less(follower)
+
+    def _made(self, value: int, device: int, now: float) -> None:
+        problem, assignment = self.problem, self.assignment
+        moved, takers = problem.values[value], problem.takers[value]
+        wanted = {assignment[taker] for taker in takers}
+        if moved.is_output:
+            wanted.add(problem.home)
+        self._there(value, device, now)
+        for other in sorted(wanted - {device}):
+            link = problem.machine.links[device][other]
+            begin = max(now, self._link_free.get((device, other), 0.0))
+            self._link_free[device, other] = begin + link.occupied_s(moved.size_bytes)
+            end = begin + link.seconds(moved.size_bytes)
+            self.transfers.append(Transfer(value, device, other, begin, end))
+            heapq.heappush(self._events, (end, -len(self.transfers), 0))
+
+    def _there(self, value: int, device: int, now: float) -> None:
+        self.there[value][device] = now
+        for taker in self.problem.takers[value]:
+            if self.assignment[taker] == device:
+                self._one_less(taker)
+
+    def _one_less(self, number: int) -> None:
+        self._waits[number] -= 1
+        if not self._waits[number]:
+            self._is_ready(number)
+
+    def _is_ready(self, number: int) -> None:
+        heapq.heappush(self._ready[self.assignment[number]], (-self.problem.ranks[number], number))
+
+
+def _peaks(problem: Problem, assignment: Sequence[int], run: _Run) -> tuple[int, ...]:
+    count = len(problem.machine.names)
+    always = [0] * count
+    changes: list[list[tuple[float, int]]] = [[] for _ in range(count)]
+
+    def holds(device: int, start: float, end: float, size: int) -> None:
+        if size:
+            changes[device] += [(start, size), (end, -size)]
+
+    for number, unit in enumerate(problem.units):
+        always[assignment[number]] += unit.state_bytes
+        holds(assignment[number], run.start[number], run.end[number], unit.scratch_bytes)
+    begun = {(move.value, move.destination): move.start_s for move in run.transfers}
+    last = _last_uses(problem, assignment, run)
+    for number, value in enumerate(problem.values):
+        for device in run.there[number]:
+            if value.producer is None and device == value.source:
+                always[device] += value.size_bytes  # the caller keeps it
+                continue
+            start = begun.get((number, device), run.start[value.producer] if value.producer is not None else 0.0)
+            holds(device, start, last[number, device], value.size_bytes)
+    return tuple(base + _most(sorted(change)) for base, change in zip(always, changes, strict=True))
+
+
+def _last_uses(problem: Problem, assignment: Sequence[int], run: _Run) -> dict[tuple[int, int], float]:
+    last = {(value, device): time for value, times in enumerate(run.there) for device, time in times.items()}
+    for number, unit in enumerate(problem.units):
+        for value in unit.takes:
+            key = value, assignment[number]
+            last[key] = max(last[key], run.end[number])
+    for move in run.transfers:
+        key = move.value, move.source
+        last[key] = max(last[key], move.end_s)
+    for value in run.outputs:
+        last[value, problem.home] = float("inf")
+    return last
+
+
+def _most(changes: Sequence[tuple[float, int]]) -> int:
+    """The most at any time; at one time what ends goes before what begins, as sorting has them."""
+    most = held = 0
+    for _, size in changes:
+        held += size
+        most = max(most, held)
+    return most

@@ -1,0 +1,119 @@
+"""Problems of placement to test with: drawn ones, and families that models are like."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from hypothesis import strategies as st
+
+from dflow.lowering.placement.problem import Link, Machine, Moved, Problem, Unit
+
+
+def machine(
+    count: int, latency_s: float = 1.0, bytes_per_s: float = 1.0, launch_s: float = 0.0, speeds: tuple[float, ...] = ()
+) -> Machine:
+    """So many equal devices."""
+    link = Link(latency_s, bytes_per_s)
+    return Machine(
+        tuple(f"cpu:{number}" for number in range(count)),
+        tuple((link,) * count for _ in range(count)),
+        (launch_s,) * count,
+        (None,) * count,
+        (0,) * count,
+        (speeds,),
+    )
+
+
+@st.composite
+def problems(
+    draw: st.DrawFn, most_units: int = 8, most_devices: int = 3, limits: bool = False, least_units: int = 1
+) -> Problem:
+    """Any problem: unequal devices and links, inputs, outputs, order, pinned units, units that belong together.
+
+    All times are exact in binary, so that two simulations of one step may be compared to the last bit.
+    """
+    numbers = st.integers(0, 9)
+    count = draw(st.integers(1, most_devices))
+    links = [
+        [Link(draw(numbers) / 2, draw(st.sampled_from([0.25, 0.5, 1.0, 2.0]))) for _ in range(count)]
+        for _ in range(count)
+    ]
+    sizes = draw(st.integers(least_units, most_units))
+    values: list[Moved] = [
+        Moved(draw(numbers), None, draw(st.integers(0, count - 1))) for _ in range(draw(st.integers(0, 2)))
+    ]
+    units: list[Unit] = []
+    for number in range(sizes):
+        takes = draw(st.lists(st.sampled_from(range(len(values))), max_size=3, unique=True)) if values else []
+        after = draw(st.lists(st.sampled_from(range(number)), max_size=1)) if number else []
+        pinned = draw(st.sampled_from([None, None, None, *range(count)]))
+        units.append(
+            Unit(
+                f"u{number}",
+                tuple(float(draw(numbers)) for _ in range(count)),
+                tuple(takes),
+                tuple(after),
+                tuple(range(count)) if pinned is None else (pinned,),
+                draw(numbers),
+                draw(numbers),
+            )
+        )
+        values += [Moved(draw(numbers), number, None, draw(st.booleans())) for _ in range(draw(st.integers(0, 2)))]
+    blocks = [[number] for number in range(sizes)]
+    if sizes > 1 and draw(st.booleans()):
+        one, other = sorted(draw(st.lists(st.sampled_from(range(sizes)), min_size=2, max_size=2, unique=True)))
+        if set(units[one].devices) & set(units[other].devices):
+            blocks[one].append(other)
+            blocks[other] = []
+    bounds = [draw(st.integers(20, 120)) if limits and draw(st.booleans()) else None for _ in range(count)]
+    names = tuple(f"cpu:{number}" for number in range(count))
+    pools = tuple(draw(st.integers(0, 1)) for _ in range(count))
+    speeds = tuple(draw(st.sampled_from([(), (1.0, 0.5), (1.0, 0.5, 0.25)])) for _ in range(2))
+    launch = tuple(draw(st.integers(0, 1)) / 2 for _ in range(count))
+    return Problem(
+        Machine(names, tuple(map(tuple, links)), launch, tuple(bounds), pools, speeds),
+        tuple(units),
+        tuple(values),
+        tuple(tuple(block) for block in blocks if block),
+        draw(st.integers(0, count - 1)),
+    )
+
+
+def problem(
+    target: Machine,
+    units: Sequence[tuple[str, float, Sequence[int]]],
+    size: int = 1,
+    pinned: dict[int, int] | None = None,
+) -> Problem:
+    """Units of `(name, seconds, the units they take the value of)`, each of which gives one value of `size` bytes.
+
+    A unit that takes nothing takes an input at the first device; what nobody takes is an output.
+    """
+    used = {needed for _, _, needs in units for needed in needs}
+    values = [Moved(size, None, 0)]
+    values += [Moved(size, number, None, number not in used) for number in range(len(units))]
+    made = [
+        Unit(
+            name,
+            (seconds,) * len(target.names),
+            tuple(1 + needed for needed in needs) or (0,),
+            (),
+            tuple(target.devices) if number not in (pinned or {}) else ((pinned or {})[number],),
+        )
+        for number, (name, seconds, needs) in enumerate(units)
+    ]
+    return Problem(target, tuple(made), tuple(values), tuple((number,) for number in range(len(units))))
+
+
+def layered(draws: random.Random, count: int, width: int, target: Machine, size: int = 1) -> Problem:
+    """A random graph in layers of up to `width` units."""
+    units: list[tuple[str, float, list[int]]] = []
+    layer: list[int] = []
+    while len(units) < count:
+        new = range(len(units), min(count, len(units) + draws.randint(1, width)))
+        for number in new:
+            needs = sorted(draws.sample(layer, min(len(layer), draws.randint(1, 3)))) if layer else []
+            units.append((f"u{number}", draws.choice([1.0, 2.0, 5.0, 10.0]), needs))
+        layer = list(new)
+    return problem(target, units, size)

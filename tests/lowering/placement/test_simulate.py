@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflow.lowering.placement.problem import Problem
+from dflow.lowering.placement.simulate import simulate
+from tests.effort import examples
+from tests.lowering.placement.problems import machine, problem, problems
+from tests.lowering.placement.slow_simulation import slow_simulation
+
+
+def drawn_assignment(data: st.DataObject, drawn: Problem) -> tuple[int, ...]:
+    return drawn.spread([data.draw(st.sampled_from(choices)) for choices in drawn.choices])
+
+
+@settings(max_examples=examples(150), deadline=None)
+@given(problems(), st.data())
+def test_it_is_what_looking_at_everything_at_each_moment_gives(drawn: Problem, data: st.DataObject) -> None:
+    assignment = drawn_assignment(data, drawn)
+    assert drawn.allows(assignment)
+    found, slow = simulate(drawn, assignment), slow_simulation(drawn, assignment)
+    assert found.start_s == slow.start_s
+    assert found.end_s == slow.end_s
+    assert found.step_s == slow.step_s
+    assert found.peak_bytes == slow.peak_bytes
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(problems(), st.data())
+def test_each_value_is_sent_once_to_each_device_that_takes_it(drawn: Problem, data: st.DataObject) -> None:
+    assignment = drawn_assignment(data, drawn)
+    sent = [(move.value, move.destination) for move in simulate(drawn, assignment).transfers]
+    wanted = set()
+    for number, value in enumerate(drawn.values):
+        own = value.source if value.producer is None else assignment[value.producer]
+        takers = {assignment[taker] for taker in drawn.takers[number]}
+        wanted |= {
+            (number, device) for device in takers | ({drawn.home} if value.is_output else set()) if device != own
+        }
+    assert sorted(sent) == sorted(wanted)
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(problems(), st.data())
+def test_a_step_is_no_shorter_than_its_work_allows(drawn: Problem, data: st.DataObject) -> None:
+    found = simulate(drawn, drawn_assignment(data, drawn))
+    assert found.step_s >= max(found.busy_s, default=0.0)
+
+
+def test_devices_that_share_processors_slow_each_other_down() -> None:
+    two = problem(machine(2, latency_s=1.0, bytes_per_s=4.0, speeds=(1.0, 0.5)), [("a", 3, []), ("b", 5, [])], size=0)
+    # From 1 to 5 both work at half their speed, which ends what is left of a; b goes on alone.
+    found = simulate(two, (0, 1))
+    assert (found.start_s, found.end_s, found.step_s) == ((0.0, 1.0), (5.0, 8.0), 9.0)
+    assert found.busy_s == (5.0, 7.0)
+
+
+def test_two_branches_on_two_devices_run_at_once_and_one_result_travels() -> None:
+    fork = problem(
+        machine(2, latency_s=1.0, bytes_per_s=4.0), [("a", 5, []), ("b", 5, []), ("join", 1, [0, 1])], size=2
+    )
+    together, apart = simulate(fork, (0, 0, 0)), simulate(fork, (0, 1, 0))
+    assert (together.step_s, together.busy_s) == (11.0, (11.0, 0.0))
+    # The argument travels for 1.5 s, then 5 s of work, then the result travels for 1.5 s, then 1 s.
+    assert (apart.step_s, apart.busy_s) == (9.0, (6.0, 5.0))
+    # At home: the argument for good, a's and b's results, and the result of join while it runs.
+    assert apart.peak_bytes == (8, 4)
