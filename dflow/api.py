@@ -7,6 +7,7 @@ from dflow.eager_mode import eager
 from dflow.function import Function, jit
 from dflow.generator import Generator
 from dflow.graph_view import GraphView, graph
+from dflow.kernel_check import KernelCheck, check_kernel
 from dflow.optimizer import Optimizer
 from dflow.trace_log import RetraceWarning
 from dflow.tracing.accumulators import ConditionalAccumulator
@@ -23,6 +24,7 @@ from dflow.tracing.errors import (
     VariableError,
     VariableShapeError,
 )
+from dflow.tracing.kernels import Kernel, kernel
 from dflow.tracing.leaks import LeakedTracerWarning
 from dflow.tracing.loops import while_loop
 from dflow.tracing.queues import FIFOQueue, PaddedSpec, PaddingFIFOQueue, PriorityQueue, RandomShuffleQueue
@@ -40,6 +42,8 @@ __all__ = [
     "Function",
     "Generator",
     "GraphView",
+    "Kernel",
+    "KernelCheck",
     "LeakedTracerWarning",
     "LostWriteError",
     "Optimizer",
@@ -55,6 +59,7 @@ __all__ = [
     "VariableError",
     "VariableShapeError",
     "assign",
+    "check_kernel",
     "connect",
     "container",
     "containers",
@@ -68,6 +73,7 @@ __all__ = [
     "is_variable",
     "jit",
     "jvp",
+    "kernel",
     "lax",
     "name",
     "nn",

@@ -39,6 +39,7 @@ from dflow.tracing.jax_frontend import (
     primitive_named,
     scan_counts,
 )
+from dflow.tracing.kernel_choice import Choice
 from dflow.tracing.source import at
 from dflow.tracing.types import (
     DTYPES,
@@ -145,6 +146,8 @@ def _normal_leaf(value: Any) -> Any:
         return _normal_array(value)
     if isinstance(value, Primitive):
         return Symbol(f"jax.{value.name}")
+    if isinstance(value, Choice):
+        return {platform: Opaque(f"<{label}>") for platform, label in value.labels().items()}
     if is_dataclass(value) and type(value).__name__ in _CLASSES:
         return _record(value, [field.name for field in fields(value)])
     return Opaque(f"<{_description(value)}>")

@@ -47,6 +47,10 @@ class VariableShapeError(VariableError, TypeError):
     """A value of another shape or dtype was written to a variable."""
 
 
+class KernelError(DflowError, ValueError):
+    """A kernel is used against what it takes, or an implementation gives what the plain function does not."""
+
+
 class PlainJitError(DflowError, RuntimeError):
     """A function with state is compiled by JAX alone, which does not know where the state is."""
 

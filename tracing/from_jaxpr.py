@@ -35,6 +35,7 @@ from dflow.tracing.jax_frontend import (
     scan_counts,
     touches_state,
 )
+from dflow.tracing.kernel_choice import is_kernel
 from dflow.tracing.op import OpDef, numeric
 from dflow.tracing.source import at
 from dflow.tracing.state_primitives import gather_p, name_p, read_p, split_p, update_p
@@ -162,6 +163,9 @@ class _Builder:
             return self._node(op, (ref, *inputs), outputs, {}, origin, origin_of(equation).device)
         if primitive is host_p:
             return self._use_resource(equation, inputs, names, origin)
+        if primitive.name in _RULED and is_kernel(closed_parts(params[_RULED[primitive.name]])[0]):
+            jaxpr, consts = closed_parts(params[_RULED[primitive.name]])
+            return self.inline(jaxpr, [*map(self.captured, consts), *inputs], origin, names)
         if primitive.name in _INLINED or (primitive.name in _HOLDING and host_resources(equation.effects)):
             jaxpr, consts = closed_parts(params[(_INLINED | _HOLDING)[primitive.name]])
             if touches_state(equation.effects) or holds_device(jaxpr):
@@ -300,13 +304,10 @@ _CONTROL: Mapping[str, Callable[[Mapping[str, Any], Sequence[Operand]], _Control
     "while": _while,
     "scan": _scan,
 }
-#: These say how to differentiate, which was done before there is a graph; with ops that wait in them they are inlined.
-_HOLDING = {
-    "remat2": "jaxpr",
-    "checkpoint": "jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-}
+#: These say how to differentiate, which was done before there is a graph; with ops that wait in them, or around a
+#: kernel, they are inlined.
+_RULED = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
+_HOLDING = {"remat2": "jaxpr", "checkpoint": "jaxpr"} | _RULED
 
 
 def _bodies_of(control: _Control, touched: Sequence[Any]) -> tuple[tuple[Graph, ...], list[Any]]:

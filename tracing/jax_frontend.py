@@ -8,6 +8,7 @@ derivatives let them through. What is taken from `jax._src`, and the public form
 - `Effect`: its only public name is in `jax.extend.core`, which warns that it may go;
 - a trace's context and source lines of an equation: needed to bind it again as it was traced; no public form;
 - whether a trace is running: `jax.core.trace_state_clean` was removed from the public names;
+- how a call is lowered for several platforms: the public form cannot keep a platform to its own function;
 - the table of lowerings and the PRNG implementations, to read a graph's text: `jax.extend` lists part of the
   primitives, and no implementation.
 """
@@ -239,6 +240,32 @@ def trace_context() -> Any:
 def axes_along_which_it_varies(value: Any) -> list[str]:
     """The mesh axes of the `shard_map` around it along which a value's type says that it may differ."""
     return sorted(jax.typeof(value).manual_axis_type.varying)
+
+
+def lower_by_platform(
+    ctx: Any, by_platform: Mapping[str, Callable[..., Any]], default: Callable[..., Any], operands: Sequence[Any]
+) -> Any:
+    """Lower a call of the function for the platform, or a choice among those for several platforms.
+
+    Each function is lowered for its platform alone. JAX's public `platform_dependent` lowers each for all of them,
+    which no kernel written for one can be. What was lowered is kept by type, not by platform: not across this border.
+    """
+
+    def lowered(fn: Callable[..., Any], ctx: Any, *values: Any) -> Any:
+        alone = ctx.platforms if ctx.platforms is not None else ctx.module_context.platforms
+        if len(alone) < len(ctx.module_context.platforms) and len(alone) == 1:
+            module = ctx.module_context.replace(
+                platforms=tuple(alone), lowering_cache={}, cached_primitive_lowerings={}, pallas_lowering_cache={}
+            )
+            ctx = ctx.replace(module_context=module, platforms=None)
+        return jax_mlir.lower_fun(fn, multiple_results=True)(ctx, *values)
+
+    rules: dict[str, Callable[..., Any]] = {
+        platform: functools.partial(lowered, fn) for platform, fn in by_platform.items()
+    }
+    return jax_mlir.lower_per_platform(
+        ctx, "kernel", rules, functools.partial(lowered, default), jax_effects.no_effects, *operands
+    )
 
 
 def is_literal(atom: Any) -> bool:

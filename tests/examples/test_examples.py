@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.distributed.processes import Spawned
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,3 +44,14 @@ def test_actors_and_a_learner() -> None:
     assert status == 0, output
     assert "learned from 6400 transitions of 4 actors; 0 are left" in output
     assert "the goal is 7 steps away" in output
+
+
+@pytest.mark.parametrize("words", [["--plain"], []])
+def test_a_pallas_kernel_trains_as_the_plain_function_does(words: list[str]) -> None:
+    with Spawned("examples/pallas_kernel.py", "--steps", "12", *words, cwd=ROOT) as ran:
+        status, output = ran.finish()
+    assert status == 0, output
+    assert ("cpu fused_cross_entropy: run, values differ by " in output) != bool(words), output
+    assert re.search(r"tpu fused_cross_entropy: interpreted, values differ by .*, gradients differ by ", output)
+    first, last = re.findall(r"loss (\d\.\d{4}), after 12 steps (\d\.\d{4})", output)[0]
+    assert float(last) < 0.6 * float(first)

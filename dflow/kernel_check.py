@@ -1,0 +1,238 @@
+"""`dflow.check_kernel`: each implementation of a kernel against its plain function, by numbers.
+
+An implementation runs on a device of its platform where there is one. Where there is none, one made of Pallas calls
+runs on the CPU by Pallas' interpreter, and any other is traced alone, which compares its types.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import jit as jax_jit
+from jax.extend.core import jaxpr_as_fun
+
+from dflow.tracing.errors import KernelError
+from dflow.tracing.jax_frontend import closed_parts, is_jaxpr
+from dflow.tracing.kernel_choice import Implementation, floating
+from dflow.tracing.kernels import Kernel
+from dflow.tracing.source import at, caller
+from dflow.tracing.trace import argument_names
+from dflow.tracing.types import array_type_of
+
+#: How far apart numbers may be, by the bytes of a real one: of their size, and besides.
+_TOLERANCES = {1: 0.1, 2: 2e-2, 4: 1e-4, 8: 1e-8}
+
+_NO_DEVICE = "no {platform} device here"
+
+
+@dataclass(frozen=True)
+class Checked:
+    """One implementation: how it ran, and how far its values and its own gradients are from the plain function's.
+
+    `how` is `run`, `interpreted`, or why it was not run; then, and where the gradient is the plain function's, there is
+    no distance.
+    """
+
+    platform: str
+    label: str
+    how: str
+    values: float | None = None
+    gradients: float | None = None
+
+    def __str__(self) -> str:
+        told = [f"{self.platform} {self.label}: {self.how}"]
+        told += [f"values differ by {self.values:.2g}"] if self.values is not None else []
+        told += [f"gradients differ by {self.gradients:.2g}"] if self.gradients is not None else []
+        return ", ".join(told)
+
+
+@dataclass(frozen=True)
+class KernelCheck:
+    """What `check_kernel` found, in the order of platforms; printed, a line for each implementation."""
+
+    name: str
+    types: str
+    checked: tuple[Checked, ...]
+
+    def __str__(self) -> str:
+        return "\n".join([f"{self.name}({self.types})", *(f"  {line}" for line in self.checked)])
+
+
+def check_kernel(
+    kernel: Kernel[..., Any], /, *args: Any, rtol: float | None = None, atol: float | None = None, **kwargs: Any
+) -> KernelCheck:
+    """Compare each implementation of a kernel with the plain function, on these arguments.
+
+    rtol, atol  how far a number may be from the plain function's: `atol + rtol * abs(that)`; without them both are by
+                dtype, 1e-4 for f32, 2e-2 for 16 bits, 1e-8 for f64. Integers are to be equal
+    raises      KernelError for other types or numbers, with the largest difference and where it is; TypeError for what
+                is no kernel
+
+    Values are compared, and of an implementation with gradients of its own these, for cotangents from a fixed seed.
+    """
+    if not isinstance(kernel, Kernel):
+        raise TypeError(f"check_kernel takes a kernel, not {kernel!r}{at(caller())}\n  make it by @dflow.kernel")
+    call, leaves = kernel.call_of(args, kwargs)
+    leaves = [jnp.asarray(leaf) for leaf in leaves]
+    results = [f"result{path}" for path in call.result_paths(leaves)]
+    operands = argument_names(kernel.plain, args, kwargs, lambda parameter: parameter in kwargs)
+    operands += [f"operand {place}" for place in range(len(operands), len(leaves))]
+    plain, backward = call.choice, call.choice.backward()
+    checked = []
+    for platform, made in sorted(plain.by_platform.items()):
+        judge = _Judge(kernel.name, platform, made, rtol, atol)
+        own = backward.by_platform.get(platform)
+        run = _way_to_run(platform, made, leaves)
+        if isinstance(run, str):
+            checked.append(Checked(platform, made.label, run))
+            continue
+        values = judge.compare(plain.plain, made, run.call, leaves, results)
+        gradients = None
+        if own is not None:
+            moved = [f"gradient by {operands[place]}" for place in floating(leaves)]
+            given = [*leaves, *_cotangents(call.choice.types([jax.typeof(leaf) for leaf in leaves]))]
+            gradients = judge.compare(backward.plain, own, run.call, given, moved)
+        checked.append(Checked(platform, made.label, run.how, values, gradients))
+    return KernelCheck(kernel.name, ", ".join(str(array_type_of(leaf)) for leaf in leaves), tuple(checked))
+
+
+@dataclass(frozen=True)
+class _Way:
+    how: str
+    call: Callable[..., Sequence[Any]]
+
+
+def _way_to_run(platform: str, made: Implementation, leaves: Sequence[Any]) -> _Way | str:
+    """How to call a function as the implementation is called on its platform, or why that cannot be."""
+    structs = [array_type_of(leaf).struct for leaf in leaves]
+    device = _device(platform)
+    if device is not None:
+        return _Way("run", lambda fn, *operands: jax_jit(fn)(*jax.device_put(list(operands), device)))
+    try:
+        closed = jax.make_jaxpr(made)(*structs)
+    except KernelError:
+        raise
+    except Exception as error:  # such as a library that is for that platform alone
+        return f"{_NO_DEVICE.format(platform=platform)}, and not traced, for {type(error).__name__}: {error}"
+    if not _has_pallas(closed):
+        return f"{_NO_DEVICE.format(platform=platform)}, types agree"
+    return _Way("interpreted", lambda fn, *operands: jax_jit(_interpreted(fn, operands))(*operands))
+
+
+def _device(platform: str) -> Any:
+    try:
+        return jax.local_devices(backend=platform)[0]
+    except RuntimeError:
+        return None
+
+
+@dataclass(frozen=True)
+class _Judge:
+    """Holds the numbers of an implementation to the plain function's."""
+
+    name: str
+    platform: str
+    made: Implementation
+    rtol: float | None
+    atol: float | None
+
+    def compare(
+        self,
+        plain: Implementation,
+        made: Implementation,
+        call: Callable[..., Sequence[Any]],
+        operands: Sequence[Any],
+        names: Sequence[str],
+    ) -> float:
+        """The largest difference. Raises KernelError for one that is too large."""
+        worst = 0.0
+        for name, got, wanted in zip(names, call(made, *operands), call(plain, *operands), strict=True):
+            worst = max(worst, self._distance(name, _numbers(got), _numbers(wanted)))
+        return worst
+
+    def _distance(self, name: str, got: Any, wanted: Any) -> float:
+        rtol, atol = (_usual(wanted.dtype) if given is None else given for given in (self.rtol, self.atol))
+        if not jnp.issubdtype(wanted.dtype, jnp.inexact):
+            rtol = atol = 0.0
+        same = (got == wanted) | (_is_nan(got) & _is_nan(wanted))
+        with np.errstate(invalid="ignore"):  # of infinities, which are judged next
+            apart = np.where(same, 0.0, np.abs(_wide(got) - _wide(wanted)))
+        apart = np.where(np.isnan(apart), np.inf, apart)
+        allowed = atol + rtol * np.where(np.isfinite(_wide(wanted)), np.abs(_wide(wanted)), 0.0)
+        if np.all(apart <= allowed):
+            return float(apart.max(initial=0.0))
+        where = np.unravel_index(np.argmax(apart - allowed), apart.shape)
+        index = f"[{', '.join(str(int(place)) for place in where)}]" if where else ""
+        raise KernelError(
+            f"kernel {self.name!r}: {name}{index} is {got[where]} by {self.made.label}, for {self.platform}, and "
+            f"{wanted[where]} by the plain function{at(self.made.loc)}\n"
+            f"  {int(np.sum(apart > allowed))} of {apart.size} numbers are too far apart, this by {apart[where]:.3g} "
+            f"where {allowed[where]:.2g} is allowed\n"
+            "  correct the implementation, or allow more with rtol= and atol="
+        )
+
+
+def _numbers(value: Any) -> Any:
+    is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(value) if is_key else value)
+
+
+def _usual(dtype: Any) -> float:
+    """The tolerance for a dtype, by the size of a real number of it."""
+    return _TOLERANCES[dtype.itemsize // (2 if jnp.issubdtype(dtype, jnp.complexfloating) else 1)]
+
+
+def _wide(values: Any) -> Any:
+    is_complex = jnp.issubdtype(values.dtype, jnp.complexfloating)
+    return values.astype(np.complex128 if is_complex else np.float64)
+
+
+def _is_nan(values: Any) -> Any:
+    return np.isnan(_wide(values))
+
+
+def _cotangents(types: Sequence[Any]) -> list[jax.Array]:
+    """One for each floating result, drawn from a fixed seed."""
+    wanted = [type for type in types if jnp.issubdtype(type.dtype, jnp.inexact)]
+    keys = jax.random.split(jax.random.key(0), len(wanted))
+    return [jax.random.normal(key, type.shape, type.dtype) for key, type in zip(keys, wanted, strict=True)]
+
+
+def _has_pallas(closed: Any) -> bool:
+    return any(
+        equation.primitive.name == "pallas_call" or any(map(_has_pallas, _bodies(equation)))
+        for equation in closed_parts(closed)[0].eqns
+    )
+
+
+def _bodies(equation: Any) -> list[Any]:
+    values = [item for value in equation.params.values() for item in (value if isinstance(value, tuple) else (value,))]
+    return [value for value in values if is_jaxpr(value)]
+
+
+def _interpreted(fn: Callable[..., Any], operands: Sequence[Any]) -> Callable[..., Any]:
+    """The function with its Pallas calls run by Pallas' interpreter."""
+    run: Callable[..., Any] = jaxpr_as_fun(_with_interpreter(jax.make_jaxpr(fn)(*operands)))
+    return run
+
+
+def _with_interpreter(value: Any) -> Any:
+    if type(value) is tuple:
+        return tuple(map(_with_interpreter, value))
+    if not is_jaxpr(value):
+        return value
+    jaxpr, _ = closed_parts(value)
+    if jaxpr is not value:
+        return value.replace(jaxpr=_with_interpreter(jaxpr))
+    return jaxpr.replace(eqns=[_equation_with_interpreter(equation) for equation in jaxpr.eqns])
+
+
+def _equation_with_interpreter(equation: Any) -> Any:
+    if equation.primitive.name == "pallas_call":
+        return equation.replace(params={**equation.params, "interpret": True})
+    return equation.replace(params={key: _with_interpreter(value) for key, value in equation.params.items()})

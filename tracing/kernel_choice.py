@@ -1,0 +1,252 @@
+"""One function with several implementations, of which the platform that a node is lowered for takes one.
+
+A `Choice` is a plain function over flat arrays and other functions for some platforms. `kernel_p` is one call of it:
+one equation in a jaxpr, one node in a graph, until it is lowered. Everything about a call is the plain function's:
+its types, and its derivatives and batched forms unless an implementation has those of its own. They are choices again,
+so what they do is chosen as late.
+
+Who calls a choice goes through `call`, which says the derivatives; the equation itself is never differentiated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import jit as jax_jit
+from jax.custom_derivatives import SymbolicZero
+from jax.extend import core as jex
+from jax.interpreters import batching, mlir
+
+from dflow.tracing.errors import KernelError
+from dflow.tracing.jax_frontend import lower_by_platform, make_jaxpr, touches_state, trace_context
+from dflow.tracing.source import Loc, at
+
+#: From flat arrays to flat arrays.
+Flat = Callable[..., Sequence[Any]]
+
+
+@dataclass(frozen=True, eq=False)
+class Implementation:
+    """A way to compute a choice; `own_derivative` and `own_batching` say what is not the plain function's."""
+
+    fn: Flat
+    label: str
+    loc: Loc | None
+    own_derivative: bool = False
+    own_batching: bool = True
+
+    def __call__(self, *leaves: Any) -> list[Any]:
+        """Run it."""
+        return list(self.fn(*leaves))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Choice:
+    """A plain function of `arity` arrays, and by platform (`cpu`, `cuda`, `rocm`, `tpu`) what runs there instead."""
+
+    name: str
+    plain: Implementation
+    by_platform: Mapping[str, Implementation]
+    arity: int
+    _types: dict[Any, Any] = field(default_factory=dict)
+    _batched: dict[Any, Choice] = field(default_factory=dict)
+
+    def labels(self) -> dict[str, str]:
+        """What runs where, as a graph shows it."""
+        named = {platform: made.label for platform, made in sorted(self.by_platform.items())}
+        return {**named, "default": self.plain.label}
+
+    def types(self, avals: Sequence[Any]) -> list[Any]:
+        """The types of the results for operands of these types. Raises KernelError for a function that is not pure."""
+        key = tuple(avals), trace_context()
+        if key not in self._types:
+            jaxpr, consts, _ = make_jaxpr(self.plain, *avals)
+            self._refuse_impure(jaxpr, consts)
+            self._types[key] = [var.aval for var in jaxpr.outvars]
+        found: list[Any] = self._types[key]
+        return found
+
+    def _refuse_impure(self, jaxpr: Any, consts: Sequence[Any]) -> None:
+        if touches_state(jaxpr.effects):
+            raise KernelError(
+                f"kernel {self.name!r} uses variables or queues, and its implementations know nothing of these"
+                f"{at(self.plain.loc)}\n  give it their values as arguments"
+            )
+        if any(isinstance(const, jax.core.Tracer) for const in consts):
+            raise KernelError(
+                f"kernel {self.name!r} closes over a value of the function that is traced{at(self.plain.loc)}\n"
+                "  give it the value as an argument"
+            )
+
+    def __call__(self, *leaves: Any) -> list[Any]:
+        """Apply it in the trace that runs now, with its derivatives."""
+        return list(self._call(*leaves))
+
+    @cached_property
+    def _call(self) -> Flat:
+        if any(made.own_derivative for made in self.by_platform.values()):
+            return self._with_vjp()
+        return self._with_jvp()
+
+    @cached_property
+    def _bound(self) -> Flat:
+        def bound(*leaves: Any) -> list[Any]:
+            return list(kernel_p.bind(*leaves, name=self.name, platforms=self))
+
+        bound.__name__ = self.name  # which jaxprs and profiles show
+        return bound
+
+    def __repr__(self) -> str:
+        return "{" + ", ".join(f"{platform}: {label}" for platform, label in self.labels().items()) + "}"
+
+    def _with_jvp(self) -> Flat:
+        """The derivative is the plain function's: along a direction it runs beside whatever is chosen."""
+        call = jax.custom_jvp(self._bound)
+
+        def rule(primals: Any, tangents: Any) -> Any:
+            results = call(*primals)
+            live = [place for place, tangent in enumerate(tangents) if not isinstance(tangent, SymbolicZero)]
+            if not live:
+                return results, [_zero_tangent(result) for result in results]
+            given, along = ([values[place] for place in live] for values in (primals, tangents))
+            return results, jax.jvp(_of(self.plain, live, primals), given, along)[1]
+
+        call.defjvp(rule, symbolic_zeros=True)
+        return call
+
+    def _with_vjp(self) -> Flat:
+        """Backwards each implementation uses a derivative of its own where it has one.
+
+        What one keeps from its forward run for its backward run, another does not have. So nothing is kept but the
+        operands: the backward run repeats the forward run, which the compiler merges with the first where both
+        are in one program.
+        """
+        call = jax.custom_vjp(self._bound)
+        forward, backward = self._forward(), self.backward()
+
+        def run_forward(*leaves: Any) -> Any:
+            return forward(*leaves), leaves
+
+        def run_backward(leaves: Sequence[Any], cotangents: Sequence[Any]) -> Any:
+            live = floating(leaves)
+            given = [cotangents[place] for place in floating(cotangents)]
+            found = dict(zip(live, backward(*leaves, *given), strict=True)) if live and given else {}
+            return tuple(found.get(place) for place in range(len(leaves)))
+
+        call.defvjp(run_forward, run_backward)
+        return call
+
+    def _forward(self) -> Choice:
+        """What runs where the result will be differentiated."""
+
+        def changed(made: Implementation) -> Implementation:
+            return replace(made, fn=partial(_value, made), label=f"forward({made.label})", own_derivative=False)
+
+        by_platform = {
+            platform: changed(made) if made.own_derivative else made for platform, made in self.by_platform.items()
+        }
+        return Choice(self.name, changed(self.plain), by_platform, self.arity)
+
+    def backward(self) -> Choice:
+        """From the operands and the cotangents of the floating results to those of the floating operands."""
+
+        def changed(made: Implementation) -> Implementation:
+            fn = partial(_pulled, made, self.arity)
+            return replace(made, fn=fn, label=f"backward({made.label})", own_derivative=False)
+
+        own = {platform: changed(made) for platform, made in self.by_platform.items() if made.own_derivative}
+        return Choice(self.name, changed(self.plain), own, self.arity)
+
+    def batched(self, dims: Sequence[int | None]) -> Choice:
+        """The choice over a batch, which is where `dims` say in each operand and comes first in each result."""
+        key = tuple(dims)
+        if key not in self._batched:
+
+            def changed(made: Implementation) -> Implementation:
+                return replace(made, fn=jax.vmap(made, in_axes=key), label=f"vmap({made.label})")
+
+            own = {platform: changed(made) for platform, made in self.by_platform.items() if made.own_batching}
+            self._batched[key] = Choice(self.name, changed(self.plain), own, self.arity)
+        return self._batched[key]
+
+    @cached_property
+    def compiled(self) -> Flat:
+        """It as a function that JAX compiles for where its operands are."""
+        return jax_jit(self._bound)
+
+
+def _of(made: Flat, live: Sequence[int], leaves: Sequence[Any]) -> Flat:
+    """The function of the leaves in the `live` places alone."""
+
+    def moved(*given: Any) -> list[Any]:
+        by_place = dict(zip(live, given, strict=True))
+        return list(made(*(by_place.get(place, leaf) for place, leaf in enumerate(leaves))))
+
+    return moved
+
+
+def _value(made: Implementation, *leaves: Any) -> list[Any]:
+    """The result as its own derivative computes it, which the compiler finds again in `_pulled`."""
+    live = floating(leaves)
+    return list(jax.vjp(_of(made, live, leaves), *(leaves[place] for place in live))[0])
+
+
+def _pulled(made: Implementation, arity: int, *operands: Any) -> list[Any]:
+    leaves, cotangents = operands[:arity], operands[arity:]
+    live = floating(leaves)
+
+    def floating_results(*given: Any) -> list[Any]:
+        results = _of(made, live, leaves)(*given)
+        return [results[place] for place in floating(results)]
+
+    return list(jax.vjp(floating_results, *(leaves[place] for place in live))[1](list(cotangents)))
+
+
+def floating(values: Sequence[Any]) -> list[int]:
+    """The places of what can have a derivative."""
+    return [place for place, value in enumerate(values) if _is_floating(value)]
+
+
+def _is_floating(value: Any) -> bool:
+    return bool(jnp.issubdtype(jax.typeof(value).dtype, jnp.inexact))
+
+
+def _zero_tangent(value: Any) -> Any:
+    return jnp.zeros_like(value) if _is_floating(value) else np.zeros(jnp.shape(value), jax.dtypes.float0)
+
+
+#: One call of a choice.
+kernel_p: Any = jex.Primitive("kernel")
+kernel_p.multiple_results = True
+
+
+def _run(*operands: Any, name: str, platforms: Choice) -> Sequence[Any]:
+    # Chosen by lowering also where JAX is told not to compile: nothing else knows the platform's name.
+    with jax.disable_jit(False):
+        return platforms.compiled(*operands)
+
+
+def _lower(ctx: Any, *operands: Any, name: str, platforms: Choice) -> Any:
+    return lower_by_platform(ctx, platforms.by_platform, platforms.plain, operands)
+
+
+def _batch(operands: Sequence[Any], dims: Sequence[Any], *, name: str, platforms: Choice) -> Any:
+    results = kernel_p.bind(*operands, name=name, platforms=platforms.batched(dims))
+    return results, [0] * len(results)
+
+
+kernel_p.def_impl(_run)
+kernel_p.def_abstract_eval(lambda *avals, name, platforms: platforms.types(avals))
+batching.primitive_batchers[kernel_p] = _batch
+mlir.register_lowering(kernel_p, _lower)
+
+
+def is_kernel(jaxpr: Any) -> bool:
+    """Whether a jaxpr is one call of a kernel, and nothing else."""
+    return len(jaxpr.eqns) == 1 and jaxpr.eqns[0].primitive is kernel_p

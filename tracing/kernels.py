@@ -1,0 +1,280 @@
+"""`@dflow.kernel`: a function of arrays with further implementations, each for a platform.
+
+The plain function is what the kernel means: its types, its derivatives, its batched form, and what runs on every
+platform that has no implementation of its own. Which of them runs is chosen when a program is lowered, by the device
+it is lowered for.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar, cast, overload
+
+import jax
+import numpy as np
+
+from dflow.tracing.errors import KernelError
+from dflow.tracing.jax_frontend import trace_context
+from dflow.tracing.kernel_choice import Choice, Implementation
+from dflow.tracing.resources import is_variable, read
+from dflow.tracing.source import Loc, at, caller
+from dflow.tracing.types import ArrayType, array_type_of
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+#: The platforms that an implementation may be for, and what each is called when programs are lowered.
+PLATFORMS: Mapping[str, tuple[str, ...]] = {
+    "cpu": ("cpu",),
+    "cuda": ("cuda",),
+    "rocm": ("rocm",),
+    "gpu": ("cuda", "rocm"),
+    "tpu": ("tpu",),
+}
+
+
+class Registered(NamedTuple):
+    """An implementation as it was registered, from which line."""
+
+    fn: Callable[..., Any]
+    loc: Loc | None
+    own_derivative: bool
+    own_batching: bool
+
+
+class Kernel(Generic[P, R]):
+    """A function of arrays that runs as another on some platforms. Made by `kernel`."""
+
+    def __init__(self, fn: Callable[P, R]) -> None:
+        functools.update_wrapper(self, fn)
+        #: The function it was made of, which says what it means.
+        self.plain = fn
+        self.name = getattr(fn, "__name__", type(fn).__name__)
+        self.loc = caller()
+        self._registered: dict[str, Registered] = {}
+        self._choices: dict[Hashable, _Call] = {}
+
+    @property
+    def implementations(self) -> Mapping[str, Callable[..., Any]]:
+        """What runs in the plain function's place, by platform: `cpu`, `cuda`, `rocm`, `tpu`."""
+        return {platform: made.fn for platform, made in self._registered.items()}
+
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Apply it. Arrays and trees of arrays may be given in any way, what is static by keyword."""
+        call, leaves = self.call_of(args, kwargs)
+        results = call.choice(*leaves)
+        return cast(R, jax.tree_util.tree_unflatten(call.out_tree(leaves), results))
+
+    def call_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[_Call, list[Any]]:
+        """What a call with these arguments chooses among, and its operands. Raises KernelError."""
+        static = {key: value for key, value in kwargs.items() if not _holds_array(value)}
+        given = (args, {key: value for key, value in kwargs.items() if key not in static})
+        leaves, in_tree = jax.tree_util.tree_flatten(read(given))
+        self._check_operands(leaves)
+        key = in_tree, self._static_key(static)
+        if key not in self._choices:
+            self._choices[key] = _Call(self.name, self.plain, self.loc, self._registered, in_tree, static)
+        return self._choices[key], leaves
+
+    def _check_operands(self, leaves: Sequence[Any]) -> None:
+        for leaf in leaves:
+            try:
+                jax.typeof(leaf)
+            except TypeError:
+                raise KernelError(
+                    f"kernel {self.name!r} is given {leaf!r} by position, which is no array{at(caller())}\n"
+                    "  give what is static by keyword"
+                ) from None
+
+    def _static_key(self, static: Mapping[str, Any]) -> Hashable:
+        for key, value in static.items():
+            try:
+                hash(value)
+            except TypeError:
+                raise KernelError(
+                    f"kernel {self.name!r} is given {key}={value!r}, which is neither an array nor hashable"
+                    f"{at(caller())}\n  make it a tuple, or an array"
+                ) from None
+        return tuple(sorted((key, type(value), value) for key, value in static.items()))
+
+    def register(self, made: Registered, platform: str | Sequence[str]) -> None:
+        """Let `made` run on a platform, or several. Raises KernelError for one that is unknown or taken."""
+        for lowered in self._lowered_for(platform):
+            if lowered in self._registered:
+                earlier = self._registered[lowered]
+                raise KernelError(
+                    f"kernel {self.name!r} has an implementation for {lowered} already, {_name(earlier.fn)}, and is "
+                    f"given another, {_name(made.fn)}{at(made.loc)}\n  the first is registered{at(earlier.loc)}\n"
+                    "  choose between them inside one function"
+                )
+        if self._choices:
+            raise KernelError(
+                f"kernel {self.name!r} is given an implementation, {_name(made.fn)}, after it was called, and what is "
+                f"compiled would not use it{at(made.loc)}\n  register all implementations where the kernel is made"
+            )
+        self._registered.update(dict.fromkeys(self._lowered_for(platform), made))
+
+    def _lowered_for(self, platform: str | Sequence[str]) -> list[str]:
+        asked = [platform] if isinstance(platform, str) else list(platform)
+        for name in asked:
+            if name not in PLATFORMS:
+                raise KernelError(
+                    f"kernel {self.name!r} is given an implementation for the platform {name!r}, which is none"
+                    f"{at(caller())}\n  the platforms are {', '.join(PLATFORMS)}"
+                )
+        return [lowered for name in asked for lowered in PLATFORMS[name]]
+
+    def __repr__(self) -> str:
+        return f"<dflow.kernel {self.name} for {', '.join(['any platform', *sorted(self._registered)])}>"
+
+
+class _Call:
+    """A kernel's choice for one structure of arguments and one set of static ones."""
+
+    def __init__(
+        self,
+        name: str,
+        plain: Callable[..., Any],
+        loc: Loc | None,
+        registered: Mapping[str, Registered],
+        in_tree: Any,
+        static: Mapping[str, Any],
+    ) -> None:
+        self._name, self._in_tree, self._static = name, in_tree, dict(static)
+        self._trees: dict[Hashable, Any] = {}
+        self._plain = plain
+        by_platform = {
+            platform: Implementation(
+                functools.partial(self._checked, platform, made),
+                _name(made.fn),
+                made.loc,
+                made.own_derivative,
+                made.own_batching,
+            )
+            for platform, made in registered.items()
+        }
+        flat = Implementation(lambda *leaves: self._flat(plain, leaves)[0], _name(plain), loc)
+        self.choice = Choice(name, flat, by_platform, in_tree.num_leaves)
+
+    def out_tree(self, leaves: Sequence[Any]) -> Any:
+        """The structure of the result for operands of these types."""
+        return self._plain_types(leaves)[1]
+
+    def result_paths(self, leaves: Sequence[Any]) -> list[str]:
+        """Where each array of the result is in its structure, as code: `[0]`, `['loss']`, nothing for the whole."""
+        types, tree = self._plain_types(leaves)
+        paths, _ = jax.tree_util.tree_flatten_with_path(jax.tree_util.tree_unflatten(tree, types))
+        return [jax.tree_util.keystr(path) for path, _ in paths]
+
+    def _flat(self, fn: Callable[..., Any], leaves: Sequence[Any]) -> tuple[list[Any], Any]:
+        args, kwargs = jax.tree_util.tree_unflatten(self._in_tree, leaves)
+        return jax.tree_util.tree_flatten(fn(*args, **kwargs, **self._static))
+
+    def _plain_types(self, leaves: Sequence[Any]) -> tuple[list[ArrayType], Any]:
+        taken = [array_type_of(leaf) for leaf in leaves]
+        key = tuple(taken), trace_context()
+        if key not in self._trees:
+            tree: Any = None
+
+            def run(*operands: Any) -> Any:
+                nonlocal tree
+                results, tree = self._flat(self._plain, operands)
+                return results
+
+            structs = jax.eval_shape(run, *(type.struct for type in taken))
+            self._trees[key] = [array_type_of(struct).strong for struct in structs], tree
+        found: tuple[list[ArrayType], Any] = self._trees[key]
+        return found
+
+    def _checked(self, platform: str, made: Registered, *leaves: Any) -> list[Any]:
+        """What an implementation gives, which must be of the types of what the plain function gives."""
+        try:
+            results, tree = self._flat(made.fn, leaves)
+        except Exception as error:
+            remedy = '\n  where JAX cannot batch it, register it with vmap="plain"'
+            error.add_note(
+                f"in {_name(made.fn)}, the implementation of kernel {self._name!r} for {platform}{at(made.loc)}"
+                f"{remedy if isinstance(error, NotImplementedError) else ''}"
+            )
+            raise
+        types = [array_type_of(result).strong for result in results]
+        wanted, wanted_tree = self._plain_types(leaves)
+        if (types, tree) != (wanted, wanted_tree):
+            taken = ", ".join(str(array_type_of(leaf)) for leaf in leaves)
+            raise KernelError(
+                f"kernel {self._name!r} gives {_shown(wanted, wanted_tree)} for ({taken}), and its implementation for "
+                f"{platform}, {_name(made.fn)}, gives {_shown(types, tree)}{at(made.loc)}\n"
+                f"  make it give what {_name(self._plain)} gives"
+            )
+        return results
+
+
+@overload
+def kernel(fn: Callable[P, R]) -> Kernel[P, R]: ...
+@overload
+def kernel(
+    fn: Kernel[P, R],
+    *,
+    platform: str | Sequence[str],
+    derivative: Literal["own", "plain"] | None = None,
+    vmap: Literal["own", "plain"] = "own",
+) -> Callable[[Callable[..., R]], Callable[..., R]]: ...
+def kernel(fn: Any, *, platform: Any = None, derivative: Any = None, vmap: Any = "own") -> Any:
+    """A function with implementations for some platforms; or, of such a kernel, a decorator for one of these.
+
+        @dflow.kernel
+        def softmax(x): ...                          # plain jax.numpy: what it means, and what runs elsewhere
+
+        @dflow.kernel(softmax, platform="gpu")
+        def softmax_triton(x): ...                   # takes the same arguments, gives the same types
+
+    fn          a function from arrays (in pytrees, by position or keyword) and static values (hashable, by keyword) to
+                a pytree of arrays, without state or other effects; or a kernel
+    platform    where the implementation runs: `cpu`, `cuda`, `rocm`, `tpu`, `gpu` for cuda and rocm, or a list of them
+    derivative  `own`: there, the gradient is the implementation's, in reverse mode, and the kernel has no forward mode;
+                `plain`: it is the plain function's. Without it, what `jax.custom_vjp` made has its own
+    vmap        `own`: there, a batch is what `jax.vmap` makes of the implementation; `plain`: the plain function runs
+    raises      KernelError for a platform that there is not, or that has an implementation already, and where one is
+                added after the kernel was called; TypeError for options without a kernel
+
+    Which one runs is chosen when a program is lowered, also by `.lower(lowering_platforms=...)` and `jax.export`. One
+    that gives other types raises KernelError when it is first lowered; `dflow.check_kernel` compares the numbers.
+    """
+    if not isinstance(fn, Kernel):
+        if platform is not None or derivative is not None or vmap != "own":
+            raise TypeError(f"{_name(fn)} is no kernel yet{at(caller())}\n  decorate it with @dflow.kernel first")
+        return Kernel(fn)
+    if platform is None:
+        raise TypeError(
+            f"kernel {fn.name!r} is given an implementation without a platform{at(caller())}\n"
+            f'  say @dflow.kernel({fn.name}, platform="cuda"), or one of {", ".join(PLATFORMS)}'
+        )
+    for option, value in (("derivative", derivative), ("vmap", vmap)):
+        if value not in ("own", "plain", None):
+            raise TypeError(f"{option} is 'own' or 'plain', not {value!r}{at(caller())}")
+
+    def register(implementation: Callable[..., R]) -> Callable[..., R]:
+        own = isinstance(implementation, jax.custom_vjp) if derivative is None else derivative == "own"
+        fn.register(Registered(implementation, caller(), own, vmap == "own"), platform)
+        return implementation
+
+    return register
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    named = fn.func if isinstance(fn, functools.partial) else fn
+    return str(getattr(named, "__name__", type(fn).__name__))
+
+
+def _shown(types: Sequence[ArrayType], tree: Any) -> str:
+    """The types of a result in its structure."""
+    if jax.tree_util.treedef_is_leaf(tree):
+        return str(types[0])
+    return str(tree).removeprefix("PyTreeDef(").removesuffix(")").replace("*", "{}").format(*types)
+
+
+def _holds_array(value: Any) -> bool:
+    """Whether a keyword's value is an operand: it is, or has in it, an array or a variable."""
+    leaves = jax.tree_util.tree_leaves(value, is_leaf=is_variable)
+    return any(is_variable(leaf) or isinstance(leaf, (jax.Array, np.ndarray, np.generic)) for leaf in leaves)
