@@ -11,17 +11,19 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.table import Table
 
+Found = TypeVar("Found")
+
 RESULTS = Path(__file__).parent / "results"
 
 
-def in_turn(ways: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+def in_turn(ways: Mapping[str, Callable[[], Found]], rounds: int) -> dict[str, list[Found]]:
     """What each way returns (a time in s), `rounds` times, all ways in each round, first one first, then reversed."""
-    found: dict[str, list[float]] = {name: [] for name in ways}
+    found: dict[str, list[Found]] = {name: [] for name in ways}
     for number in range(rounds):
         order = list(ways) if number % 2 == 0 else list(reversed(ways))
         for name in order:

@@ -127,6 +127,8 @@ class Node:
     @property
     def must_run(self) -> bool:
         """Whether the node has an effect that someone may see, so that it stays though nobody uses its results."""
+        if not self.bodies and not self.op.declared:
+            return False
         return any(effect is not Effect.READ for effect, _ in self.effects)
 
     @property
@@ -167,11 +169,13 @@ class Graph:
     @cached_property
     def uses(self) -> Mapping[Value, tuple[Node, ...]]:
         """The nodes that take each value as an operand, in order, each once."""
-        found: dict[Value, dict[int, Node]] = {}
+        found: dict[Value, list[Node]] = {}
         for node in self.nodes:
             for value in node.values:
-                found.setdefault(value, {})[id(node)] = node
-        return {value: tuple(nodes.values()) for value, nodes in found.items()}
+                users = found.setdefault(value, [])
+                if not users or users[-1] is not node:
+                    users.append(node)
+        return {value: tuple(nodes) for value, nodes in found.items()}
 
     @property
     def refs(self) -> tuple[Value, ...]:

@@ -42,6 +42,7 @@ class _Seen:
         self._graph = graph
         self._names: set[str] = set()
         self.defined: set[Value] = set()
+        self._inputs = set(graph.inputs)
         for value in graph.inputs:
             self._define(None, value)
 
@@ -65,7 +66,7 @@ class _Seen:
 
     def _check_effects(self, node: Node) -> None:
         for effect, resource in node.effects:
-            if resource is not None and resource not in self._graph.inputs:
+            if resource is not None and resource not in self._inputs:
                 self._fail(node, f"{effect.value} of {resource!r}, which is not an input of the graph")
 
     def _check_types(self, node: Node) -> None:

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import and_
 from typing import ClassVar, NamedTuple
 
 from dflow.tracing import ops
@@ -37,7 +39,7 @@ class Cluster:
         for (stage, device), nodes in groups.items():
             call = _call(nodes, device, used, fresh)
             moved.update((value, call.outputs[0]) for node in nodes for value in node.outputs if value not in used)
-            ranked.append(((stage.level, 1, len(stage.hosts)), call))
+            ranked.append(((stage.level, 1, stage.hosts.bit_count()), call))
         alone = [node for node in graph.nodes if _stands_alone(node)]
         ranked += [((stages[id(n)].level, 0 if n.op is ops.net_recv else 2, 0), n) for n in alone]
         ranked.sort(key=lambda entry: entry[0])
@@ -46,73 +48,102 @@ class Cluster:
 
 
 class _Stage(NamedTuple):
-    """`hosts` are the host nodes that come before, by identity. Of one level, more hosts come later."""
+    """`hosts` are the host nodes that come before, a bit for each. Of one level, more hosts come later."""
 
     level: int
-    hosts: frozenset[int]
+    hosts: int
+
+
+_NO_STAGE = _Stage(0, 0)
+_HOST_OPS = frozenset(ops.HOST_OPS)
+_ALONE = _HOST_OPS | {ops.net_send, ops.net_recv}
 
 
 def _stands_alone(node: Node) -> bool:
-    return node.op in (ops.net_send, ops.net_recv) or node.op in ops.HOST_OPS
+    return node.op in _ALONE
 
 
 def _stages(graph: Graph) -> dict[int, _Stage]:
-    earliest = _earliest_stages(graph)
-    return _sink_reads(graph, earliest)
+    bits = {id(node): 1 << index for index, node in enumerate(node for node in graph.nodes if node.op in _HOST_OPS)}
+    earliest = _earliest_stages(graph, bits)
+    return _sink_reads(graph, earliest, bits)
 
 
-def _earliest_stages(graph: Graph) -> dict[int, _Stage]:
+def _earliest_stages(graph: Graph, bits: Mapping[int, int]) -> dict[int, _Stage]:
     stages: dict[int, _Stage] = {}
+    #: Of each node, the stage of what needs it and nothing else.
+    following: dict[int, _Stage] = {}
     sent: dict[tuple[object, object], _Stage] = {}
+    producers = graph.producers
     for node in graph.nodes:
-        producers = [graph.producers[v] for v in (*node.values, *node.after) if v in graph.producers]
-        before = [_after(producer, stages) for producer in producers]
-        level = max((stage.level for stage in before), default=0)
-        hosts = frozenset[int]().union(*(stage.hosts for stage in before))
+        stage = _NO_STAGE
+        for value in (*node.values, *node.after):
+            producer = producers.get(value)
+            if producer is not None:
+                stage = _later(stage, following[id(producer)])
         if node.op is ops.net_send:
-            sent[node.attributes["edge"], node.attributes["destination"]] = _Stage(level, hosts)
+            sent[node.attributes["edge"], node.attributes["destination"]] = stage
         if node.op is ops.net_recv:
             source = sent[node.attributes["edge"], node.device]
-            level, hosts = source.level + 1, source.hosts
-        stages[id(node)] = _Stage(level, hosts)
+            stage = _Stage(source.level + 1, source.hosts)
+        stages[id(node)] = stage
+        bit = bits.get(id(node))
+        following[id(node)] = stage if bit is None else _Stage(stage.level + 1, stage.hosts | bit)
     return stages
 
 
-def _after(node: Node, stages: Mapping[int, _Stage]) -> _Stage:
-    """The stage of what needs the node and nothing else."""
-    level, hosts = stages[id(node)]
-    return _Stage(level + 1, hosts | {id(node)}) if node.op in ops.HOST_OPS else _Stage(level, hosts)
+def _later(one: _Stage, other: _Stage) -> _Stage:
+    """The stage of what needs both. One of the two as it is when it can be, so that stages share their bits."""
+    if other.level <= one.level and other.hosts | one.hosts == one.hosts:
+        return one
+    if one.level <= other.level and one.hosts | other.hosts == other.hosts:
+        return other
+    return _Stage(max(one.level, other.level), one.hosts | other.hosts)
 
 
-def _sink_reads(graph: Graph, stages: dict[int, _Stage]) -> dict[int, _Stage]:
+def _sink_reads(graph: Graph, stages: dict[int, _Stage], bits: Mapping[int, int]) -> dict[int, _Stage]:
     """Move what depends on reads alone to the stage of its first user, or of what must come after it."""
     floating: set[int] = set()
+    producers = graph.producers
     for node in graph.nodes:
         if not node.must_run and not _stands_alone(node):
-            made_from = [graph.producers.get(v) for v in node.values if not isinstance(v.type, HANDLES)]
+            made_from = [producers.get(v) for v in node.values if not isinstance(v.type, HANDLES)]
             if all(producer is not None and id(producer) in floating for producer in made_from):
                 floating.add(id(node))
     outputs = {output for output in graph.outputs if isinstance(output, Value)}
-    followers: dict[Value, list[Node]] = {}
+    followers: dict[int, list[Node]] = {}
     for node in graph.nodes:
-        for value in node.after:
-            followers.setdefault(value, []).append(node)
-    host_levels = {id(node): stages[id(node)].level for node in graph.nodes if node.op in ops.HOST_OPS}
+        for value in (*node.values, *node.after):
+            producer = producers.get(value)
+            if producer is not None and id(producer) in floating:
+                followers.setdefault(id(producer), []).append(node)
+    ends = _Ends({bit: stages[host].level + 1 for host, bit in bits.items()})
     for node in reversed(graph.nodes):
         if id(node) in floating and not outputs.intersection(node.outputs):
-            later = [n for v in node.outputs for n in (*graph.uses.get(v, ()), *followers.get(v, ()))]
+            later = followers.get(id(node))
             if later:
-                stages[id(node)] = _first([stages[id(n)] for n in later], stages[id(node)], host_levels)
+                stages[id(node)] = _first([stages[id(n)] for n in later], stages[id(node)], ends)
     return stages
 
 
-def _first(later: Sequence[_Stage], own: _Stage, host_levels: Mapping[int, int]) -> _Stage:
+class _Ends(dict[int, int]):
+    """The level that is after all hosts of a set; found once for each set."""
+
+    def __missing__(self, hosts: int) -> int:
+        level, left = 0, hosts
+        while left:
+            bit = left & -left
+            level, left = max(level, self[bit]), left ^ bit
+        self[hosts] = level
+        return level
+
+
+def _first(later: Sequence[_Stage], own: _Stage, ends: _Ends) -> _Stage:
     """The latest stage that is not after any of `later`."""
-    hosts = frozenset.intersection(*(stage.hosts for stage in later))
-    levels = [stage.level for stage in later if stage.hosts == hosts]
-    if levels:
+    hosts = reduce(and_, (stage.hosts for stage in later))
+    if any(stage.hosts == hosts for stage in later):
         return _Stage(min(stage.level for stage in later), hosts)
-    return _Stage(max([own.level, *(host_levels[host] + 1 for host in hosts)]), hosts)
+    return _Stage(max(own.level, ends[hosts]), hosts)
 
 
 def _used_outside(graph: Graph, groups: Iterable[list[Node]]) -> set[Value]:

@@ -10,7 +10,8 @@ import dataclasses
 from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from operator import itemgetter
+from typing import ClassVar
 
 import numpy as np
 
@@ -30,7 +31,7 @@ class Merge:
         versions: Counter[Value | None] = Counter()
         kept = []
         for old in graph.nodes:
-            node = old.with_operands(same)
+            node = old.with_operands(same) if same else old
             for effect, ref in node.effects:
                 if effect is not Effect.READ:
                     versions[ref] += 1
@@ -51,24 +52,20 @@ def _key(node: Node, versions: Counter[Value | None]) -> Hashable | None:
     reads = tuple(versions[ref] for _, ref in node.effects)
     # An op whose effects are unknown may have written any variable.
     unknown = versions[None] if reads else 0
-    attributes = tuple(sorted((name, _hashable(value)) for name, value in node.attributes.items()))
+    attributes = tuple((name, type(value), value) for name, value in sorted(node.attributes.items(), key=_NAME))
     context = id(getattr(node.origin, "context", None))
     key = (node.op, tuple(map(_operand, node.inputs)), attributes, node.device, node.after, context, reads, unknown)
-    return None if any(value is _UNHASHABLE for _, value in attributes) else key
-
-
-_UNHASHABLE = object()
-
-
-def _hashable(value: Any) -> Any:
     try:
-        hash(value)
+        hash(key)
     except TypeError:
-        return _UNHASHABLE
-    return (type(value).__name__, value)
+        return None
+    return key
+
+
+_NAME = itemgetter(0)
 
 
 def _operand(operand: Operand) -> Hashable:
     if isinstance(operand, Literal):
-        return np.asarray(operand.value).tobytes(), str(operand.type)
+        return np.asarray(operand.value).tobytes(), operand.type
     return operand

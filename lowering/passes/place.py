@@ -37,7 +37,7 @@ class Place:
         for node in graph.nodes:
             if node.op in CONTROL_OPS:
                 self._check_bodies(node, inputs)
-        nodes = tuple(dataclasses.replace(node.with_operands(inputs), device=devices[id(node)]) for node in graph.nodes)
+        nodes = tuple(_on(devices[id(node)], node.with_operands(inputs)) for node in graph.nodes)
         return Graph(tuple(inputs.get(value, value) for value in graph.inputs), nodes, graph.outputs)
 
     def _devices(self, graph: Graph) -> Mapping[int, str]:
@@ -95,6 +95,10 @@ class Place:
             f"%{what} is placed on {device}, but no task offers it; the tasks are {offered}{where}\n"
             "  name one of these, or start more tasks"
         )
+
+
+def _on(device: str, node: Node) -> Node:
+    return Node(node.op, node.inputs, node.outputs, node.attributes, node.bodies, device, node.after, node.origin)
 
 
 def _tasks_fed(graph: Graph, local: str) -> Mapping[int, frozenset[str]]:
