@@ -94,6 +94,18 @@ class SecurityError(DflowError, PermissionError):
     """A connection was asked for that dflow cannot protect, or a peer that may not speak; the message says which."""
 
 
+class CheckpointError(DflowError, ValueError):
+    """Saved arrays are damaged, cannot be written, or do not fit what they are restored into."""
+
+
+class CheckpointExists(CheckpointError, FileExistsError):
+    """There is something where a checkpoint would be written."""
+
+
+class NoCheckpoint(CheckpointError, FileNotFoundError):
+    """There is no checkpoint at a path; the message lists those beside it."""
+
+
 class ConfigError(DflowError, ValueError):
     """A setting has a value that is not legal; the message lists the legal ones."""
 

@@ -57,6 +57,11 @@ def dtype_name(dtype: Any) -> str:
     return _short_name(np.dtype(dtype).name)
 
 
+def key_implementation(dtype: Any) -> str:
+    """The algorithm of a dtype of PRNG keys, as `jax.random.key` takes it."""
+    return _KEY_IMPLEMENTATIONS[_EXTENDED[str(dtype)]]
+
+
 def parse_dtype(name: str) -> Any:
     """The dtype of a short name. Raises ParseError for a name that is none."""
     if name in DTYPES:

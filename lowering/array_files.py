@@ -1,0 +1,427 @@
+"""Named arrays in a folder: each an array in zarr's format (version 3), and a manifest that says what belongs to it.
+
+The manifest is written last, and the folder appears whole (`whole_folder`). Each chunk of an array carries a checksum,
+so damage is found on reading. The folder is a zarr group, and an Orbax checkpoint of a flat dict. An array lies under
+its own name where a path may be called so; the manifest knows where.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import secrets
+import zlib
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tensorstore
+
+from dflow.lowering.whole_folder import present, whole_folder, write_file
+from dflow.tracing.errors import CheckpointError, NoCheckpoint, ParseError
+from dflow.tracing.source import at, caller
+from dflow.tracing.types import ArrayType, array_type_of, key_implementation, parse_type
+
+#: What is in every folder of arrays, and in no other.
+MANIFEST = "dflow.json"
+_VERSION = 1
+
+#: The size that chunks are kept below, in bytes, and how much may be on its way to the disk at once.
+_CHUNK_BYTES = 64 << 20
+_IN_FLIGHT_BYTES = 256 << 20
+
+_GROUP = {"zarr_format": 3, "node_type": "group", "attributes": {}}
+_PART = re.compile(r"[A-Za-z0-9_-](?:[A-Za-z0-9_.-]*[A-Za-z0-9_-])?")
+_PART_LENGTH = 200
+#: What zarr, Orbax and we call files of our own.
+_RESERVED = {MANIFEST, "zarr.json", "_METADATA", "_CHECKPOINT_METADATA", "_sharding", "array_metadatas", "descriptor"}
+
+#: The part of a whole array that one piece of it is.
+_Index = tuple[slice, ...]
+
+
+def write_arrays(
+    path: str | os.PathLike[str],
+    arrays: Mapping[str, Any],
+    metadata: Mapping[str, Any] | None = None,
+    *,
+    overwrite: bool = False,
+) -> None:
+    """Write a folder of arrays, which is there whole or not at all, whatever happens meanwhile.
+
+    arrays     by name: JAX arrays, sharded or not, PRNG keys, NumPy arrays and numbers
+    metadata   what else the reader shall know, as JSON takes it
+    overwrite  whether a folder of arrays at `path` may be replaced; until the new one is whole the old one stays
+    raises     CheckpointExists when `path` is there and may not be replaced; CheckpointError when an array is of no
+               type that can be written, or the disk refuses it
+    """
+    with whole_folder(path, marker=MANIFEST, overwrite=overwrite) as folder:
+        fill_folder(folder, arrays, metadata)
+
+
+def fill_folder(folder: Path, arrays: Mapping[str, Any], metadata: Mapping[str, Any] | None = None) -> None:
+    """Write arrays and their manifest into an empty folder, for who makes it appear whole himself."""
+    parts = {name: _Stored.of(name, array) for name, array in arrays.items()}
+    places = _places(parts)
+    for group in sorted({parent for place in places.values() for parent in Path(place).parents}):
+        (folder / group).mkdir(exist_ok=True)
+        write_file(folder / group / "zarr.json", json.dumps(_GROUP))
+    _write_pieces(folder, parts, places)
+    write_file(folder / "_METADATA", json.dumps(_orbax_metadata(parts, places)))
+    content = {
+        "format": "dflow arrays",
+        "version": _VERSION,
+        "id": secrets.token_hex(16),
+        "arrays": {name: {"path": places[name], "type": str(part.type)} for name, part in parts.items()},
+        "metadata": dict(metadata or {}),
+    }
+    text = json.dumps(content, sort_keys=True)
+    write_file(folder / MANIFEST, json.dumps({"crc32": zlib.crc32(text.encode()), "content": content}, sort_keys=True))
+
+
+@dataclass(frozen=True)
+class ArrayFiles:
+    """A folder of arrays that has been written: what is in it; the arrays are read when they are asked for."""
+
+    path: Path
+    #: Differs between any two folders that were ever written.
+    id: str
+    types: Mapping[str, ArrayType]
+    metadata: Mapping[str, Any]
+    _places: Mapping[str, str]
+
+    def read(self, shardings: Mapping[str, Any]) -> dict[str, Any]:
+        """The arrays that are named, each as a JAX array of its sharding, or as a NumPy array where that is None.
+
+        Of a sharded array each device's part is read by itself; PRNG keys are JAX arrays in any case. Raises
+        CheckpointError, which names the array, for one that is missing, damaged or not what the manifest says.
+        """
+        opening = {name: self._open(name) for name in shardings}
+        started = {name: self._started(name, opening[name], sharding) for name, sharding in shardings.items()}
+        return {name: self._finished(name, started[name], sharding) for name, sharding in shardings.items()}
+
+    def is_replaced(self) -> bool:
+        """Whether another folder has taken the place since this one was looked at."""
+        try:
+            return read_arrays(self.path).id != self.id
+        except CheckpointError:
+            return True
+
+    def _open(self, name: str) -> Any:
+        if name not in self.types:
+            raise CheckpointError(
+                f"there is no array {name!r} in {self.path}; there are {sorted(self.types) or 'none'}{at(caller())}"
+            )
+        dtype, shape = _stored_type(self.types[name])
+        spec = _spec(self.path / self._places[name]) | {"open": True, "fill_missing_data_reads": False}
+        return tensorstore.open(spec, dtype=dtype, shape=shape)
+
+    def _started(self, name: str, opening: Any, sharding: Any) -> Any:
+        """What is being read: the whole, or the pieces that the devices need."""
+        with self._unless_damaged(name):
+            store = opening.result()
+            if sharding is None or jnp.issubdtype(self.types[name].dtype, jax.dtypes.extended):
+                return store.read()
+            indices = sharding.addressable_devices_indices_map(self.types[name].shape).values()
+            return {
+                _bounds(index): store[index].read() for index in {_bounds(index): index for index in indices}.values()
+            }
+
+    def _finished(self, name: str, started: Any, sharding: Any) -> Any:
+        type = self.types[name]
+        with self._unless_damaged(name):
+            if not isinstance(started, dict):
+                value = _restored(type, started.result())
+                return value if sharding is None else jax.device_put(value, sharding)
+            pieces = {bounds: _restored(type, piece.result()) for bounds, piece in started.items()}
+        return jax.make_array_from_callback(type.shape, sharding, lambda index: pieces[_bounds(index)])
+
+    @contextmanager
+    def _unless_damaged(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except (ValueError, OSError) as error:
+            raise CheckpointError(
+                f"array {name!r} ({self.types[name]}) in {self.path} is damaged or missing: {_first_line(error)}"
+                f"{at(caller())}\n  take an older checkpoint, or read the others without this one"
+            ) from error
+
+
+def read_arrays(path: str | os.PathLike[str]) -> ArrayFiles:
+    """What `write_arrays` wrote to `path`.
+
+    Raises NoCheckpoint when there is nothing, and CheckpointError when it is another folder, its manifest is damaged,
+    or a newer dflow wrote it.
+    """
+    place = present(path)
+    try:
+        text = (place / MANIFEST).read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError):
+        if not place.exists():
+            raise NoCheckpoint(f"there is no checkpoint {place}{at(caller())}\n  {_neighbours(place)}") from None
+        raise NoCheckpoint(
+            f"{place} is no checkpoint of dflow: it holds no {MANIFEST}{at(caller())}\n  {_neighbours(place)}"
+        ) from None
+    except UnicodeDecodeError:
+        raise _damaged(place) from None
+    content = _checked(place, text)
+    try:
+        types = {name: _array_type(entry["type"]) for name, entry in content["arrays"].items()}
+        places = {name: str(entry["path"]) for name, entry in content["arrays"].items()}
+        return ArrayFiles(place, content["id"], types, content["metadata"], places)
+    except (KeyError, TypeError, AttributeError, ParseError) as error:
+        raise _damaged(place) from error
+
+
+def _bounds(index: _Index | None) -> tuple[Any, ...]:
+    return tuple((part.start, part.stop) for part in index or ())
+
+
+def _checked(place: Path, text: str) -> Any:
+    try:
+        whole = json.loads(text)
+        content, crc = whole["content"], whole["crc32"]
+    except (ValueError, KeyError, TypeError):
+        raise _damaged(place) from None
+    if zlib.crc32(json.dumps(content, sort_keys=True).encode()) != crc:
+        raise _damaged(place)
+    if content["version"] > _VERSION:
+        raise CheckpointError(
+            f"{place} has version {content['version']} of the format, and this dflow reads up to {_VERSION}"
+            f"{at(caller())}\n  install the dflow that wrote it, or a newer one"
+        )
+    return content
+
+
+def _damaged(place: Path) -> CheckpointError:
+    return CheckpointError(
+        f"the manifest {place / MANIFEST} is damaged{at(caller())}\n"
+        "  take an older checkpoint; the arrays that are whole can be read one by one, with zarr or TensorStore"
+    )
+
+
+def _neighbours(place: Path) -> str:
+    try:
+        near = sorted(entry.name for entry in place.parent.iterdir() if (entry / MANIFEST).is_file())
+    except OSError:
+        near = []
+    return f"in {place.parent} there are: {', '.join(near[:20]) or 'none'}"
+
+
+def _array_type(text: str) -> ArrayType:
+    type = parse_type(text)
+    if not isinstance(type, ArrayType):
+        raise ParseError(f"{text!r} is not the type of an array")
+    return type
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """An array as it is to be written: plain numbers that the format has a name for."""
+
+    name: str
+    type: ArrayType
+    value: Any
+
+    @staticmethod
+    def of(name: str, array: Any) -> _Stored:
+        value = array if isinstance(array, jax.Array) else np.asarray(array)
+        if isinstance(value, np.ndarray) and not value.dtype.isnative:
+            value = value.astype(value.dtype.newbyteorder("="))
+        try:
+            type = ArrayType(value.dtype, value.shape) if isinstance(value, np.ndarray) else array_type_of(value).strong
+            if parse_type(str(type)) != type:
+                raise ParseError(str(type))
+        except (ParseError, TypeError) as error:
+            raise CheckpointError(
+                f"array {name!r} is of dtype {value.dtype}, which cannot be written{at(caller())}\n"
+                "  convert it to numbers, or leave it out"
+            ) from error
+        if jnp.issubdtype(type.dtype, jax.dtypes.extended):
+            value = jax.random.key_data(value)
+        return _Stored(name, type, value)
+
+    def pieces(self) -> Iterator[tuple[_Index, Any]]:
+        """The parts that the devices hold, each once."""
+        if isinstance(self.value, np.ndarray):
+            yield (slice(None),) * self.value.ndim, self.value
+            return
+        for shard in self.value.addressable_shards:
+            if shard.replica_id == 0:
+                yield shard.index, shard.data
+
+    def chunk_shape(self) -> tuple[int, ...]:
+        """The shape of a device's part, cut along its first dimensions until it is small enough."""
+        shape = self.value.shape
+        if isinstance(self.value, jax.Array):
+            shape = self.value.sharding.shard_shape(shape)
+        return _small(shape, self.value.dtype.itemsize)
+
+
+def _small(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    chunk = [max(1, size) for size in shape]
+    for axis, size in enumerate(chunk):
+        inner = itemsize * math.prod(chunk[axis + 1 :])
+        if inner * size <= _CHUNK_BYTES:
+            break
+        rows = max(1, _CHUNK_BYTES // inner)
+        # A divisor keeps the chunks within the devices' parts, so that each is written once.
+        chunk[axis] = next(count for count in range(rows, 0, -1) if size % count == 0)
+    return tuple(chunk)
+
+
+def _stored_dtype(dtype: Any) -> Any:
+    """The dtype on the disk: the array's own, or bytes where TensorStore has no name for it."""
+    try:
+        tensorstore.dtype(dtype)
+    except ValueError:
+        return np.dtype("uint8")
+    return np.dtype(dtype)
+
+
+def _stored_type(type: ArrayType) -> tuple[Any, tuple[int, ...]]:
+    if jnp.issubdtype(type.dtype, jax.dtypes.extended):
+        data = jax.eval_shape(jax.random.key_data, type.struct)
+        return np.dtype(data.dtype), data.shape
+    return _stored_dtype(type.dtype), type.shape
+
+
+def _restored(type: ArrayType, data: Any) -> Any:
+    if jnp.issubdtype(type.dtype, jax.dtypes.extended):
+        return jax.random.wrap_key_data(jnp.asarray(data), impl=key_implementation(type.dtype))
+    return data if data.dtype == type.dtype else data.view(type.dtype)
+
+
+def _write_pieces(folder: Path, parts: Mapping[str, _Stored], places: Mapping[str, str]) -> None:
+    with ExitStack() as stack:
+        opening = {name: _create(folder, name, places[name], part) for name, part in parts.items()}
+        # Whatever fails, nothing goes on writing after that.
+        stack.callback(_await_all, opening.values())
+        started: deque[tuple[str, Any, int]] = deque()
+        stack.callback(lambda: _await_all(written for _, written, _ in started))
+        in_flight = 0
+        for name, part in parts.items():
+            stored = _stored_dtype(part.value.dtype)
+            for index, piece in part.pieces():
+                data = np.asarray(piece)
+                data = data if data.dtype == stored else np.asarray(data, order="C").view(stored)
+                started.append((name, _started(name, opening[name], index, data, folder), data.nbytes))
+                in_flight += data.nbytes
+                while in_flight > _IN_FLIGHT_BYTES:
+                    in_flight -= _finished(started[0], folder)
+                    started.popleft()
+        for written in started:
+            _finished(written, folder)
+
+
+def _await_all(futures: Iterable[Any]) -> None:
+    for future in futures:
+        future.exception()
+
+
+def _create(folder: Path, name: str, place: str, part: _Stored) -> Any:
+    spec = _spec(folder / place) | {"create": True, "metadata": _zarr_metadata(part)}
+    with _unless_refused(name, folder):
+        return tensorstore.open(spec, dtype=_stored_dtype(part.value.dtype), shape=part.value.shape)
+
+
+def _started(name: str, opening: Any, index: _Index, data: Any, folder: Path) -> Any:
+    with _unless_refused(name, folder):
+        return opening.result()[index].write(data, can_reference_source_data_indefinitely=True)
+
+
+def _finished(started: tuple[str, Any, int], folder: Path) -> int:
+    name, written, size = started
+    with _unless_refused(name, folder):
+        written.result()
+    return size
+
+
+@contextmanager
+def _unless_refused(name: str, folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise CheckpointError(
+            f"array {name!r} cannot be written into {folder.parent}: {_first_line(error)}{at(caller())}\n"
+            "  nothing has been changed there; make room, or choose another place"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return re.split(r" \[(?:tensorstore_spec|source locations)|\n", str(error))[0][:300]
+
+
+def _spec(path: Path) -> dict[str, Any]:
+    # The folder is flushed as a whole before it appears.
+    return {
+        "driver": "zarr3",
+        "kvstore": {"driver": "file", "path": f"{path}/", "file_io_sync": False},
+        "store_data_equal_to_fill_value": True,
+    }
+
+
+def _zarr_metadata(part: _Stored) -> dict[str, Any]:
+    wide = _stored_dtype(part.value.dtype).itemsize > 1
+    to_bytes = {"name": "bytes", "configuration": {"endian": "little"}} if wide else {"name": "bytes"}
+    return {
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": part.chunk_shape()}},
+        "codecs": [to_bytes, {"name": "crc32c"}],
+    }
+
+
+def _orbax_metadata(parts: Mapping[str, _Stored], places: Mapping[str, str]) -> dict[str, Any]:
+    """What Orbax looks for: a tree of one level, whose keys are the folders' paths."""
+    return {
+        "tree_metadata": {
+            str((places[name],)): {
+                "key_metadata": [{"key": places[name], "key_type": 2}],
+                "value_metadata": {
+                    # Of a jax.Array it would ask on which devices it was.
+                    "value_type": "np.ndarray",
+                    "skip_deserialize": False,
+                    "write_shape": list(part.value.shape),
+                },
+            }
+            for name, part in parts.items()
+        },
+        "use_ocdbt": False,
+        "use_zarr3": True,
+        "store_array_data_equal_to_fill_value": True,
+        "custom_metadata": None,
+    }
+
+
+def _places(names: Iterable[str]) -> dict[str, str]:
+    """For each name the path of its array within the folder: the name itself wherever that is safe.
+
+    It is when it is a path of plain parts that no other name lies within, and differs from every other by more than
+    its case. Another gets a path that no name can be.
+    """
+    folded = Counter(name.casefold() for name in names)
+    around = {parent.as_posix() for name in folded for parent in PurePosixPath(name).parents}
+
+    def is_safe(name: str) -> bool:
+        parts = name.split("/")
+        return (
+            all(_PART.fullmatch(part) and len(part) <= _PART_LENGTH for part in parts)
+            and _RESERVED.isdisjoint(parts)
+            and name.casefold() not in around
+            and folded[name.casefold()] == 1
+        )
+
+    return {name: name if is_safe(name) else _coded(name) for name in names}
+
+
+def _coded(name: str) -> str:
+    readable = re.sub(r"[^A-Za-z0-9_-]+", "_", name)[:80]
+    return f"~{readable}.{hashlib.sha256(name.encode(errors='surrogatepass')).hexdigest()[:24]}"

@@ -1,0 +1,174 @@
+"""A folder that appears whole or not at all, and replaces an older one of its name the same way.
+
+It is written beside its place under a hidden name, flushed to the disk, and renamed. Where the system can exchange two
+names (Linux, macOS), there is a whole folder in place at every moment. Elsewhere the old one steps aside first, and
+`present` finds it there if the process ends in that instant.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import itertools
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from dflow.tracing.errors import CheckpointError, CheckpointExists
+from dflow.tracing.source import at, caller
+
+_numbers = itertools.count()
+#: What this process is writing now.
+_busy: set[Path] = set()
+
+_AT_FDCWD = -100
+_EXCHANGE = 2
+
+
+@contextmanager
+def whole_folder(path: str | os.PathLike[str], *, marker: str, overwrite: bool = False) -> Iterator[Path]:
+    """An empty folder to write into, which becomes `path` when the block ends, and is removed if it fails.
+
+    marker     the file that every folder of this kind holds; a folder without it is never overwritten
+    overwrite  whether a folder that is there may be replaced
+    raises     CheckpointExists when `path` is there and may not be replaced
+    """
+    place = Path(os.path.realpath(path))
+    place.parent.mkdir(parents=True, exist_ok=True)
+    _tidy(place)
+    _check_free(place, marker, overwrite)
+    staging = place.with_name(f".{place.name}.{platform.node()}-{os.getpid()}-{next(_numbers)}.writing")
+    _busy.add(staging)
+    try:
+        os.mkdir(staging)
+        yield staging
+        _flush(staging)
+        if overwrite and place.exists():
+            _replace(staging, place)
+        else:
+            _appear(staging, place)
+    finally:
+        try:
+            shutil.rmtree(staging, ignore_errors=True)
+        finally:
+            _busy.discard(staging)
+
+
+def present(path: str | os.PathLike[str]) -> Path:
+    """Where the folder `path` is: in its place, or aside because a process ended while it replaced it."""
+    place = Path(os.path.realpath(path))
+    aside = _aside(place)
+    return aside if not place.exists() and aside.exists() else place
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a file whole: it is never seen half written under its name."""
+    part = path.with_name(f"{path.name}.part")
+    with open(part, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, path)
+
+
+def _check_free(place: Path, marker: str, overwrite: bool) -> None:
+    if not place.exists():
+        return
+    if not overwrite:
+        raise CheckpointExists(f"{place} exists{at(caller())}\n  save to another path, or give overwrite=True")
+    if not (place / marker).is_file():
+        raise CheckpointExists(
+            f"{place} exists and holds no {marker}, so it is not what may be overwritten{at(caller())}\n"
+            "  save to another path, or remove it yourself"
+        )
+
+
+def _appear(staging: Path, place: Path) -> None:
+    try:
+        os.rename(staging, place)
+    except OSError as error:
+        if not place.exists():
+            raise
+        raise CheckpointExists(
+            f"{place} was made while this was written{at(caller())}\n  save to another path, or give overwrite=True"
+        ) from error
+    _sync(place.parent)
+
+
+def _replace(staging: Path, place: Path) -> None:
+    if not _exchange(staging, place):
+        os.rename(place, _aside(place))
+        os.rename(staging, place)
+    _sync(place.parent)
+    # What was there before now has the other name.
+    shutil.rmtree(staging, ignore_errors=True)
+    shutil.rmtree(_aside(place), ignore_errors=True)
+
+
+def _aside(place: Path) -> Path:
+    return place.with_name(f".{place.name}.replaced")
+
+
+def _tidy(place: Path) -> None:
+    """Put back, or remove, what a process that ended while it wrote has left."""
+    aside = _aside(place)
+    if aside.exists():
+        if place.exists():
+            shutil.rmtree(aside)
+        else:
+            os.rename(aside, place)
+    if os.name == "posix":
+        head = f".{place.name}.{platform.node()}-"
+        for left in place.parent.iterdir():
+            if left.name.startswith(head) and left.name.endswith(".writing") and left not in _busy:
+                pid = left.name.removeprefix(head).partition("-")[0]
+                if pid == str(os.getpid()) or (pid.isdecimal() and not _runs(int(pid))):
+                    shutil.rmtree(left, ignore_errors=True)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Whether the system has exchanged the two names, at once."""
+    first, second = os.fsencode(one), os.fsencode(other)
+    libc: Any = ctypes.CDLL(None, use_errno=True) if os.name == "posix" else None
+    if sys.platform == "linux" and hasattr(libc, "renameat2"):
+        failed = libc.renameat2(_AT_FDCWD, first, _AT_FDCWD, second, _EXCHANGE)
+    elif sys.platform == "darwin" and hasattr(libc, "renamex_np"):
+        failed = libc.renamex_np(first, second, _EXCHANGE)
+    else:
+        return False
+    if failed and ctypes.get_errno() not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        raise CheckpointError(f"{other} cannot be replaced: {os.strerror(ctypes.get_errno())}{at(caller())}")
+    return not failed
+
+
+def _flush(folder: Path) -> None:
+    """Have the disk hold all of a folder: first what it contains, then the folders' own entries."""
+    for inner, _, files in os.walk(folder, topdown=False):
+        for name in files:
+            _sync(Path(inner, name))
+        _sync(Path(inner))
+
+
+def _sync(path: Path) -> None:
+    if os.name != "posix" and path.is_dir():
+        return
+    handle = os.open(path, os.O_RDONLY if os.name == "posix" else os.O_RDWR)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

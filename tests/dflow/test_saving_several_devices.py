@@ -1,0 +1,54 @@
+"""Sharded arrays are written by shard, and read into whatever sharding is asked for: sharding is a view."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import zarr
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from dflow.lowering.array_files import read_arrays, write_arrays
+
+DEVICES = 8
+DEADLINE_S = 300.0
+ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}"}
+
+if jax.device_count() < DEVICES:
+
+    def test_in_a_process_of_several_devices() -> None:
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
+        root = Path(__file__).parents[2]
+        environment = {**os.environ, **ENVIRONMENT}
+        done = subprocess.run(
+            command, cwd=root, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+else:
+
+    def test_a_sharded_array_is_written_by_shard_and_read_into_any_sharding(tmp_path: Path) -> None:
+        devices = np.array(jax.devices())
+        values = np.arange(48.0, dtype=np.float32).reshape(8, 6)
+        places = {
+            "rows": NamedSharding(Mesh(devices, "d"), PartitionSpec("d")),
+            "columns": NamedSharding(Mesh(devices[:2], "d"), PartitionSpec(None, "d")),
+            "both": NamedSharding(Mesh(devices[:4].reshape(2, 2), ("a", "b")), PartitionSpec("a", "b")),
+            "whole": NamedSharding(Mesh(devices, "d"), PartitionSpec()),
+        }
+        write_arrays(tmp_path / "c", {name: jax.device_put(values, place) for name, place in places.items()})
+        group = zarr.open_group(tmp_path / "c", mode="r")
+        assert {name: group[name].chunks for name in places} == {
+            "rows": (1, 6),
+            "columns": (8, 3),
+            "both": (4, 3),
+            "whole": (8, 6),
+        }
+        for place in places.values():
+            for array in read_arrays(tmp_path / "c").read(dict.fromkeys(places, place)).values():
+                assert array.sharding == place
+                np.testing.assert_array_equal(array, values)
