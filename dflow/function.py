@@ -3,10 +3,11 @@
 JAX does the tracing, by the very rules of `jax.jit`. What a trace finds decides how calls of those argument types run:
 
 - no state and nothing large closed over: `jax.jit` runs them, and dflow adds nothing but a check per call;
-- else the trace becomes a graph, goes through the passes, is compiled, and its plan is kept under the types.
+- else the trace becomes a graph, goes through the passes, and its plan is kept under the types. Most plans are one XLA
+  call (`whole_step`); while one such is all there is, calls go to it without a look at their types.
 
-Inside another trace a function is part of that trace. Invariant: `_jax` never compiles a function before its trace
-was looked at, because the first run of the Python function for new types outside a look ends by `_LookFirst`.
+Inside another trace a function is part of that trace. Invariant: `_jitted` never compiles a function before its trace
+was looked at, because the first run of the Python function for new types ends by `NotEntered` unless it was entered.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import MethodType
-from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, cast, overload
+from typing import Any, Generic, ParamSpec, TypeVar, cast, overload
 
 import jax
 import numpy as np
@@ -29,33 +30,34 @@ from dflow.advice import advise_on_static, advised_options, advised_trace
 from dflow.config import CONFIG
 from dflow.eager_mode import call_eagerly, eager
 from dflow.graph_dump import dumper
+from dflow.hoisting import hoisted
 from dflow.homes import LOCAL, home_of
 from dflow.jax_alone import refuse_state, refuse_types_alone, takes_constants
-from dflow.lowering.local import LoweredStep, Runner
+from dflow.lowering.local import LoweredStep
 from dflow.methods import BoundMethod, bound, without_self
 from dflow.number_checks import run_checked
+from dflow.plans import UNKNOWN, Plan, Plans, plan_of_runner, plan_of_whole
 from dflow.shardings import constrained
 from dflow.stages import Traced as TracedStage
 from dflow.static_arguments import StaticArguments, static_arguments
 from dflow.trace_log import TraceLog, captured_types, described
-from dflow.tracing.discharge import Border, State, evaluate
 from dflow.tracing.errors import PlainJitError
 from dflow.tracing.from_jaxpr import holds_device
 from dflow.tracing.jax_frontend import (
     checks_numbers,
     closed_parts,
-    closed_tracers,
     forget_failed_dispatch,
     is_resource,
     is_tracing,
     jit_disabled,
-    running_trace,
+    runs_plainly,
     touches_state,
     trace_context,
 )
-from dflow.tracing.leaks import warn_of_leaks
+from dflow.tracing.leaks import note_trace, watched_for_leaks
 from dflow.tracing.source import at, caller
 from dflow.tracing.trace import Traced, argument_names, traced_from
+from dflow.whole_step import NotEntered, WholeStep
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -66,33 +68,9 @@ CAPTURE_BYTES = 1 << 16
 #: Whether someone wants to see the passes, so that each function takes that way.
 _LOOK_AT_GRAPHS = CONFIG.check or CONFIG.dump is not None
 
-_UNKNOWN: Any = object()
 
-
-class _LookFirst(BaseException):
-    """Ends a trace that JAX began by itself, before it is known how the function is to run."""
-
-
-class _Plan(NamedTuple):
-    """How calls of one kind run; the variables that are no arguments are kept alive with the plan that names them."""
-
-    runner: Runner
-    out_tree: Any
-    variables: tuple[Any, ...]
-
-
-class _Looking(threading.local):
+class _Entering(threading.local):
     depth = 0
-
-
-class _Pending(threading.local):
-    """The traces that this thread has run and not yet looked through for values that are kept."""
-
-    def __init__(self) -> None:
-        self.traces: list[tuple[str, weakref.ref[Any]]] = []
-
-
-_pending = _Pending()
 
 
 class Function(Generic[P, R]):
@@ -114,30 +92,30 @@ class Function(Generic[P, R]):
         # The code of a wrapper is that of many functions.
         code = None if hasattr(fn, "__wrapped__") else getattr(fn, "__code__", None)
         self._log = TraceLog(getattr(self, "__name__", type(fn).__name__), code, caller())
-        self._looking = _Looking()
+        self._entering = _Entering()
         with _warned_of_already(options):
-            self._jax: Any = jax_jit(self._recorded(needs_look=True), **options)
-            # What is traced within another trace, or by hand, shares no cache with calls: those are looked at first.
-            self._by_hand: Any = jax_jit(self._recorded(needs_look=False), **options)
-        #: By key: the plan, or None where JAX runs the call. Empty while every call so far is JAX's.
-        self._plans: dict[Any, _Plan | None] = {}
+            self._jitted: Any = jax_jit(self._recorded(guarded=True), **options)
+            # What is traced within another trace, or by hand, shares no cache with calls, whose types are known first.
+            self._inner: Any = jax_jit(self._recorded(guarded=False), **options)
+        self._plans = Plans()
         #: By the identity of an object: the function as its method.
         self._methods: dict[int, tuple[weakref.ref[Any], Function[..., Any]]] = {}
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the function on the values of its variables; inside another trace, become part of it."""
-        if jit_disabled():
-            return cast(R, call_eagerly(self.fn, self._static, args, kwargs))
-        if is_tracing():
-            return self._within_trace(args, kwargs)
-        if not self._plans:
-            try:
-                return cast(R, self._jax(*args, **kwargs))
-            except (_LookFirst, PlainJitError):  # types not seen yet, or seen by another thread this moment
-                forget_failed_dispatch(self._jax)
-            except ValueError as error:
-                advise_on_static(error)
-                raise
+        if not runs_plainly():
+            return self._called_otherwise(args, kwargs)
+        whole = self._plans.whole
+        try:
+            if whole is not None:
+                return cast(R, whole(args, kwargs))
+            if not self._plans:
+                return cast(R, self._jitted(*args, **kwargs))
+        except (NotEntered, PlainJitError):  # types not seen yet, or seen by another thread this moment
+            forget_failed_dispatch(self._jitted if whole is None else whole.jitted)
+        except ValueError as error:
+            advise_on_static(error)
+            raise
         return self._planned(args, kwargs)
 
     def trace_log(self) -> TraceLog:
@@ -150,19 +128,21 @@ class Function(Generic[P, R]):
 
     def trace(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
         """As `jax.jit`'s `trace`."""
-        looked = self._by_hand.trace(*args, **kwargs)
-        if not touches_state(closed_parts(looked.jaxpr)[0].effects):
-            return looked
-        return TracedStage(looked, functools.partial(self._lowered, looked, args, kwargs))
+        with watched_for_leaks():
+            stage = self._inner.trace(*args, **kwargs)
+        if not touches_state(closed_parts(stage.jaxpr)[0].effects):
+            return stage
+        return TracedStage(stage, functools.partial(self._lowered, stage, args, kwargs))
 
     def eval_shape(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
         """As `jax.jit`'s `eval_shape`: the types of the result, computed without running anything."""
-        return self._by_hand.eval_shape(*args, **kwargs)
+        with watched_for_leaks():
+            return self._inner.eval_shape(*args, **kwargs)
 
     def clear_cache(self) -> None:
         """Forget every trace and every compiled program."""
-        self._jax.clear_cache()
-        self._by_hand.clear_cache()
+        self._jitted.clear_cache()
+        self._inner.clear_cache()
         self._plans.clear()
         self._methods.clear()
 
@@ -179,9 +159,9 @@ class Function(Generic[P, R]):
         return BoundMethod(instance, self._methods[number][1])
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_jax":
+        if name.startswith("__") or name == "_jitted":
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self._jax, name)
+        return getattr(self._jitted, name)
 
     def __reduce__(self) -> Any:
         return type(self), (self.fn, self._options)
@@ -189,134 +169,119 @@ class Function(Generic[P, R]):
     def __repr__(self) -> str:
         return f"<dflow.jit of {self.fn!r}>"
 
-    def _recorded(self, *, needs_look: bool) -> Callable[P, R]:
+    def _recorded(self, *, guarded: bool) -> Callable[P, R]:
         """The function as JAX sees it: it runs only to be traced, and each time is noted."""
 
         @functools.wraps(self.fn)
         def recorded(*args: P.args, **kwargs: P.kwargs) -> R:
-            if needs_look and not self._looking.depth:
-                raise _LookFirst
+            if guarded and not self._entering.depth:
+                raise NotEntered
             started = time.perf_counter()
             with advised_trace():
                 result = self.fn(*args, **kwargs)
-            _pending.traces.append((self._log.name, running_trace()))
+            note_trace(self._log.name)
             self._log.add(described(self.fn, args, kwargs), caller(), (time.perf_counter() - started) * 1e3)
             return result
 
         recorded.__name__ = self._log.name  # which names the program; a partial has none to be copied
         return recorded
 
-    def _look(self, do: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        self._looking.depth += 1
+    def _entered(self, do: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        self._entering.depth += 1
         try:
             return do(*args, **kwargs)
         finally:
-            self._looking.depth -= 1
+            self._entering.depth -= 1
+
+    def _called_otherwise(self, args: Any, kwargs: Any) -> R:
+        if jit_disabled():
+            return cast(R, call_eagerly(self.fn, self._static, args, kwargs))
+        if not is_tracing():
+            return self._planned(args, kwargs)
+        try:
+            return cast(R, self._inner(*args, **kwargs))
+        except PlainJitError:
+            stage = self._inner.trace(*args, **kwargs)
+            return cast(R, hoisted(stage, jax.tree_util.tree_leaves(self._static.split(args, kwargs)[:2])))
 
     def _planned(self, args: Any, kwargs: Any) -> R:
         traced_args, traced_kwargs, static = self._static.split(args, kwargs)
         leaves, in_tree = jax.tree_util.tree_flatten((traced_args, traced_kwargs))
         key = (in_tree, tuple([_type_key(leaf) for leaf in leaves]), static, trace_context())
-        plan = self._known(key)
-        if plan is _UNKNOWN:
+        plan = self._plans.get(key)
+        if plan is UNKNOWN:
             return self._first_call(key, args, kwargs, leaves)
         if plan is None:
-            return cast(R, self._look(self._jax, args, kwargs))
+            return cast(R, self._entered(self._jitted, args, kwargs))
         return cast(R, self._run(plan, args, kwargs, leaves))
 
-    def _run(self, plan: _Plan, args: Any, kwargs: Any, leaves: list[Any]) -> Any:
-        results = self._checked(plan, args, kwargs, leaves) if checks_numbers() else plan.runner(leaves)
-        return jax.tree_util.tree_unflatten(plan.out_tree, results)
+    def _run(self, plan: Plan, args: Any, kwargs: Any, leaves: list[Any]) -> Any:
+        if not checks_numbers():
+            return plan.run(args, kwargs, leaves)
 
-    def _checked(self, plan: _Plan, args: Any, kwargs: Any, leaves: list[Any]) -> Sequence[Any]:
         def anew() -> None:
             if not any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
                 with eager():
                     self(*args, **kwargs)
 
         resources = [*plan.variables, *_resources((args, kwargs))]
-        return run_checked(self._log.name, lambda: plan.runner(leaves), resources, anew)
-
-    def _known(self, key: Any) -> Any:
-        try:
-            return self._plans.get(key, _UNKNOWN)
-        except TypeError:  # a static argument that cannot be hashed, about which JAX says more
-            return _UNKNOWN
+        return run_checked(self._log.name, lambda: plan.run(args, kwargs, leaves), resources, anew)
 
     def _first_call(self, key: Any, args: Any, kwargs: Any, leaves: list[Any]) -> R:
         started, traces = time.perf_counter(), len(self._log)
         try:
-            looked = self._look(self._jax.trace, args, kwargs)
+            with watched_for_leaks():
+                stage = self._entered(self._jitted.trace, args, kwargs)
         except ValueError as error:
             advise_on_static(error)
             raise
-        jaxpr, consts = closed_parts(looked.jaxpr)
+        jaxpr, consts = closed_parts(stage.jaxpr)
         needed = touches_state(jaxpr.effects) or holds_device(jaxpr)
         if needed:
             refuse_state(self._log.name, self._options, jaxpr)
         possible = takes_constants(self._options, jaxpr, consts)
         captured = captured_types(consts, CAPTURE_BYTES) if possible else ()
         if needed or captured or (_LOOK_AT_GRAPHS and possible):
-            plan = self._plans[key] = self._make_plan(looked, args, kwargs)
-            for resource in _resources((args, kwargs)):
-                weakref.finalize(resource, self._plans.pop, key, None).atexit = False
+            plan = self._make_plan(stage, args, kwargs, leaves)
+            self._plans.put(key, plan, _resources((args, kwargs)))
             result = self._run(plan, args, kwargs, leaves)
         else:
             if self._plans:
-                self._plans[key] = None
-            result = self._look(self._jax, args, kwargs)
+                self._plans.put(key, None)
+            result = self._entered(self._jitted, args, kwargs)
         self._log.finish(traces, (time.perf_counter() - started) * 1e3, captured)
-        while _pending.traces:
-            warn_of_leaks(*_pending.traces.pop())
         return cast(R, result)
 
-    def _make_plan(self, looked: Any, args: Any, kwargs: Any) -> _Plan:
-        leaves = jax.tree_util.tree_leaves(self._static.split(args, kwargs)[:2])
+    def _make_plan(self, stage: Any, args: Any, kwargs: Any, leaves: list[Any]) -> Plan:
         refuse_types_alone(self.fn, self._options, args, kwargs, leaves)
-        traced = self._traced(looked, args, kwargs)
-        name = getattr(self.fn, "__name__", "function")
-        runner = home_of(traced).runner(traced, check=CONFIG.check, observe=dumper(name))
+        traced = self._traced(stage, args, kwargs)
         passed = {id(resource) for resource in _resources((args, kwargs))}
         kept = tuple(resource for resource in traced.variables if id(resource) not in passed)
-        return _Plan(runner, traced.out_tree, kept)
+        home, observe = home_of(traced), dumper(self._log.name)
+        if home is not LOCAL:
+            return plan_of_runner(home.runner(traced, check=CONFIG.check, observe=observe), traced.out_tree, kept)
+        planned = LOCAL.plan(traced, check=CONFIG.check, observe=observe)
+        if planned.pure is None:
+            return plan_of_runner(planned.lower().compile().run, traced.out_tree, kept)
+        whole = self._plans.whole_like(planned.pure)
+        if whole is None:
+            whole = WholeStep(LOCAL.store, planned.pure, self._jitted, self._options.get("compiler_options"))
+        return plan_of_whole(whole, planned.pure, traced.out_tree, kept)
 
-    def _lowered(self, looked: Any, args: Any, kwargs: Any) -> LoweredStep:
-        traced = self._traced(looked, args, kwargs)
+    def _lowered(self, stage: Any, args: Any, kwargs: Any) -> LoweredStep:
+        traced = self._traced(stage, args, kwargs)
         if home_of(traced) is not LOCAL:
             raise PlainJitError(
                 f"{self._log.name} has variables on a cluster, so it has programs for several places{at(caller())}\n"
                 f"  print(dflow.graph({self._log.name}, ...)) shows what it does"
             )
-        return LOCAL.lower(traced, check=CONFIG.check, observe=None)
+        return LOCAL.plan(traced, check=CONFIG.check, observe=None).lower()
 
-    def _traced(self, looked: Any, args: Any, kwargs: Any) -> Traced:
+    def _traced(self, stage: Any, args: Any, kwargs: Any) -> Traced:
         if any(self._options.get(name) is not None for name in ("in_shardings", "out_shardings")):
-            looked = constrained(self.fn, self._options).trace(*args, **kwargs)
+            stage = constrained(self.fn, self._options).trace(*args, **kwargs)
         names = argument_names(self.fn, args, kwargs, self._static.test_of(args))
-        return traced_from(looked, names, self._options.get("compiler_options"))
-
-    def _within_trace(self, args: Any, kwargs: Any) -> R:
-        try:
-            return cast(R, self._by_hand(*args, **kwargs))
-        except PlainJitError:
-            # Under a transform of JAX's that runs at once, such as an outermost jax.grad.
-            return self._hoisted(args, kwargs)
-
-    def _hoisted(self, args: Any, kwargs: Any) -> R:
-        """The variables read, a pure function of their values, and the variables written."""
-        looked = self._by_hand.trace(*args, **kwargs)
-        jaxpr, consts = closed_parts(looked.jaxpr)
-        border = Border(jaxpr.effects, lambda variable: True)
-
-        @jax_jit
-        def pure(values: list[Any], leaves: list[Any]) -> tuple[list[Any], list[Any]]:
-            state = State(dict(zip(border.touched, values, strict=True)))
-            return evaluate(jaxpr, consts, leaves, state), state.of(border.writes)
-
-        leaves = [*closed_tracers(looked), *jax.tree_util.tree_leaves(self._static.split(args, kwargs)[:2])]
-        results, after = pure(border.values(), leaves)
-        border.write_back(after)
-        return cast(R, jax.tree_util.tree_unflatten(looked.out_tree, results))
+        return traced_from(stage, names, self._options.get("compiler_options"))
 
 
 @overload

@@ -18,9 +18,7 @@ from dflow.tracing.resources import Variable
 from dflow.tracing.source import at, caller
 
 
-def run_checked(
-    name: str, run: Callable[[], Sequence[Any]], resources: Sequence[Any], anew: Callable[[], Any]
-) -> Sequence[Any]:
+def run_checked(name: str, run: Callable[[], Any], resources: Sequence[Any], anew: Callable[[], Any]) -> Any:
     """What `run` gives. Raises FloatingPointError when a result or a variable holds what JAX is told to look for.
 
     The variables then have the values from before. The error is that of the op, where `anew` finds it: it does the same
@@ -31,7 +29,7 @@ def run_checked(
     before = [variable.read() for variable in variables]
     with _unchecked():
         results = run()
-        found = _found(names, [*results, *(variable.read() for variable in variables)])
+        found = _found(names, [*jax.tree_util.tree_leaves(results), *(variable.read() for variable in variables)])
     if found is None:
         return results
     try:

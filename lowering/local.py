@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from dflow.lowering.accumulators import HeldAccumulator
 from dflow.lowering.channel import Deliver, StepId
-from dflow.lowering.compile import TaskPlan, make_plans
+from dflow.lowering.compile import Compiled, TaskPlan, make_plans
 from dflow.lowering.execute import Execution, Outcome, Schedule, takes
 from dflow.lowering.passes.base import Observer, run_passes
 from dflow.lowering.pipeline import ALONE, pipeline
@@ -110,19 +110,64 @@ class LocalHome:
 
     def runner(self, traced: Traced, *, check: bool, observe: Observer | None) -> Runner:
         """Lower and compile a traced function whose variables all live here."""
-        return self.lower(traced, check=check, observe=observe).compile().run
+        return self.plan(traced, check=check, observe=observe).lower().compile().run
 
-    def lower(self, traced: Traced, *, check: bool, observe: Observer | None) -> LoweredStep:
-        """Lower a traced function whose variables all live here."""
+    def plan(self, traced: Traced, *, check: bool, observe: Observer | None) -> PlannedStep:
+        """Take a traced function, whose variables all live here, through the passes."""
         graph = run_passes(traced.graph, pipeline(), check=check, observe=observe)
         keys = {ref: variable.key for ref, variable in zip(graph.refs, traced.variables, strict=True)}
         compiled = make_plans(graph, ALONE, keys)
         if compiled.remote:
             raise InternalError(f"a local function was placed on {sorted(compiled.remote)}")
-        literals = [literal.array for literal in compiled.literals]
+        return PlannedStep(traced, compiled, self.store)
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """A function over variables of this process that has been through the passes."""
+
+    traced: Traced
+    compiled: Compiled
+    store: Store
+
+    @property
+    def pure(self) -> PureStep | None:
+        """The step as one function of values, where that is all there is to it."""
+        plan, programs = self.compiled.local.plan, self.compiled.local.programs
+        if len(plan.items) != 1 or not isinstance(call := plan.items[0], Call):
+            return None
+        literals = [literal.array for literal in self.compiled.literals]
+
+        def fn(
+            written: Sequence[Any], read: Sequence[Any], constants: Sequence[Any], leaves: Sequence[Any]
+        ) -> tuple[list[Any], list[Any]]:
+            slots = dict(zip(plan.feeds, [*constants, *leaves, *literals], strict=True))
+            results = programs[0].fn(*written, *read, *(slots[slot] for slot in call.takes))
+            slots.update(zip(call.gives, results[len(written) :], strict=True))
+            return results[: len(written)], [slots[slot] for slot in plan.fetches]
+
+        return PureStep(call.writes, call.reads, self.traced.constants, fn)
+
+    def lower(self) -> LoweredStep:
+        """Lower the programs."""
+        traced, local = self.traced, self.compiled.local
         donated = [len(traced.constants) + leaf for leaf in traced.donated]
-        programs = lower_programs(compiled.local, donated, traced.name, traced.compiler_options)
-        return LoweredStep(compiled.local.plan, programs, self.store, traced.constants, literals, donated)
+        programs = lower_programs(local, donated, traced.name, traced.compiler_options)
+        literals = [literal.array for literal in self.compiled.literals]
+        return LoweredStep(local.plan, programs, self.store, traced.constants, literals, donated)
+
+
+@dataclass(frozen=True)
+class PureStep:
+    """A step as a function of values: `fn(written, read, constants, leaves)` gives what it writes, and its results.
+
+    `writes` and `reads` name the variables in the store.
+    """
+
+    writes: tuple[str, ...]
+    reads: tuple[str, ...]
+    constants: tuple[Any, ...]
+    fn: Callable[[Sequence[Any], Sequence[Any], Sequence[Any], Sequence[Any]], tuple[Sequence[Any], Sequence[Any]]]
 
 
 @dataclass(frozen=True)

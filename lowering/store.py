@@ -2,7 +2,8 @@
 
 A step owns the variables of a program for the moment of its dispatch, so several steps may run at once and none
 sees a variable half written. An array that has been handed out stays valid: its slot is marked `lent`, and the next
-program that would overwrite its buffer gets a copy, once.
+program that would overwrite its buffer gets a copy, once. Between its calls a compiled step may keep the values of its
+variables (`StepState`); invariant: whatever asks for one of them by `find` has all of them put back first.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ class _Held:
     value: jax.Array
     type: ArrayType
     lent: bool = False
+    #: The step that has the value now.
+    at: StepState | None = None
 
 
 #: How long to wait for a value that another thread makes, in s.
@@ -105,14 +108,20 @@ class Store:
     def drop(self, key: str) -> None:
         """Let go of a value; nothing happens when there is none."""
         with self._lock:
-            self._held.pop(key, None)
+            self._pop(key)
             self._gone.pop(key, None)
 
     def forget(self, key: str, reason: str, remedy: str) -> None:
         """Let go of a value before its last user is gone: who asks for it gets a VariableError that says these two."""
         with self._lock:
-            if self._held.pop(key, None) is not None:
+            if self._pop(key) is not None:
                 self._gone[key] = reason, remedy
+
+    def _pop(self, key: str) -> _Held | None:
+        held = self._held.pop(key, None)
+        if held is not None and held.at is not None:
+            held.at.put_back()
+        return held
 
     def types(self) -> dict[str, ArrayType]:
         """The type of everything held, by key."""
@@ -122,19 +131,19 @@ class Store:
     def read(self, key: str) -> jax.Array:
         """A copy of the value, which is the caller's: it stays valid whatever is written, and may be donated."""
         with self._lock:
-            return jnp.copy(self._find(key).value)
+            return jnp.copy(self.find_value(key).value)
 
     def write(self, key: str, value: Any) -> None:
         """Replace the value. Raises VariableShapeError when the type is another."""
         with self._lock:
-            held = self._find(key)
+            held = self.find(key)
             _check_type(key, held.type, value)
             held.value, held.lent = jnp.array(value, copy=True), False
 
     def gather(self, key: str, indices: Any) -> jax.Array:
         """The rows at `indices`."""
         with self._lock:
-            rows: jax.Array = looked_up(self._find(key).value, indices)
+            rows: jax.Array = looked_up(self.find_value(key).value, indices)
             return rows
 
     def update(self, key: str, kind: str, *operands: Any) -> None:
@@ -143,7 +152,7 @@ class Store:
             self.write(key, *operands)
             return
         with self._lock:
-            held = self._find(key)
+            held = self.find_value(key)
             given = [array_type_of(operand) for operand in operands]
             for wanted, operand in zip(operand_types(kind, held.type, given), operands, strict=True):
                 _check_type(key, wanted.strong, operand)
@@ -154,8 +163,8 @@ class Store:
     ) -> Sequence[jax.Array]:
         """Run a program on variables and operands, keep what it writes, and give its other results."""
         with self._lock:
-            written = [self._find(key) for key in writes]
-            read = [self._find(key) for key in reads]
+            written = [self.find_value(key) for key in writes]
+            read = [self.find_value(key) for key in reads]
             arguments = [_own(held) for held in written]
             arguments += [held.value for held in read]
             results = program(*arguments, *operands)
@@ -192,14 +201,81 @@ class Store:
             raise DflowError(f"no resource {key!r} is held here; there are {sorted(self._resources) or 'none'}")
         return held
 
-    def _find(self, key: str) -> _Held:
+    def find(self, key: str) -> _Held:
+        """What is held under `key`, its value here; the caller has the lock. Raises VariableError."""
         held = self._held.get(key)
         if held is None and key in self._gone:
             reason, remedy = self._gone[key]
             raise VariableError(f"{reason}{at(caller())}\n  {remedy}")
         if held is None:
             raise VariableError(f"no variable {key!r} is held here; there are {sorted(self._held) or 'none'}")
+        if held.at is not None:
+            held.at.put_back()
         return held
+
+    def find_value(self, key: str) -> _Held:
+        """As `find`, for who needs the value. Raises VariableError too when a step that failed took it along."""
+        held = self.find(key)
+        if held.value.is_deleted():
+            raise VariableError(
+                f"the value of variable {key!r} was lost, since a step that writes it failed as it ran{at(caller())}\n"
+                "  assign it a new value, such as from what was saved last"
+            )
+        return held
+
+    def state_of(self, writes: Sequence[str], reads: Sequence[str]) -> StepState:
+        """The state of a step that writes and reads these variables."""
+        return StepState(self, writes, reads)
+
+
+class StepState:
+    """The variables of one compiled step, whose values stay with it from call to call.
+
+    They stay as the very lists that its program takes and gives, so that a call costs nothing for each variable. It
+    does not keep the program, which may be gone before another step asks for the values. A call holds `lock` and takes
+    `written` away, leaving None, until it has the new values.
+    """
+
+    __slots__ = ("_store", "held", "lock", "read", "reads", "writes", "written")
+
+    def __init__(self, store: Store, writes: Sequence[str], reads: Sequence[str]) -> None:
+        self._store, self.lock = store, store._lock
+        self.writes, self.reads = tuple(writes), tuple(reads)
+        self.held: tuple[list[_Held], list[_Held]] = [], []
+        #: The values, while they are here.
+        self.written: list[Any] | None = None
+        self.read: list[Any] = []
+
+    def values(self) -> tuple[list[Any], list[Any]]:
+        """The values written and the values read, to know their types and places by."""
+        with self.lock:
+            written = self.take() if self.written is None else self.written
+            return list(written), list(self.read)
+
+    def take(self) -> list[Any]:
+        """Take the values from the store, those written as its own, and give these; the caller holds the lock."""
+        written = [self._store.find_value(key) for key in self.writes]
+        read = [self._store.find_value(key) for key in self.reads]
+        self.read = [held.value for held in read]
+        self.written = [_own(held) for held in written]
+        self.held = written, read
+        for held in (*written, *read):
+            held.at = self
+        return self.written
+
+    def put_back(self) -> None:
+        """Give the store its values again; the caller holds the lock."""
+        written, read = self.held
+        if self.written is None:
+            raise VariableError(
+                f"a variable is asked for within the very step that uses it, such as by a callback{at(caller())}\n"
+                "  pass the callback what it is to see"
+            )
+        for held, value in zip(written, self.written, strict=True):
+            held.value, held.lent = value, False
+        for held in (*written, *read):
+            held.at = None
+        self.held, self.written, self.read = ([], []), None, []
 
 
 def _check_again(key: str, held: _Held, type: ArrayType) -> None:

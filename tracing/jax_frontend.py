@@ -216,9 +216,26 @@ def static_options(jitted: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
     return jitted._jit_info.static_argnums, jitted._jit_info.static_argnames
 
 
+def donation_options(jitted: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """The positions and names that a `jax.jit` function donates, those it inferred included."""
+    return jitted._jit_info.donate_argnums, jitted._jit_info.donate_argnames
+
+
 def jit_disabled() -> bool:
     """Whether `jax.disable_jit` is in force."""
     return bool(jax_config.disable_jit.value)
+
+
+def runs_plainly() -> bool:
+    """Whether a call of a compiled function is just that: no trace runs, nothing is disabled, no numbers are checked.
+
+    Asked at every call, so the settings are looked at as JAX looks at them.
+    """
+    return not (_disable_jit.value or _debug_nans.value or _debug_infs.value) and _trace_state_clean()
+
+
+_disable_jit, _debug_nans, _debug_infs = jax_config.disable_jit, jax_config.debug_nans, jax_config.debug_infs
+_trace_state_clean = jax_core.trace_ctx.is_top_level
 
 
 def checks_numbers() -> bool:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import gc
 import itertools
+import threading
 import types
 import warnings
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from dflow.tracing.jax_frontend import line_of_tracer, tracers_of
+from dflow.tracing.jax_frontend import line_of_tracer, running_trace, tracers_of
 from dflow.tracing.source import Loc, caller
 from dflow.tracing.types import ArrayType, array_type_of
 
@@ -32,8 +35,37 @@ class Leak:
     holder: str
 
 
-def warn_of_leaks(name: str, trace: weakref.ref[Any]) -> None:
-    """Warn, at the line that made it, of each value that is kept of the trace of a function called `name`."""
+class _Watch(threading.local):
+    """The traces run since the outermost watch of this thread began, or None when there is none."""
+
+    traces: list[tuple[str, weakref.ref[Any]]] | None = None
+
+
+_watch = _Watch()
+
+
+def note_trace(name: str) -> None:
+    """Say that the trace that runs now is of the function called `name`, to whoever watches."""
+    if _watch.traces is not None:
+        _watch.traces.append((name, running_trace()))
+
+
+@contextmanager
+def watched_for_leaks() -> Iterator[None]:
+    """Warn, once all within has ended well, of each value that is kept of a trace noted within."""
+    if _watch.traces is not None:
+        yield  # a value of an inner trace may be of use until the outermost has ended
+        return
+    traces = _watch.traces = []
+    try:
+        yield
+    finally:
+        _watch.traces = None
+    for name, trace in traces:
+        _warn_of_leaks(name, trace)
+
+
+def _warn_of_leaks(name: str, trace: weakref.ref[Any]) -> None:
     for leak in leaks(trace):
         text = (
             f"a value of {name}, {leak.type}, is kept after its trace: {leak.holder}\n"

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from dflow.tracing.captured import captured
 from dflow.tracing.from_jaxpr import graph_of
 from dflow.tracing.graph import Graph
 from dflow.tracing.jax_frontend import closed_parts, make_jaxpr
@@ -69,6 +70,7 @@ def traced_from(looked: Any, names: Sequence[str], compiler_options: dict[str, A
         )
         raise error
     graph, variables, constants = graph_of(jaxpr, consts, names)
+    constants = tuple(map(captured, constants))
     infos = jax.tree_util.tree_leaves(looked.args_info)
     donated = tuple(index for index, info in enumerate(infos) if info.donated)
     return Traced(graph, variables, constants, looked.out_tree, donated, looked.fun_name, compiler_options)

@@ -481,3 +481,40 @@ def test_a_program_that_fails_leaves_the_values() -> None:
     with pytest.raises(VariableError, match="no variable 'v' is held here"):
         store.call(ADD, ["w"], ["v"], [ONES])
     assert store.read("w").tolist() == [1.0] * 3
+
+
+def test_a_program_that_fails_as_it_runs_is_named_as_the_reason_why_a_value_is_lost() -> None:
+    def fails(w: jax.Array) -> list[jax.Array]:
+        w.delete()
+        raise RuntimeError("out of memory")
+
+    store = new_store(w=1.0, v=2.0)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        store.call(Program(fails, 1), ["w"], [], [])
+    for use in (lambda: store.read("w"), lambda: store.update("w", "assign_add", ONES)):
+        with pytest.raises(
+            VariableError, match=r"value of variable 'w' was lost, since a step .* failed[\s\S]*assign it"
+        ):
+            use()
+    assert store.read("v").tolist() == [2.0] * 3
+    store.write("w", ONES)
+    assert store.read("w").tolist() == [1.0] * 3
+
+
+def test_a_variable_is_not_given_out_while_a_step_has_its_value() -> None:
+    store = new_store(w=1.0)
+    state = store.state_of(["w"], [])
+    with state.lock:
+        state.take()
+        state.written = None
+        with pytest.raises(VariableError, match=r"within the very step that uses it[\s\S]*pass the callback"):
+            store.read("w")
+
+
+def test_a_step_takes_a_copy_of_what_has_been_handed_out() -> None:
+    store = new_store(w=1.0)
+    (given,) = store.call(Program(lambda w: [w], 0), [], ["w"], [])
+    state = store.state_of(["w"], [])
+    with state.lock:
+        assert pointer(state.take()[0]) != pointer(given)
+    assert store.read("w").tolist() == [1.0] * 3

@@ -1,0 +1,31 @@
+"""A function with state within a transform of JAX's that runs at once, such as an outermost `jax.grad`.
+
+There is no graph for the state to be part of: the variables are read, a pure function of their values is called, and
+what it gives for them is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import jit as jax_jit
+
+from dflow.tracing.discharge import Border, State, evaluate
+from dflow.tracing.jax_frontend import closed_parts, closed_tracers
+
+
+def hoisted(looked: Any, leaves: Sequence[Any]) -> Any:
+    """The result of what `jax.jit(fn).trace(...)` gave, on the leaves of its arguments."""
+    jaxpr, consts = closed_parts(looked.jaxpr)
+    border = Border(jaxpr.effects, lambda variable: True)
+
+    @jax_jit
+    def pure(values: list[Any], leaves: list[Any]) -> tuple[list[Any], list[Any]]:
+        state = State(dict(zip(border.touched, values, strict=True)))
+        return evaluate(jaxpr, consts, leaves, state), state.of(border.writes)
+
+    results, after = pure(border.values(), [*closed_tracers(looked), *leaves])
+    border.write_back(after)
+    return jax.tree_util.tree_unflatten(looked.out_tree, results)

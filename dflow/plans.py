@@ -1,0 +1,109 @@
+"""How the calls of one function run, by the types of their arguments."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from dflow.lowering.local import PureStep, Runner
+from dflow.whole_step import NotEntered, WholeStep
+
+UNKNOWN: Any = object()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How calls of one set of argument types run.
+
+    `run`        on the arguments, and on the leaves of the traced ones among them
+    `whole`      calls it, when it is one XLA call of this process
+    `variables`  what it names that is no argument, kept alive with it
+    """
+
+    run: Callable[[Any, Any, list[Any]], Any]
+    variables: tuple[Any, ...]
+    whole: WholeStep | None = None
+
+
+def plan_of_whole(whole: WholeStep, step: PureStep, out_tree: Any, variables: tuple[Any, ...]) -> Plan:
+    """The plan of a step that is one XLA call."""
+
+    def run(args: Any, kwargs: Any, leaves: list[Any]) -> Any:
+        try:
+            return whole(args, kwargs)
+        except NotEntered:  # JAX tells apart more than we do, such as where the arguments lie
+            return whole.enter(step, out_tree, args, kwargs)
+
+    return Plan(run, variables, whole)
+
+
+def plan_of_runner(runner: Runner, out_tree: Any, variables: tuple[Any, ...]) -> Plan:
+    """The plan of a step of several parts."""
+
+    def run(args: Any, kwargs: Any, leaves: list[Any]) -> Any:
+        return jax.tree_util.tree_unflatten(out_tree, runner(leaves))
+
+    return Plan(run, variables)
+
+
+class Plans:
+    """The plans of one function; None stands for a call that JAX runs. A plan is gone with what was passed to it."""
+
+    def __init__(self) -> None:
+        self._by_key: dict[Hashable, Plan | None] = {}
+        self._finalizers: list[weakref.finalize[..., Any]] = []
+        #: What calls every call so far, if one thing does.
+        self.whole: WholeStep | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._by_key)
+
+    def get(self, key: Hashable) -> Any:
+        """The plan, None, or UNKNOWN."""
+        try:
+            return self._by_key.get(key, UNKNOWN)
+        except TypeError:  # a static argument that cannot be hashed, about which JAX says more
+            return UNKNOWN
+
+    def put(self, key: Hashable, plan: Plan | None, passed: Iterable[Any] = ()) -> None:
+        """Keep a plan as long as the variables and queues `passed` live."""
+        self._by_key[key] = plan
+        for resource in passed:
+            # Weakly, for a variable may outlive the function.
+            finalizer = weakref.finalize(resource, _drop, weakref.ref(self), key)
+            finalizer.atexit = False
+            self._finalizers.append(finalizer)
+        self._settle()
+
+    def clear(self) -> None:
+        """Forget all."""
+        for finalizer in self._finalizers:
+            finalizer.detach()
+        self._finalizers.clear()
+        self._by_key.clear()
+        self._settle()
+
+    def whole_like(self, step: PureStep) -> WholeStep | None:
+        """What calls a step over the same variables and constants already."""
+        wholes = (plan.whole for plan in self._by_key.values() if plan is not None and plan.whole is not None)
+        return next((whole for whole in wholes if whole.takes(step)), None)
+
+    def drop(self, key: Hashable) -> None:
+        """Forget a plan."""
+        self._by_key.pop(key, None)
+        self._finalizers = [finalizer for finalizer in self._finalizers if finalizer.alive]
+        self._settle()
+
+    def _settle(self) -> None:
+        wholes = [None if plan is None else plan.whole for plan in self._by_key.values()]
+        self.whole = wholes[0] if wholes and all(whole is wholes[0] for whole in wholes) else None
+
+
+def _drop(plans: weakref.ref[Plans], key: Hashable) -> None:
+    found = plans()
+    if found is not None:
+        found.drop(key)

@@ -1,0 +1,208 @@
+"""Steps that are one XLA call: what they keep between calls is what everyone else sees."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dflow
+from tests.effort import examples
+
+THREADS, CALLS = 4, 50
+
+
+def adder(*variables: dflow.Variable, **options: Any) -> Callable[..., Any]:
+    def add(x: Any) -> Any:
+        for variable in variables:
+            variable.assign_add(jnp.broadcast_to(x, variable.shape))
+        return sum(variable.read() for variable in variables)
+
+    return dflow.jit(add, **options)
+
+
+@settings(max_examples=examples(30), deadline=None)
+@given(st.lists(st.sampled_from(["a", "b", "ab", "read a", "read b", "set a", "scatter b", "retype", "eager"])))
+def test_steps_and_others_in_any_order_see_each_others_writes(doings: list[str]) -> None:
+    a, b = dflow.Variable(jnp.zeros(3), name="a"), dflow.Variable(jnp.zeros(3), name="b")
+    only_a, only_b, both = adder(a), adder(b), adder(b, a)
+    model = {"a": np.zeros(3, np.float32), "b": np.zeros(3, np.float32)}
+    for number, doing in enumerate(doings, 1):
+        if doing in ("a", "b", "ab"):
+            for name in doing:
+                model[name] = model[name] + number
+            given = {"a": only_a, "b": only_b, "ab": both}[doing](float(number))
+            np.testing.assert_array_equal(given, sum(model[name] for name in doing))
+        elif doing == "set a":
+            model["a"] = np.full(3, number, np.float32)
+            a.assign(jnp.full(3, float(number)))
+        elif doing == "scatter b":
+            model["b"] = model["b"] + np.eye(3, dtype=np.float32)[number % 3]
+            b.scatter_add([number % 3], jnp.ones(1))
+        elif doing == "retype":
+            model["a"] = model["a"] + number
+            only_a(np.full(3, number, np.float32))
+        elif doing == "eager":
+            model["b"] = model["b"] + number
+            with dflow.eager():
+                only_b(float(number))
+        else:
+            np.testing.assert_array_equal({"a": a, "b": b}[doing[-1]].read(), model[doing[-1]])
+    np.testing.assert_array_equal(a.read(), model["a"])
+    np.testing.assert_array_equal(b.read(), model["b"])
+
+
+def test_steps_of_several_threads_over_overlapping_variables_lose_nothing() -> None:
+    variables = [dflow.Variable(jnp.zeros(2), name=f"v{number}") for number in range(THREADS + 1)]
+    steps = [adder(variables[number], variables[number + 1]) for number in range(THREADS)]
+    start = threading.Barrier(THREADS)
+
+    def work(step: Callable[..., Any]) -> None:
+        start.wait(60)
+        for _ in range(CALLS):
+            step(1.0)
+
+    threads = [threading.Thread(target=work, args=(step,)) for step in steps]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [variable.read().tolist()[0] for variable in variables] == [CALLS, *[2 * CALLS] * (THREADS - 1), CALLS]
+
+
+def test_a_value_read_stays_what_it_was() -> None:
+    v = dflow.Variable(jnp.zeros(3), name="v")
+    step = adder(v)
+    results = [step(1.0) for _ in range(3)]
+    read = v.read()
+    step(1.0)
+    assert [result.tolist()[0] for result in [*results, read]] == [1, 2, 3, 3]
+
+
+def test_results_have_buffers_of_their_own() -> None:
+    v, w = dflow.Variable(jnp.zeros(64), name="v"), dflow.Variable(jnp.ones(64), name="w")
+
+    @dflow.jit
+    def step(x: Any) -> Any:
+        v.assign(x)
+        return w.read(), x
+
+    x = jnp.full(64, 5.0)
+    kept, same = step(x)
+    seen = {array.unsafe_buffer_pointer() for array in (kept, same, x)}
+    assert len(seen) == 3
+    v.assign_add(jnp.ones(64))
+    w.assign_add(jnp.ones(64))
+    adder(v, w)(1.0)
+    assert (kept.tolist()[0], same.tolist()[0], x.tolist()[0]) == (1, 5, 5)
+
+
+def test_what_only_passes_through_is_given_back() -> None:
+    v = dflow.Variable(0.0, name="v")
+
+    @dflow.jit
+    def step(x: Any, names: dict[str, Any]) -> Any:
+        v.assign_add(x)
+        return names, 3, x
+
+    for _ in range(2):
+        names, three, x = step(2.0, {"a": np.ones(2), "b": None})
+        assert names["a"].tolist() == [1, 1]
+        assert (names["b"], three, x) == (None, 3, 2.0)
+    assert v.read() == 4.0
+
+
+def test_static_and_donated_arguments_keep_their_places() -> None:
+    v = dflow.Variable(jnp.zeros(3), name="v")
+
+    def step(x: Any, by: int, y: Any, *, scale: int = 1) -> Any:
+        v.assign_add(jnp.full(3, x * by * scale))
+        return y + 1
+
+    at_end = dflow.jit(lambda x, by: v.assign_add(x * by), static_argnums=-1)
+    fn = dflow.jit(step, static_argnums=1, static_argnames="scale", donate_argnames="y")
+    for _ in range(2):
+        y = jnp.zeros(3)
+        assert fn(1.0, 2, y, scale=3).tolist() == [1, 1, 1]
+        assert y.is_deleted()
+        fn(1.0, by=2, y=jnp.zeros(3), scale=3)
+        at_end(jnp.ones(3), 5)
+    assert v.read().tolist() == [2 * 6 * 2 + 10] * 3
+
+
+def test_a_call_that_is_refused_leaves_the_variables_as_they_are() -> None:
+    v = dflow.Variable(jnp.zeros(3), name="v")
+    step = adder(v)
+    step(1.0)
+    with pytest.raises(TypeError):
+        step("one")
+    with pytest.raises(TypeError):
+        step()
+    assert step(1.0).tolist() == [2, 2, 2]
+
+
+def test_the_memory_of_variables_is_free_when_they_and_the_function_are_gone() -> None:
+    v = dflow.Variable(jnp.zeros((7, 77)), name="v")
+    step = adder(v)
+    step(1.0)
+    step(1.0)
+    del v, step
+    gc.collect()
+    assert not [array for array in jax.live_arrays() if array.shape == (7, 77)]
+
+
+def test_variables_live_on_when_the_function_is_gone() -> None:
+    v = dflow.Variable(jnp.zeros(3), name="v")
+    step = adder(v)
+    step(1.0)
+    del step
+    gc.collect()
+    assert v.read().tolist() == [1, 1, 1]
+
+
+def test_plans_are_gone_with_the_function_though_a_variable_that_was_passed_lives() -> None:
+    def made() -> Callable[..., Any]:
+        table = jnp.ones((3, 79))
+        return dflow.jit(lambda variable, x: variable.assign_add(table[:, 0] * x))
+
+    v, step = dflow.Variable(jnp.zeros(3), name="v"), made()
+    step(v, 1.0)
+    del step
+    gc.collect()
+    assert not [array for array in jax.live_arrays() if array.shape == (3, 79)]
+    assert v.read().tolist() == [1, 1, 1]
+
+
+def test_plans_are_gone_with_a_variable_that_was_passed() -> None:
+    step = dflow.jit(lambda variable, x: variable.assign_add(jnp.full(variable.shape, x)))
+    for number in range(3):
+        v = dflow.Variable(jnp.zeros((7, 78)), name=f"v{number}")
+        step(v, 1.0)
+        step(v, 1.0)
+        assert v.read().sum() == 2 * 7 * 78
+    del v
+    gc.collect()
+    assert not [array for array in jax.live_arrays() if array.shape == (7, 78)]
+
+
+def test_a_function_may_have_state_for_some_types_only() -> None:
+    v = dflow.Variable(0, name="v")
+
+    @dflow.jit
+    def step(x: Any) -> Any:
+        if x.ndim:
+            v.assign_add(1)
+        return x * 2
+
+    for _ in range(2):
+        assert step(jnp.ones(2)).tolist() == [2, 2]
+        assert step(jnp.float32(3)) == 6
+    assert v.read() == 2
