@@ -34,7 +34,7 @@ from dflow.hoisting import hoisted
 from dflow.homes import LOCAL, home_of
 from dflow.jax_alone import refuse_state, refuse_types_alone, takes_constants
 from dflow.lowering.local import LoweredStep
-from dflow.methods import BoundMethod, bound, without_self
+from dflow.methods import BoundMethod, bound, weakly, without_self
 from dflow.number_checks import run_checked
 from dflow.plans import UNKNOWN, Plan, Plans, plan_of_runner, plan_of_whole
 from dflow.shardings import constrained
@@ -154,7 +154,7 @@ class Function(Generic[P, R]):
         # An object that JAX knows nothing of: each has traces of its own, which are gone with it.
         number = id(instance)
         if number not in self._methods:
-            alive = weakref.ref(instance, lambda _: self._methods.pop(number, None))
+            alive = weakly(instance, lambda _: self._methods.pop(number, None))
             self._methods[number] = alive, Function(bound(self.fn, alive), without_self(self._options))
         return BoundMethod(instance, self._methods[number][1])
 
@@ -225,7 +225,7 @@ class Function(Generic[P, R]):
                     self(*args, **kwargs)
 
         resources = [*plan.variables, *_resources((args, kwargs))]
-        return run_checked(self._log.name, lambda: plan.run(args, kwargs, leaves), resources, anew)
+        return run_checked(self._log.name, lambda: plan.run(args, kwargs, leaves), resources, plan.writes, anew)
 
     def _first_call(self, key: Any, args: Any, kwargs: Any, leaves: list[Any]) -> R:
         started, traces = time.perf_counter(), len(self._log)
@@ -259,14 +259,14 @@ class Function(Generic[P, R]):
         kept = tuple(resource for resource in traced.variables if id(resource) not in passed)
         home, observe = home_of(traced), dumper(self._log.name)
         if home is not LOCAL:
-            return plan_of_runner(home.runner(traced, check=CONFIG.check, observe=observe), traced.out_tree, kept)
+            return plan_of_runner(home.runner(traced, check=CONFIG.check, observe=observe), traced, kept)
         planned = LOCAL.plan(traced, check=CONFIG.check, observe=observe)
         if planned.pure is None:
-            return plan_of_runner(planned.lower().compile().run, traced.out_tree, kept)
+            return plan_of_runner(planned.lower().compile().run, traced, kept)
         whole = self._plans.whole_like(planned.pure)
         if whole is None:
             whole = WholeStep(LOCAL.store, planned.pure, self._jitted, self._options.get("compiler_options"))
-        return plan_of_whole(whole, planned.pure, traced.out_tree, kept)
+        return plan_of_whole(whole, planned.pure, traced, kept)
 
     def _lowered(self, stage: Any, args: Any, kwargs: Any) -> LoweredStep:
         traced = self._traced(stage, args, kwargs)

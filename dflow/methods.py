@@ -9,20 +9,47 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dflow.static_arguments import positions_in
+from dflow.tracing.errors import DflowError
+from dflow.tracing.source import at, caller
 
 
 class BoundMethod:
     """A function as the method of an object, which it keeps alive as Python's methods do."""
 
     def __init__(self, instance: Any, function: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, function, updated=())
         self.__self__ = instance
-        self.__wrapped__ = function
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         return self.__wrapped__(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.__wrapped__, name)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, BoundMethod):
+            return NotImplemented
+        return self.__self__ is other.__self__ and self.__wrapped__ is other.__wrapped__
+
+    def __hash__(self) -> int:
+        return hash((id(self.__self__), id(self.__wrapped__)))
+
+    def __repr__(self) -> str:
+        return f"<bound {self.__wrapped__!r} of {self.__self__!r}>"
+
+
+def weakly(instance: Any, on_death: Callable[[Any], object]) -> weakref.ref[Any]:
+    """A weak reference to an object whose method is compiled. Raises DflowError for one that allows none."""
+    try:
+        return weakref.ref(instance, on_death)
+    except TypeError:
+        raise DflowError(
+            f"a compiled method keeps its traces with its object, but a {type(instance).__name__} takes no weak "
+            f"references{at(caller())}\n"
+            '  add "__weakref__" to its __slots__, register the class as a pytree, or name `self` in static_argnums'
+        ) from None
 
 
 def without_self(options: Mapping[str, Any]) -> dict[str, Any]:

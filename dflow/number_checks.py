@@ -6,7 +6,7 @@ message yet; so the results are looked at here, and what the call wrote is undon
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,14 +18,17 @@ from dflow.tracing.resources import Variable
 from dflow.tracing.source import at, caller
 
 
-def run_checked(name: str, run: Callable[[], Any], resources: Sequence[Any], anew: Callable[[], Any]) -> Any:
+def run_checked(
+    name: str, run: Callable[[], Any], resources: Sequence[Any], writes: Collection[str], anew: Callable[[], Any]
+) -> Any:
     """What `run` gives. Raises FloatingPointError when a result or a variable holds what JAX is told to look for.
 
-    The variables then have the values from before. The error is that of the op, where `anew` finds it: it does the same
+    The variables whose keys are in `writes` then have the values from before; what another thread wrote to them between
+    is lost with what the call wrote. The error is that of the op, where `anew` finds it: it does the same
     op by op, and is not tried for a function that uses queues, whose elements are gone.
     """
     names = checked_numbers()
-    variables = [resource for resource in resources if isinstance(resource, Variable)]
+    variables = [resource for resource in resources if isinstance(resource, Variable) and resource.key in writes]
     before = [variable.read() for variable in variables]
     with _unchecked():
         results = run()
@@ -35,7 +38,7 @@ def run_checked(name: str, run: Callable[[], Any], resources: Sequence[Any], ane
     try:
         with _unchecked():
             _restore(variables, before)
-        if len(variables) == len(resources):
+        if all(isinstance(resource, Variable) for resource in resources):
             anew()
     finally:
         with _unchecked():

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from dflow.lowering.local import PureStep, Runner
+from dflow.tracing.trace import Traced, written_keys
 from dflow.whole_step import NotEntered, WholeStep
 
 UNKNOWN: Any = object()
@@ -20,17 +21,20 @@ class Plan:
     """How calls of one set of argument types run.
 
     `run`        on the arguments, and on the leaves of the traced ones among them
+    `writes`     the keys of the variables it writes
     `whole`      calls it, when it is one XLA call of this process
     `variables`  what it names that is no argument, kept alive with it
     """
 
     run: Callable[[Any, Any, list[Any]], Any]
     variables: tuple[Any, ...]
+    writes: frozenset[str]
     whole: WholeStep | None = None
 
 
-def plan_of_whole(whole: WholeStep, step: PureStep, out_tree: Any, variables: tuple[Any, ...]) -> Plan:
-    """The plan of a step that is one XLA call."""
+def plan_of_whole(whole: WholeStep, step: PureStep, traced: Traced, variables: tuple[Any, ...]) -> Plan:
+    """The plan of a traced step that is one XLA call."""
+    out_tree = traced.out_tree
 
     def run(args: Any, kwargs: Any, leaves: list[Any]) -> Any:
         try:
@@ -38,16 +42,17 @@ def plan_of_whole(whole: WholeStep, step: PureStep, out_tree: Any, variables: tu
         except NotEntered:  # JAX tells apart more than we do, such as where the arguments lie
             return whole.enter(step, out_tree, args, kwargs)
 
-    return Plan(run, variables, whole)
+    return Plan(run, variables, written_keys(traced), whole)
 
 
-def plan_of_runner(runner: Runner, out_tree: Any, variables: tuple[Any, ...]) -> Plan:
-    """The plan of a step of several parts."""
+def plan_of_runner(runner: Runner, traced: Traced, variables: tuple[Any, ...]) -> Plan:
+    """The plan of a traced step of several parts."""
+    out_tree = traced.out_tree
 
     def run(args: Any, kwargs: Any, leaves: list[Any]) -> Any:
         return jax.tree_util.tree_unflatten(out_tree, runner(leaves))
 
-    return Plan(run, variables)
+    return Plan(run, variables, written_keys(traced))
 
 
 class Plans:

@@ -1,7 +1,8 @@
 """How much has been sent over each edge, from totals that each task reports again and again.
 
 Invariants: a newer report of a task replaces its last one; what a task had reported when it left is kept and is
-added to what its successor of the same name reports, so totals never shrink.
+added to what its successor of the same name reports, so the sum over all edges never shrinks. An entry of one edge may:
+what a task reports last decides which of its edges are told by name, and which are among the others.
 """
 
 from __future__ import annotations

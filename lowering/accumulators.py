@@ -46,7 +46,7 @@ class HeldAccumulator(Shared[Event]):
         self._settings, self._type = settings, type
         self._machine = AccumulatorMachine()
         self._sum: Sum | None = None
-        #: From which step to which it was set back.
+        #: From which step to which the event decided last set it back.
         self._set_back: tuple[int, int] | None = None
 
     def start(self, use: ResourceUse, operands: Sequence[Any], on_results: OnResults) -> Cancel:
@@ -114,9 +114,13 @@ class HeldAccumulator(Shared[Event]):
         return distinct, total
 
     def _set_step(self, step: int, where: str) -> None:
-        self._do(StepSet(step), where)
-        with self._lock:
+        back: tuple[int, int] | None = None
+
+        def note() -> None:
+            nonlocal back
             back, self._set_back = self._set_back, None
+
+        self._do(StepSet(step), where, after=note)
         if back is not None:
             warnings.warn(
                 f"accumulator {self.name!r} goes back from step {back[0]} to {back[1]}: gradients that were stale "
@@ -168,8 +172,7 @@ class HeldAccumulator(Shared[Event]):
 
 
 def _added(old: tuple[Any, ...] | None, new: Any) -> Any:
-    # A copy, which is nobody else's to donate.
-    return jnp.array(new, copy=True) if old is None else _add(old[0], new)
+    return jnp.asarray(new) if old is None else _add(old[0], new)
 
 
 def _padded(rows: Any, count: int) -> Any:

@@ -103,13 +103,21 @@ class Shared(ABC, Generic[Event]):
             self._end(ticket, None)
         return lambda error: self._end(ticket, error)
 
-    def _do(self, event: Event, where: str, before: Callable[[], None] | None = None) -> None:
-        """Do what nobody waits for, `before` included, and let those go on who wait for it."""
+    def _do(
+        self,
+        event: Event,
+        where: str,
+        before: Callable[[], None] | None = None,
+        after: Callable[[], None] | None = None,
+    ) -> None:
+        """Do what nobody waits for, between `before` and `after`, and let those go on who wait for it."""
         with self._lock:
             self._check_there(where)
             if before is not None:
                 before()
             told = self._decided(event)
+            if after is not None:
+                after()
         _tell(told)
 
     def _check_there(self, where: str) -> None:

@@ -275,6 +275,12 @@ def _shard_map(params: Mapping[str, Any], operands: list[Any], state: State) -> 
     jaxpr, consts = closed_parts(params["jaxpr"])
     reads, written = accesses(jaxpr.effects)
     touched = [*dict.fromkeys([*reads, *written])]
+    if written and not params["check_vma"]:
+        raise DflowError(
+            f"variable {written[0].name!r} is written in a shard_map with check_vma=False, where JAX does not tell "
+            f"whether all shards write the same{at(line_bound())}\n"
+            "  leave check_vma on, or return the value from the shard_map and write it outside"
+        )
 
     def body(values: list[Any], operands: list[Any]) -> tuple[list[Any], list[Any]]:
         inner = State(dict(zip(touched, values, strict=True)))

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from dflow.tracing.captured import captured
+from dflow.tracing.effects import Effect
 from dflow.tracing.from_jaxpr import graph_of
 from dflow.tracing.graph import Graph
 from dflow.tracing.jax_frontend import closed_parts, make_jaxpr
@@ -74,6 +75,13 @@ def traced_from(looked: Any, names: Sequence[str], compiler_options: dict[str, A
     infos = jax.tree_util.tree_leaves(looked.args_info)
     donated = tuple(index for index, info in enumerate(infos) if info.donated)
     return Traced(graph, variables, constants, looked.out_tree, donated, looked.fun_name, compiler_options)
+
+
+def written_keys(traced: Traced) -> frozenset[str]:
+    """The keys of the variables that a trace writes."""
+    written = {ref for node in traced.graph.nodes for effect, ref in node.effects if effect is Effect.WRITE}
+    pairs = zip(traced.graph.refs, traced.variables, strict=True)
+    return frozenset(variable.key for ref, variable in pairs if ref in written)
 
 
 def argument_names(

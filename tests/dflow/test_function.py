@@ -237,6 +237,42 @@ def test_a_copied_object_does_not_run_the_methods_of_the_first() -> None:
     np.testing.assert_array_equal(first.total, [1, 1])
 
 
+def test_a_bound_method_is_a_value_like_others() -> None:
+    import copy
+
+    first, second = Counter(), Counter()
+    assert first.add == first.add != second.add
+    assert {first.add: 1}[first.add] == 1
+    assert (first.add.__name__, first.add.__doc__, first.add.__module__) == ("add", "Add to the total.", __name__)
+    np.testing.assert_array_equal(copy.copy(first.add)(jnp.ones(2)), [1, 1])
+    traces = []
+
+    @functools.partial(dflow.jit, static_argnums=0)
+    def apply(method: Any, x: Any) -> Any:
+        traces.append(1)
+        return method(x)
+
+    for _ in range(3):
+        apply(first.add, jnp.ones(2))
+    assert (traces, first.total.read().tolist()) == ([1], [4, 4])
+
+
+class Slotted:
+    """An object that takes no weak references."""
+
+    __slots__ = ("total",)
+
+    @dflow.jit
+    def double(self, x: Any) -> Any:
+        """Twice as much."""
+        return x * 2
+
+
+def test_a_method_of_an_object_without_weak_references_says_what_to_do() -> None:
+    with pytest.raises(dflow.DflowError, match=r'Slotted takes no weak references[\s\S]*add "__weakref__"'):
+        Slotted().double(1.0)
+
+
 @jax.tree_util.register_pytree_node_class
 class Scale:
     """An object that is a pytree: its arrays are arguments."""

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import dflow
+from dflow.number_checks import run_checked
 
 
 def test_the_op_is_named_and_the_variables_are_as_before() -> None:
@@ -71,3 +72,22 @@ def test_donated_arguments_do_not_hide_the_error() -> None:
         pytest.raises(FloatingPointError, match=r"invalid value \(nan\) encountered in <lambda>"),
     ):
         f(-jnp.ones(3))
+
+
+def test_what_others_write_to_variables_that_are_only_read_stays() -> None:
+    v, seen = dflow.Variable(jnp.ones(2)), dflow.Variable(0.0)
+
+    def meanwhile(x: Any) -> Any:
+        seen.assign_add(1.0)
+        return x
+
+    @dflow.jit
+    def step(x: Any) -> Any:
+        v.assign_add(jnp.ones(2))
+        return jnp.log(x) * jnp.float32(seen)
+
+    dflow.jit(lambda: seen.assign(1.0))()
+    step(1.0)
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match="nan"):
+        run_checked("step", lambda: (meanwhile(0), step(-1.0))[1], [v, seen], {v.key}, lambda: None)
+    assert (v.read().tolist(), float(seen)) == ([2, 2], 2.0)

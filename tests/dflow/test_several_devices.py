@@ -177,6 +177,18 @@ else:
         ):
             dflow.jit(by_shards(shard))(X)
 
+    def test_a_write_whose_agreement_jax_is_told_not_to_check_is_refused() -> None:
+        w = dflow.Variable(0.0, name="w")
+
+        def shard(a: Any) -> Any:
+            w.assign(a.sum())
+            return a
+
+        spec = PartitionSpec("d")
+        unchecked = jax.shard_map(shard, mesh=MESH, in_specs=spec, out_specs=spec, check_vma=False)
+        with pytest.raises(dflow.DflowError, match=r"'w' is written .* check_vma=False[\s\S]*leave check_vma on"):
+            dflow.jit(unchecked)(X)
+
     def test_a_function_without_state_inside_shard_map() -> None:
         spec = PartitionSpec("d")
         double = jax.shard_map(dflow.jit(lambda a: a * 2), mesh=MESH, in_specs=spec, out_specs=spec)
