@@ -15,11 +15,17 @@ from dflow.tracing.autodiff import grad, hvp, jvp, value_and_grad, vjp
 from dflow.tracing.container import container, containers, reset_container
 from dflow.tracing.device import device
 from dflow.tracing.errors import (
+    AccumulatorError,
     DeadlineExceeded,
     DeviceError,
     DflowError,
+    GraphNameError,
+    GraphTypeError,
     LostWriteError,
+    PlainJitError,
     QueueClosed,
+    QueueError,
+    QueueTypeError,
     TaskLost,
     VariableError,
     VariableShapeError,
@@ -33,6 +39,7 @@ from dflow.tracing.row_gradient import RowGradient, is_row_gradient
 from dflow.tracing.variable_trees import assign, trainable_variables, variables
 
 __all__ = [
+    "AccumulatorError",
     "ClusterSettings",
     "ConditionalAccumulator",
     "DeadlineExceeded",
@@ -41,6 +48,8 @@ __all__ = [
     "FIFOQueue",
     "Function",
     "Generator",
+    "GraphNameError",
+    "GraphTypeError",
     "GraphView",
     "Kernel",
     "KernelCheck",
@@ -49,8 +58,11 @@ __all__ = [
     "Optimizer",
     "PaddedSpec",
     "PaddingFIFOQueue",
+    "PlainJitError",
     "PriorityQueue",
     "QueueClosed",
+    "QueueError",
+    "QueueTypeError",
     "RandomShuffleQueue",
     "RetraceWarning",
     "RowGradient",

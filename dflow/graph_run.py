@@ -39,7 +39,8 @@ class Part:
 
     def __init__(self, bound: Bound, fetches: Sequence[str], feeds: Mapping[str, Any]) -> None:
         """Raises GraphNameError for a name that the graph does not have, and GraphTypeError as `__call__`."""
-        bound = _with_calls_opened(bound, [*fetches, *feeds])
+        bound = _with_calls_opened(bound, fetches, "fetched")
+        bound = _with_calls_opened(bound, [*feeds], "fed")
         self._fed = {name: _value(bound, name) for name in feeds}
         first = {value: _fitting(value, feeds[name]) for name, value in self._fed.items()}
         bound, self._copies = _on_copies(bound, {value: array for value, array in first.items() if _is_ref(value)})
@@ -103,20 +104,23 @@ def _value(bound: Bound, name: str) -> Value:
     return _named(bound)[name.removeprefix("%")]
 
 
-def _with_calls_opened(bound: Bound, names: Sequence[str]) -> Bound:
-    """Open the calls of functions in which the names are. Raises GraphNameError when one is nowhere."""
+def _with_calls_opened(bound: Bound, names: Sequence[str], use: str) -> Bound:
+    """Open the calls of functions in which the names are. Raises GraphNameError when one is nowhere.
+
+    `use` is what each was to be: `fetched` or `fed`.
+    """
     for name in names:
         while name.removeprefix("%") not in _named(bound):
             holders = [node for node in bound.graph.nodes if name.removeprefix("%") in body_names(node)]
             call = next(filter(is_call, holders), None)
             if call is None:
-                raise GraphNameError(_not_found(bound, name, holders))
+                raise GraphNameError(_not_found(bound, name, use, holders))
             graph, constants = opened(bound.graph, call)
             bound = replace(bound, graph=graph, arrays={**bound.arrays, **constants})
     return bound
 
 
-def _not_found(bound: Bound, name: str, holders: Sequence[Node]) -> str:
+def _not_found(bound: Bound, name: str, use: str, holders: Sequence[Node]) -> str:
     if holders:
         node = holders[0]
         return (
@@ -127,7 +131,7 @@ def _not_found(bound: Bound, name: str, holders: Sequence[Node]) -> str:
     near = difflib.get_close_matches(name.removeprefix("%"), known, cutoff=0.5)
     told = ", ".join(f"%{known[other].name}{_line(bound.graph.producers.get(known[other]))}" for other in near)
     remedy = f"near it are {told}" if near else "print the graph to see its values; dflow.name(x, 'hidden') names one"
-    return f"the graph has no value {name!r}{at(caller())}\n  {remedy}"
+    return f"the graph has no value {name!r} to be {use}{at(caller())}\n  {remedy}"
 
 
 def _line(node: Node | None) -> str:

@@ -9,8 +9,10 @@ call for types that JAX has not seen ends by `NotEntered`.
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import jax
@@ -48,6 +50,8 @@ class WholeStep:
             return self._traced(written, read, constants, args, kwargs)
 
         traced.__name__ = traced.__qualname__ = function.__name__
+        with suppress(ValueError, TypeError):  # a builtin that tells nobody
+            traced.__signature__ = _signature(function)  # type: ignore[attr-defined]
         options = _options(function)
         #: JAX's function of the state and the arguments.
         self.jitted: Any = jax_jit(traced, keep_unused=True, compiler_options=compiler_options, **options)
@@ -94,6 +98,12 @@ class WholeStep:
         leaves = jax.tree_util.tree_leaves(self._static.split(args, kwargs)[:2])
         after, results = step.fn(written, read, constants, leaves)
         return after, jax.tree_util.tree_unflatten(self._entering.out_tree, results)
+
+
+def _signature(function: Any) -> inspect.Signature:
+    """The user's parameters, by which JAX names arguments in errors, after ours."""
+    ours = [inspect.Parameter(f"_dflow_{number}", inspect.Parameter.POSITIONAL_ONLY) for number in range(_OURS)]
+    return inspect.Signature([*ours, *inspect.signature(function).parameters.values()])
 
 
 def _options(function: Any) -> dict[str, Any]:

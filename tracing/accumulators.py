@@ -122,7 +122,8 @@ class ConditionalAccumulator(HostResource):
         flat, tree = jax.tree_util.tree_flatten_with_path(gradient, is_leaf=_is_leaf)
         if tree != self._tree:
             raise GraphTypeError(
-                f"{self.title} takes gradients structured as {self._tree}, but was given {tree}{at(caller())}"
+                f"{self.title} takes gradients structured as {self._tree}, but was given {tree}{at(caller())}\n"
+                "  apply a pytree of the structure of the spec"
             )
         leaves = zip(flat, self.type.components, strict=True)
         return [array for (path, leaf), component in leaves for array in self._arrays(path, leaf, component)]
@@ -134,13 +135,17 @@ class ConditionalAccumulator(HostResource):
             if not isinstance(leaf, RowGradient) or given != component.of:
                 shown = f"rows of {given}" if isinstance(leaf, RowGradient) else str(given)
                 raise GraphTypeError(
-                    f"{self.title} takes rows of {component.of}{where}, but was given {shown}{at(caller())}"
+                    f"{self.title} takes rows of {component.of}{where}, but was given {shown}{at(caller())}\n"
+                    f"  apply what the gradient of a lookup is: dflow.RowGradient(indices, rows, {component.of.shape})"
                 )
             return [jax.lax.convert_element_type(leaf.indices, np.int32), leaf.rows]
         array = converted(leaf.dense() if isinstance(leaf, RowGradient) else read(leaf), component)
         given = array_type_of(array).strong
         if given != component:
-            raise GraphTypeError(f"{self.title} takes {component}{where}, but was given {given}{at(caller())}")
+            raise GraphTypeError(
+                f"{self.title} takes {component}{where}, but was given {given}{at(caller())}\n"
+                "  apply a gradient of the shape and dtype of the spec, or make the accumulator with another spec"
+            )
         return [array]
 
     def _component(self, leaf: Any) -> ArrayType | RowsType:

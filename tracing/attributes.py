@@ -97,7 +97,7 @@ _CLASSES: Mapping[str, Any] = {
     name: member
     for name, member in vars(jax.lax).items()
     if isinstance(member, type) and (issubclass(member, Enum) or hasattr(member, "_fields") or is_dataclass(member))
-}
+} | {jax.memory.Space.__name__: jax.memory.Space}
 
 _PLAIN = (
     type(None),

@@ -20,7 +20,7 @@ from jax.extend import core as jex
 from jax.extend.core import primitives as jax_primitives
 from jax.interpreters import ad, batching, mlir
 
-from dflow.tracing.errors import DflowError, LostWriteError, PlainJitError, VariableError
+from dflow.tracing.errors import LostWriteError, PlainJitError, VariableError
 from dflow.tracing.jax_frontend import (
     Access,
     Handle,
@@ -124,10 +124,11 @@ def _update_batched(
     args: Sequence[Any], dims: Sequence[Any], *, handle: Handle, kind: str, reduce: str | None
 ) -> tuple[list[Any], list[Any]]:
     if reduce is None:
-        raise DflowError(
+        raise VariableError(
             f"variable {handle.name!r} is written under vmap with a value that differs along the batch; which of the "
-            f"values should it hold? Reduce over the batch first, write outside the vmap, or sum over the batch with "
-            f'assign_add or scatter_add and reduce="sum"{at(line_bound())}'
+            f"values should it hold?{at(line_bound())}\n"
+            "  reduce over the batch first, write outside the vmap, or sum over the batch with assign_add or\n"
+            '  scatter_add and reduce="sum"'
         )
     whole = [_batch_first(arg, dim) for arg, dim in zip(args, dims, strict=True)]
     if kind == "assign_add":
@@ -162,7 +163,7 @@ def _refuse_divided_writes(
         _, writes = accesses(effects)
         if writes and is_divided(dims):
             names = ", ".join(variable.name for variable in writes)
-            raise DflowError(
+            raise VariableError(
                 f"variables ({names}) are written under vmap inside a {primitive.name} that may go another way for "
                 f"each element of the batch{at(line_bound())}\n"
                 "  write outside the vmap, or choose the value with jnp.where and write that"

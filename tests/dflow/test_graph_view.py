@@ -160,10 +160,10 @@ def test_a_type_without_a_value_must_be_fed() -> None:
 def test_a_name_that_is_not_there_is_refused_with_those_that_are_near() -> None:
     view = Model().graph()
     with pytest.raises(
-        GraphNameError, match=rf"no value 'hiden'\n  at .*{HERE}:\d+\n  near it are %hidden at {HERE}:\d+$"
+        GraphNameError, match=rf"no value 'hiden' to be fed\n  at .*{HERE}:\d+\n  near it are %hidden at {HERE}:\d+$"
     ):
         view.run("loss", {"hiden": 1})
-    with pytest.raises(GraphNameError, match=r"no value '%zzz'\n  at .*\n  print the graph to see its values"):
+    with pytest.raises(GraphNameError, match=r"no value '%zzz' to be fetched\n  at .*\n  print the graph to see its values"):
         view.run("%zzz")
     looped = dflow.graph(lambda: jax.lax.scan(lambda c, x: (dflow.name(c + x, "sum"), x), 0.0, jnp.ones(2)))
     with pytest.raises(GraphNameError, match=r"'sum' is in the body of %\w+ \(jax.scan at .*\), which runs as one"):
@@ -242,14 +242,14 @@ def test_each_value_is_what_the_whole_graph_gives(program: Program, data: st.Dat
 
 
 def test_the_same_part_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, lower, compiled = Model(), LocalHome.lower, 0
+    model, plan, compiled = Model(), LocalHome.plan, 0
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         nonlocal compiled
         compiled += 1
-        return lower(*args, **kwargs)
+        return plan(*args, **kwargs)
 
-    monkeypatch.setattr(LocalHome, "lower", counted)
+    monkeypatch.setattr(LocalHome, "plan", counted)
     view = model.graph()
     for turn in range(1, 4):
         assert plain(view.run("hidden", {"x": X + turn})) == plain(X + turn)

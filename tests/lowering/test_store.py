@@ -41,7 +41,7 @@ def new_store(**values: Any) -> Store:
 
 def in_store(store: Store, key: str) -> jax.Array:
     """The array that the store holds, which no one has been handed."""
-    held: jax.Array = store._held[key].value
+    held: jax.Array = store.find(key).value
     return held
 
 

@@ -12,7 +12,7 @@ import optax
 import pytest
 from hypothesis import given, settings
 
-from dflow.tracing.attributes import Body, evaluate
+from dflow.tracing.attributes import Body, evaluate, normal, restored
 from dflow.tracing.errors import DflowError, ParseError
 from dflow.tracing.graph import Graph
 from dflow.tracing.interpret import interpret
@@ -276,3 +276,7 @@ def test_state_is_printed_with_its_effects() -> None:
         w = Variable(jnp.zeros(3), name="w")
     printed = text(trace(lambda x: w.assign_add(x * 2), (np.zeros(3, np.float32),), {}).graph, locs=False)
     assert " !%2: token = var.assign_add(%w, %1)" in printed
+
+
+def test_an_attribute_that_names_a_kind_of_memory_is_carried() -> None:
+    assert restored(normal({"memory_space": jax.memory.Space.Device})) == {"memory_space": jax.memory.Space.Device}
