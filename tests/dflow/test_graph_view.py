@@ -163,7 +163,9 @@ def test_a_name_that_is_not_there_is_refused_with_those_that_are_near() -> None:
         GraphNameError, match=rf"no value 'hiden' to be fed\n  at .*{HERE}:\d+\n  near it are %hidden at {HERE}:\d+$"
     ):
         view.run("loss", {"hiden": 1})
-    with pytest.raises(GraphNameError, match=r"no value '%zzz' to be fetched\n  at .*\n  print the graph to see its values"):
+    with pytest.raises(
+        GraphNameError, match=r"no value '%zzz' to be fetched\n  at .*\n  print the graph to see its values"
+    ):
         view.run("%zzz")
     looped = dflow.graph(lambda: jax.lax.scan(lambda c, x: (dflow.name(c + x, "sum"), x), 0.0, jnp.ones(2)))
     with pytest.raises(GraphNameError, match=r"'sum' is in the body of %\w+ \(jax.scan at .*\), which runs as one"):
