@@ -9,11 +9,11 @@ from dflow.generator import Generator
 from dflow.graph_view import GraphView, graph
 from dflow.kernel_check import KernelCheck, check_kernel
 from dflow.optimizer import Optimizer
+from dflow.scopes import colocate_with, device
 from dflow.trace_log import RetraceWarning
 from dflow.tracing.accumulators import ConditionalAccumulator
 from dflow.tracing.autodiff import grad, hvp, jvp, value_and_grad, vjp
 from dflow.tracing.container import container, containers, reset_container
-from dflow.tracing.device import device
 from dflow.tracing.errors import (
     AccumulatorError,
     DeadlineExceeded,
@@ -72,6 +72,7 @@ __all__ = [
     "VariableShapeError",
     "assign",
     "check_kernel",
+    "colocate_with",
     "connect",
     "container",
     "containers",

@@ -40,6 +40,7 @@ from dflow.plans import UNKNOWN, Plan, Plans, plan_of_runner, plan_of_whole
 from dflow.shardings import constrained
 from dflow.stages import Traced as TracedStage
 from dflow.static_arguments import StaticArguments, static_arguments
+from dflow.step_on_device import StepOnDevice
 from dflow.trace_log import TraceLog, captured_types, described
 from dflow.tracing.errors import PlainJitError
 from dflow.tracing.from_jaxpr import holds_device
@@ -265,7 +266,8 @@ class Function(Generic[P, R]):
             return plan_of_runner(planned.lower().compile().run, traced, kept)
         whole = self._plans.whole_like(planned.pure)
         if whole is None:
-            whole = WholeStep(LOCAL.store, planned.pure, self._jitted, self._options.get("compiler_options"))
+            kind = StepOnDevice if planned.pure.device else WholeStep
+            whole = kind(LOCAL.store, planned.pure, self._jitted, self._options.get("compiler_options"))
         return plan_of_whole(whole, planned.pure, traced, kept)
 
     def _lowered(self, stage: Any, args: Any, kwargs: Any) -> LoweredStep:

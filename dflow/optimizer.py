@@ -15,6 +15,7 @@ from dflow.lowering.discharge import discharge
 from dflow.lowering.passes.prune import Prune
 from dflow.tracing.container import uncontained
 from dflow.tracing.device import with_state
+from dflow.tracing.device_name import is_on_task
 from dflow.tracing.errors import GraphTypeError, VariableError
 from dflow.tracing.given_value import Initial
 from dflow.tracing.graph import Graph, Literal
@@ -72,7 +73,7 @@ class Optimizer:
                 f"an optimizer was given variable {untrained[0].name!r}, which holds {untrained[0].type} and has no "
                 f"gradient{at(caller())}\n  leave it out, or make it floating"
             )
-        if name is None and any(variable.device is not None for variable in self._variables):
+        if name is None and any(is_on_task(variable.device) for variable in self._variables):
             raise VariableError(
                 f"an optimizer of variables on other tasks has no name, by which the other processes would find its "
                 f"slots{at(caller())}\n  give it one, name='...', the same in each process"

@@ -42,7 +42,9 @@ class WholeStep:
     def __init__(self, store: Store, step: PureStep, function: Any, compiler_options: dict[str, Any] | None) -> None:
         """For the steps that the `jax.jit` function `function` stands for."""
         self._state = store.state_of(step.writes, step.reads)
+        self._given = step.constants
         self._constants = step.constants
+        self._place = step.device
         self._static = static_arguments(function)
         self._entering = _Entering()
 
@@ -59,9 +61,10 @@ class WholeStep:
     def takes(self, step: PureStep) -> bool:
         """Whether a step is over these variables and constants."""
         own = self._state
-        return (own.writes, own.reads, [*map(id, self._constants)]) == (
+        return (own.writes, own.reads, self._place, [*map(id, self._given)]) == (
             step.writes,
             step.reads,
+            step.device,
             [*map(id, step.constants)],
         )
 

@@ -40,6 +40,7 @@ from dflow.distributed.task_server import TaskServer, TaskSettings
 from dflow.distributed.transport.base import Peer, PendingReply, Reply, Transport
 from dflow.lowering.channel import StepId
 from dflow.lowering.compile import Compiled, TaskPlan, make_plans
+from dflow.lowering.devices import devices_in_order
 from dflow.lowering.execute import Outcome
 from dflow.lowering.local import Runner, fetched, lower_programs
 from dflow.lowering.passes.base import Observer, run_passes
@@ -200,7 +201,7 @@ class Cluster:
                 f"{traced.name} has variables on other tasks, which compile for themselves, so it takes no "
                 f"compiler_options{at(caller())}\n  set XLA_FLAGS where the tasks are started"
             )
-        passes = pipeline(self.task, self.tasks)
+        passes = pipeline(self.task, self.tasks, devices_in_order())
         graph = run_passes(traced.graph, passes, check=check, observe=observe)
         keys = {ref: variable.key for ref, variable in zip(graph.refs, traced.variables, strict=True)}
         compiled = make_plans(graph, self.task, keys)

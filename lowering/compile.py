@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from dflow.lowering.discharge import Discharged, discharge
-from dflow.lowering.plan import Branch, Call, Item, Plan, Recv, Scalar, Scan, Send, UseResource, While
+from dflow.lowering.plan import Branch, Call, Copy, Item, Plan, Recv, Scalar, Scan, Send, UseResource, While
 from dflow.tracing import ops
+from dflow.tracing.device_name import split_device_name, task_of
 from dflow.tracing.effects import Effect
 from dflow.tracing.errors import InternalError
 from dflow.tracing.graph import Graph, Literal, Node, Operand, Value
@@ -47,10 +48,16 @@ def make_plans(graph: Graph, local: str, keys: Mapping[Value, str]) -> Compiled:
     caller.feeds = [caller.slot(operand) for operand in (*feeds, *literals)]
     for node in graph.nodes:
         assert node.device is not None
-        makers.setdefault(node.device, _Maker(node.device, keys)).add(node)
+        task = task_of(node.device)
+        makers.setdefault(task, _Maker(task, keys)).add(node)
     caller.fetches = [caller.slot(output) for output in graph.outputs]
     plans = {task: maker.plan() for task, maker in makers.items()}
     return Compiled(plans.pop(local), plans, literals)
+
+
+def _device(node: Node) -> str:
+    """The device of its task that a node runs on; empty for any."""
+    return split_device_name(node.device or "")[1]
 
 
 @dataclass
@@ -82,6 +89,8 @@ class _Maker:
             type: ArrayType = node.attributes["type"]
             edge, source = node.attributes["edge"], node.attributes["source"]
             return Recv(edge, source, self.slot(node.outputs[0]), dtype_name(type.dtype), type.shape, after)
+        if node.op is ops.dev_copy:
+            return Copy(_device(node), self.slot(node.inputs[0]), self.slot(node.outputs[0]), after)
         if node.op is ops.xla_call:
             return self._call(node, after)
         if node.op in ops.CONTROL_OPS:
@@ -152,6 +161,7 @@ class _Maker:
             takes=tuple(self.slot(outer[value]) for value in pure.operands),
             gives=tuple(self.slot(value) for value in node.array_outputs),
             after=after,
+            device=_device(node),
         )
 
     def _check_donation(self, node: Node) -> None:

@@ -71,12 +71,19 @@ class _Stack:
 
     def put(self, number: int, row: Any) -> None:
         if self._is_plain:
-            self._array = _put(self._array, row, number)
+            self._array = _put(self._array, _beside(row, self._array), number)
         else:
-            self._rows[number] = row
+            first = next(iter(self._rows.values()), row)
+            self._rows[number] = _beside(row, first)
 
     def whole(self) -> Any:
         return self._array if self._is_plain else jnp.stack([row for _, row in sorted(self._rows.items())])
+
+
+def _beside(row: Any, held: Any) -> Any:
+    """A row where those before it are, when it must be moved: it may be what another device handed on."""
+    is_apart = isinstance(row, jax.Array) and row.committed and held.committed and row.sharding != held.sharding
+    return jax.device_put(row, held.sharding) if is_apart else row
 
 
 @jax_jit

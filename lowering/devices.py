@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -31,6 +32,11 @@ def default_name() -> str:
     return local_name(default or jax.local_devices()[0])
 
 
+def devices_in_order() -> tuple[str, ...]:
+    """The names of all devices of this process, the default one first."""
+    return tuple(dict.fromkeys([default_name(), *local_devices()]))
+
+
 def device_named(local: str) -> jax.Device:
     """The device `cpu:1`, `gpu:0`, ... of this process; `cuda` and `rocm` say which kind of `gpu` it must be.
 
@@ -42,16 +48,15 @@ def device_named(local: str) -> jax.Device:
     except RuntimeError:  # a platform that this installation of JAX, or this machine, does not have
         devices = []
     if int(number) >= len(devices):
-        raise DeviceError(no_device(local))
+        raise DeviceError("\n  ".join(no_device(local, list(local_devices()))))
     return devices[int(number)]
 
 
-def no_device(local: str) -> str:
-    """What a DeviceError says of a device that is not there, with the remedy."""
-    names = list(local_devices())
-    there = ", ".join(names) if len(names) <= 4 else f"{names[0]} to {names[-1]}"
+def no_device(local: str, names: Sequence[str]) -> tuple[str, str]:
+    """What a DeviceError says of a device that is not among `names`, and the remedy."""
+    there = ", ".join(sorted(names)) if len(names) <= 4 else f"{names[0]} to {names[-1]}"
     number = int(local.partition(":")[2]) + 1
     remedy = f"set XLA_FLAGS=--xla_force_host_platform_device_count={max(number, 2)} before JAX is first used, for CPUs"
     if not local.lower().startswith("cpu"):
         remedy = "name one of these, or run where there is one, with the jax that drives it"
-    return f"there is no device {local} in this process; the devices there are: {there}\n  {remedy}"
+    return f"there is no device {local} in this process; the devices there are: {there}", remedy

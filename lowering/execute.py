@@ -20,7 +20,8 @@ import numpy as np
 
 from dflow.lowering.channel import Channel, StepId
 from dflow.lowering.control import Turns, turns_of
-from dflow.lowering.plan import Branch, Call, Item, Plan, Recv, Scalar, Scan, Send, UseResource, While
+from dflow.lowering.devices import device_named
+from dflow.lowering.plan import Branch, Call, Copy, Item, Plan, Recv, Scalar, Scan, Send, UseResource, While
 from dflow.lowering.program import Program
 from dflow.lowering.resource_use import ResourceUse
 from dflow.lowering.store import Store
@@ -41,6 +42,7 @@ class Schedule:
         self.plan = plan
         self.bodies = tuple(Schedule(body) for body in plan.bodies)
         self.scalars = tuple((scalar.slot, _number(scalar)) for scalar in plan.scalars)
+        self.devices = {item.device: device_named(item.device) for item in plan.items if isinstance(item, Copy)}
         producers = {slot: index for index, item in enumerate(plan.items) for slot in gives(item)}
         needs = [_needs(item, producers) for item in plan.items]
         self.waiting = [len(need) for need in needs]
@@ -53,7 +55,7 @@ class Schedule:
 def takes(item: Item) -> tuple[int, ...]:
     """The slots an item needs filled."""
     match item:
-        case Send():
+        case Send() | Copy():
             return (item.take,)
         case Recv():
             return ()
@@ -65,7 +67,7 @@ def gives(item: Item) -> tuple[int, ...]:
     match item:
         case Send():
             return ()
-        case Recv():
+        case Recv() | Copy():
             return (item.give,)
     return item.gives
 
@@ -145,6 +147,8 @@ class Execution:
                 operands = [self._slots[slot] for slot in item.takes]
                 results = self._store.call(self._programs[item.program], item.writes, item.reads, operands)
                 self._fill(item.gives, results)
+            case Copy():
+                self._slots[item.give] = jax.device_put(self._slots[item.take], self._schedule.devices[item.device])
             case UseResource():
                 self._use_resource(item, index)
                 return False

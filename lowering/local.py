@@ -12,21 +12,25 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Sharding, SingleDeviceSharding
 
 from dflow.lowering.accumulators import HeldAccumulator
 from dflow.lowering.channel import Deliver, StepId
 from dflow.lowering.compile import Compiled, TaskPlan, make_plans
+from dflow.lowering.devices import device_named, devices_in_order, local_name
 from dflow.lowering.execute import Execution, Outcome, Schedule, takes
 from dflow.lowering.passes.base import Observer, run_passes
 from dflow.lowering.pipeline import ALONE, pipeline
-from dflow.lowering.plan import Call, Plan
+from dflow.lowering.plan import Call, Plan, calls_in
 from dflow.lowering.program import LoweredProgram, Program, lower_program
 from dflow.lowering.queue_ops import HeldQueue
 from dflow.lowering.resource_use import Held, ResourceUse
 from dflow.lowering.store import Store
 from dflow.lowering.waiters import wait
 from dflow.tracing.context import Home, Slot
-from dflow.tracing.errors import InternalError, VariableError
+from dflow.tracing.device import is_within_task, scope_here
+from dflow.tracing.device_name import device_name, is_on_task, short_device_name, split_device_name
+from dflow.tracing.errors import DeviceError, InternalError, VariableError
 from dflow.tracing.given_value import Initial
 from dflow.tracing.host_resource import HostResource
 from dflow.tracing.resources import Variable
@@ -62,10 +66,38 @@ class LocalHome:
                 "  give one of them another name, or delete the first"
             )
         key = f"{variable.name}#{variable.serial}"
-        self.store.create(key, variable.type, initial if callable(initial) else lambda: initial)
+        make = initial if callable(initial) else lambda: initial
+        self.store.create(key, variable.type, make, self._place(variable, near))
         self._named[variable.name] = variable
         weakref.finalize(variable, self.store.drop, key)
-        return Slot(None, key)
+        return Slot(self._device(key), key)
+
+    def _place(self, variable: Variable, near: Variable | None) -> Sharding | None:
+        """Where a new variable is to live: as its sharding says, beside another, or as the scope says."""
+        scope = scope_here()
+        if variable.sharding is not None:
+            return variable.sharding
+        if near is not None:
+            place = self.store.place(near.key)
+            is_alike = place is None or len(place.device_set) == 1 or near.shape == variable.shape
+            return place if is_alike else None
+        if scope is None or not is_within_task(scope):
+            if is_on_task(scope) and scope != ALONE:
+                raise DeviceError(
+                    f"variable {variable.name!r} is made under dflow.device({short_device_name(scope or '')!r}), but "
+                    f"in this process{at(variable.loc)}\n"
+                    "  variables on tasks are made within cluster.parameter_servers(), which spreads them"
+                )
+            return None
+        _, local = split_device_name(scope)
+        return SingleDeviceSharding(device_named(local)) if local else None
+
+    def _device(self, key: str) -> str | None:
+        """The name of the one device that a value is to stay on."""
+        place = self.store.place(key)
+        if place is None or len(place.device_set) > 1:
+            return None
+        return device_name("", local_name(next(iter(place.device_set))))
 
     def _clashing(self, variable: Variable) -> Variable | None:
         """A living variable of the same name and another type."""
@@ -114,7 +146,7 @@ class LocalHome:
 
     def plan(self, traced: Traced, *, check: bool, observe: Observer | None) -> PlannedStep:
         """Take a traced function, whose variables all live here, through the passes."""
-        graph = run_passes(traced.graph, pipeline(), check=check, observe=observe)
+        graph = run_passes(traced.graph, pipeline(devices=devices_in_order()), check=check, observe=observe)
         keys = {ref: variable.key for ref, variable in zip(graph.refs, traced.variables, strict=True)}
         compiled = make_plans(graph, ALONE, keys)
         if compiled.remote:
@@ -132,9 +164,17 @@ class PlannedStep:
 
     @property
     def pure(self) -> PureStep | None:
-        """The step as one function of values, where that is all there is to it."""
+        """The step as one function of values, where that is all there is to it.
+
+        One on a device is, where a variable of its own is bound to run it there.
+        """
         plan, programs = self.compiled.local.plan, self.compiled.local.programs
         if len(plan.items) != 1 or not isinstance(call := plan.items[0], Call):
+            return None
+        if call.device and not any(
+            variable.device == device_name("", call.device) and variable.key in {*call.writes, *call.reads}
+            for variable in self.traced.variables
+        ):
             return None
         literals = [literal.array for literal in self.compiled.literals]
 
@@ -146,7 +186,7 @@ class PlannedStep:
             slots.update(zip(call.gives, results[len(written) :], strict=True))
             return results[: len(written)], [slots[slot] for slot in plan.fetches]
 
-        return PureStep(call.writes, call.reads, self.traced.constants, fn)
+        return PureStep(call.writes, call.reads, self.traced.constants, fn, call.device)
 
     def lower(self) -> LoweredStep:
         """Lower the programs."""
@@ -161,13 +201,14 @@ class PlannedStep:
 class PureStep:
     """A step as a function of values: `fn(written, read, constants, leaves)` gives what it writes, and its results.
 
-    `writes` and `reads` name the variables in the store.
+    `writes` and `reads` name the variables in the store, `device` where it runs: empty for wherever they lie.
     """
 
     writes: tuple[str, ...]
     reads: tuple[str, ...]
     constants: tuple[Any, ...]
     fn: Callable[[Sequence[Any], Sequence[Any], Sequence[Any], Sequence[Any]], tuple[Sequence[Any], Sequence[Any]]]
+    device: str = ""
 
 
 @dataclass(frozen=True)
@@ -243,9 +284,10 @@ def lower_programs(
         if isinstance(item, Call):
             state = len(item.writes) + len(item.reads)
             donated[item.program] = [state + place for place, slot in enumerate(item.takes) if slot in slots]
+    devices = {item.program: device_named(item.device) for item in calls_in(plan) if item.device}
     return [
-        lower_program(pure.fn, pure.types, len(pure.written), lost, name, compiler_options)
-        for pure, lost in zip(task_plan.programs, donated, strict=True)
+        lower_program(pure.fn, pure.types, len(pure.written), lost, name, compiler_options, devices.get(number))
+        for number, (pure, lost) in enumerate(zip(task_plan.programs, donated, strict=True))
     ]
 
 

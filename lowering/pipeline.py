@@ -15,12 +15,15 @@ from dflow.lowering.passes.prune import Prune
 ALONE = "/job:localhost/task:0"
 
 
-def pipeline(local: str = ALONE, tasks: tuple[str, ...] = (ALONE,)) -> tuple[Pass, ...]:
-    """The passes for a caller on the task `local` of a cluster with these tasks."""
+def pipeline(local: str = ALONE, tasks: tuple[str, ...] = (ALONE,), devices: tuple[str, ...] = ()) -> tuple[Pass, ...]:
+    """The passes for a caller on the task `local` of a cluster with these tasks.
+
+    `devices` are the caller's own, as `cpu:0`, the default one first.
+    """
     return (
         Prune(),  # first: everything after is cheaper
         Merge(),  # before place: equal nodes must land on one task
-        Place(local, tasks),
+        Place(local, tasks, devices),
         Partition(local),  # from here on, no operand crosses a device border
         Order(),  # before cluster: it reads order edges, not the order of the list
         Cluster(),

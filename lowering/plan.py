@@ -8,6 +8,8 @@ the plan, so that a plan stays a few hundred bytes.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import msgspec
 
 from dflow.tracing.queue_settings import DEFAULT_TIMEOUT_S
@@ -17,7 +19,8 @@ class Call(msgspec.Struct, frozen=True, tag="call"):
     """Run a program on variables and slots.
 
     The program's arguments are the values of `writes`, then of `reads`, then the slots `takes`; its results are
-    the new values of `writes`, then the slots `gives`. The values of `writes` are donated.
+    the new values of `writes`, then the slots `gives`. The values of `writes` are donated. It runs on `device`, such as
+    `cpu:1`; given none, wherever JAX runs it.
     """
 
     program: int
@@ -25,6 +28,16 @@ class Call(msgspec.Struct, frozen=True, tag="call"):
     reads: tuple[str, ...]
     takes: tuple[int, ...]
     gives: tuple[int, ...]
+    after: tuple[int, ...] = ()
+    device: str = ""
+
+
+class Copy(msgspec.Struct, frozen=True, tag="copy"):
+    """Put the array in slot `take`, as it is on `device`, such as `cpu:1`, into slot `give`."""
+
+    device: str
+    take: int
+    give: int
     after: tuple[int, ...] = ()
 
 
@@ -101,7 +114,7 @@ class Scan(msgspec.Struct, frozen=True, tag="scan"):
 
 #: Items that a task runs by itself, between programs; they may wait.
 HostItem = UseResource | Branch | While | Scan
-Item = Call | Send | Recv | HostItem
+Item = Call | Copy | Send | Recv | HostItem
 
 
 class Scalar(msgspec.Struct, frozen=True):
@@ -130,3 +143,12 @@ class Plan(msgspec.Struct, frozen=True):
     fetches: tuple[int, ...] = ()
     scalars: tuple[Scalar, ...] = ()
     bodies: tuple[Plan, ...] = ()
+
+
+def calls_in(plan: Plan) -> Iterator[Call]:
+    """The calls of a plan and of the bodies within it."""
+    for item in plan.items:
+        if isinstance(item, Call):
+            yield item
+    for body in plan.bodies:
+        yield from calls_in(body)

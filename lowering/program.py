@@ -13,6 +13,7 @@ from typing import Any
 import jax
 from jax import export
 from jax import jit as jax_jit
+from jax.sharding import SingleDeviceSharding
 
 from dflow.tracing.types import ArrayType
 
@@ -20,15 +21,21 @@ from dflow.tracing.types import ArrayType
 class Program:
     """A compiled computation. `writes` says how many of its first arguments are donated and come back renewed.
 
-    `compiled` is for arguments where its compilation expects them; for those that lie elsewhere, or on several
-    devices, `by_placement` compiles as often as needed.
+    `compiled` is for arguments where its compilation expects them. Those that lie elsewhere are moved to its `device`,
+    if it has one; else, and for those on several devices, `by_placement` compiles as often as needed.
     """
 
-    def __init__(self, compiled: Any, writes: int, by_placement: Callable[..., Any] | None = None) -> None:
+    def __init__(
+        self,
+        compiled: Any,
+        writes: int,
+        by_placement: Callable[..., Any] | None = None,
+        device: jax.Device | None = None,
+    ) -> None:
         #: As it was compiled ahead of calls, to be asked for its text, cost and memory.
         self.compiled = compiled
         self._compiled = compiled
-        self._by_placement = by_placement
+        self._by_placement = by_placement if device is None else _moving(compiled, device)
         self.writes = writes
         #: Results that are an argument's own buffer, as (result, argument) indices; known after the first call.
         self.forwards: tuple[tuple[int, int], ...] | None = None
@@ -48,6 +55,20 @@ class Program:
             # While one array stands for two arguments, each of the two may be the one handed back.
             self._is_settled = len({id(arg) for arg in args}) == len(args)
         return results
+
+
+def _moving(compiled: Any, device: jax.Device) -> Callable[..., Any]:
+    """The computation on arguments from anywhere."""
+    here = {device}
+
+    def run(*args: Any) -> Any:
+        moved = [
+            jax.device_put(arg, device) if isinstance(arg, jax.Array) and arg.sharding.device_set != here else arg
+            for arg in args
+        ]
+        return compiled(*moved)
+
+    return run
 
 
 def _lie_apart(args: Sequence[Any], compiled: Any) -> bool:
@@ -74,10 +95,11 @@ class LoweredProgram:
     stage: jax.stages.Lowered
     writes: int
     jitted: Callable[..., Any]
+    device: jax.Device | None = None
 
     def compile(self, compiler_options: dict[str, Any] | None = None) -> Program:
         """Compile it for this process."""
-        return Program(self.stage.compile(compiler_options), self.writes, self.jitted)
+        return Program(self.stage.compile(compiler_options), self.writes, self.jitted, self.device)
 
 
 def lower_program(
@@ -87,12 +109,20 @@ def lower_program(
     given_up: Sequence[int] = (),
     name: str = "step",
     compiler_options: dict[str, Any] | None = None,
+    device: jax.Device | None = None,
 ) -> LoweredProgram:
-    """Lower `fn` for this process; of the arguments after the written ones, those in `given_up` are donated too."""
+    """Lower `fn` for this process; of the arguments after the written ones, those in `given_up` are donated too.
+
+    On a `device` it runs there, wherever its arguments lie; given none, where they lie.
+    """
     fn.__name__ = name
     donated = (*range(writes), *given_up)
-    jitted = jax_jit(fn, donate_argnums=donated, keep_unused=True, compiler_options=compiler_options)
-    return LoweredProgram(jitted.lower(*(type.struct for type in types)), writes, jitted)
+    options: dict[str, Any] = {"compiler_options": compiler_options}
+    if device is not None:
+        # Of the results it would say more than where: that none is an argument handed back.
+        options["in_shardings" if types else "out_shardings"] = SingleDeviceSharding(device)
+    jitted = jax_jit(fn, donate_argnums=donated, keep_unused=True, **options)
+    return LoweredProgram(jitted.lower(*(type.struct for type in types)), writes, jitted, device)
 
 
 def export_program(fn: Callable[..., Any], types: Sequence[ArrayType], name: str = "program") -> bytes:

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import jit as jax_jit
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from dflow.lowering.program import Program
 from dflow.lowering.resource_use import Held
@@ -71,8 +72,8 @@ class Store:
         self._resources: dict[str, Held] = {}
         self._lock = threading.RLock()
 
-    def create(self, key: str, type: ArrayType, make: Callable[[], Any]) -> bool:
-        """Hold `make()` under `key` unless something is held there; whether it was created.
+    def create(self, key: str, type: ArrayType, make: Callable[[], Any], place: Sharding | None = None) -> bool:
+        """Hold `make()` under `key`, at `place` if given, unless something is held there; whether it was created.
 
         `make` runs without the lock, so it may use the store and nobody else waits for it but who creates the same
         key; when it fails, one of those who wait makes its own.
@@ -93,7 +94,7 @@ class Store:
             assert making is not None
             making.wait(key)
         try:
-            created = _made(key, type, make)
+            created = _made(key, type, make, place)
             with self._lock:
                 self._held[key] = created
         finally:
@@ -128,6 +129,12 @@ class Store:
         with self._lock:
             return {key: held.type for key, held in self._held.items()}
 
+    def place(self, key: str) -> Sharding | None:
+        """Where the value is to stay; None where it may go wherever a program puts it."""
+        with self._lock:
+            value = self.find(key).value
+            return value.sharding if value.committed else None
+
     def read(self, key: str) -> jax.Array:
         """A copy of the value, which is the caller's: it stays valid whatever is written, and may be donated."""
         with self._lock:
@@ -138,12 +145,13 @@ class Store:
         with self._lock:
             held = self.find(key)
             _check_type(key, held.type, value)
-            held.value, held.lent = jnp.array(value, copy=True), False
+            held.value, held.lent = _placed(jnp.array(value, copy=True), held), False
 
     def gather(self, key: str, indices: Any) -> jax.Array:
         """The rows at `indices`."""
         with self._lock:
-            rows: jax.Array = looked_up(self.find_value(key).value, indices)
+            held = self.find_value(key)
+            rows: jax.Array = looked_up(held.value, _beside(indices, held))
             return rows
 
     def update(self, key: str, kind: str, *operands: Any) -> None:
@@ -156,7 +164,7 @@ class Store:
             given = [array_type_of(operand) for operand in operands]
             for wanted, operand in zip(operand_types(kind, held.type, given), operands, strict=True):
                 _check_type(key, wanted.strong, operand)
-            held.value = _in_place(kind)(_own(held), *operands)
+            held.value = _in_place(kind)(_own(held), *(_beside(operand, held) for operand in operands))
 
     def call(
         self, program: Program, writes: Sequence[str], reads: Sequence[str], operands: Sequence[Any]
@@ -286,15 +294,46 @@ def _check_again(key: str, held: _Held, type: ArrayType) -> None:
         )
 
 
-def _made(key: str, type: ArrayType, make: Callable[[], Any]) -> _Held:
+def _made(key: str, type: ArrayType, make: Callable[[], Any], place: Sharding | None) -> _Held:
     # A copy, because JAX may alias the memory of a NumPy array, which must not be donated.
-    value = jnp.array(make(), copy=True)
+    value = jnp.array(make(), copy=True) if place is None else _made_at(place, make)
     if array_type_of(value).strong != type:
         raise VariableError(
             f"the initial value of variable {key!r} is {array_type_of(value)}, but it is to hold {type}"
         )
     # A Python number gives a weak array; a variable holds one of its type, in a trace and out of it.
     return _Held(jax.lax.convert_element_type(value, type.dtype), type)
+
+
+def _made_at(place: Sharding, make: Callable[[], Any]) -> jax.Array:
+    """What `make` gives, at a place; over several devices it is made in its parts, where JAX can trace `make`."""
+    made: jax.Array
+    if len(place.device_set) == 1:
+        with jax.default_device(next(iter(place.device_set))):
+            made = jax.device_put(jnp.array(make(), copy=True), place)
+        return made
+    try:
+        made = jax_jit(lambda: jnp.asarray(make()), out_shardings=place)()
+    except (DflowError, jax.errors.JAXTypeError):  # it reads variables, or is no traceable function
+        made = jax.device_put(jnp.array(make(), copy=True), place)
+    return made
+
+
+def _placed(value: jax.Array, held: _Held) -> jax.Array:
+    """The value where the one before it is to stay."""
+    return jax.device_put(value, held.value.sharding) if held.value.committed else value
+
+
+def _beside(operand: Any, held: _Held) -> Any:
+    """An operand of an update, on the devices that hold the value; spread over them as the value is, or whole."""
+    value = held.value
+    if not (isinstance(operand, jax.Array) and value.committed and operand.committed):
+        return operand
+    if operand.sharding.device_set == value.sharding.device_set:
+        return operand
+    if isinstance(value.sharding, NamedSharding):
+        return jax.device_put(operand, NamedSharding(value.sharding.mesh, PartitionSpec()))
+    return jax.device_put(operand, value.sharding)
 
 
 @cache

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from dflow.tracing import ops
 from dflow.tracing.context import Slot, home
+from dflow.tracing.device_name import full_device_name
 from dflow.tracing.graph import Graph, Literal, Node, Value, Written
 from dflow.tracing.host_resource import HostResource
 from dflow.tracing.jax_frontend import primitive_named
 from dflow.tracing.op import numeric
 from dflow.tracing.resources import Variable
 from dflow.tracing.source import Loc
-from dflow.tracing.task_name import full_task_name
 from dflow.tracing.trace import Traced, trace
 from dflow.tracing.types import DTYPES, ArrayType, RefType, TokenType, dtype_name
 from dflow.tracing.updates import ASSIGNS, looked_up, updated
@@ -35,7 +35,7 @@ class DictHome:
 
     def __init__(self, devices: Sequence[str | None] = (None,)) -> None:
         self.values: dict[Variable, Any] = {}
-        self._devices = [None if device is None else full_task_name(device) for device in devices]
+        self._devices = [None if device is None else full_device_name(device) for device in devices]
 
     def create(self, variable: Variable, initial: Any, near: Variable | None) -> Slot:
         self.values[variable] = jnp.asarray(initial() if callable(initial) else initial)
@@ -96,7 +96,8 @@ def a_home() -> Iterator[DictHome]:
 
 _NAMES = st.from_regex(r"[a-z0-9_]{1,3}(/[a-z]{1,2})?(\.[a-z])?", fullmatch=True)
 _DTYPES = st.sampled_from([DTYPES[name] for name in sorted(DTYPES)])
-_DEVICES = st.one_of(st.none(), st.sampled_from(["/job:ps/task:0", "/job:worker/task:12", "with-state"]))
+_NAMED = ["/job:ps/task:0", "/job:worker/task:12/device:gpu:3", "/device:cpu:1", "with-state", "with-caller"]
+_DEVICES = st.one_of(st.none(), st.sampled_from(_NAMED))
 _LOCS = st.one_of(st.none(), st.builds(Loc, st.sampled_from(["train.py", "my model.py"]), st.integers(1, 999)))
 _TYPES = st.builds(ArrayType, _DTYPES, st.lists(st.integers(0, 4), max_size=3).map(tuple), st.booleans())
 

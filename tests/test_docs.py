@@ -2,7 +2,8 @@
 
 The blocks of a page run in order in one namespace. A ```text block right after a ```python block is its output;
 `...` in it stands for anything. `make golden` rewrites such blocks, save those that hold `...`. Links between the pages
-lead to what is there.
+lead to what is there. A page about several devices runs where there are some: `test_several_devices.py` has it run, and
+`XLA_FLAGS=--xla_force_host_platform_device_count=8` before a command refreshes it.
 """
 
 from __future__ import annotations
@@ -12,16 +13,20 @@ import io
 import re
 from pathlib import Path
 
+import jax
 import pytest
 
 from tests.golden import UpdateMode
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+#: The pages that need several devices.
+OF_DEVICES = {"devices.md"}
+RUN_HERE = [page for page in PAGES if page.name not in OF_DEVICES or jax.device_count() > 1]
 BLOCK = re.compile(r"```python\n(.*?)```\n(?:\n```text\n(.*?)```\n)?", re.DOTALL)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", RUN_HERE, ids=lambda page: page.name)
 def test_the_snippets_of_a_page_run_and_print_what_it_says(page: Path) -> None:
     original = page.read_text()
     namespace: dict[str, object] = {"__name__": page.stem}

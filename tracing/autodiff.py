@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from dflow.tracing.device_name import is_on_task
 from dflow.tracing.discharge import Border, State, evaluate
 from dflow.tracing.errors import GraphTypeError, VariableError
 from dflow.tracing.jax_frontend import is_tracing, make_jaxpr
@@ -201,7 +202,7 @@ class _Pure:
         kept = {id(variable) for variable in wrt}
         at_once = not is_tracing()
         self._border = Border(
-            self._jaxpr.effects, lambda variable: id(variable) not in kept and (at_once or variable.device is not None)
+            self._jaxpr.effects, lambda variable: id(variable) not in kept and (at_once or is_on_task(variable.device))
         )
         self._writes = self._border.writes
         looked_up = [variable for variable in wrt if variable.gradient is None] if by_rows else []

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
 
+from dflow.tracing.device_name import is_on_task
 from dflow.tracing.errors import ContainerError
 from dflow.tracing.source import at, caller
 
@@ -119,7 +120,7 @@ def reset_container(name: str) -> None:
         raise ContainerError(
             f"there is no container {name!r}; there are: {there}{at(caller())}\n  it may be reset already"
         )
-    far = [resource for resource in held if resource.device is not None]
+    far = [resource for resource in held if is_on_task(resource.device)]
     if far:
         raise ContainerError(
             f"container {name!r} holds {far[0].name!r} on {far[0].device}, and state on other tasks cannot be dropped "

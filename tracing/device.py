@@ -1,20 +1,21 @@
-"""Device scopes: which task the ops traced inside are placed on.
+"""Device scopes: where the ops traced inside are placed, and where the variables made inside live.
 
-A device in a graph is a task's name, or `WITH_STATE`, which asks placement to put an op where the state it updates
-lives. A scope (`with device(...)`) reaches an op through JAX's own trace context, so that the ops of a gradient
-take the device of the op they come from.
+A device in a graph is a full name as in `device_name.py`, or one of two wishes that placement grants: `WITH_STATE` puts
+an op where the state it updates lives, `WITH_CALLER` on the default device of whoever calls. A scope reaches an op
+through JAX's own trace context, so that the ops of a gradient take the device of the op they come from.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 from jax.experimental.xla_metadata import set_xla_metadata
 
+from dflow.tracing.device_name import full_device_name
 from dflow.tracing.errors import DeviceError
 from dflow.tracing.source import at, caller
-from dflow.tracing.task_name import full_task_name
 
 #: The key under which a device scope travels in JAX's trace context.
 METADATA_KEY = "dflow_device"
@@ -22,20 +23,40 @@ METADATA_KEY = "dflow_device"
 #: The placement of an op that belongs to an update: it goes where the variables that it feeds live.
 WITH_STATE = "with-state"
 
+#: The placement of an op that was put beside a variable without a device of its own.
+WITH_CALLER = "with-caller"
+
+_scope: ContextVar[str | None] = ContextVar("dflow_device", default=None)
+
 
 @contextmanager
 def device(name: str) -> Iterator[None]:
-    """Place the ops traced inside on the task `name` (`/job:ps/task:0` or `ps:0`).
+    """Place the ops traced inside on the device or task of this name, in any form that people write.
 
-    Ops on a variable stay where the variable lives. Raises DeviceError when the name cannot be read; that no task
-    has this name is found when the function is placed.
+    Raises DeviceError when the name cannot be read; that there is no such device is found when the function is placed.
     """
     try:
-        full = full_task_name(name)
+        full = full_device_name(name)
     except DeviceError as error:
         raise DeviceError(f"{error}{at(caller())}") from None
-    with set_xla_metadata(**{METADATA_KEY: full}):
+    with device_scope(full):
         yield
+
+
+@contextmanager
+def device_scope(full: str) -> Iterator[None]:
+    """Place the ops traced inside on the device of this full name; inside of another scope, on this one."""
+    token = _scope.set(full)
+    try:
+        with set_xla_metadata(**{METADATA_KEY: full}):
+            yield
+    finally:
+        _scope.reset(token)
+
+
+def scope_here() -> str | None:
+    """The device that the scope around this line names; None without one."""
+    return _scope.get()
 
 
 @contextmanager
@@ -43,3 +64,8 @@ def with_state() -> Iterator[None]:
     """Place the ops traced inside where the variables they update live. `Optimizer.apply` runs under it."""
     with set_xla_metadata(**{METADATA_KEY: WITH_STATE}):
         yield
+
+
+def is_within_task(device: str | None) -> bool:
+    """Whether a scope names a device within the caller's own task, rather than a task."""
+    return device is not None and (device == WITH_CALLER or device.startswith("/device:"))

@@ -54,6 +54,11 @@ def task_of(device: str) -> str:
     return split_device_name(device)[0]
 
 
+def is_on_task(device: str | None) -> bool:
+    """Whether a full name is that of a task, or of a device of one, rather than a device of the caller's."""
+    return bool(device) and bool(task_of(device or ""))
+
+
 def short_device_name(device: str) -> str:
     """`/device:cpu:1` as `cpu:1`, `/job:ps/task:0/device:cpu:1` as `ps:0/cpu:1`, a task as `ps:0`."""
     task, local = split_device_name(device)

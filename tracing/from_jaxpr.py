@@ -17,8 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflow.tracing import ops
+from dflow.tracing.device import is_within_task
+from dflow.tracing.device_name import is_on_task
 from dflow.tracing.discharge import Border, State, apply
-from dflow.tracing.errors import DflowError
+from dflow.tracing.errors import DeviceError, DflowError
 from dflow.tracing.graph import FreshNames, Graph, Literal, Node, Operand, Value
 from dflow.tracing.host_primitives import host_p
 from dflow.tracing.jax_frontend import (
@@ -29,6 +31,7 @@ from dflow.tracing.jax_frontend import (
     closed_parts,
     has_other_effects,
     host_resources,
+    is_jaxpr,
     is_literal,
     make_jaxpr,
     origin_of,
@@ -78,14 +81,24 @@ def _wanted_names(jaxpr: Jaxpr) -> dict[Any, str]:
 
 
 def holds_device(jaxpr: Jaxpr) -> bool:
-    """Whether an op of the jaxpr, or of a function that it calls, was traced under a device scope."""
+    """Whether an op of the jaxpr, or of one within it, was traced under a device scope."""
+    return any(True for _ in _scopes(jaxpr))
+
+
+def _scopes(jaxpr: Jaxpr) -> Iterator[str]:
+    """The device scope of each op of a jaxpr that has one, and of each op within it."""
     for equation in jaxpr.eqns:
-        if origin_of(equation).device is not None:
-            return True
-        key = _INLINED.get(equation.primitive.name)
-        if key is not None and holds_device(closed_parts(equation.params[key])[0]):
-            return True
-    return False
+        device = origin_of(equation).device
+        if device is not None:
+            yield device
+        yield from _scopes_within(equation.params)
+
+
+def _scopes_within(params: Mapping[str, Any]) -> Iterator[str]:
+    for param in params.values():
+        for one in param if isinstance(param, (tuple, list)) else [param]:
+            if is_jaxpr(one):
+                yield from _scopes(closed_parts(one)[0])
 
 
 def handle_type(resource: Any) -> Type:
@@ -166,17 +179,22 @@ class _Builder:
         if primitive.name in _RULED and is_kernel(closed_parts(params[_RULED[primitive.name]])[0]):
             jaxpr, consts = closed_parts(params[_RULED[primitive.name]])
             return self.inline(jaxpr, [*map(self.captured, consts), *inputs], origin, names)
-        if primitive.name in _INLINED or (primitive.name in _HOLDING and host_resources(equation.effects)):
+        scopes = dict.fromkeys(scope for scope in _scopes_within(params) if is_within_task(scope))
+        is_divided = len(scopes) > 1
+        if primitive.name in _INLINED or (
+            primitive.name in _HOLDING and (is_divided or host_resources(equation.effects))
+        ):
             jaxpr, consts = closed_parts(params[(_INLINED | _HOLDING)[primitive.name]])
             if touches_state(equation.effects) or holds_device(jaxpr):
                 return self.inline(jaxpr, [*map(self.captured, consts), *inputs], None, names)
-        if host_resources(equation.effects):
+        if host_resources(equation.effects) or is_divided:
             return self._control(equation, inputs, names, origin)
         if touches_state(equation.effects):
             return self._discharged(equation, inputs, names, origin)
         op = numeric(primitive, unknown_effects=has_other_effects(equation.effects))
         outputs = [Value(self._name(name), _type(var.aval)) for name, var in zip(names, equation.outvars, strict=True)]
-        return self._node(op, inputs, outputs, params, origin, origin_of(equation).device)
+        # What is not taken apart runs where the one device in it says.
+        return self._node(op, inputs, outputs, params, origin, next(iter(scopes), origin_of(equation).device))
 
     def _use_resource(
         self, equation: Equation, inputs: list[Operand], names: Sequence[str | None], origin: Origin
@@ -196,6 +214,11 @@ class _Builder:
         kind = equation.primitive.name
         if kind not in _CONTROL:
             shown = ", ".join(resource.title for resource in host_resources(equation.effects))
+            if not shown:
+                raise DeviceError(
+                    f"{kind} holds ops for several devices, and cannot be cut{at(origin_of(equation).loc)}\n"
+                    f"  name one device inside it, or divide it by a loop or branch: {', '.join(_CONTROL)}"
+                )
             raise DflowError(
                 f"{shown}: used inside {kind}, which cannot hold ops that wait{at(origin_of(equation).loc)}\n"
                 f"  use them before it or after it, or inside {', '.join(_CONTROL)}"
@@ -213,7 +236,7 @@ class _Builder:
         self, equation: Equation, inputs: list[Operand], names: Sequence[str | None], origin: Origin
     ) -> list[Operand]:
         """Control flow with state: its variables read before it, a pure node, and updates after it."""
-        border = Border(equation.effects, lambda variable: variable.device is not None)
+        border = Border(equation.effects, lambda variable: is_on_task(variable.device))
         writes, added = border.writes, border.added
         carried = [variable for variable in border.touched if variable not in added]
 

@@ -152,6 +152,8 @@ class _Run:
         if node.op is ops.net_send:
             self._edges.send(node.attributes["edge"], self._value(node.inputs[0]))
             return []
+        if node.op is ops.dev_copy:
+            return [self._value(node.inputs[0])]
         if _receives(node):
             return [self._edges.receive(node.attributes["edge"])]
         return self._touch(node)

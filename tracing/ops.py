@@ -91,6 +91,12 @@ def net_recv(*, edge: str, source: str, type: ArrayType) -> tuple[Type, ...]:
     return (type,)
 
 
+@op("dev.copy")
+def dev_copy(value: ArrayType, /, *, source: str) -> tuple[Type, ...]:
+    """`value`, which lies on `source`, on the node's device: another one of the same task."""
+    return (value,)
+
+
 @op("xla.call")
 def xla_call(
     *operands: Type, donate: tuple[int, ...] = (), bodies: tuple[Signature, ...] = ()

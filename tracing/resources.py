@@ -33,7 +33,20 @@ _serials = itertools.count()
 
 #: What a variable may be set: all that it is made of.
 _FIELDS = frozenset(
-    ("serial", "is_named", "name", "type", "trainable", "gradient", "loc", "home", "handle", "device", "key")
+    (
+        "serial",
+        "is_named",
+        "name",
+        "type",
+        "trainable",
+        "gradient",
+        "sharding",
+        "loc",
+        "home",
+        "handle",
+        "device",
+        "key",
+    )
 )
 
 
@@ -49,6 +62,8 @@ class Variable:
     `trainable`  whether it is to be trained: `trainable_variables` leaves out those that say no
     `gradient`   a function that `grad`, `value_and_grad` and `vjp` apply to the variable's gradient, an array, before
                  they give it: to clip it, scale it or stop part of it
+    `sharding`   a `jax.sharding.Sharding` that says how the value is spread over this process's devices; a function
+                 for `initial` is compiled so that each device makes its part
 
     In one process each `Variable` is its own state, and a new one takes over the name. On a cluster the name is the
     variable: the first to ask creates it and the others get it. Either way a second variable of the same name but
@@ -67,6 +82,7 @@ class Variable:
         near: Variable | None = None,
         trainable: bool = True,
         gradient: Callable[[Any], Any] | None = None,
+        sharding: jax.sharding.Sharding | None = None,
     ) -> None:
         if not isinstance(name, str | None):
             raise VariableError(
@@ -90,10 +106,13 @@ class Variable:
         self.type = initial_type(first, name)
         self.trainable = trainable
         self.gradient = gradient
+        #: How the value was asked to be spread over devices; None is one device, or as the first value is.
+        self.sharding = sharding
         self.loc = caller()
         self.home: Home = near.home if near is not None else current_home()
         self.handle = Handle(self)
-        #: The task that holds the value, such as `/job:ps/task:0`; None is this process.
+        #: Where the value lives: a task, `/job:ps/task:0`, or a device of this process, `/device:cpu:1`; None is
+        #: wherever in this process JAX puts it.
         self.device: str | None = None
         slot = self.home.create(self, first, near)
         self.device = slot.device

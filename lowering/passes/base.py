@@ -47,7 +47,9 @@ def run_passes(graph: Graph, passes: Sequence[Pass], *, check: bool = False, obs
 
 
 def _applied(one: Pass, graph: Graph) -> Graph:
-    """The pass on the bodies of branches and loops, then on the graph itself."""
+    """The pass on the bodies of branches and loops, unless it does these itself, then on the graph itself."""
+    if getattr(one, "is_of_whole", False):
+        return one(graph)
     nodes = tuple(
         replace(node, bodies=tuple(_applied(one, body) for body in node.bodies)) if node.op in CONTROL_OPS else node
         for node in graph.nodes

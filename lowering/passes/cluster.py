@@ -1,6 +1,7 @@
 """Group the nodes between transfers, and between what a host does itself, into XLA calls.
 
 A node's stage is how many transfers and host nodes its operands have come through, and which host nodes it comes after.
+To come after a node of another device counts as a transfer.
 The nodes of one device and one stage make one cluster, so a cluster waits for all it needs before it starts, never for
 what it helps to make, and never for a queue that none of its nodes waits for. Reads, and what is made from reads alone,
 move to the stage of their first user: an update reads its variables in the very call that writes them, so that no other
@@ -56,7 +57,7 @@ class _Stage(NamedTuple):
 
 _NO_STAGE = _Stage(0, 0)
 _HOST_OPS = frozenset(ops.HOST_OPS)
-_ALONE = _HOST_OPS | {ops.net_send, ops.net_recv}
+_ALONE = _HOST_OPS | {ops.net_send, ops.net_recv, ops.dev_copy}
 
 
 def _stands_alone(node: Node) -> bool:
@@ -80,15 +81,18 @@ def _earliest_stages(graph: Graph, bits: Mapping[int, int]) -> dict[int, _Stage]
         for value in (*node.values, *node.after):
             producer = producers.get(value)
             if producer is not None:
-                stage = _later(stage, following[id(producer)])
+                after = following[id(producer)]
+                crossed = _Stage(after.level + 1, after.hosts) if _crosses(producer, node) else after
+                stage = _later(stage, crossed)
         if node.op is ops.net_send:
             sent[node.attributes["edge"], node.attributes["destination"]] = stage
         if node.op is ops.net_recv:
             source = sent[node.attributes["edge"], node.device]
             stage = _Stage(source.level + 1, source.hosts)
         stages[id(node)] = stage
-        bit = bits.get(id(node))
-        following[id(node)] = stage if bit is None else _Stage(stage.level + 1, stage.hosts | bit)
+        bit = bits.get(id(node), 0)
+        ends_stage = bit or node.op is ops.dev_copy
+        following[id(node)] = _Stage(stage.level + 1, stage.hosts | bit) if ends_stage else stage
     return stages
 
 
@@ -99,6 +103,11 @@ def _later(one: _Stage, other: _Stage) -> _Stage:
     if one.level <= other.level and one.hosts | other.hosts == other.hosts:
         return other
     return _Stage(max(one.level, other.level), one.hosts | other.hosts)
+
+
+def _crosses(node: Node, next: Node) -> bool:
+    """Whether two calls are joined by the order of their effects alone, from one device to another."""
+    return node.device != next.device and not (_stands_alone(node) or _stands_alone(next))
 
 
 def _sink_reads(graph: Graph, stages: dict[int, _Stage], bits: Mapping[int, int]) -> dict[int, _Stage]:
@@ -122,7 +131,11 @@ def _sink_reads(graph: Graph, stages: dict[int, _Stage], bits: Mapping[int, int]
         if id(node) in floating and not outputs.intersection(node.outputs):
             later = followers.get(id(node))
             if later:
-                stages[id(node)] = _first([stages[id(n)] for n in later], stages[id(node)], ends)
+                limits = [
+                    _Stage(stages[id(n)].level - 1, stages[id(n)].hosts) if _crosses(node, n) else stages[id(n)]
+                    for n in later
+                ]
+                stages[id(node)] = _first(limits, stages[id(node)], ends)
     return stages
 
 

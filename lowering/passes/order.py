@@ -1,4 +1,4 @@
-"""Turn effects into order edges, per resource and device.
+"""Turn effects into order edges, per resource and task.
 
 After this pass the order of the node list carries no meaning of its own: two effects on one variable whose order can
 be seen are joined by an operand or by `after`.
@@ -10,6 +10,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from dflow.tracing.device_name import task_of
 from dflow.tracing.effects import Effect, commute
 from dflow.tracing.graph import Graph, Node, Value
 
@@ -23,10 +24,10 @@ class Order:
     name: ClassVar[str] = "order"
 
     def __call__(self, graph: Graph) -> Graph:
-        lines: dict[str | None, _Line] = {}
+        lines: dict[str, _Line] = {}
         nodes = []
         for node in graph.nodes:
-            line = lines.setdefault(node.device, _Line())
+            line = lines.setdefault(task_of(node.device or ""), _Line())
             before = line.enter(node)
             operands = set(node.values)
             after = tuple(value for value in before if value not in operands)
@@ -36,7 +37,7 @@ class Order:
 
 @dataclass
 class _Line:
-    """The effects so far on one device: per variable those that a next one may have to follow."""
+    """The effects so far on one task: per variable those that a next one may have to follow."""
 
     recent: dict[Value, list[tuple[Effect, Value]]] = field(default_factory=dict)
     barrier: Value | None = None

@@ -1,7 +1,8 @@
-"""Cut the graph at device borders: each value that crosses is sent once per destination.
+"""Cut the graph at device borders: each value that crosses is moved once per destination.
 
-The graph stays one graph. Afterwards every operand of a node is on the node's device, and what joins two devices is
-a `net.send` and a `net.recv` of the same edge. An edge is named for the variable it carries, else for its value.
+The graph stays one graph. Afterwards every operand of a node is on the node's device. What joins two tasks is a
+`net.send` and a `net.recv` of the same edge, named for the variable it carries, else for its value. What joins two
+devices of one task is a `dev.copy`. What a task itself does, on none of its devices, takes values where they lie.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from dflow.tracing import ops
-from dflow.tracing.graph import FreshNames, Graph, Node, Operand, Value
+from dflow.tracing.device_name import split_device_name, task_of
+from dflow.tracing.graph import FreshNames, Graph, Node, Operand, Origin, Value
 from dflow.tracing.types import HANDLES, ArrayType, TokenType
 
 
 @dataclass(frozen=True)
 class Partition:
-    """Add the sends and receives of a placed graph whose caller is `local`."""
+    """Add the transfers of a placed graph whose caller is `local`."""
 
     local: str
     name: ClassVar[str] = "partition"
@@ -52,25 +54,47 @@ class _Cut:
         return tuple(self.at(operand, device) for operand in operands)
 
     def at(self, operand: Operand, device: str) -> Operand:
-        """The operand as it is on `device`, sent there when it is elsewhere."""
-        if not isinstance(operand, Value) or isinstance(operand.type, HANDLES) or self._device[operand] == device:
+        """The operand as it is on `device`, moved there when it is elsewhere."""
+        if not isinstance(operand, Value) or isinstance(operand.type, HANDLES):
+            return operand
+        here, task = self._device[operand], task_of(device)
+        if device in (here, task_of(here)):
             return operand
         if (operand, device) not in self._copies:
-            self._copies[operand, device] = self._transfer(operand, self._device[operand], device)
+            if task == task_of(here):
+                self._copies[operand, device] = self._copied(operand, here, device)
+            elif task == device:
+                self._copies[operand, device] = self._transfer(operand, here, device)
+            else:
+                return self.at(self.at(operand, task), device)
         return self._copies[operand, device]
+
+    def _copied(self, value: Value, source: str, device: str) -> Value:
+        _, local = split_device_name(device)
+        copy = Value(self._fresh(f"{value.name}.{local.replace(':', '')}"), value.type)
+        self._moved(Node(ops.dev_copy, (value,), (copy,), {"source": source}, (), device, (), self._origin(value)))
+        return copy
 
     def _transfer(self, value: Value, source: str, destination: str) -> Value:
         assert isinstance(value.type, ArrayType)
-        producer = self._graph.producers.get(value)
-        origin = producer.origin if producer is not None else None
+        producer, origin = self._graph.producers.get(value), self._origin(value)
         token = Value(self._fresh(f"{value.name}.sent"), TokenType())
         copy = Value(self._fresh(f"{value.name}.received"), value.type.strong)
         edge = self._edge(value, producer)
         send = {"edge": edge, "destination": destination}
-        recv = {"edge": edge, "source": source, "type": value.type.strong}
-        self.nodes.append(Node(ops.net_send, (value,), (token,), send, (), source, (), origin))
-        self.nodes.append(Node(ops.net_recv, (), (copy,), recv, (), destination, (), origin))
+        recv = {"edge": edge, "source": task_of(source), "type": value.type.strong}
+        self._moved(Node(ops.net_send, (value,), (token,), send, (), source, (), origin))
+        self._moved(Node(ops.net_recv, (), (copy,), recv, (), destination, (), origin))
         return copy
+
+    def _moved(self, node: Node) -> None:
+        assert node.device is not None
+        self._device.update(dict.fromkeys(node.outputs, node.device))
+        self.nodes.append(node)
+
+    def _origin(self, value: Value) -> Origin | None:
+        producer = self._graph.producers.get(value)
+        return producer.origin if producer is not None else None
 
     def _edge(self, value: Value, producer: Node | None) -> str:
         if value not in self._edges:

@@ -1,119 +1,241 @@
 """Give each node a device.
 
 An op on a variable goes where the variable lives. A stated device is kept. An op of an update (`with-state`) goes to
-the one task whose variables its results feed; when they feed several, to the task of the variables it is made from.
-All else stays with the caller.
+the one place whose variables its results feed; when they feed several, to that of the variables it is made from. What
+waits for queues is the task's own, on none of its devices. All else stays with the caller.
+
+While nothing names one of the caller's devices, to stay with the caller is to run wherever JAX runs it. Once something
+does, everything of the caller's has a device: where one is used, that one; where several are, an op that states none
+goes where most of the bytes lie that it takes, then where its first user is, then to the default device. An argument
+goes straight to the device that takes it; where several do, to the default one if it is among them, else to the first.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from dflow.tracing.device import WITH_STATE
+from dflow.lowering.devices import no_device
+from dflow.tracing.device import WITH_CALLER, WITH_STATE
+from dflow.tracing.device_name import device_name, short_device_name, split_device_name, task_of
 from dflow.tracing.errors import DeviceError
 from dflow.tracing.graph import Graph, Node, Value
 from dflow.tracing.ops import CONTROL_OPS
 from dflow.tracing.source import at
-from dflow.tracing.task_name import short_task_name
+from dflow.tracing.types import HOST_HANDLES, ArrayType, RefType
 
 
 @dataclass(frozen=True)
 class Place:
-    """Place on `tasks`; the caller's own is `local`. Raises DeviceError for a device that no task offers."""
+    """Place on `tasks`; the caller's own is `local` and has `devices`, of which the first is the default.
+
+    Raises DeviceError for a task or device that is not there.
+    """
 
     local: str
     tasks: tuple[str, ...]
+    devices: tuple[str, ...] = ()
     name: ClassVar[str] = "place"
+    #: The bodies of branches and loops share the devices of the whole, so they are placed with it.
+    is_of_whole: ClassVar[bool] = True
 
     def __call__(self, graph: Graph) -> Graph:
-        inputs = {
-            value: dataclasses.replace(value, device=self._offered(value.device or self.local, value.name))
-            for value in graph.refs
-        }
-        devices = self._devices(graph)
-        for node in graph.nodes:
-            if node.op in CONTROL_OPS:
-                self._check_bodies(node, inputs)
-        nodes = tuple(_on(devices[id(node)], node.with_operands(inputs)) for node in graph.nodes)
-        return Graph(tuple(inputs.get(value, value) for value in graph.inputs), nodes, graph.outputs)
+        return _Placing(self, self._used(graph)).graph(graph)
 
-    def _devices(self, graph: Graph) -> Mapping[int, str]:
-        fed = _tasks_fed(graph, self.local) if len(self.tasks) > 1 else {}
-        placed: dict[int, str] = {}
-        for node in graph.nodes:
-            refs = [resource for _, resource in node.effects if resource is not None]
-            if refs:
-                placed[id(node)] = refs[0].device or self.local
-            elif node.device == WITH_STATE:
-                placed[id(node)] = self._with_state(node, fed, graph, placed)
-            else:
-                placed[id(node)] = self._offered(node.device or self.local, node.outputs[0].name, node)
-        return placed
+    def full(self, device: str | None, what: str, node: Node | None = None) -> str | None:
+        """A stated device in full; None for any of the caller's."""
+        task, local = split_device_name(device or WITH_CALLER)
+        if device in (None, WITH_CALLER, WITH_STATE, self.local):
+            return None
+        where = at(node.loc) if node is not None else ""
+        if local and task not in ("", self.local):
+            raise DeviceError(
+                f"%{what} is placed on {device}, and a task chooses among its devices itself{where}\n"
+                f"  name the task alone, {short_device_name(task)}"
+            )
+        if local and local not in self.devices:
+            fact, remedy = no_device(local, self.devices)
+            raise DeviceError(f"%{what} is placed on {local}, but {fact}{where}\n  {remedy}")
+        if not local and task not in self.tasks:
+            offered = ", ".join(map(short_device_name, self.tasks))
+            raise DeviceError(
+                f"%{what} is placed on {device}, but no task offers it; the tasks are {offered}{where}\n"
+                "  name one of these, or start more tasks"
+            )
+        return device_name(self.local, local) if local else task
 
-    def _check_bodies(self, node: Node, inputs: Mapping[Value, Value]) -> None:
-        """The bodies, which are placed by now, and the state they use must be on the caller's task."""
+    def _used(self, graph: Graph) -> tuple[str, ...]:
+        """The caller's devices that a graph with its bodies names; with them the default one, where it is needed."""
+        named = [self.full(*one) for one in _stated(graph)]
+        used = dict.fromkeys(device for device in named if device and device != task_of(device))
+        if used and None in named:
+            used[device_name(self.local, self.devices[0])] = None
+        return tuple(used)
+
+
+def _stated(graph: Graph) -> Iterator[tuple[str | None, str, Node | None]]:
+    """Where each variable is, and where each node is said to be that says so; by whom."""
+    for ref in graph.refs:
+        if isinstance(ref.type, RefType):
+            yield ref.device, ref.name, None
+    for node in graph.nodes:
+        if node.device not in (None, WITH_STATE) and not any(ref is not None for _, ref in node.effects):
+            yield node.device, node.outputs[0].name, node
+        if node.op in CONTROL_OPS:
+            for body in node.bodies:
+                yield from _stated(body)
+
+
+class _Placing:
+    """One run over a graph whose caller uses the devices `used`; none of them where nothing names one."""
+
+    def __init__(self, place: Place, used: Sequence[str]) -> None:
+        self._place, self._local, self._used = place, place.local, used
+        self._default = self._local
+        if used:
+            first = device_name(self._local, place.devices[0])
+            self._default = used[0] if len(used) == 1 else first
+
+    def graph(self, graph: Graph) -> Graph:
+        refs = {value: dataclasses.replace(value, device=self._of_ref(value)) for value in graph.refs}
+        bodies = {id(node): self._bodies(node, refs) for node in graph.nodes if node.op in CONTROL_OPS}
+        devices = self._devices(graph, refs)
+        arguments = self._arguments(graph, devices)
+        return self._made(graph, refs | arguments, bodies, devices)
+
+    def _body(self, graph: Graph) -> Graph:
+        """A body, whose arguments lie where the turn before has left them."""
+        refs = {value: dataclasses.replace(value, device=self._of_ref(value)) for value in graph.refs}
+        bodies = {id(node): self._bodies(node, refs) for node in graph.nodes if node.op in CONTROL_OPS}
+        return self._made(graph, refs, bodies, self._devices(graph, refs))
+
+    def _made(
+        self,
+        graph: Graph,
+        inputs: Mapping[Value, Value],
+        bodies: Mapping[int, tuple[Graph, ...]],
+        devices: Mapping[int, str],
+    ) -> Graph:
+        nodes = tuple(
+            _on(devices[id(node)], bodies.get(id(node), node.bodies), node.with_operands(inputs))
+            for node in graph.nodes
+        )
+        outputs = tuple(inputs.get(output, output) if isinstance(output, Value) else output for output in graph.outputs)
+        return Graph(tuple(inputs.get(value, value) for value in graph.inputs), nodes, outputs)
+
+    def _of_ref(self, ref: Value) -> str:
+        device = self._place.full(ref.device, ref.name)
+        if isinstance(ref.type, HOST_HANDLES):
+            return device or self._local
+        return device or self._default
+
+    def _bodies(self, node: Node, inputs: Mapping[Value, Value]) -> tuple[Graph, ...]:
+        """The bodies of a node; they, and the state they use, must be on the caller's task."""
+        bodies = tuple(self._body(body) for body in node.bodies)
         elsewhere = {
             f"%{ref.name} on {inputs[ref].device}"
             for ref in node.values
-            if ref in inputs and not self._is_here(inputs[ref])
+            if ref in inputs and not self._is_here(inputs[ref].device)
         }
         elsewhere |= {
             f"%{inner.outputs[0].name} on {inner.device}"
-            for body in node.bodies
+            for body in bodies
             for inner in body.nodes
-            if inner.device != self.local
+            if not self._is_here(inner.device)
         }
         if elsewhere:
             raise DeviceError(
-                f"%{node.outputs[0].name} ({node.op.name}) waits for queues, so {self.local} runs it; "
-                f"but it uses {', '.join(sorted(elsewhere))}{at(node.loc)}\n"
+                f"%{node.outputs[0].name} ({node.op.name}) waits for queues or has several devices, so {self._local} "
+                f"runs it; but it uses {', '.join(sorted(elsewhere))}{at(node.loc)}\n"
                 "  read what is elsewhere before, and write it after"
             )
+        return bodies
 
-    def _is_here(self, ref: Value) -> bool:
-        return ref.device == self.local
+    def _is_here(self, device: str | None) -> bool:
+        return task_of(device or self._local) == self._local
+
+    def _is_device(self, device: str | None) -> bool:
+        """Whether it is one of the caller's devices, rather than a task."""
+        return device is not None and device != self._local and self._is_here(device)
+
+    def _devices(self, graph: Graph, refs: Mapping[Value, Value]) -> dict[int, str]:
+        many = len(self._place.tasks) > 1 or len(self._used) > 1
+        fed = _places_fed(graph, refs, self._local) if many else {}
+        placed: dict[int, str | None] = {}
+        for node in graph.nodes:
+            touched = [resource for _, resource in node.effects if resource is not None]
+            if node.op in CONTROL_OPS:
+                placed[id(node)] = self._local
+            elif touched:
+                placed[id(node)] = refs[touched[0]].device
+            elif node.device == WITH_STATE:
+                placed[id(node)] = self._with_state(node, fed, graph, placed) or self._beside(node, graph, placed)
+            elif node.device is not None:
+                placed[id(node)] = self._place.full(node.device, node.outputs[0].name, node) or self._default
+            else:
+                placed[id(node)] = self._beside(node, graph, placed)
+        for node in reversed(graph.nodes):
+            if placed[id(node)] is None:
+                users = [placed[id(user)] for value in node.outputs for user in graph.uses.get(value, ())]
+                placed[id(node)] = next((device for device in users if self._is_device(device)), self._default)
+        return {number: device or self._default for number, device in placed.items()}
+
+    def _beside(self, node: Node, graph: Graph, placed: Mapping[int, str | None]) -> str | None:
+        """The device with most of the bytes that the node takes; None where they lie on none."""
+        if len(self._used) < 2:
+            return self._default
+        bytes_on: dict[str, int] = {}
+        for value in dict.fromkeys(node.values):
+            device = placed[id(graph.producers[value])] if value in graph.producers else None
+            if device is not None and self._is_device(device) and isinstance(value.type, ArrayType):
+                bytes_on[device] = bytes_on.get(device, 0) + value.type.size_bytes
+        return max(bytes_on, key=lambda device: bytes_on[device]) if bytes_on else None
 
     def _with_state(
-        self, node: Node, fed: Mapping[int, frozenset[str]], graph: Graph, placed: Mapping[int, str]
-    ) -> str:
+        self, node: Node, fed: Mapping[int, frozenset[str]], graph: Graph, placed: Mapping[int, str | None]
+    ) -> str | None:
         if not fed:
-            return self.local
+            return self._default
         if len(fed[id(node)]) == 1:
-            return next(iter(fed[id(node)]))
+            [place] = fed[id(node)]
+            return place if place != self._local else None
         made_from = [placed[id(graph.producers[value])] for value in node.values if value in graph.producers]
-        return next((device for device in made_from if device != self.local), self.local)
+        return next((device for device in made_from if device not in (None, self._local)), None)
 
-    def _offered(self, device: str, what: str, node: Node | None = None) -> str:
-        if device in self.tasks:
-            return device
-        offered = ", ".join(short_task_name(task) for task in self.tasks)
-        where = at(node.loc) if node is not None else ""
-        raise DeviceError(
-            f"%{what} is placed on {device}, but no task offers it; the tasks are {offered}{where}\n"
-            "  name one of these, or start more tasks"
-        )
-
-
-def _on(device: str, node: Node) -> Node:
-    return Node(node.op, node.inputs, node.outputs, node.attributes, node.bodies, device, node.after, node.origin)
+    def _arguments(self, graph: Graph, devices: Mapping[int, str]) -> dict[Value, Value]:
+        """The arguments that a device of the caller's takes, as they are there."""
+        found = {}
+        for value in graph.inputs:
+            users = [devices[id(user)] for user in graph.uses.get(value, ())]
+            takers = [device for device in users if self._is_device(device)]
+            if takers and isinstance(value.type, ArrayType):
+                home = self._default if self._default in takers else takers[0]
+                found[value] = dataclasses.replace(value, device=home)
+        return found
 
 
-def _tasks_fed(graph: Graph, local: str) -> Mapping[int, frozenset[str]]:
-    """For each node, the tasks of the variables that its results end up in, through ops of the update alone."""
+def _on(device: str, bodies: tuple[Graph, ...], node: Node) -> Node:
+    return Node(node.op, node.inputs, node.outputs, node.attributes, bodies, device, node.after, node.origin)
+
+
+def _places_fed(graph: Graph, refs: Mapping[Value, Value], local: str) -> Mapping[int, frozenset[str]]:
+    """For each node, where the variables are that its results end up in, through ops of the update alone.
+
+    What anything else takes counts as the caller's, `local`.
+    """
     outputs = {output for output in graph.outputs if isinstance(output, Value)}
     fed: dict[int, frozenset[str]] = {}
     for node in reversed(graph.nodes):
-        refs = [resource for _, resource in node.effects if resource is not None]
-        if refs:
-            fed[id(node)] = frozenset(ref.device or local for ref in refs)
+        touched = [resource for _, resource in node.effects if resource is not None]
+        if touched:
+            fed[id(node)] = frozenset(refs[ref].device or local for ref in touched)
             continue
-        tasks: set[str] = set()
+        places: set[str] = set()
         for value in node.outputs:
             for user in graph.uses.get(value, ()):
-                tasks |= fed[id(user)] if user.must_run or user.device == WITH_STATE else {local}
-            tasks |= {local} if value in outputs else set()
-        fed[id(node)] = frozenset(tasks)
+                places |= fed[id(user)] if user.must_run or user.device == WITH_STATE else {local}
+            places |= {local} if value in outputs else set()
+        fed[id(node)] = frozenset(places)
     return fed

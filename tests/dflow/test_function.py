@@ -533,7 +533,7 @@ def test_a_variable_inside_traced_code_is_refused() -> None:
 
 
 def test_a_device_name_that_cannot_be_read() -> None:
-    with pytest.raises(DeviceError, match="'gpu' is not the name of a task; write") as caught, dflow.device("gpu"):
+    with pytest.raises(DeviceError, match="'gpu' is not the name of a device; write") as caught, dflow.device("gpu"):
         pass
     assert "/job:ps/task:0" in str(caught.value)
     assert 'dflow.device("gpu")' in line_of(caught.value)

@@ -19,13 +19,18 @@ import dflow
 
 DEVICES = 8
 DEADLINE_S = 300.0
+#: What needs several devices too: one process runs all of it.
+OTHERS = [
+    "tests/dflow/device_scopes_.py",
+    "tests/test_docs.py::test_the_snippets_of_a_page_run_and_print_what_it_says[devices.md]",
+]
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}"}
 X = np.arange(64, dtype=np.float32).reshape(16, 4)
 
 if jax.device_count() < DEVICES:
 
     def test_in_a_process_of_several_devices() -> None:
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, *OTHERS]
         root = Path(__file__).parents[2]
         done = subprocess.run(
             command,

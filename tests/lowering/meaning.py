@@ -23,6 +23,10 @@ from tests.golden import GoldenCase, check
 
 WORKER, PS_0, PS_1 = "/job:worker/task:0", "/job:ps/task:0", "/job:ps/task:1"
 TASKS = (WORKER, PS_0, PS_1)
+#: The devices of the worker, the default one first.
+DEVICES = ("cpu:0", "cpu:1", "cpu:2")
+#: Where a program may say that an op is to run.
+PLACES = (*TASKS, *(f"/device:{device}" for device in DEVICES))
 
 
 def inputs_of(graph: Graph) -> list[Any]:

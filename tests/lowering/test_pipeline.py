@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -13,14 +14,17 @@ from hypothesis import strategies as st
 from dflow.lowering.passes.base import run_passes
 from dflow.lowering.pipeline import ALONE, pipeline
 from dflow.tracing import ops
+from dflow.tracing.device_name import task_of
 from dflow.tracing.effects import Effect
-from dflow.tracing.graph import Graph, Value
+from dflow.tracing.graph import Graph, Node, Value
 from dflow.tracing.interpret import interpret
 from dflow.tracing.types import RefType
 from dflow.tracing.verify import verify
 from tests.effort import examples
 from tests.graphs_ import Case, cases
 from tests.lowering.meaning import (
+    DEVICES,
+    PLACES,
     TASKS,
     WORKER,
     assert_equal_states,
@@ -31,7 +35,7 @@ from tests.lowering.meaning import (
 from tests.lowering.one_process import Cluster
 from tests.lowering.stateful_graphs import some_inputs, some_state, stateful_graphs
 
-PASSES = pipeline(WORKER, TASKS)
+PASSES = pipeline(WORKER, TASKS, DEVICES)
 NAMES = [one.name for one in PASSES]
 #: From here on the order of the node list carries no meaning of its own.
 ORDERED = NAMES.index("order")
@@ -40,12 +44,12 @@ SEEDS = st.integers(0, 2**16)
 
 def test_the_pipeline_is_for_this_process_alone_unless_told_otherwise() -> None:
     assert [one.name for one in pipeline()] == NAMES
-    assert pipeline() == pipeline(ALONE, (ALONE,))
+    assert pipeline() == pipeline(ALONE, (ALONE,), ())
 
 
 @pytest.mark.parametrize("index", range(len(PASSES)), ids=NAMES)
 @settings(max_examples=examples(60))
-@given(graph=stateful_graphs(), seed=SEEDS)
+@given(graph=stateful_graphs(PLACES), seed=SEEDS)
 def test_a_pass_keeps_the_meaning_of_any_graph(index: int, graph: Graph, seed: int) -> None:
     before = run_passes(graph, PASSES[:index])
     after = PASSES[index](before)
@@ -54,13 +58,13 @@ def test_a_pass_keeps_the_meaning_of_any_graph(index: int, graph: Graph, seed: i
 
 
 @settings(max_examples=examples(25))
-@given(case=cases(devices=TASKS), seed=SEEDS)
+@given(case=cases(devices=PLACES), seed=SEEDS)
 def test_the_pipeline_keeps_the_meaning_of_any_traced_program(case: Case, seed: int) -> None:
     lowered = run_passes(case.graph, PASSES, check=True)
     assert_same_meaning(case.graph, lowered, case.inputs, case.state, chooser(seed))
 
 
-@given(graph=stateful_graphs())
+@given(graph=stateful_graphs(PLACES))
 def test_passes_find_nothing_more_when_run_again(graph: Graph) -> None:
     simplify = PASSES[:2]
     once = run_passes(graph, simplify)
@@ -75,38 +79,43 @@ def device_of_values(graph: Graph) -> dict[Value, str | None]:
 
 @pytest.mark.parametrize("name", ["partition", "order", "cluster", "donate"])
 @settings(max_examples=examples(40))
-@given(graph=stateful_graphs())
+@given(graph=stateful_graphs(PLACES))
 def test_after_partition_all_that_a_node_needs_is_on_its_task(name: str, graph: Graph) -> None:
     after = run_passes(graph, PASSES[: NAMES.index(name) + 1])
     where = device_of_values(after)
-    assert {where[value] for value in after.outputs if isinstance(value, Value)} <= {WORKER}
+    assert {task_of(where[value]) for value in after.outputs if isinstance(value, Value)} <= {WORKER}
     for node in after.nodes:
-        assert {where[value] for value in (*node.values, *node.after)} <= {node.device}
+        assert node.device is not None
+        assert {task_of(where[value]) for value in (*node.values, *node.after)} <= {task_of(node.device)}
+        if node.op is not ops.dev_copy:
+            assert {where[value] for value in node.values} <= {node.device}
 
 
-@given(graph=stateful_graphs())
-def test_a_value_crosses_once_to_a_task(graph: Graph) -> None:
+@given(graph=stateful_graphs(PLACES))
+def test_a_value_crosses_once_to_a_task_and_to_a_device_of_it(graph: Graph) -> None:
     after = run_passes(graph, PASSES[: NAMES.index("partition") + 1])
     sends = [node for node in after.nodes if node.op is ops.net_send]
     edges = {node.inputs[0]: node.attributes["edge"] for node in sends}
     assert len(set(edges.values())) == len(edges)
-    sent = Counter((n.attributes["edge"], n.device, n.attributes["destination"]) for n in sends)
+    sent = Counter((n.attributes["edge"], task_of(str(n.device)), n.attributes["destination"]) for n in sends)
     received = Counter(
         (n.attributes["edge"], n.attributes["source"], n.device) for n in after.nodes if n.op is ops.net_recv
     )
     assert sent == received
     assert set(sent.values()) <= {1}
+    copied = Counter((node.inputs[0], node.device) for node in after.nodes if node.op is ops.dev_copy)
+    assert set(copied.values()) <= {1}
 
 
-@given(graph=stateful_graphs())
+@given(graph=stateful_graphs(PLACES))
 def test_all_between_two_transfers_of_a_task_is_one_call(graph: Graph) -> None:
     after = run_passes(graph, PASSES)
-    assert {node.op for node in after.nodes} <= {ops.xla_call, ops.net_send, ops.net_recv}
+    assert {node.op for node in after.nodes} <= {ops.xla_call, ops.net_send, ops.net_recv, ops.dev_copy}
     levels: dict[Value, int] = {}
     sent: dict[Any, int] = {}
     calls = []
     for node in after.nodes:
-        level = max((levels[value] for value in (*node.values, *node.after) if value in levels), default=0)
+        level = max((_level(value, node, after, levels) for value in (*node.values, *node.after)), default=0)
         if node.op is ops.net_send:
             sent[node.attributes["edge"], node.attributes["destination"]] = level + 1
         if node.op is ops.net_recv:
@@ -114,6 +123,15 @@ def test_all_between_two_transfers_of_a_task_is_one_call(graph: Graph) -> None:
         levels.update(dict.fromkeys(node.outputs, level))
         calls += [(node.device, level)] if node.op is ops.xla_call else []
     assert len(calls) == len(set(calls))
+
+
+def _level(value: Value, user: Node, graph: Graph, levels: Mapping[Value, int]) -> int:
+    """The level of a node that needs this value: one more, where it was moved or is waited for on another device."""
+    maker = graph.producers.get(value)
+    if maker is None:
+        return 0
+    waits = maker.op is ops.xla_call is user.op and maker.device != user.device
+    return levels[value] + (maker.op is ops.dev_copy or waits)
 
 
 def ancestors(graph: Graph) -> dict[int, set[int]]:
@@ -135,11 +153,11 @@ def ancestors(graph: Graph) -> dict[int, set[int]]:
 
 def conflicts(graph: Graph) -> list[tuple[str, str]]:
     """The nodes of a partitioned graph whose order can be seen, as pairs of their first results' names."""
-    nodes = [node for node in graph.nodes if node.op not in (ops.net_send, ops.net_recv) and node.effects]
+    nodes = [node for node in graph.nodes if node.op not in (ops.net_send, ops.net_recv, ops.dev_copy) and node.effects]
     return [
         (one.outputs[0].name, other.outputs[0].name)
         for one, other in itertools.combinations(nodes, 2)
-        if one.device == other.device
+        if task_of(str(one.device)) == task_of(str(other.device))
         and any(
             Effect.UNKNOWN in (first, second) or (on is where and {first, second} != {Effect.READ})
             for first, on in one.effects
@@ -149,7 +167,7 @@ def conflicts(graph: Graph) -> list[tuple[str, str]]:
 
 
 @settings(max_examples=examples(200))
-@given(graph=stateful_graphs())
+@given(graph=stateful_graphs(PLACES))
 def test_effects_whose_order_can_be_seen_are_held_apart_by_edges(graph: Graph) -> None:
     partitioned = run_passes(graph, PASSES[:ORDERED])
     ordered, clustered = PASSES[ORDERED](partitioned), run_passes(partitioned, PASSES[ORDERED:])
@@ -166,7 +184,7 @@ def test_effects_whose_order_can_be_seen_are_held_apart_by_edges(graph: Graph) -
             assert first in before[second] or (first == second and place < later), f"{one}, {other}"
 
 
-@given(graph=stateful_graphs())
+@given(graph=stateful_graphs(PLACES))
 def test_a_call_donates_what_it_writes_and_nothing_else(graph: Graph) -> None:
     for call in run_passes(graph, PASSES).nodes:
         for body in call.bodies:
@@ -177,7 +195,7 @@ def test_a_call_donates_what_it_writes_and_nothing_else(graph: Graph) -> None:
 
 
 @settings(max_examples=examples(25))
-@given(graph=stateful_graphs(max_nodes=8), seed=SEEDS)
+@given(graph=stateful_graphs(TASKS, max_nodes=8), seed=SEEDS)
 def test_tasks_that_run_their_plans_do_what_the_graph_means(graph: Graph, seed: int) -> None:
     inputs, state = some_inputs(graph), some_state(graph)
     cluster = Cluster(graph, state)

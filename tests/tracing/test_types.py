@@ -61,7 +61,7 @@ def test_a_type_knows_its_size_and_its_strong_form() -> None:
 @pytest.mark.parametrize("name", ["ps", "ps:", "7:0", "/job:ps", "/job:ps/task:x", "ps:0 "])
 def test_what_is_no_device_is_refused_with_the_users_line(name: str) -> None:
     with (
-        pytest.raises(DeviceError, match=r"is not the name of a task(.|\n)*at .*test_types.py:\d"),
+        pytest.raises(DeviceError, match=r"is not the name of a device(.|\n)*at .*test_types.py:\d"),
         device(name),
     ):
         pass
