@@ -4,10 +4,12 @@ from dflow import distributed, lax, nn, numpy, random
 from dflow.cluster import connect
 from dflow.distributed.cluster import ClusterSettings
 from dflow.eager_mode import eager
+from dflow.exporter import Exported, export, spec
 from dflow.function import Function, jit
 from dflow.generator import Generator
 from dflow.graph_view import GraphView, graph
 from dflow.kernel_check import KernelCheck, check_kernel
+from dflow.loader import Loaded, load
 from dflow.optimizer import Optimizer
 from dflow.scopes import colocate_with, device
 from dflow.trace_log import RetraceWarning
@@ -19,6 +21,7 @@ from dflow.tracing.errors import (
     DeadlineExceeded,
     DeviceError,
     DflowError,
+    ExportError,
     GraphNameError,
     GraphTypeError,
     LostWriteError,
@@ -45,6 +48,8 @@ __all__ = [
     "DeadlineExceeded",
     "DeviceError",
     "DflowError",
+    "ExportError",
+    "Exported",
     "FIFOQueue",
     "Function",
     "Generator",
@@ -54,6 +59,7 @@ __all__ = [
     "Kernel",
     "KernelCheck",
     "LeakedTracerWarning",
+    "Loaded",
     "LostWriteError",
     "Optimizer",
     "PaddedSpec",
@@ -79,6 +85,7 @@ __all__ = [
     "device",
     "distributed",
     "eager",
+    "export",
     "grad",
     "graph",
     "hvp",
@@ -88,12 +95,14 @@ __all__ = [
     "jvp",
     "kernel",
     "lax",
+    "load",
     "name",
     "nn",
     "numpy",
     "random",
     "read",
     "reset_container",
+    "spec",
     "trainable_variables",
     "value_and_grad",
     "variables",

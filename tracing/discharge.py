@@ -24,6 +24,7 @@ from dflow.tracing.jax_frontend import (
     bind,
     closed_parts,
     host_resources,
+    inner_parts,
     is_literal,
     line_bound,
     make_jaxpr,
@@ -74,10 +75,14 @@ class Border:
 class State:
     """The values of variables at one point of a program, and which of them have been written."""
 
-    def __init__(self, values: Mapping[Any, Any], lookups: Lookups | None = None) -> None:
+    def __init__(
+        self, values: Mapping[Any, Any], lookups: Lookups | None = None, given: Mapping[int, Any] | None = None
+    ) -> None:
         self._values = dict(values)
         #: Serves the variables that are only looked up in, of which there is no value.
         self.lookups = lookups
+        #: What stands for constants of the program and of what is inside it, by the identity of the constant.
+        self.given = given or {}
 
     def __getitem__(self, variable: Any) -> Any:
         return self._values[variable]
@@ -101,6 +106,26 @@ class State:
         """The values of these variables, in order."""
         return [self._values[variable] for variable in variables]
 
+    def within(self, values: Mapping[Any, Any]) -> State:
+        """The state of a body, of these variables."""
+        return State(values, given=self.given)
+
+    def constants(self, consts: Iterable[Any]) -> list[Any]:
+        """What stands for these constants."""
+        return [self.given.get(id(const), const) for const in consts]
+
+    def gives(self, equation: Equation) -> bool:
+        """Whether something stands for a constant inside an equation, other than in a function with a rule of its own.
+
+        Those keep their constants, since a rule for derivatives does not say what they are along a constant.
+        """
+        if not self.given or isinstance(_RULES.get(equation.primitive.name), _Custom):
+            return False
+        return any(
+            any(id(const) in self.given for const in consts) or any(map(self.gives, jaxpr.eqns))
+            for jaxpr, consts in inner_parts(equation)
+        )
+
     def update(self, variables: Iterable[Any], values: Iterable[Any]) -> None:
         """Set the values of these variables."""
         self._values.update(zip(variables, values, strict=True))
@@ -108,7 +133,7 @@ class State:
 
 def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], state: State) -> list[Any]:
     """Run `jaxpr` on values, reading and writing `state`; every variable it touches must be in it."""
-    env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+    env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*state.constants(consts), *args), strict=True))
 
     def value(atom: Any) -> Any:
         return atom.val if is_literal(atom) else env[atom]
@@ -124,9 +149,9 @@ def apply(equation: Equation, operands: Sequence[Any], state: State) -> list[Any
     """Run one equation on values. Raises DflowError for a primitive that cannot hold state."""
     if any(isinstance(operand, Table) for operand in operands):
         return _apply_to_table(equation, operands, state)
-    if not touches_state(equation.effects):
-        return bind(equation.primitive, equation.params, operands, origin_of(equation))
     rule = _RULES.get(equation.primitive.name)
+    if not touches_state(equation.effects) and (rule is None or not state.gives(equation)):
+        return bind(equation.primitive, equation.params, operands, origin_of(equation))
     if rule is None:
         reads, writes = accesses(equation.effects)
         names = ", ".join(sorted({resource.name for resource in (*reads, *writes, *host_resources(equation.effects))}))
@@ -184,9 +209,10 @@ class _Body:
         reads, _ = accesses(self._jaxpr.effects)
         self._fixed = {variable: state[variable] for variable in reads if variable not in written}
         self._written = written
+        self._within = state.within
 
     def __call__(self, operands: Sequence[Any], values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        inner = State(self._fixed)
+        inner = self._within(self._fixed)
         inner.update(self._written, values)
         results = evaluate(self._jaxpr, self._consts, operands, inner)
         return results, inner.of(self._written)
@@ -283,7 +309,7 @@ def _shard_map(params: Mapping[str, Any], operands: list[Any], state: State) -> 
         )
 
     def body(values: list[Any], operands: list[Any]) -> tuple[list[Any], list[Any]]:
-        inner = State(dict(zip(touched, values, strict=True)))
+        inner = state.within(dict(zip(touched, values, strict=True)))
         results = evaluate(jaxpr, consts, operands, inner)
         _refuse_unlike_shards(written, inner)
         return results, inner.of(written)

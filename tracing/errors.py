@@ -55,6 +55,14 @@ class PlainJitError(DflowError, RuntimeError):
     """A function with state is compiled by JAX alone, which does not know where the state is."""
 
 
+class ExportError(DflowError, ValueError):
+    """A function cannot be exported, or a directory holds no export that can be loaded; the message says why."""
+
+
+class SignatureError(ExportError, TypeError):
+    """A loaded function was called with arguments of another structure, shape or dtype than it was exported for."""
+
+
 class LostWriteError(DflowError, RuntimeError):
     """A plain `jax.grad` (or `jvp`, `vjp`) would drop or reorder a variable write.
 

@@ -394,9 +394,27 @@ def closed_tracers(traced: Any) -> list[Any]:
     return list(traced._consts)
 
 
+def devices_of_shardings(traced: Any) -> int:
+    """The most devices that `in_shardings` or `out_shardings` of what `jax.jit(fn).trace(...)` gave spread over.
+
+    They are nowhere in its jaxpr, and there is no public form.
+    """
+    shardings = (*traced._params["in_shardings"], *traced._params["out_shardings"])
+    return max((getattr(sharding, "num_devices", 1) for sharding in shardings), default=1)
+
+
 def is_jaxpr(value: Any) -> bool:
     """Whether a parameter is a jaxpr, open or with its constants."""
     return hasattr(closed_parts(value)[0], "eqns")
+
+
+def inner_parts(equation: Equation) -> list[tuple[Jaxpr, list[Any]]]:
+    """The jaxprs among the parameters of an equation, each with its constants."""
+    found = []
+    for value in equation.params.values():
+        parts = value if isinstance(value, tuple | list) else [value]
+        found += [closed_parts(part) for part in parts if is_jaxpr(part)]
+    return found
 
 
 def is_open(jaxpr: Any) -> bool:

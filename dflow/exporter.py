@@ -1,0 +1,201 @@
+"""`dflow.export`: functions with their state made ready to run where none of the user's code is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import msgspec
+
+from dflow import __version__
+from dflow.export_format import (
+    FORMAT,
+    Entry,
+    Manifest,
+    Signature,
+    and_list,
+    listing,
+    signature_refusal,
+    write,
+)
+from dflow.export_trace import Made, Options, make
+from dflow.function import jit
+from dflow.lowering.export import PLATFORMS, exported
+from dflow.tracing.errors import ExportError
+from dflow.tracing.jax_frontend import is_tracing
+from dflow.tracing.resources import Variable, read
+from dflow.tracing.source import at, caller
+from dflow.tracing.types import array_type_of
+
+
+class Exported:
+    """Functions with their state, ready to be saved. Made by `export`; printed, it lists them."""
+
+    def __init__(self, made: Mapping[str, Made]) -> None:
+        self._made = dict(made)
+        #: The variables of all functions, by name.
+        self.variables: dict[str, Variable] = {}
+        self._constants: dict[str, Any] = {}
+        signatures: dict[str, Signature] = {}
+        for name, one in self._made.items():
+            self._add_variables(name, one.variables)
+            signatures[name] = msgspec.structs.replace(one.signature, constants=self._add_constants(name, one))
+        entries = {name: Entry(str(variable.type), variable.trainable) for name, variable in self.variables.items()}
+        constants = {name: str(array_type_of(value).strong) for name, value in self._constants.items()}
+        self._manifest = Manifest(FORMAT, __version__, jax.__version__, entries, constants, signatures)
+
+    @property
+    def signatures(self) -> tuple[str, ...]:
+        """The names of the functions."""
+        return tuple(self._made)
+
+    def save(self, path: Any, *, overwrite: bool = False) -> Path:
+        """Write a directory that `dflow.load` reads, with the values that the variables have now; gives its path.
+
+        The directory is there whole or not at all. Raises CheckpointExists when `path` exists, save that with
+        `overwrite=True` an export is replaced.
+        """
+        place = Path(path)
+        programs = {name: one.content for name, one in self._made.items()}
+        # In one step, so that none is of before and none of after what another thread does.
+        values = jit(lambda: read(self.variables))()
+        write(place, self._manifest, programs, values, self._constants, overwrite=overwrite)
+        return place
+
+    def mlir_module(self, signature: str | None = None, *, platform: str | None = None) -> str:
+        """The StableHLO of a function as text: that for all its platforms, or what it is for one alone.
+
+        Raises ExportError for a function or a platform that is not there, or no name where there are several.
+        """
+        one = self._made[chosen(signature, self.signatures)]
+        if platform is None:
+            return str(one.program.mlir_module())
+        if platform not in one.signature.platforms:
+            raise ExportError(
+                f"{one.pure.name} was exported for {and_list(one.signature.platforms)}, not for {platform!r}"
+                f"{at(caller())}\n  name one of these, or give platforms to dflow.export"
+            )
+        alone, _ = exported(one.pure, [platform], one.program.disabled_safety_checks, 0)
+        return str(alone.mlir_module())
+
+    def __str__(self) -> str:
+        return listing(self._manifest)
+
+    def __repr__(self) -> str:
+        return f"<Exported {', '.join(self.signatures)}>"
+
+    def _add_variables(self, signature: str, variables: Mapping[str, Variable]) -> None:
+        for name, variable in variables.items():
+            if (other := self.variables.setdefault(name, variable)) is not variable:
+                raise ExportError(
+                    f"{signature} uses another variable called {name!r} than the functions before it"
+                    f"{at(other.loc)}{at(variable.loc)}\n  give one of them another name"
+                )
+
+    def _add_constants(self, signature: str, one: Made) -> dict[str, str]:
+        """The names under which a program's constants are kept; an array that two functions close over is kept once."""
+        stored = {}
+        for name, value in one.pure.constants.items():
+            known = next((kept for kept, other in self._constants.items() if other is value), None)
+            stored[name] = known or (name if name not in self._constants else f"{signature}/{name}")
+            self._constants[stored[name]] = value
+        return stored
+
+
+def export(
+    fn: Callable[..., Any] | Mapping[str, Any],
+    /,
+    *specs: Any,
+    platforms: Sequence[str] = ("cpu", "cuda", "tpu"),
+    vjp_order: int = 0,
+    disabled_checks: Sequence[jax.export.DisabledSafetyCheck] = (),
+    **named_specs: Any,
+) -> Exported:
+    """Make a function, and the variables it touches, ready to run where none of this code is.
+
+    fn         a function, decorated or not; or several by name, each `(fn, *specs)` or what `export` gave for it
+    specs      its arguments, by position and by name: arrays or `jax.ShapeDtypeStruct`s in pytrees, whose dimensions
+               may be symbolic (`dflow.spec("b, 784", jnp.float32)`). Static arguments are given as they are and fixed
+               from then on; so are arguments that are variables
+    platforms  what to make it for, of cpu, cuda, rocm and tpu, whatever this process runs on
+    vjp_order  how often what is loaded can be differentiated
+    disabled_checks  as `jax.export.export` takes them: allows calls of named targets outside of XLA
+
+    The values of the variables are read when it is saved. Raises ExportError, which names the op and its line, for what
+    has no meaning in another process or cannot be lowered for a platform.
+    """
+    if is_tracing():
+        raise ExportError(f"export is called inside traced code{at(caller())}\n  call it outside of any function")
+    _check_platforms(platforms)
+    options = Options(tuple(platforms), vjp_order, tuple(disabled_checks))
+    if not isinstance(fn, Mapping):
+        return Exported({_name_of(fn): make(_name_of(fn), fn, specs, named_specs, options)})
+    if specs or named_specs or not fn:
+        what = "arguments are given beside them" if fn else "there is none"
+        raise ExportError(
+            f"functions are exported by name, and {what}{at(caller())}\n"
+            "  give each its own: dflow.export({'serve': (fn, *specs)})"
+        )
+    return Exported({_checked_name(name): _given(name, given, options) for name, given in fn.items()})
+
+
+def spec(shape: str | Sequence[int | str], dtype: Any) -> jax.ShapeDtypeStruct:
+    """The type of an argument, for `export`: `dflow.spec("b, 784", jnp.float32)`.
+
+    shape  as `jax.export.symbolic_shape` reads it, or a tuple; a letter is any size, the same one in every spec
+    dtype  of the array, in JAX's default precision
+
+    Raises ExportError for what is no shape.
+    """
+    given = shape if isinstance(shape, str) else ", ".join(map(str, shape))
+    try:
+        dims = jax.export.symbolic_shape(given, scope=_SCOPE)
+    except (TypeError, ValueError) as error:
+        raise ExportError(
+            f"{shape!r} is no shape: {str(error).splitlines()[0]}{at(caller())}\n"
+            "  write the dimensions with commas between: dflow.spec('b, 784', jnp.float32)"
+        ) from None
+    is_extended = jnp.issubdtype(dtype, jax.dtypes.extended)
+    return jax.ShapeDtypeStruct(dims, dtype if is_extended else jax.dtypes.canonicalize_dtype(dtype))
+
+
+#: Of all letters in `spec`, since JAX does not let two scopes meet in one function.
+_SCOPE = jax.export.SymbolicScope()
+
+
+def chosen(name: str | None, among: Sequence[str]) -> str:
+    """The function named, or the only one. Raises ExportError, which lists those that are there."""
+    if name is None and len(among) == 1:
+        return among[0]
+    if name is None or name not in among:
+        wrong = f"there is no function {name!r}" if name is not None else f"there are {len(among)} functions"
+        raise ExportError(f"{wrong}{at(caller())}\n  name one of {', '.join(among)}")
+    return name
+
+
+def _check_platforms(platforms: Any) -> None:
+    given = isinstance(platforms, tuple | list) and len(platforms) > 0
+    if not given or not all(platform in PLATFORMS for platform in platforms):
+        raise ExportError(f"platforms={platforms!r}{at(caller())}\n  give one or more of {', '.join(PLATFORMS)}")
+
+
+def _name_of(fn: Any) -> str:
+    """The name of a single function; `call` for one that has none."""
+    name = getattr(fn, "__name__", "call")
+    return name if signature_refusal(name) is None else "call"
+
+
+def _checked_name(name: Any) -> str:
+    if refusal := signature_refusal(name):
+        raise ExportError(f"{refusal}{at(caller())}\n  it becomes the name of a function: letters, digits and '_'")
+    return str(name)
+
+
+def _given(name: str, given: Any, options: Options) -> Made:
+    if isinstance(given, Exported):
+        return given._made[chosen(None, given.signatures)]
+    fn, *specs = given if isinstance(given, tuple) and given else (given,)
+    return make(name, fn, tuple(specs), {}, options)

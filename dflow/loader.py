@@ -1,0 +1,268 @@
+"""`dflow.load`: the functions of an export, over variables of this process, without the code they were made from."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export
+
+from dflow.export_format import (
+    CONSTANTS,
+    VARIABLES,
+    Manifest,
+    Parameter,
+    Signature,
+    and_list,
+    listing,
+    read_manifest,
+    read_program,
+    read_values,
+    signature_text,
+)
+from dflow.exporter import chosen
+from dflow.function import Function, jit
+from dflow.lowering.devices import default_name
+from dflow.lowering.export import Arguments
+from dflow.lowering.portable_tree import MismatchError, build, flatten, leaves_of, parts_of_type, unplain
+from dflow.tracing.errors import ExportError, SignatureError
+from dflow.tracing.resources import Variable, is_variable
+from dflow.tracing.source import at, caller
+from dflow.tracing.types import DTYPES, array_type_of, dtype_name
+
+_KINDS = {
+    "position": inspect.Parameter.POSITIONAL_ONLY,
+    "either": inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    "name": inspect.Parameter.KEYWORD_ONLY,
+}
+
+
+class Loaded:
+    """Functions that were exported, and their variables. Made by `load`; printed, it lists both.
+
+    Each function is an attribute of its name, and `loaded["name"]`; the only one is also called by `loaded(...)`. They
+    are compiled functions over `variables`, which they update in place, and may be differentiated as often as they were
+    exported for.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        variables: Mapping[str, Variable],
+        functions: Mapping[str, Function[..., Any]],
+        programs: Mapping[str, export.Exported],
+    ) -> None:
+        self._manifest = manifest
+        #: The variables of all functions, by the names they were exported under.
+        self.variables = dict(variables)
+        self._functions = dict(functions)
+        self._programs = programs
+
+    @property
+    def signatures(self) -> tuple[str, ...]:
+        """The names of the functions."""
+        return tuple(self._functions)
+
+    def mlir_module(self, signature: str | None = None) -> str:
+        """The StableHLO of a function, as text. Raises ExportError for one that is not there."""
+        return str(self._programs[chosen(signature, self.signatures)].mlir_module())
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Call the only function. Raises ExportError where there are several."""
+        return self._functions[chosen(None, self.signatures)](*args, **kwargs)
+
+    def __getitem__(self, name: str) -> Function[..., Any]:
+        return self._functions[chosen(name, self.signatures)]
+
+    def __getattr__(self, name: str) -> Function[..., Any]:
+        functions = self.__dict__.get("_functions", {})
+        if name not in functions:
+            raise AttributeError(
+                f"what was loaded has no function {name!r}; it has {', '.join(functions)}", name=name, obj=self
+            )
+        function: Function[..., Any] = functions[name]
+        return function
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self._functions]
+
+    def __str__(self) -> str:
+        return listing(self._manifest)
+
+    def __repr__(self) -> str:
+        return f"<Loaded {', '.join(self.signatures)}>"
+
+
+def load(path: Any, *, prefix: str = "") -> Loaded:
+    """The functions that `dflow.export(...).save(path)` wrote, over new variables that hold what was saved.
+
+    prefix  begins the names of the variables, which are those they were exported under
+
+    No code is run but the programs. Raises ExportError for what is no export, is damaged, or was written by a version
+    that this one cannot read.
+    """
+    place = Path(path)
+    manifest = read_manifest(place)
+    _check_precision(place, manifest)
+    programs = {name: _program(place, name, signature, manifest) for name, signature in manifest.signatures.items()}
+    values = read_values(place, VARIABLES, manifest.variables)
+    large = read_values(place, CONSTANTS, manifest.constants)
+    constants = {name: jnp.asarray(value) for name, value in large.items()}
+    variables = {
+        name: Variable(values[name], name=prefix + name, trainable=entry.trainable)
+        for name, entry in manifest.variables.items()
+    }
+    functions = {
+        name: _function(name, signature, programs[name], variables, constants)
+        for name, signature in manifest.signatures.items()
+    }
+    return Loaded(manifest, variables, functions, programs)
+
+
+def _check_precision(place: Path, manifest: Manifest) -> None:
+    """JAX makes 32-bit arrays of 64-bit ones unless it is told not to."""
+    if jax.dtypes.canonicalize_dtype(np.float64) == np.float64:
+        return
+    types = {f"variable {name!r}": entry.type for name, entry in manifest.variables.items()}
+    for signature in manifest.signatures.values():
+        types |= {name: type for p in signature.parameters for name, type in leaves_of(p.tree, p.name)}
+    for name, type in types.items():
+        if type.partition("[")[0] in ("f64", "i64", "u64", "c128"):
+            raise ExportError(
+                f"{place} was exported in 64-bit precision, and this process has it off: {name} is {type}"
+                f"{at(caller())}\n  call jax.config.update('jax_enable_x64', True) first"
+            )
+
+
+def _program(place: Path, name: str, signature: Signature, manifest: Manifest) -> export.Exported:
+    content = read_program(place, name, signature)
+    version = signature.calling_convention_version
+    oldest = export.minimum_supported_calling_convention_version
+    newest = export.maximum_supported_calling_convention_version
+    if not oldest <= version <= newest:
+        raise ExportError(
+            f"{place} was written by JAX {manifest.jax}, whose programs are called by convention {version}; JAX "
+            f"{jax.__version__} knows {oldest} to {newest}{at(caller())}\n"
+            f"  {'install a newer JAX' if version > newest else 'export again with a newer JAX'}"
+        )
+    try:
+        return export.deserialize(bytearray(content))
+    except Exception as error:  # JAX raises whatever its readers raise
+        raise ExportError(
+            f"JAX {jax.__version__} cannot read the program {name!r} of {place}, which JAX {manifest.jax} wrote"
+            f"{at(caller())}\n  load it with JAX {manifest.jax}, or export it again; JAX says: {error}"
+        ) from error
+
+
+def _function(
+    name: str,
+    signature: Signature,
+    program: export.Exported,
+    variables: Mapping[str, Variable],
+    constants: Mapping[str, Any],
+) -> Function[..., Any]:
+    parameters = signature.parameters
+    positional = [parameter for parameter in parameters if parameter.by != "name"]
+    named = [parameter for parameter in parameters if parameter.by == "name"]
+    arguments = Arguments([p.tree for p in positional], {p.name: p.tree for p in named}, signature.result)
+    python = inspect.Signature([inspect.Parameter(p.name, _KINDS[p.by]) for p in parameters])
+    given = {key: constants[stored] for key, stored in signature.constants.items()}
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        _check_platform(name, signature)
+        values = _bound(name, signature, python, args, kwargs)
+        leaves = [leaf for parameter in parameters for leaf in _leaves(name, parameter, values[parameter.name])]
+        plain_args, plain_kwargs = arguments.plain(iter(leaves))
+        state = {key: variables[key].read() for key in signature.variables}
+        with _told_by_name(name, positional):
+            results, after = program.call(state, given, *plain_args, **plain_kwargs)
+        for key in signature.writes:
+            variables[key].assign(after[key])
+        return build(signature.result, iter(unplain(signature.result, results)), variables.__getitem__)
+
+    run.__name__ = run.__qualname__ = name
+    run.__doc__ = signature_text(name, signature)
+    run.__signature__ = python  # type: ignore[attr-defined]
+    donated = [index for index, parameter in enumerate(positional) if parameter.donated]
+    return jit(run, donate_argnums=donated, donate_argnames=[p.name for p in named if p.donated])
+
+
+@contextmanager
+def _told_by_name(name: str, positional: Sequence[Parameter]) -> Iterator[None]:
+    """Say of sizes that do not go together what JAX says, with the names of the parameters."""
+    try:
+        yield
+    except ValueError as error:
+        found = re.search(r"Found inconsistency between (.*?)(?: Using the following|$)", str(error), re.DOTALL)
+        if found is None:
+            raise
+        said = re.sub(r"args\[(\d+)\]", lambda place: positional[int(place[1]) - 2].name, found[1])
+        said = re.sub(r"kwargs\['(\w+)'\]", r"\1", said)
+        raise SignatureError(
+            f"{name} was called with sizes that do not go together: {said.rstrip('. ')}{at(caller())}\n"
+            "  a letter in a shape is one size throughout"
+        ) from None
+
+
+def _check_platform(name: str, signature: Signature) -> None:
+    platform = default_name().partition(":")[0]
+    if platform == "gpu":  # which programs call by its maker
+        platform = export.default_export_platform()
+    if platform not in signature.platforms:
+        raise ExportError(
+            f"{name} was exported for {and_list(signature.platforms)}, and this process runs on {platform}"
+            f"{at(caller())}\n  export it with platforms={(*signature.platforms, platform)!r}"
+        )
+
+
+def _bound(
+    name: str, signature: Signature, python: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """The value of each parameter."""
+    try:
+        return python.bind(*args, **kwargs).arguments
+    except TypeError as error:
+        fixed = ", ".join(word for word in kwargs if word in signature.fixed)
+        remedy = f"leave out {fixed}, fixed when it was exported" if fixed else "give it these, and no others"
+        raise SignatureError(
+            f"{signature_text(name, signature)} was called otherwise: {error}{at(caller())}\n  {remedy}"
+        ) from None
+
+
+def _leaves(name: str, parameter: Parameter, value: Any) -> Iterator[Any]:
+    try:
+        leaves = flatten(parameter.tree, value, parameter.name)
+    except MismatchError as error:
+        raise SignatureError(
+            f"{name} was called with another structure: {error}{at(caller())}\n"
+            "  give it the structure it was exported for"
+        ) from None
+    for (path, wanted), leaf in zip(leaves_of(parameter.tree, parameter.name), leaves, strict=True):
+        yield _fitting(name, path, wanted, leaf)
+
+
+def _fitting(name: str, path: str, wanted: str, leaf: Any) -> Any:
+    """The leaf as an array; a Python number gets the type that is due."""
+    array = leaf.read() if is_variable(leaf) else jnp.asarray(leaf)
+    dtype, dims = parts_of_type(wanted)
+    given = array_type_of(array)
+    if given.weak and dtype in DTYPES and jnp.result_type(DTYPES[dtype], array) == DTYPES[dtype]:
+        array = array.astype(DTYPES[dtype])
+    shape = [str(dim) for dim in array.shape]
+    fits = len(shape) == len(dims) and all(
+        due == size for due, size in zip(dims, shape, strict=True) if due.isdecimal()
+    )
+    if dtype_name(array.dtype) != dtype or not fits:
+        remedy = "give it the shape it was exported for" if dtype_name(array.dtype) == dtype else "convert it"
+        raise SignatureError(
+            f"{name} was exported for {path}: {wanted}, and called with {given.strong}{at(caller())}\n"
+            f"  {remedy}, or export it for that too"
+        )
+    return array
