@@ -6,29 +6,21 @@ It is never worse, in the simulation, than everything on any one device. Small p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 from dflow.lowering.placement.exhaustive import exhaustive, size
 from dflow.lowering.placement.greedy import greedy
 from dflow.lowering.placement.problem import Assignment, Problem
-from dflow.lowering.placement.score import Scored, scored
+from dflow.lowering.placement.regions import better
+from dflow.lowering.placement.score import Scored, predicted, scored
 from dflow.lowering.placement.search import search
-from dflow.lowering.placement.simulate import simulate
 from dflow.tracing.errors import DeviceError
 
 #: Up to so many assignments, all are tried.
 SMALL = 1024
 #: How many turns the local search takes if nothing ends it.
-TURNS = 2000
+TURNS = 4000
 #: From how many of the starts the search goes out; they share the turns.
-SEARCHES = 2
-
-
-class Alternative(NamedTuple):
-    """Where else a block could be: the device with which a step is shortest, and by how many s it is longer."""
-
-    device: int
-    loss_s: float
+SEARCHES = 4
 
 
 def choose(
@@ -37,13 +29,15 @@ def choose(
     turns: int = TURNS,
     seed: int = 0,
     is_over: Callable[[], bool] = lambda: False,
+    exhaustive_up_to: int = SMALL,
 ) -> Scored:
     """The best assignment found; the same for the same seed and turns, unless `is_over` ends the search.
 
+    Of a problem with up to `exhaustive_up_to` assignments it is the best there is.
     Raises DeviceError when no assignment was found that keeps the limits of memory, or there is none.
     """
     _check_state(problem)
-    if size(problem) <= SMALL:
+    if size(problem) <= exhaustive_up_to:
         best = exhaustive(problem)
     else:
         best = _searched(problem, turns, seed, is_over)
@@ -58,7 +52,17 @@ def _searched(problem: Problem, turns: int, seed: int, is_over: Callable[[], boo
         search(problem, start.assignment, turns=turns // SEARCHES, seed=seed + number, is_over=is_over)
         for number, start in enumerate(starts[:SEARCHES])
     ]
-    return min(found)
+    return _polished(problem, min(found), is_over)
+
+
+def _polished(problem: Problem, best: Scored, is_over: Callable[[], bool]) -> Scored:
+    """The best to which moves of one block or region at a time lead, so that none would better be elsewhere."""
+    while not is_over():
+        found = better(problem, best)
+        if found is None:
+            break
+        best = found
+    return best
 
 
 def starting_points(problem: Problem) -> Iterator[Assignment]:
@@ -90,29 +94,7 @@ def in_parts(problem: Problem) -> Assignment:
 
 
 def _cost(problem: Problem, number: int) -> float:
-    unit = problem.units[number]
-    return min(unit.seconds[device] for device in unit.devices)
-
-
-def alternatives(problem: Problem, assignment: Assignment) -> dict[int, Alternative]:
-    """For each block of `together` that has a choice, the next best device, all else as it is."""
-    base, found = scored(problem, assignment).step_s, {}
-    for block, choices in enumerate(problem.choices):
-        here = assignment[problem.together[block][0]]
-        others = [
-            (scored(problem, _moved(problem, assignment, block, device)).score, device)
-            for device in choices
-            if device != here
-        ]
-        if others:
-            (_, step_s), device = min(others)
-            found[block] = Alternative(device, step_s - base)
-    return found
-
-
-def _moved(problem: Problem, assignment: Assignment, block: int, device: int) -> Assignment:
-    units = problem.together[block]
-    return tuple(device if number in units else old for number, old in enumerate(assignment))
+    return min(problem.cost(number, device) for device in problem.units[number].devices)
 
 
 def _check_state(problem: Problem) -> None:
@@ -133,7 +115,7 @@ def _check_state(problem: Problem) -> None:
 
 
 def _too_much(problem: Problem, assignment: Assignment) -> str:
-    peaks = simulate(problem, assignment).peak_bytes
+    peaks = predicted(problem, assignment).peak_bytes
     over = [
         (peak - limit, device, limit)
         for device, (peak, limit) in enumerate(zip(peaks, problem.machine.limits, strict=True))

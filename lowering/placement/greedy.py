@@ -92,17 +92,15 @@ class _Chosen:
                 target = known if known is not None else choices[0] if len(choices) == 1 else device
                 if target != device:
                     longest = max(longest, problem.machine.links[device][target].seconds(moved.size_bytes))
-            if moved.is_output and problem.home != device:
-                longest = max(longest, problem.machine.links[device][problem.home].seconds(moved.size_bytes))
         return longest
 
     def _times(self, number: int, device: int) -> tuple[float, float]:
-        unit, machine = self.problem.units[number], self.problem.machine
+        unit = self.problem.units[number]
         ready = max([0.0, *(self._end[earlier] for earlier in unit.after)])
         taken: dict[tuple[int, int], float] = {}
         for value in unit.takes:
             ready = max(ready, self._arrival(value, device, taken)[1])
-        cost = unit.seconds[device] + machine.launch_s[device]
+        cost = self.problem.cost(number, device)
         start = self._slot(device, ready, cost)
         return start, start + cost
 

@@ -64,7 +64,7 @@ class Machine:
 class Moved:
     """A value: its size, the unit that gives it, and the device it is on at first when it is an input.
 
-    `is_output`  whether it must end up at `Problem.home`
+    `is_output`  whether it is kept to the end, where it was made
     """
 
     size_bytes: int
@@ -98,14 +98,14 @@ class Unit:
 class Problem:
     """Units, values and the machine. The units of each tuple in `together` share a device; every unit is in one.
 
-    `home` is the caller's device, where outputs go.
+    `fuses` says whether the units of a device that stand between transfers run as one (see `calls`).
     """
 
     machine: Machine
     units: tuple[Unit, ...]
     values: tuple[Moved, ...]
     together: tuple[tuple[int, ...], ...]
-    home: int = 0
+    fuses: bool = False
 
     @cached_property
     def gives(self) -> tuple[tuple[int, ...], ...]:
@@ -187,10 +187,8 @@ class Problem:
             for value in self.gives[number]:
                 transfer = latency + self.values[value].size_bytes * per_byte
                 rest = max([rest, *(transfer + ranks[taker] for taker in self.takers[value])])
-                if self.values[value].is_output:
-                    rest = max(rest, transfer)
             rest = max([rest, *(ranks[follower] for follower in self.followers[number])])
-            costs = [unit.seconds[d] + self.machine.launch_s[d] for d in unit.devices]
+            costs = [self.cost(number, device) for device in unit.devices]
             ranks[number] = sum(costs) / max(1, len(costs)) + rest
         return tuple(ranks)
 
@@ -201,6 +199,11 @@ class Problem:
             return 0.0, 0.0
         count = len(links)
         return sum(link.latency_s for link in links) / count, sum(1 / link.bytes_per_s for link in links) / count
+
+    def cost(self, number: int, device: int) -> float:
+        """How long a unit keeps a device that works at full speed, in s. What takes no time is not launched."""
+        seconds = self.units[number].seconds[device]
+        return seconds + self.machine.launch_s[device] if seconds else 0.0
 
     def allows(self, assignment: Sequence[int]) -> bool:
         """Whether each unit is where it may run, and units that belong together are. Memory is the simulation's."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from dflow.lowering.placement.calls import as_calls
 from dflow.lowering.placement.problem import Assignment, Problem
-from dflow.lowering.placement.simulate import simulate
+from dflow.lowering.placement.simulate import Prediction, simulate
 
 
 class Scored(NamedTuple):
@@ -20,7 +21,14 @@ class Scored(NamedTuple):
         return self.score[1]
 
 
+def predicted(problem: Problem, assignment: Assignment, *, with_memory: bool = True) -> Prediction:
+    """What a step of the assignment would be; of its calls, if the problem's units are fused."""
+    if problem.fuses:
+        problem, assignment, _ = as_calls(problem, assignment)
+    return simulate(problem, assignment, with_memory=with_memory)
+
+
 def scored(problem: Problem, assignment: Assignment) -> Scored:
-    """Simulate the assignment."""
-    found = simulate(problem, assignment, with_memory=problem.is_limited)
+    """Simulate the assignment, its units as calls if the problem's are fused."""
+    found = predicted(problem, assignment, with_memory=problem.is_limited)
     return Scored((found.overflow(problem.machine.limits), found.step_s), assignment)

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from dflow.lowering.placement.problem import Assignment, Problem
 from dflow.lowering.placement.score import Scored, scored
-from dflow.lowering.placement.simulate import simulate
+from dflow.lowering.placement.simulate import Prediction, simulate
 
 #: How much worse a result may be at first, as part of the time of a step, to be kept with a chance of 1/e.
-WARMTH = 0.03
+WARMTH = 0.1
 #: How many of `together` one move takes along at most.
 LARGEST_GROUP = 12
 
@@ -62,20 +62,25 @@ class _Moves:
     def __init__(self, problem: Problem, draws: random.Random, movable: list[int]) -> None:
         self._problem, self._draws, self._movable = problem, draws, movable
         self._near = _neighbours(problem)
+        self._chains = _chains(problem)
 
     def draw(self, assignment: Assignment) -> Assignment:
         """Another assignment that keeps the constraints, memory aside."""
         devices = [assignment[block[0]] for block in self._problem.together]
         kind = self._draws.random()
         block = self._on_the_way(assignment) if kind < 0.15 else self._draws.choice(self._movable)
-        if 0.15 <= kind < 0.30:
-            self._swap(devices, block)
-        elif kind < 0.60:
+        if 0.15 <= kind < 0.25:
+            self._swap(devices, [block], [self._draws.choice(self._movable)])
+        elif kind < 0.40:
+            self._swap(devices, self._chains[block], self._chains[self._draws.choice(self._movable)])
+        elif kind < 0.55:
             self._move([block], devices, self._other(devices, block))
-        elif kind < 0.75:
+        elif kind < 0.65:
             # To where a neighbour is: what talks together comes together.
             near = [devices[other] for other in self._near[block] if devices[other] in self._problem.choices[block]]
             self._move([block], devices, self._draws.choice(near) if near else self._other(devices, block))
+        elif kind < 0.80:
+            self._move(self._chains[block], devices, self._other(devices, block))
         else:
             self._move(self._group(devices, block), devices, self._other(devices, block))
         return self._problem.spread(devices)
@@ -83,24 +88,19 @@ class _Moves:
     def _other(self, devices: list[int], block: int) -> int:
         return self._draws.choice([device for device in self._problem.choices[block] if device != devices[block]])
 
-    def _move(self, blocks: list[int], devices: list[int], target: int) -> None:
+    def _move(self, blocks: Sequence[int], devices: list[int], target: int) -> None:
         for block in blocks:
             if target in self._problem.choices[block]:
                 devices[block] = target
 
-    def _swap(self, devices: list[int], block: int) -> None:
-        others = [
-            other
-            for other in self._movable
-            if devices[other] != devices[block]
-            and devices[other] in self._problem.choices[block]
-            and devices[block] in self._problem.choices[other]
-        ]
-        if others:
-            other = self._draws.choice(others)
-            devices[block], devices[other] = devices[other], devices[block]
+    def _swap(self, devices: list[int], these: Sequence[int], those: Sequence[int]) -> None:
+        """Let two chains change places; if they are on one device, move the first away."""
+        here, there = devices[these[0]], devices[those[0]]
+        if here == there:
+            there = self._other(devices, these[0])
         else:
-            devices[block] = self._other(devices, block)
+            self._move(those, devices, here)
+        self._move(these, devices, there)
 
     def _group(self, devices: list[int], block: int) -> list[int]:
         """Connected blocks on one device, from `block` on."""
@@ -116,24 +116,28 @@ class _Moves:
 
     def _on_the_way(self, assignment: Assignment) -> int:
         """A block on the critical path: what ends last, or what this waited for, and so on."""
-        problem = self._problem
+        problem, path = self._problem, []
         found = simulate(problem, assignment, with_memory=False)
-        at, path = max(range(len(found.end_s)), key=lambda number: found.end_s[number]), []
-        before = sorted(range(len(found.end_s)), key=lambda number: found.end_s[number])
-        while True:
-            path.append(problem.block_of[at])
-            needed = problem.predecessors[at]
-            same = [
-                n for n in before if assignment[n] == assignment[at] and found.end_s[n] <= found.start_s[at] and n != at
-            ]
-            candidates = [*needed, *same[-1:]]
-            earlier = [n for n in candidates if found.end_s[n] < found.end_s[at]]
-            if not earlier:
-                break
-            at = max(earlier, key=lambda number: found.end_s[number])
+        before: int | None = max(range(len(found.end_s)), key=lambda number: found.end_s[number])
+        while before is not None:
+            path.append(problem.block_of[before])
+            before = _held_up_by(problem, assignment, found, before)
         movable = set(self._movable)
-        choices = [block for block in path if block in movable]
-        return self._draws.choice(choices or self._movable)
+        return self._draws.choice([block for block in path if block in movable] or self._movable)
+
+
+def _held_up_by(problem: Problem, assignment: Assignment, found: Prediction, number: int) -> int | None:
+    """Of what a unit needs and what its device did before, that which ended last."""
+    earlier = [other for other in problem.predecessors[number] if found.end_s[other] <= found.start_s[number]]
+    earlier += [
+        other
+        for other in range(len(problem.units))
+        if assignment[other] == assignment[number]
+        and found.end_s[other] <= found.start_s[number]
+        and found.start_s[other] < found.start_s[number]
+    ]
+    earlier = [other for other in earlier if found.start_s[other] < found.start_s[number]]
+    return max(earlier, key=lambda other: (found.end_s[other], other), default=None)
 
 
 def _neighbours(problem: Problem) -> list[list[int]]:
@@ -145,3 +149,18 @@ def _neighbours(problem: Problem) -> list[list[int]]:
             if one != other:
                 found[one][other] = found[other][one] = None
     return [list(near) for near in found]
+
+
+def _chains(problem: Problem) -> list[list[int]]:
+    """By block, those that follow it and go before it one by one, without a fork or a join: a branch."""
+    chains = [[block] for block in range(len(problem.together))]
+    for number, needed in enumerate(problem.predecessors):
+        if len(needed) == 1 and len(problem.successors[needed[0]]) == 1:
+            earlier, later = problem.block_of[needed[0]], problem.block_of[number]
+            one, other = chains[earlier], chains[later]
+            # What is bound to a device is no part of a branch that moves.
+            if one is not other and min(len(problem.choices[earlier]), len(problem.choices[later])) > 1:
+                one += other
+                for block in other:
+                    chains[block] = one
+    return chains

@@ -29,7 +29,7 @@ class Transfer(NamedTuple):
 class Prediction(NamedTuple):
     """What a step of an assignment would be.
 
-    `step_s`      until every unit has run and every output is at home
+    `step_s`      until every unit has run
     `busy_s`      by device
     `peak_bytes`  by device, what lives there for good included
     `start_s`     by unit, as `end_s`
@@ -55,7 +55,7 @@ def simulate(problem: Problem, assignment: Sequence[int], *, with_memory: bool =
     run.to_the_end()
     peak = _peaks(problem, assignment, run) if with_memory else (0,) * len(problem.machine.names)
     return Prediction(
-        max([0.0, *run.end, *(run.there[value][problem.home] for value in run.outputs)]),
+        max([0.0, *run.end]),
         tuple(run.busy),
         peak,
         tuple(run.start),
@@ -79,7 +79,6 @@ class _Run:
         self.transfers: list[Transfer] = []
         #: By value, when it is on each device.
         self.there: list[dict[int, float]] = [{} for _ in problem.values]
-        self.outputs = [number for number, value in enumerate(problem.values) if value.is_output]
         self._waits = [len(unit.takes) + len(unit.after) for unit in units]
         self._ready: list[list[tuple[float, int]]] = [[] for _ in machine.names]
         self._link_free: dict[tuple[int, int], float] = {}
@@ -116,7 +115,7 @@ class _Run:
             if ready and self._running[device] is None:
                 _, number = heapq.heappop(ready)
                 self._running[device] = number
-                self._left[device] = self.problem.units[number].seconds[device] + self.problem.machine.launch_s[device]
+                self._left[device] = self.problem.cost(number, device)
                 self._since[device] = self.start[number] = now
                 self._speed[device] = 0.0
         self._pace(now)
@@ -150,8 +149,6 @@ class _Run:
         problem, assignment = self.problem, self.assignment
         moved, takers = problem.values[value], problem.takers[value]
         wanted = {assignment[taker] for taker in takers}
-        if moved.is_output:
-            wanted.add(problem.home)
         self._there(value, device, now)
         for other in sorted(wanted - {device}):
             link = problem.machine.links[device][other]
@@ -209,8 +206,9 @@ def _last_uses(problem: Problem, assignment: Sequence[int], run: _Run) -> dict[t
     for move in run.transfers:
         key = move.value, move.source
         last[key] = max(last[key], move.end_s)
-    for value in run.outputs:
-        last[value, problem.home] = float("inf")
+    for number, moved in enumerate(problem.values):
+        if moved.is_output and moved.producer is not None:
+            last[number, assignment[moved.producer]] = float("inf")
     return last
 
 

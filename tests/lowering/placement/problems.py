@@ -76,7 +76,7 @@ def problems(
         tuple(units),
         tuple(values),
         tuple(tuple(block) for block in blocks if block),
-        draw(st.integers(0, count - 1)),
+        draw(st.booleans()),
     )
 
 

@@ -27,8 +27,7 @@ def slow_simulation(problem: Problem, assignment: Sequence[int]) -> Slow:
     now = 0.0
 
     def wanted_at(value: int) -> set[int]:
-        at = {assignment[number] for number, unit in enumerate(units) if value in unit.takes}
-        return at | ({problem.home} if values[value].is_output else set())
+        return {assignment[number] for number, unit in enumerate(units) if value in unit.takes}
 
     def appear(value: int, device: int) -> None:
         there[value, device] = now
@@ -80,7 +79,7 @@ def slow_simulation(problem: Problem, assignment: Sequence[int]) -> Slow:
             if here and not running:
                 number = max(here, key=lambda number: (problem.ranks[number], -number))
                 start[number] = now
-                left[number] = units[number].seconds[device] + machine.launch_s[device]
+                left[number] = problem.cost(number, device)
                 started = True
         if started:
             continue
@@ -97,10 +96,9 @@ def slow_simulation(problem: Problem, assignment: Sequence[int]) -> Slow:
         for number, speed in speeds.items():
             left[number] -= (min(coming) - now) * speed
         now = min(coming)
-    outputs = [there[value, problem.home] for value, moved in enumerate(values) if moved.is_output]
     starts, ends = ([times[number] for number in range(len(units))] for times in (start, end))
     peak = _peak(problem, assignment, starts, ends, there, moves)
-    return Slow(max([0.0, *ends, *outputs]), tuple(starts), tuple(ends), peak)
+    return Slow(max([0.0, *ends]), tuple(starts), tuple(ends), peak)
 
 
 def _peak(
@@ -148,6 +146,6 @@ def _is_held(
         begin, last = next((m[3], m[4]) for m in moves if m[0] == value and m[2] == device)
     uses = [end[n] for n, unit in enumerate(problem.units) if value in unit.takes and assignment[n] == device]
     uses += [m[4] for m in moves if m[0] == value and m[1] == device]
-    if moved.is_output and device == problem.home:
+    if moved.is_output and here:
         uses.append(float("inf"))
     return begin < moment < max([last, *uses])

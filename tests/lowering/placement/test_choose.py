@@ -8,16 +8,18 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from dflow.lowering.placement.choose import SEARCHES, all_on, alternatives, choose, starting_points
+from dflow.lowering.placement.choose import SEARCHES, all_on, choose, starting_points
 from dflow.lowering.placement.exhaustive import every, exhaustive, size
 from dflow.lowering.placement.greedy import greedy
 from dflow.lowering.placement.problem import Problem
+from dflow.lowering.placement.regions import alternatives, better, regions
 from dflow.lowering.placement.score import scored
 from dflow.lowering.placement.search import search
 from dflow.lowering.placement.simulate import simulate
 from dflow.tracing.errors import DeviceError
 from tests.effort import examples
 from tests.lowering.placement.problems import layered, machine, problem, problems
+from tests.lowering.placement.test_simulate import drawn_assignment
 
 LOOKS = [(False, False), (False, True), (True, False), (True, True)]
 
@@ -95,7 +97,7 @@ def with_limits(drawn: Problem, *limits: int | None) -> Problem:
         drawn.units,
         drawn.values,
         drawn.together,
-        drawn.home,
+        drawn.fuses,
     )
 
 
@@ -129,15 +131,35 @@ def test_variables_that_do_not_fit_where_they_live_are_refused() -> None:
         choose(with_limits(drawn, None, 2500))
 
 
-def test_the_next_best_device_and_what_it_would_cost() -> None:
+def test_the_next_best_device_of_each_region_and_what_it_would_cost() -> None:
     fork = problem(
         machine(2, latency_s=1.0, bytes_per_s=4.0), [("a", 5, []), ("b", 5, []), ("join", 1, [0, 1])], size=2
     )
     chosen = choose(fork)
-    assert chosen.step_s == 9.0
-    found = alternatives(fork, chosen.assignment)
-    assert set(found) == {0, 1, 2}
-    for block, other in found.items():
-        moved = list(chosen.assignment)
-        moved[block] = other.device
-        assert simulate(fork, moved).step_s == 9.0 + other.loss_s
+    assert chosen.step_s == 7.5
+    assert chosen.assignment == (0, 1, 1)
+    assert regions(fork, chosen.assignment) == [(0,), (1, 2)]
+    assert alternatives(fork, chosen.assignment) == [((0,), 1, 11.0 + 1.5 - 7.5), ((1, 2), 0, 11.0 - 7.5)]
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(problems(most_units=10), st.data())
+def test_a_region_is_joined_on_one_device_and_no_two_touch_there(drawn: Problem, data: st.DataObject) -> None:
+    assignment = drawn_assignment(data, drawn)
+    found = regions(drawn, assignment)
+    movable = [block for block, choices in enumerate(drawn.choices) if len(choices) > 1]
+    assert sorted(block for region in found for block in region) == movable
+    region_of = {block: number for number, region in enumerate(found) for block in region}
+    device = [assignment[block[0]] for block in drawn.together]
+    assert all(len({device[block] for block in region}) == 1 for region in found)
+    for number, needed in enumerate(drawn.predecessors):
+        for earlier in needed:
+            one, other = drawn.block_of[number], drawn.block_of[earlier]
+            if one in region_of and other in region_of and device[one] == device[other]:
+                assert region_of[one] == region_of[other]
+
+
+@settings(max_examples=examples(30), deadline=None)
+@given(problems(most_units=12))
+def test_no_single_move_makes_what_was_chosen_better(drawn: Problem) -> None:
+    assert better(drawn, choose(drawn, turns=20)) is None

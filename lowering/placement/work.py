@@ -1,0 +1,122 @@
+"""How much arithmetic and how many bytes an op takes, from the types of its operands: a first estimate without XLA.
+
+It decides what is worth being placed by itself; what each unit costs is asked of XLA, or measured. Loops whose number
+of turns is known count that often, which XLA's own analysis does not do; others count once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from math import prod
+from typing import Any, NamedTuple
+
+from dflow.tracing import ops
+from dflow.tracing.attributes import Body, body_of
+from dflow.tracing.graph import Graph, Node, Operand
+from dflow.tracing.jax_frontend import is_jaxpr
+from dflow.tracing.types import HANDLES, ArrayType
+
+
+class Work(NamedTuple):
+    """Operations on numbers, and bytes read and written."""
+
+    flops: float = 0.0
+    moved_bytes: float = 0.0
+
+    def plus(self, other: Work) -> Work:
+        """Both."""
+        return Work(self.flops + other.flops, self.moved_bytes + other.moved_bytes)
+
+    def times(self, count: float) -> Work:
+        """So many times."""
+        return Work(self.flops * count, self.moved_bytes * count)
+
+
+#: What only looks at its operand, or makes a number out of nothing.
+_FREE = {"reshape", "squeeze", "broadcast_in_dim", "convert_element_type", "stop_gradient", "copy", "iota", "transpose"}
+
+
+def work_of(node: Node) -> Work:
+    """The work of one node, what its bodies do included."""
+    if node.op is ops.var_read:
+        return Work()
+    bodies = [*node.bodies, *(graph for value in node.attributes.values() for graph in _graphs_in(value))]
+    if bodies:
+        return _of_bodies(node, bodies)
+    moved = sum(map(_bytes, node.inputs)) + sum(map(_bytes, node.outputs))
+    name = node.op.primitive.name if node.op.primitive is not None else ""
+    if name == "dot_general":
+        return Work(_dot_flops(node), moved)
+    if name == "conv_general_dilated":
+        return Work(_convolution_flops(node), moved)
+    given = sum(_count(value) for value in node.outputs)
+    if name in _FREE:
+        return Work(0.0, given)
+    taken = max((_count(operand) for operand in node.inputs), default=0)
+    return Work(max(given, taken) if name.startswith(("reduce", "cum", "sort", "arg")) else given, moved)
+
+
+def _of_bodies(node: Node, bodies: Iterable[Graph]) -> Work:
+    works = []
+    for body in bodies:
+        total = Work()
+        for inner in body.nodes:
+            total = total.plus(work_of(inner))
+        works.append(total)
+    name = node.op.name.rpartition(".")[2]
+    if name == "cond":
+        return max(works)
+    total = Work()
+    for work in works:
+        total = total.plus(work)
+    return total.times(node.attributes.get("length", 1) if name == "scan" else 1)
+
+
+def runs_how_long(node: Node) -> bool:
+    """Whether nobody can say how often a loop in the node turns."""
+    if node.op.name.rpartition(".")[2] == "while":
+        return True
+    bodies = [*node.bodies, *(graph for value in node.attributes.values() for graph in _graphs_in(value))]
+    return any(runs_how_long(inner) for body in bodies for inner in body.nodes)
+
+
+def _graphs_in(value: Any) -> Iterator[Graph]:
+    if isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _graphs_in(item)
+    elif isinstance(value, Body):
+        yield value.graph
+    elif is_jaxpr(value):
+        body = body_of(value)
+        if isinstance(body, Body):
+            yield body.graph
+
+
+def _dot_flops(node: Node) -> float:
+    (contracted, _), _ = node.attributes["dimension_numbers"]
+    shape = _shape(node.inputs[0])
+    sums: int = prod(shape[axis] for axis in contracted)
+    return 2.0 * sum(_count(value) for value in node.outputs) * sums
+
+
+def _convolution_flops(node: Node) -> float:
+    """Each result is a sum over a window: as many products as the kernel has numbers for each of its features out."""
+    out, kernel = sum(_count(value) for value in node.outputs), _count(node.inputs[1])
+    numbers = node.attributes["dimension_numbers"]
+    spec = getattr(numbers, "rhs_spec", None)
+    features = _shape(node.inputs[1])[spec[0]] if spec is not None else 1
+    return 2.0 * out * kernel / max(1, features)
+
+
+def _shape(operand: Operand) -> tuple[int, ...]:
+    return operand.type.shape if isinstance(operand.type, ArrayType) else ()
+
+
+def _count(operand: Operand) -> int:
+    return prod(_shape(operand)) if isinstance(operand.type, ArrayType) else 0
+
+
+def _bytes(operand: Operand) -> int:
+    if isinstance(operand.type, HANDLES) or not isinstance(operand.type, ArrayType):
+        return 0
+    return operand.type.size_bytes

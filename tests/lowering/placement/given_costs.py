@@ -1,0 +1,42 @@
+"""Costs that are given, so that what is chosen depends on no machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dflow.lowering.placement.costs import Rates
+from dflow.lowering.placement.instance import Price
+from dflow.lowering.placement.problem import Link, Machine
+from dflow.lowering.placement.work import Work, work_of
+from dflow.tracing.graph import Graph, Node
+
+RATES, LINK = Rates(1e9, 1e10, 1e-5), Link(2e-5, 1e9)
+
+
+@dataclass(frozen=True)
+class GivenCosts:
+    """Equal devices at these rates, without pools; a unit costs what its nodes are estimated to."""
+
+    rates: Rates = RATES
+    link: Link = LINK
+    limits: tuple[int | None, ...] = ()
+
+    def machine(self, names: Sequence[str]) -> Machine:
+        count = len(names)
+        return Machine(
+            tuple(names),
+            tuple((self.link,) * count for _ in names),
+            (self.rates.launch_s,) * count,
+            self.limits or (None,) * count,
+            tuple(range(count)),
+            ((),) * count,
+        )
+
+    def estimate(self, node: Node, name: str) -> float:
+        return self.rates.seconds(work_of(node))
+
+    def prices(self, parts: Sequence[Graph], names: Sequence[str]) -> list[Price]:
+        works = [[work_of(node) for node in part.nodes] for part in parts]
+        total = [Work(sum(work.flops for work in part), sum(work.moved_bytes for work in part)) for part in works]
+        return [Price((self.rates.seconds(work),) * len(names)) for work in total]

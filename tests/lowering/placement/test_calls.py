@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflow.lowering.placement.calls import as_calls
+from dflow.lowering.placement.problem import Problem
+from dflow.lowering.placement.score import predicted
+from dflow.lowering.placement.simulate import simulate
+from tests.effort import examples
+from tests.lowering.placement.problems import machine, problem, problems
+from tests.lowering.placement.test_simulate import drawn_assignment
+
+
+@settings(max_examples=examples(150), deadline=None)
+@given(problems(most_units=10), st.data())
+def test_calls_come_after_all_they_need_and_do_the_same_work_with_the_same_transfers(
+    drawn: Problem, data: st.DataObject
+) -> None:
+    assignment = drawn_assignment(data, drawn)
+    calls, devices, of_unit = as_calls(drawn, assignment)
+    assert all(earlier < later for later, needed in enumerate(calls.predecessors) for earlier in needed)
+    assert [devices[of_unit[number]] for number in range(len(drawn.units))] == list(assignment)
+    for device in drawn.machine.devices:
+        of_units = sum(u.seconds[device] for u, d in zip(drawn.units, assignment, strict=True) if d == device)
+        of_calls = sum(u.seconds[device] for u, d in zip(calls.units, devices, strict=True) if d == device)
+        assert of_units == of_calls
+    one, other = simulate(drawn, assignment), simulate(calls, devices)
+    assert {move[:3] for move in one.transfers} == {move[:3] for move in other.transfers}
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(problems(most_units=10), st.data())
+def test_what_another_device_waits_for_waits_for_nothing_it_does_not_need(drawn: Problem, data: st.DataObject) -> None:
+    """In a call whose results travel each unit is on the way to one that does, or is what all of the call waits for."""
+    assignment = drawn_assignment(data, drawn)
+    _, _, of_unit = as_calls(drawn, assignment)
+    for number in range(len(drawn.units)):
+        crossing = any(assignment[later] != assignment[number] for later in drawn.successors[number])
+        if crossing:
+            for other in range(len(drawn.units)):
+                if of_unit[other] == of_unit[number]:
+                    assert leads_across(drawn, assignment, of_unit, other)
+
+
+def leads_across(drawn: Problem, assignment: tuple[int, ...], of_unit: tuple[int, ...], unit: int) -> bool:
+    return any(
+        assignment[later] != assignment[unit]
+        or (of_unit[later] == of_unit[unit] and leads_across(drawn, assignment, of_unit, later))
+        for later in drawn.successors[unit]
+    )
+
+
+def test_a_branch_is_sent_before_the_other_is_worked_on() -> None:
+    fork = problem(
+        machine(2, latency_s=1.0, bytes_per_s=4.0),
+        [("split", 2, []), ("a", 5, [0]), ("b", 5, [0]), ("join", 1, [1, 2])],
+        size=4,
+    )
+    calls, devices, of_unit = as_calls(fork, (0, 0, 1, 0))
+    assert [unit.name for unit in calls.units] == ["split", "a", "b", "join"]
+    assert devices == (0, 0, 1, 0)
+    assert of_unit == (0, 1, 2, 3)
+    together = as_calls(fork, (0, 0, 0, 0))
+    assert [unit.seconds[0] for unit in together[0].units] == [13.0]
+
+
+def test_a_problem_whose_units_are_fused_is_predicted_by_its_calls() -> None:
+    chain = problem(machine(2, launch_s=1.0), [("a", 1, []), ("b", 1, [0]), ("c", 1, [1])])
+    fused = Problem(chain.machine, chain.units, chain.values, chain.together, fuses=True)
+    assert predicted(chain, (0, 0, 0)).step_s == 6.0
+    assert predicted(fused, (0, 0, 0)).step_s == 4.0
