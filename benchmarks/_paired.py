@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -48,7 +49,8 @@ def seconds_per_call(fn: Callable[[], Any], calls: int) -> float:
 
 def machine() -> dict[str, str]:
     """What the figures were measured on."""
-    versions = {name: version(name) for name in ("jax", "jaxlib", "numpy", "dflow")}
+    compared = ["torch"] if find_spec("torch") else []
+    versions = {name: version(name) for name in ("jax", "jaxlib", "numpy", "dflow", *compared)}
     return {"python": platform.python_version(), "cpus": str(os.cpu_count()), "processor": _processor(), **versions}
 
 

@@ -1,0 +1,221 @@
+"""What does a training step of a convolutional network cost, beside plain JAX and PyTorch?
+
+The paper's Table 1: AlexNet, Overfeat, OxfordNet and GoogleNet, full size, one step of gradient descent on one device:
+by `dflow.jit` over variables; by `jax.jit` over the same functions with the parameters as a donated pytree; and by
+PyTorch, as it runs by itself and by `torch.compile`. All have the same parameters and the same batch, and their losses
+are compared before anything is timed. Batches are the paper's on an accelerator, where bfloat16 is measured too, and
+small on a CPU.
+
+PyTorch is not among the project's dependencies: without it its columns stay empty. `--compile 0` leaves `torch.compile`
+out, which can take minutes to compile. `--rounds 0` compares memory alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import dflow
+from benchmarks._convnet_models import NETWORKS, RATE, Network, batch_of, initial, loss
+from benchmarks._paired import in_turn, median_ratio, publish, seconds_per_call
+
+#: Table 1 of the paper (OSDI 2016), in ms: one Titan X, 32-bit floats, the batches of convnet-benchmarks.
+PAPER = {
+    "AlexNet": {"Caffe": 324, "Neon": 87, "Torch": 81, "TensorFlow": 81},
+    "Overfeat": {"Caffe": 823, "Neon": 211, "Torch": 268, "TensorFlow": 279},
+    "OxfordNet": {"Caffe": 1068, "Neon": 320, "Torch": 529, "TensorFlow": 540},
+    "GoogleNet": {"Caffe": 1935, "Neon": 270, "Torch": 470, "TensorFlow": 445},
+}
+#: What two cores do in about a second.
+CPU_BATCHES = {"AlexNet": 16, "Overfeat": 8, "OxfordNet": 4, "GoogleNet": 8}
+
+TORCH = "torch"
+COMPILED = "torch.compile"
+
+Step = Callable[[], float]
+
+
+def by_dflow(network: Network, size: int, dtype: Any) -> tuple[Any, tuple[Any, Any]]:
+    """The step over variables, and the batch it takes."""
+    params = dflow.variables(initial(network, dtype=dtype), prefix=f"{network.name}/")
+
+    @dflow.jit
+    def step(images: jax.Array, labels: jax.Array) -> jax.Array:
+        def of_variables() -> jax.Array:
+            return loss(network.layers, dflow.read(params), images, labels)
+
+        value, gradients = dflow.value_and_grad(of_variables, params)()
+        for name, variable in params.items():
+            variable.assign_sub(RATE * gradients[name])
+        return value
+
+    return step, tuple(map(jnp.asarray, batch_of(network, size, dtype=dtype)))
+
+
+def by_jax(network: Network, size: int, dtype: Any) -> tuple[Any, tuple[Any, Any], list[Any]]:
+    """The step over a donated pytree, the batch, and what holds the parameters."""
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(params: Any, images: jax.Array, labels: jax.Array) -> tuple[Any, jax.Array]:
+        value, gradients = jax.value_and_grad(lambda params: loss(network.layers, params, images, labels))(params)
+        return {name: param - RATE * gradients[name] for name, param in params.items()}, value
+
+    held = [jax.tree.map(jnp.array, initial(network, dtype=dtype))]
+    return step, tuple(map(jnp.asarray, batch_of(network, size, dtype=dtype))), held
+
+
+def steps(network: Network, size: int, dtype: Any, *, compiled: bool) -> Iterator[tuple[str, Step]]:
+    """A step by each way that is here; each gives the loss before it."""
+    with_dflow, batch = by_dflow(network, size, dtype)
+    yield "dflow", lambda: float(with_dflow(*batch))
+    with_jax, batch_of_jax, held = by_jax(network, size, dtype)
+
+    def by_pytree() -> float:
+        held[0], value = with_jax(held[0], *batch_of_jax)
+        return float(value)
+
+    yield "jax", by_pytree
+    if find_spec("torch") is None:
+        return
+    from benchmarks import _convnets_torch as by_torch  # needs torch
+
+    where = by_torch.place(dtype)
+    images, labels = by_torch.images_and_labels(*batch_of(network, size), where)
+    for name in [TORCH, COMPILED] if compiled else [TORCH]:
+        step = by_torch.training_step(
+            network, by_torch.parameters(network, initial(network), where), compiled=name == COMPILED
+        )
+        yield name, lambda step=step: step(images, labels).item()  # type: ignore[misc]
+
+
+def refuse_other_losses(network: Network, losses: Mapping[str, list[float]], dtype: Any) -> None:
+    """Raise where two ways do not train alike over the first steps."""
+    tolerance = 1e-3 if dtype == np.float32 else 5e-2
+    for name, found in losses.items():
+        if not np.allclose(found, losses["jax"], rtol=tolerance):
+            raise SystemExit(f"{network.name}: the losses are {losses['jax']} by jax and {found} by {name}")
+
+
+def row(network: Network, size: int, dtype: Any, rounds: int, *, compiled: bool) -> dict[str, Any]:
+    """The times of a network, in ms, and the ratios round by round."""
+    ways = dict(steps(network, size, dtype, compiled=compiled))
+    refuse_other_losses(network, {name: [step() for _ in range(3)] for name, step in ways.items()}, dtype)
+    found = in_turn({name: functools.partial(seconds_per_call, step, 1) for name, step in ways.items()}, rounds)
+    ratio, low, high = median_ratio(found["dflow"], found["jax"])
+    told: dict[str, Any] = {"network": network.name, "dtype": np.dtype(dtype).name, "batch": size}
+    for name in ("dflow", "jax", TORCH, COMPILED):
+        told[f"{name} ms"] = statistics.median(found[name]) * 1e3 if name in found else "-"
+    told |= {"dflow / jax": ratio, "p10": low, "p90": high}
+    for name in (TORCH, COMPILED):
+        told[f"dflow / {name}"] = median_ratio(found["dflow"], found[name])[0] if name in found else "-"
+    return told
+
+
+def paper_row(network: Network) -> dict[str, Any]:
+    """The paper's figures for a network, and what they say of TensorFlow beside the fastest."""
+    figures = PAPER[network.name]
+    told: dict[str, Any] = {"network": network.name, "batch": network.batch}
+    told |= {f"{name} ms": figure for name, figure in figures.items()}
+    return told | {"TensorFlow / Torch": figures["TensorFlow"] / figures["Torch"]}
+
+
+def memory_row(network: Network, size: int, dtype: Any) -> dict[str, Any]:
+    """The most memory of a step, in MB: by XLA's analysis, and resident in a process that does nothing else."""
+    told: dict[str, Any] = {"network": network.name, "dtype": np.dtype(dtype).name, "batch": size}
+    measured = {way: _measured_alone(network, size, dtype, way) for way in ("dflow", "jax")}
+    for what in ("analysed", "resident"):
+        ours, theirs = measured["dflow"][what], measured["jax"][what]
+        told |= {f"dflow {what} MB": ours, f"jax {what} MB": theirs}
+        told[f"{what} ratio"] = ours / theirs if isinstance(ours, float) and isinstance(theirs, float) else "-"
+    return told
+
+
+def _measured_alone(network: Network, size: int, dtype: Any, way: str) -> dict[str, Any]:
+    words = ["--memory-of", way, network.name, str(size), np.dtype(dtype).name]
+    command = [sys.executable, "-m", "benchmarks.convnets", *words]
+    ran = subprocess.run(command, check=True, capture_output=True, text=True, timeout=1800)
+    found: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+    return found
+
+
+def measure_memory(way: str, name: str, size: int, dtype: Any) -> dict[str, Any]:
+    """The most memory of a step in this process, in MB."""
+    network = next(network for network in NETWORKS if network.name == name)
+    if way == "dflow":
+        step, batch = by_dflow(network, size, dtype)
+        compiled = step.lower(*batch).compile()
+        run = functools.partial(compiled, *batch)
+    else:
+        step, batch, held = by_jax(network, size, dtype)
+        compiled = step.lower(held[0], *batch).compile()
+
+        def run() -> jax.Array:
+            held[0], value = compiled(held[0], *batch)
+            return value
+
+    float(run())
+    _forget_the_peak()
+    for _ in range(2):
+        float(run())
+    analysis = compiled.memory_analysis()
+    total = analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    return {"analysed": (total + analysis.temp_size_in_bytes) / 1e6, "resident": _peak_mb()}
+
+
+def _forget_the_peak() -> None:
+    path = Path("/proc/self/clear_refs")
+    if path.exists():
+        path.write_text("5")  # Linux: begin the peak of resident memory anew
+
+
+def _peak_mb() -> float | str:
+    status = Path("/proc/self/status")
+    if not status.exists() or jax.default_backend() != "cpu":
+        return "-"
+    line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024 / 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="write the figures to benchmarks/results/")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--compile", type=int, default=1, help="0 leaves torch.compile out")
+    parser.add_argument("--networks", nargs="+", default=[network.name for network in NETWORKS])
+    parser.add_argument("--memory-of", nargs=4, metavar=("WAY", "NETWORK", "BATCH", "DTYPE"), help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.memory_of:
+        way, name, size, dtype = given.memory_of
+        print(json.dumps(measure_memory(way, name, int(size), np.dtype(dtype))))
+        return
+    on_cpu = jax.default_backend() == "cpu"
+    chosen = [network for network in NETWORKS if network.name in given.networks]
+    cases = [
+        (network, CPU_BATCHES[network.name] if on_cpu else network.batch, dtype)
+        for network in chosen
+        for dtype in ([np.float32] if on_cpu else [np.float32, jnp.bfloat16])
+    ]
+    print(f"on {jax.devices()[0].device_kind}")
+    if find_spec("torch") is None:
+        print("torch is not installed here, so its columns are empty")
+    publish("paper's Table 1", [paper_row(network) for network in chosen], as_json=False)
+    if given.rounds:
+        rows = [row(*case, given.rounds, compiled=bool(given.compile)) for case in cases]
+        publish("convnets", rows, as_json=given.json)
+    publish("convnets_memory", [memory_row(*case) for case in cases], as_json=given.json)
+
+
+if __name__ == "__main__":
+    main()
