@@ -1,4 +1,4 @@
-"""The `dflow` command line: start a cluster, be a part of one, look at one.
+"""The `dflow` command line: start a cluster, be a part of one, look at one or at an export.
 
 Each subcommand imports what it needs when it runs, so that `--help` and `launch` answer at once.
 """
@@ -39,6 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_task(commands)
     _add_coordinator(commands)
     _add_status(commands)
+    _add_show(commands)
     return parser
 
 
@@ -101,6 +102,13 @@ def _add_status(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.set_defaults(run=_status)
 
 
+def _add_show(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    text = "list what an export holds"
+    parser = commands.add_parser("show", help=text, description=f"{text.capitalize()}: functions and variables.")
+    parser.add_argument("path", type=Path, metavar="DIR", help="the directory that dflow.export(...).save wrote")
+    parser.set_defaults(run=_show)
+
+
 def _add_coordinator_address(parser: argparse.ArgumentParser) -> None:
     known = os.environ.get(COORDINATOR_VARIABLE)
     parser.add_argument(
@@ -155,6 +163,13 @@ def _status(options: argparse.Namespace) -> int:
     console = make_console()
     console.print(progress_line(status, status.steps_done / max(status.now_s, 1.0)), markup=False, highlight=False)
     console.print(closing_tables(status, {}))
+    return 0
+
+
+def _show(options: argparse.Namespace) -> int:
+    from dflow.export_format import listing, read_manifest
+
+    print(listing(read_manifest(options.path)))
     return 0
 
 

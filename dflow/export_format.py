@@ -142,14 +142,29 @@ def read_manifest(path: Path) -> Manifest:
         ) from None
     try:
         form = msgspec.json.decode(content, type=_Form)
-        if form.format <= FORMAT:
-            return msgspec.json.decode(content, type=Manifest)
+        manifest = msgspec.json.decode(content, type=Manifest) if form.format <= FORMAT else None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise _damaged(path / MANIFEST, str(error)) from None
+        raise damaged(path / MANIFEST, str(error)) from None
+    if manifest is not None:
+        if contradiction := _contradiction(manifest):
+            raise damaged(path / MANIFEST, contradiction)
+        return manifest
     raise ExportError(
         f"{path} is of format {form.format}, written by dflow {form.dflow}; this is dflow {__version__}, which reads "
         f"formats up to {FORMAT}{at(caller())}\n  install dflow {form.dflow} or newer"
     )
+
+
+def _contradiction(manifest: Manifest) -> str | None:
+    """What one part of a manifest says against another."""
+    for name, signature in manifest.signatures.items():
+        if refusal := signature_refusal(name):
+            return refusal
+        known = {*manifest.variables, *manifest.constants}
+        named = {*signature.variables, *signature.constants.values()}
+        if unknown := sorted(named - known) or sorted({*signature.writes} - {*signature.variables}):
+            return f"{name} uses {unknown[0]!r}, of which nothing else is said"
+    return None
 
 
 def read_program(path: Path, name: str, signature: Signature) -> bytes:
@@ -158,11 +173,11 @@ def read_program(path: Path, name: str, signature: Signature) -> bytes:
     try:
         content = file.read_bytes()
     except FileNotFoundError:
-        raise _damaged(file, "it is missing") from None
+        raise damaged(file, "it is missing") from None
     if len(content) != signature.size_bytes:
-        raise _damaged(file, f"it has {len(content)} bytes in the place of {signature.size_bytes}")
+        raise damaged(file, f"it has {len(content)} bytes in the place of {signature.size_bytes}")
     if hashlib.sha256(content).hexdigest() != signature.sha256:
-        raise _damaged(file, "its digest is not the one in the manifest")
+        raise damaged(file, "its digest is not the one in the manifest")
     return content
 
 
@@ -171,10 +186,11 @@ def read_values(path: Path, folder: str, names: Iterable[str]) -> dict[str, Any]
     try:
         return read_arrays(path / folder).read(dict.fromkeys(names))
     except CheckpointError as error:
-        raise _damaged(path / folder, str(error).partition("\n")[0]) from error
+        raise damaged(path / folder, str(error).partition("\n")[0]) from error
 
 
-def _damaged(file: Path, what: str) -> ExportError:
+def damaged(file: Path, what: str) -> ExportError:
+    """The error that says what is wrong with a part of an export."""
     return ExportError(f"{file} is damaged: {what}{at(caller())}\n  copy the directory again, or export again")
 
 

@@ -21,6 +21,7 @@ from dflow.export_format import (
     Parameter,
     Signature,
     and_list,
+    damaged,
     listing,
     read_manifest,
     read_program,
@@ -115,6 +116,9 @@ def load(path: Any, *, prefix: str = "") -> Loaded:
     values = read_values(place, VARIABLES, manifest.variables)
     large = read_values(place, CONSTANTS, manifest.constants)
     constants = {name: jnp.asarray(value) for name, value in large.items()}
+    for name, entry in manifest.variables.items():
+        if (held := str(array_type_of(values[name]))) != entry.type:
+            raise damaged(place / VARIABLES, f"{name} is {held}, and {entry.type} in the manifest")
     variables = {
         name: Variable(values[name], name=prefix + name, trainable=entry.trainable)
         for name, entry in manifest.variables.items()
