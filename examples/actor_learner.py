@@ -50,18 +50,34 @@ def act(key, steps):
     jax.lax.fori_loop(0, steps, step, (jnp.int32(0), key))
 
 
+def improve(batch):
+    """Move the worth of what was done towards the reward and what may be had afterwards; the mean error."""
+    future = jnp.where(batch["after"] == GOAL, 0.0, worth.read()[batch["after"]].max(1))
+    error = batch["reward"] + 0.9 * future - worth.read()[batch["state"], batch["action"]]
+    worth.assign_add(jnp.zeros((STATES, 2)).at[batch["state"], batch["action"]].add(0.03 * error))
+    return jnp.abs(error).mean()
+
+
 @dflow.jit
 def learn(batches):
-    """Move the worth of what was done towards the reward and what may be had afterwards."""
+    """Learn from so many batches of the queue; the error of the last."""
+    return jax.lax.fori_loop(0, batches, lambda _, last: improve(transitions.dequeue_many(BATCH)), jnp.float32(0))
 
-    def update(_, last):
-        batch = transitions.dequeue_many(BATCH)
-        future = jnp.where(batch["after"] == GOAL, 0.0, worth.read()[batch["after"]].max(1))
-        error = batch["reward"] + 0.9 * future - worth.read()[batch["state"], batch["action"]]
-        worth.assign_add(jnp.zeros((STATES, 2)).at[batch["state"], batch["action"]].add(0.03 * error))
-        return jnp.abs(error).mean()
 
-    return jax.lax.fori_loop(0, batches, update, jnp.float32(0))
+def best(states):
+    """The action that is worth most in each state."""
+    return jnp.argmax(worth.read()[states], axis=1)
+
+
+def exported() -> dflow.Exported:
+    """What others need to act, and to go on learning. The queue is of this process, and no part of it."""
+    whole, number = dflow.spec("n", jnp.int32), dflow.spec("n", jnp.float32)
+    return dflow.export(
+        {
+            "best": (best, whole),
+            "improve": (improve, {"state": whole, "action": whole, "reward": number, "after": whole}),
+        }
+    )
 
 
 def steps_to_goal() -> int:

@@ -65,25 +65,14 @@ def predict(model: dict, images: jax.Array) -> jax.Array:
     return x @ p["logits"]["kernel"] + p["logits"]["bias"]
 
 
-def shuffled(images: np.ndarray, labels: np.ndarray, *, size: int, seed: int) -> Iterator[tuple]:
-    """Batches without end, in an order of the worker's own."""
-    order = np.random.default_rng(seed)
-    while True:
-        chosen = order.choice(len(labels), size, replace=False)
-        yield images[chosen], labels[chosen]
+def make() -> tuple[dict, dflow.Optimizer]:
+    """The model and its optimizer."""
+    model = make_model()
+    return model, dflow.Optimizer(optax.adam(1e-3), model, name="adam")
 
 
-def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--steps", type=int, default=1500, help="training steps of all workers together")
-    options.add_argument("--batch", type=int, default=64, help="images in a batch")
-    given = options.parse_args()
-
-    training, test = read_digits()
-    cluster = dflow.connect()
-    with cluster.parameter_servers():
-        model = make_model()
-        optimizer = dflow.Optimizer(optax.adam(1e-3), model, name="adam")
+def make_steps(model: dict, optimizer: dflow.Optimizer) -> tuple[Callable, Callable]:
+    """A step of training and the accuracy of a batch, both compiled."""
 
     @dflow.jit
     def train_step(images, labels):
@@ -99,6 +88,43 @@ def main() -> None:
     def accuracy(images, labels):
         return (predict(model, images).argmax(-1) == labels).mean()
 
+    return train_step, accuracy
+
+
+def exported(model: dict, optimizer: dflow.Optimizer) -> dflow.Exported:
+    """What others need to serve the model, to go on training it, and to test it, for batches of any size."""
+    train_step, accuracy = make_steps(model, optimizer)
+    images, labels = dflow.spec("n, 8, 8, 1", jnp.float32), dflow.spec("n", jnp.int32)
+    return dflow.export(
+        {
+            "predict": (predict, model, images),
+            "train_step": (train_step, images, labels),
+            "accuracy": (accuracy, images, labels),
+        }
+    )
+
+
+def shuffled(images: np.ndarray, labels: np.ndarray, *, size: int, seed: int) -> Iterator[tuple]:
+    """Batches without end, in an order of the worker's own."""
+    order = np.random.default_rng(seed)
+    while True:
+        chosen = order.choice(len(labels), size, replace=False)
+        yield images[chosen], labels[chosen]
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--steps", type=int, default=1500, help="training steps of all workers together")
+    options.add_argument("--batch", type=int, default=64, help="images in a batch")
+    options.add_argument("--export", metavar="DIR", help="export what was trained, where one process trains alone")
+    given = options.parse_args()
+
+    training, test = read_digits()
+    cluster = dflow.connect()
+    with cluster.parameter_servers():
+        model, optimizer = make()
+    train_step, accuracy = make_steps(model, optimizer)
+
     batches = shuffled(*training, size=given.batch, seed=cluster.index)
     strategy = dflow.distributed.Async(cluster)
     for number, metrics in enumerate(strategy.run(train_step, batches, steps=given.steps), 1):
@@ -109,6 +135,8 @@ def main() -> None:
         result = float(accuracy(*test))
         print(f"test accuracy {result:.4f} on {len(test[1])} held-out images", flush=True)
         cluster.report("test accuracy", result)
+    if given.export:
+        print(exported(model, optimizer).save(given.export))
     cluster.close()
 
 

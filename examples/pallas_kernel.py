@@ -77,22 +77,20 @@ def pallas_cross_entropy(interpret):
     return fused_cross_entropy
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--plain", action="store_true", help="run the plain function on this platform")
-    parser.add_argument("--steps", type=int, default=30)
-    arguments = parser.parse_args()
-
+def make(plain=False):
+    """The data, the variable, and its optimizer; with `plain` this platform runs the plain function."""
     dflow.kernel(cross_entropy, platform=["cuda", "tpu"])(pallas_cross_entropy(interpret=False))
-    if not arguments.plain:
+    if not plain:
         dflow.kernel(cross_entropy, platform="cpu")(pallas_cross_entropy(interpret=True))
-
     keys = jax.random.split(jax.random.key(0), 3)
     points = jax.random.normal(keys[0], (64, 16))
     labels = jnp.argmax(points @ jax.random.normal(keys[1], (16, 128)), axis=1)
-
     w = dflow.Variable(lambda: 0.1 * jax.random.normal(keys[2], (16, 128)), name="w")
-    optimizer = dflow.Optimizer(optax.adam(0.05), [w])
+    return points, labels, w, dflow.Optimizer(optax.adam(0.05), [w], name="adam")
+
+
+def make_step(points, labels, w, optimizer):
+    """A step of training, compiled."""
 
     @dflow.jit
     def train_step():
@@ -100,6 +98,22 @@ def main() -> None:
         optimizer.apply(gradients)
         return loss
 
+    return train_step
+
+
+def exported(points, labels, w, optimizer) -> dflow.Exported:
+    """A step of training, with the kernel of each platform in it; Pallas asks for a GPU when it lowers for GPUs."""
+    return dflow.export(make_step(points, labels, w, optimizer), platforms=("cpu", "tpu"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--plain", action="store_true", help="run the plain function on this platform")
+    parser.add_argument("--steps", type=int, default=30)
+    arguments = parser.parse_args()
+
+    points, labels, w, optimizer = make(arguments.plain)
+    train_step = make_step(points, labels, w, optimizer)
     print(dflow.check_kernel(cross_entropy, points @ w, labels))
     losses = [float(train_step()) for _ in range(arguments.steps)]
     print(f"loss {losses[0]:.4f}, after {arguments.steps} steps {losses[-1]:.4f}")
