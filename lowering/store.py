@@ -36,6 +36,9 @@ class _Held:
     at: StepState | None = None
 
 
+#: A variable of this size is made before the next one is begun.
+_LARGE_BYTES = 1 << 20
+
 #: How long to wait for a value that another thread makes, in s.
 MAKING_S = 600.0
 
@@ -301,6 +304,9 @@ def _made(key: str, type: ArrayType, make: Callable[[], Any], place: Sharding | 
         raise VariableError(
             f"the initial value of variable {key!r} is {array_type_of(value)}, but it is to hold {type}"
         )
+    if type.size_bytes >= _LARGE_BYTES:
+        # JAX would run ahead, with the originals of many variables in memory beside their copies.
+        value.block_until_ready()
     # A Python number gives a weak array; a variable holds one of its type, in a trace and out of it.
     return _Held(jax.lax.convert_element_type(value, type.dtype), type)
 
