@@ -229,13 +229,17 @@ def jit_disabled() -> bool:
 def runs_plainly() -> bool:
     """Whether a call of a compiled function is just that: no trace runs, nothing is disabled, no numbers are checked.
 
-    Asked at every call, so the settings are looked at as JAX looks at them.
+    Asked at every call, so each setting is looked at where it is: JAX's own `trace_state_clean` takes twice as long.
     """
-    return not (_disable_jit.value or _debug_nans.value or _debug_infs.value) and _trace_state_clean()
+    return (
+        _trace.value is jax_core.eval_trace
+        and _axes.value is jax_core.top_axis_env
+        and not (_disable_jit.value or _debug_nans.value or _debug_infs.value)
+    )
 
 
+_trace, _axes = jax_core.trace_state_strong_ref, jax_core.axis_env_state
 _disable_jit, _debug_nans, _debug_infs = jax_config.disable_jit, jax_config.debug_nans, jax_config.debug_infs
-_trace_state_clean = jax_core.trace_ctx.is_top_level
 
 
 def checks_numbers() -> bool:
