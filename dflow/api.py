@@ -11,6 +11,7 @@ from dflow.graph_view import GraphView, graph
 from dflow.kernel_check import KernelCheck, check_kernel
 from dflow.loader import Loaded, load
 from dflow.optimizer import Optimizer
+from dflow.placement_view import PlacedPart, Placement, explain_placement
 from dflow.scopes import colocate_with, device
 from dflow.trace_log import RetraceWarning
 from dflow.tracing.accumulators import ConditionalAccumulator
@@ -64,6 +65,8 @@ __all__ = [
     "Optimizer",
     "PaddedSpec",
     "PaddingFIFOQueue",
+    "PlacedPart",
+    "Placement",
     "PlainJitError",
     "PriorityQueue",
     "QueueClosed",
@@ -85,6 +88,7 @@ __all__ = [
     "device",
     "distributed",
     "eager",
+    "explain_placement",
     "export",
     "grad",
     "graph",

@@ -6,14 +6,14 @@ arrays made inside are made there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 import jax
 
 from dflow.lowering.devices import device_named, local_name
-from dflow.tracing.device import WITH_CALLER, device_scope
-from dflow.tracing.device_name import full_device_name, task_of
+from dflow.tracing.device import AUTO, WITH_CALLER, choice_among, device_scope
+from dflow.tracing.device_name import full_device_name, split_device_name, task_of
 from dflow.tracing.errors import DeviceError
 from dflow.tracing.jax_frontend import is_tracing
 from dflow.tracing.resources import Variable, is_variable
@@ -21,11 +21,12 @@ from dflow.tracing.source import at, caller
 
 
 @contextmanager
-def device(name: str | jax.Device) -> Iterator[None]:
+def device(name: str | jax.Device | Sequence[str | jax.Device]) -> Iterator[None]:
     """Place the ops traced inside, and the variables made inside, on a device or a task.
 
     name    `cpu:1`, `gpu:0`, `tpu:2`: a device of this process, by its number among `jax.local_devices(backend=...)`;
-            a `jax.Device` of this process; or a task of the cluster, `ps:0` or `/job:ps/task:0`
+            a `jax.Device` of this process; or a task of the cluster, `ps:0` or `/job:ps/task:0`; `auto` for whichever
+            device of this process makes a step shortest, or a list of those among which to choose
     raises  DeviceError for a name that cannot be read, and for a device that this process does not have; that no task
             has a task's name is found when the function is placed
 
@@ -33,6 +34,10 @@ def device(name: str | jax.Device) -> Iterator[None]:
     of the bytes lie that it takes. The ops of a gradient are on the device of the op they come from. Results stay on
     the device that made them. Outside of traced code it is JAX's default device as well.
     """
+    if name == AUTO or isinstance(name, (list, tuple)):
+        with device_scope(AUTO if name == AUTO else _choice(name)):
+            yield
+        return
     try:
         written = name if isinstance(name, str) else local_name(name)
         full = full_device_name(written)
@@ -57,6 +62,23 @@ def colocate_with(variable: Variable) -> Iterator[None]:
         )
     with device_scope(variable.device or WITH_CALLER):
         yield
+
+
+def _choice(names: Sequence[str | jax.Device]) -> str:
+    """The wish for one of these devices."""
+    written = [name if isinstance(name, str) else local_name(name) for name in names]
+    try:
+        if not names:
+            raise DeviceError("no device is listed to choose among\n  name some, or say 'auto' for any")
+        fulls = [full_device_name(name) for name in written]
+        if tasks := [task_of(full) for full in fulls if task_of(full)]:
+            raise DeviceError(
+                f"{tasks[0]!r} is a task, and a choice is among devices of this process\n  name these, such as cpu:1"
+            )
+        here = [local_name(device_named(split_device_name(full)[1])) for full in fulls]
+    except DeviceError as error:
+        raise DeviceError(_with_line(error)) from None
+    return choice_among(here)
 
 
 def _with_line(error: DeviceError) -> str:

@@ -21,6 +21,7 @@ from dflow.lowering.devices import device_named, devices_in_order, local_name
 from dflow.lowering.execute import Execution, Outcome, Schedule, takes
 from dflow.lowering.passes.base import Observer, run_passes
 from dflow.lowering.pipeline import ALONE, pipeline
+from dflow.lowering.placement.measure import Meter
 from dflow.lowering.plan import Call, Plan, calls_in
 from dflow.lowering.program import LoweredProgram, Program, lower_program
 from dflow.lowering.queue_ops import HeldQueue
@@ -28,7 +29,7 @@ from dflow.lowering.resource_use import Held, ResourceUse
 from dflow.lowering.store import Store
 from dflow.lowering.waiters import wait
 from dflow.tracing.context import Home, Slot
-from dflow.tracing.device import is_within_task, scope_here
+from dflow.tracing.device import choices_in, is_within_task, scope_here
 from dflow.tracing.device_name import device_name, is_on_task, short_device_name, split_device_name
 from dflow.tracing.errors import DeviceError, InternalError, VariableError
 from dflow.tracing.given_value import Initial
@@ -40,6 +41,10 @@ from dflow.tracing.types import AccumulatorType
 
 #: Runs a step on the leaves of its arguments; gives the leaves of its result.
 Runner = Callable[[Sequence[Any]], Sequence[Any]]
+
+
+#: What the devices of this process cost; they are measured when a function first asks for a choice among them.
+METER = Meter()
 
 
 class RunnerHome(Home, Protocol):
@@ -82,6 +87,8 @@ class LocalHome:
             is_alike = place is None or len(place.device_set) == 1 or near.shape == variable.shape
             return place if is_alike else None
         if scope is None or not is_within_task(scope):
+            if choices_in(scope) is not None:
+                return None
             if is_on_task(scope) and scope != ALONE:
                 raise DeviceError(
                     f"variable {variable.name!r} is made under dflow.device({short_device_name(scope or '')!r}), but "
@@ -146,7 +153,8 @@ class LocalHome:
 
     def plan(self, traced: Traced, *, check: bool, observe: Observer | None) -> PlannedStep:
         """Take a traced function, whose variables all live here, through the passes."""
-        graph = run_passes(traced.graph, pipeline(devices=devices_in_order()), check=check, observe=observe)
+        passes = pipeline(devices=devices_in_order(), costs=METER)
+        graph = run_passes(traced.graph, passes, check=check, observe=observe)
         keys = {ref: variable.key for ref, variable in zip(graph.refs, traced.variables, strict=True)}
         compiled = make_plans(graph, ALONE, keys)
         if compiled.remote:

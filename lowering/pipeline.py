@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dflow.lowering.passes.base import Pass
+from dflow.lowering.passes.choose import Choose, Costs
 from dflow.lowering.passes.cluster import Cluster
 from dflow.lowering.passes.donate import Donate
 from dflow.lowering.passes.merge import Merge
@@ -15,15 +16,22 @@ from dflow.lowering.passes.prune import Prune
 ALONE = "/job:localhost/task:0"
 
 
-def pipeline(local: str = ALONE, tasks: tuple[str, ...] = (ALONE,), devices: tuple[str, ...] = ()) -> tuple[Pass, ...]:
+def pipeline(
+    local: str = ALONE,
+    tasks: tuple[str, ...] = (ALONE,),
+    devices: tuple[str, ...] = (),
+    costs: Costs | None = None,
+) -> tuple[Pass, ...]:
     """The passes for a caller on the task `local` of a cluster with these tasks.
 
-    `devices` are the caller's own, as `cpu:0`, the default one first.
+    `devices` are the caller's own, as `cpu:0`, the default one first; by their `costs` ops can be placed on them.
     """
+    place = Place(local, tasks, devices)
     return (
         Prune(),  # first: everything after is cheaper
         Merge(),  # before place: equal nodes must land on one task
-        Place(local, tasks, devices),
+        *([] if costs is None else [Choose(place, costs)]),  # before place, to which it adds what was left open
+        place,
         Partition(local),  # from here on, no operand crosses a device border
         Order(),  # before cluster: it reads order edges, not the order of the list
         Cluster(),

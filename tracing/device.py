@@ -7,7 +7,7 @@ through JAX's own trace context, so that the ops of a gradient take the device o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -25,6 +25,9 @@ WITH_STATE = "with-state"
 
 #: The placement of an op that was put beside a variable without a device of its own.
 WITH_CALLER = "with-caller"
+
+#: The placement of an op whose device is to be chosen: among all of the caller's, or among those that follow it.
+AUTO = "auto"
 
 _scope: ContextVar[str | None] = ContextVar("dflow_device", default=None)
 
@@ -64,6 +67,17 @@ def with_state() -> Iterator[None]:
     """Place the ops traced inside where the variables they update live. `Optimizer.apply` runs under it."""
     with set_xla_metadata(**{METADATA_KEY: WITH_STATE}):
         yield
+
+
+def choice_among(devices: Sequence[str]) -> str:
+    """The wish for one of the caller's devices `cpu:1`, ...; for any of them, when none is named."""
+    return "/".join([AUTO, *devices])
+
+
+def choices_in(device: str | None) -> tuple[str, ...] | None:
+    """The devices among which one is to be chosen, none of them for any; None where there is nothing to choose."""
+    first, *names = (device or "").split("/")
+    return tuple(names) if first == AUTO else None
 
 
 def is_within_task(device: str | None) -> bool:

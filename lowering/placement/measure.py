@@ -43,7 +43,7 @@ class Meter:
 
     def __init__(self, deadline_s: float = DEADLINE_S, clock: Callable[[], float] = time.perf_counter) -> None:
         self._deadline_s, self._clock = deadline_s, clock
-        self._until = 0.0
+        self._until = float("inf")
         self._rates: dict[str, Rates] = {}
         self._links: dict[tuple[str, str, bool], Link] = {}
         self._speeds: dict[tuple[str, int], tuple[float, ...]] = {}
@@ -151,7 +151,7 @@ class Meter:
         scratch = int(getattr(memory, "temp_size_in_bytes", 0) or 0)
         if any(map(runs_how_long, part.nodes)):
             return rates.seconds(analysed(compiled) or Work()), scratch
-        operands = [jax.device_put(np.ones(type.shape, type.dtype), device) for type in pure.types]
+        operands = [jax.device_put(operand, device) for operand in _operands(pure.types)]
         seconds = self._median(lambda args: compiled(*args), operands)
         return max(0.0, seconds - rates.launch_s), scratch
 
@@ -209,6 +209,18 @@ def _limit(device: jax.Device) -> int | None:
 def _can_be_made(value: Value) -> bool:
     type = value.type.of if isinstance(value.type, RefType) else value.type
     return isinstance(type, ArrayType) and isinstance(type.dtype, np.dtype)
+
+
+def _operands(types: Sequence[ArrayType]) -> list[np.ndarray[Any, Any]]:
+    """Numbers to measure with: ones, and where they are whole, numbers all over, for they may be places in a table."""
+    draws = np.random.default_rng(0)
+    largest = max((dim for type in types for dim in type.shape), default=1)
+    return [
+        draws.integers(0, min(largest, np.iinfo(type.dtype).max), type.shape, type.dtype, endpoint=False)
+        if type.dtype.kind in "iu" and largest > 1
+        else np.ones(type.shape, type.dtype)
+        for type in types
+    ]
 
 
 def _canonical(part: Graph) -> str:

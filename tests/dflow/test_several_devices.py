@@ -22,6 +22,7 @@ DEADLINE_S = 300.0
 #: What needs several devices too: one process runs all of it.
 OTHERS = [
     "tests/dflow/device_scopes_.py",
+    "tests/dflow/auto_placement_.py",
     "tests/test_docs.py::test_the_snippets_of_a_page_run_and_print_what_it_says[devices.md]",
 ]
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}"}

@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflow.lowering.passes.base import run_passes
+from dflow.lowering.passes.choose import Choose, may_choose
+from dflow.lowering.passes.place import Place
+from dflow.lowering.pipeline import ALONE, pipeline
+from dflow.tracing.device import choice_among, choices_in
+from dflow.tracing.errors import DeviceError
+from dflow.tracing.graph import Graph
+from dflow.tracing.text import parse
+from tests.effort import examples
+from tests.lowering.meaning import assert_same_meaning
+from tests.lowering.placement.given_costs import GivenCosts
+from tests.lowering.stateful_graphs import some_inputs, some_state, stateful_graphs
+
+DEVICES = ("cpu:0", "cpu:1", "cpu:2")
+COSTS = GivenCosts()
+PLACE = Place(ALONE, (ALONE,), DEVICES)
+
+
+def chosen(text: str, costs: GivenCosts = COSTS, place: Place = PLACE) -> dict[str, str | None]:
+    graph = Choose(place, costs)(parse(text))
+    return {node.outputs[0].name: node.device for node in graph.nodes}
+
+
+def dot(name: str, operand: str, device: str) -> str:
+    return (
+        f"  %{name}: f32[64,64] = jax.dot_general(%{operand}, %{operand}) "
+        f"{{dimension_numbers=(((1,), (0,)), ((), ())), "
+        f"out_sharding=None, precision=None, preferred_element_type=f32}}  @{device}\n"
+    )
+
+
+def test_two_heavy_branches_go_to_two_devices() -> None:
+    text = "graph(%x: f32[64,64]) {\n" + dot("a", "x", "auto") + dot("b", "x", "auto") + "  return %a, %b\n}"
+    assert sorted(map(str, chosen(text).values())) == ["/device:cpu:0", "/device:cpu:1"]
+
+
+def test_a_choice_is_among_the_devices_that_it_names() -> None:
+    one_of = "auto/cpu:1/cpu:2"
+    text = "graph(%x: f32[64,64]) {\n" + dot("a", "x", one_of) + dot("b", "x", one_of) + "  return %a, %b\n}"
+    assert set(chosen(text).values()) <= {"/device:cpu:1", "/device:cpu:2"}
+
+
+def test_what_gains_nothing_stays_on_the_default_device() -> None:
+    text = "graph(%x: f32[64]) {\n  %a: f32[64] = jax.sin(%x)  @auto\n  return %a\n}"
+    assert chosen(text) == {"a": "/device:cpu:0"}
+
+
+def test_an_op_goes_to_the_large_variable_that_it_reads() -> None:
+    text = (
+        "graph(%w: ref<f32[64,64]> @/device:cpu:2, %x: f32[]) {\n"
+        " !%r: f32[64,64] = var.read(%w)  @auto\n" + dot("a", "r", "auto") + "  return %a\n}"
+    )
+    assert chosen(text) == {"r": None, "a": "/device:cpu:2"}
+
+
+def test_with_one_device_nothing_is_chosen_or_measured() -> None:
+    text = "graph(%x: f32[64]) {\n  %a: f32[64] = jax.sin(%x)  @auto\n  return %a\n}"
+    assert chosen(text, costs=None, place=Place(ALONE, (ALONE,), ("cpu:0",))) == {"a": None}  # type: ignore[arg-type]
+
+
+def test_a_graph_without_a_choice_is_left_as_it_is() -> None:
+    graph = parse("graph(%x: f32[64]) {\n  %a: f32[64] = jax.sin(%x)  @/device:cpu:1\n  return %a\n}")
+    assert Choose(PLACE, None)(graph) is graph  # type: ignore[arg-type]
+
+
+def test_too_little_memory_on_every_device_names_what_is_needed_and_the_limit() -> None:
+    text = "graph(%x: f32[64,64]) {\n" + dot("a", "x", "auto") + "  return %a\n}"
+    message = (
+        "no placement was found that fits: of the best, cpu:0 needs 32,768 bytes at its peak, but it has 20,000\n"
+        "  offer more devices, put variables on others, or make the batch smaller"
+    )
+    limits = (20_000, 10_000, 10_000)
+    with pytest.raises(DeviceError, match=f"^{re.escape(message)}$"):
+        chosen(text, GivenCosts(limits=limits))
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(stateful_graphs(tasks=[f"/device:{device}" for device in DEVICES]), st.data())
+def test_what_is_chosen_keeps_what_is_said_and_the_meaning(graph: Graph, data: st.DataObject) -> None:
+    """Wherever ops go that are left to choice, the lowered graph does the same."""
+    open_to = data.draw(st.sampled_from([(), DEVICES[1:]]))
+    left_open = [data.draw(st.booleans()) for _ in graph.nodes]
+    nodes = tuple(
+        dataclasses.replace(node, device=choice_among(open_to)) if is_open else node
+        for node, is_open in zip(graph.nodes, left_open, strict=True)
+    )
+    graph = dataclasses.replace(graph, nodes=nodes)
+    made = Choose(PLACE, GivenCosts())(graph)
+    assert not may_choose(made)
+    for before, after in zip(graph.nodes, made.nodes, strict=True):
+        if choices_in(before.device) is None:
+            assert after.device == before.device
+        elif not before.effects:
+            assert after.device in {f"/device:{device}" for device in open_to or DEVICES}
+    lowered = run_passes(graph, pipeline(ALONE, (ALONE,), DEVICES, GivenCosts()), check=True)
+    assert_same_meaning(graph, lowered, some_inputs(graph), some_state(graph))
