@@ -6,6 +6,7 @@ from dflow.lowering.passes.base import Pass
 from dflow.lowering.passes.choose import Choose, Costs
 from dflow.lowering.passes.cluster import Cluster
 from dflow.lowering.passes.donate import Donate
+from dflow.lowering.passes.fold import Fold
 from dflow.lowering.passes.merge import Merge
 from dflow.lowering.passes.order import Order
 from dflow.lowering.passes.partition import Partition
@@ -32,6 +33,7 @@ def pipeline(
         Merge(),  # before place: equal nodes must land on one task
         *([] if costs is None else [Choose(place, costs)]),  # before place, to which it adds what was left open
         place,
+        Fold(local),  # before partition: a number that is known need not be sent
         Partition(local),  # from here on, no operand crosses a device border
         Order(),  # before cluster: it reads order edges, not the order of the list
         Cluster(),
