@@ -22,6 +22,7 @@ from dflow.lowering.discharge import discharge
 from dflow.lowering.passes.prune import Prune
 from dflow.tracing import ops
 from dflow.tracing.attributes import Body, body_of, opaque_in
+from dflow.tracing.device_name import split_device_name
 from dflow.tracing.graph import Graph, Literal, Node, Operand, Value
 from dflow.tracing.types import ArrayType
 
@@ -47,7 +48,8 @@ class Fold:
     name: ClassVar[str] = "fold"
 
     def __call__(self, graph: Graph) -> Graph:
-        if not any(node.op in _HOST_OPS or node.device != self.local for node in graph.nodes):
+        is_cut = len({node.device for node in graph.nodes}) > 1 or any(node.op in _HOST_OPS for node in graph.nodes)
+        if not is_cut:
             return graph
         known = _evaluated(graph, self._constant_nodes(graph))
         if not known and not any(_branch(node) is not None for node in graph.nodes):
@@ -59,10 +61,15 @@ class Fold:
         found: dict[Value, None] = {}
         nodes = []
         for node in graph.nodes:
-            if node.device == self.local and all(value in found for value in node.values) and _is_exact(node):
+            if self._is_here(node.device) and all(value in found for value in node.values) and _is_exact(node):
                 found.update(dict.fromkeys(node.outputs))
                 nodes.append(node)
         return nodes
+
+    def _is_here(self, device: str | None) -> bool:
+        """Whether a device is of the caller's, and of the kind that works numbers out now."""
+        task, local = split_device_name(device or self.local)
+        return task == self.local and local.partition(":")[0] in ("", jax.default_backend())
 
 
 def _is_exact(node: Node) -> bool:
