@@ -40,6 +40,7 @@ from dflow.tracing.loops import while_loop
 from dflow.tracing.queues import FIFOQueue, PaddedSpec, PaddingFIFOQueue, PriorityQueue, RandomShuffleQueue
 from dflow.tracing.resources import Variable, is_variable, name, read
 from dflow.tracing.row_gradient import RowGradient, is_row_gradient
+from dflow.tracing.turns import parallel_iterations
 from dflow.tracing.variable_trees import assign, trainable_variables, variables
 
 __all__ = [
@@ -103,6 +104,7 @@ __all__ = [
     "name",
     "nn",
     "numpy",
+    "parallel_iterations",
     "random",
     "read",
     "reset_container",

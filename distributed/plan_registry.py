@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import msgspec
 
 from dflow.distributed.messages import RegisterPlan
-from dflow.lowering.execute import Schedule, gives, takes
 from dflow.lowering.plan import Call, HostItem, Plan
 from dflow.lowering.program import Program, load_program
+from dflow.lowering.waits import Schedule, gives, takes
 from dflow.tracing.errors import InternalError, WireError
 
 #: A plan may number this many slots.

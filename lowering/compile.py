@@ -19,6 +19,7 @@ from dflow.tracing.effects import Effect
 from dflow.tracing.errors import InternalError
 from dflow.tracing.graph import Graph, Literal, Node, Operand, Value
 from dflow.tracing.source import at
+from dflow.tracing.turns import PARALLEL_TURNS
 from dflow.tracing.types import HANDLES, ArrayType, dtype_name
 
 
@@ -117,12 +118,13 @@ class _Maker:
         gives = tuple(self.slot(value) for value in node.array_outputs)
         if node.op is ops.ctrl_cond:
             return Branch(numbers, takes, gives, after)
+        parallel = node.attributes.get("parallel", PARALLEL_TURNS)
         if node.op is ops.ctrl_while:
             test, repeated = numbers
-            return While(test, repeated, node.attributes["carry"], takes, gives, after)
+            return While(test, repeated, node.attributes["carry"], takes, gives, after, parallel)
         stacked = tuple(str(output.type) for output in node.bodies[0].outputs[node.attributes["carry"] :])
         options = {key: node.attributes[key] for key in ("length", "reverse", "carry", "rows")}
-        return Scan(numbers[0], **options, stacked=stacked, takes=takes, gives=gives, after=after)
+        return Scan(numbers[0], **options, stacked=stacked, takes=takes, gives=gives, after=after, parallel=parallel)
 
     def _body(self, node: Node, body: Graph) -> int:
         """The number of a body, whose programs join those of the whole plan."""
@@ -162,6 +164,7 @@ class _Maker:
             gives=tuple(self.slot(value) for value in node.array_outputs),
             after=after,
             device=_device(node),
+            touches_anything=any(effect is Effect.UNKNOWN for effect, _ in node.effects),
         )
 
     def _check_donation(self, node: Node) -> None:

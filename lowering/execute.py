@@ -1,33 +1,31 @@
 """Runs one task's plan of a step: each item when what it needs is there.
 
 No thread waits for a value: a receive leaves a callback with the channel, and whoever delivers the value has the
-items that became ready run by a worker; an item that waits for a queue or an accumulator does the
-same, and a branch or loop with such items runs its bodies as executions of their own. The first error ends the
-execution and what it waits for; what arrives later is ignored.
+items that became ready run by a worker; an item that waits for a queue or an accumulator does the same, and a branch or
+loop with such items runs its bodies as executions of their own (`loops.py`). The first error ends the execution and
+what it waits for; what arrives later is ignored.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from dflow.lowering.channel import Channel, StepId
-from dflow.lowering.control import Turns, turns_of
-from dflow.lowering.devices import device_named
-from dflow.lowering.plan import Branch, Call, Copy, Item, Plan, Recv, Scalar, Scan, Send, UseResource, While
+from dflow.lowering.loops import PENDING, Loop, OnItem
+from dflow.lowering.plan import Branch, Call, Copy, Item, Recv, Scan, Send, UseResource, While
 from dflow.lowering.program import Program
 from dflow.lowering.resource_use import ResourceUse
 from dflow.lowering.store import Store
 from dflow.lowering.waiters import Cancel
+from dflow.lowering.waits import Schedule, gives
 from dflow.tracing.errors import InternalError
-from dflow.tracing.types import parse_dtype
 
 #: What an execution ends with: the fetches, or the error.
 Outcome = tuple[jax.Array, ...] | BaseException
@@ -35,55 +33,12 @@ Outcome = tuple[jax.Array, ...] | BaseException
 Submit = Callable[[Callable[[], None]], object]
 
 
-class Schedule:
-    """What waits for what in a plan; worked out once per plan."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self.bodies = tuple(Schedule(body) for body in plan.bodies)
-        self.scalars = tuple((scalar.slot, _number(scalar)) for scalar in plan.scalars)
-        self.devices = {item.device: device_named(item.device) for item in plan.items if isinstance(item, Copy)}
-        producers = {slot: index for index, item in enumerate(plan.items) for slot in gives(item)}
-        needs = [_needs(item, producers) for item in plan.items]
-        self.waiting = [len(need) for need in needs]
-        self.dependents: list[list[int]] = [[] for _ in plan.items]
-        for index, need in enumerate(needs):
-            for producer in need:
-                self.dependents[producer].append(index)
-
-
-def takes(item: Item) -> tuple[int, ...]:
-    """The slots an item needs filled."""
-    match item:
-        case Send() | Copy():
-            return (item.take,)
-        case Recv():
-            return ()
-    return item.takes
-
-
-def gives(item: Item) -> tuple[int, ...]:
-    """The slots an item fills."""
-    match item:
-        case Send():
-            return ()
-        case Recv() | Copy():
-            return (item.give,)
-    return item.gives
-
-
-def _number(scalar: Scalar) -> jax.Array:
-    return jnp.asarray(np.frombuffer(scalar.data, parse_dtype(scalar.dtype))[0])
-
-
-def _needs(item: Item, producers: dict[int, int]) -> set[int]:
-    return {producers[slot] for slot in takes(item) if slot in producers} | set(item.after)
-
-
 class Execution:
     """One run of a plan, from `start` on.
 
-    `on_done` is called once, from any thread, with the fetches or with the first error.
+    `on_done` is called once, from any thread, with the fetches or with the first error. A turn of a loop may start
+    before all is there: `feeds` that are PENDING come by `feed`; `held` says for how many `release`s an item waits; and
+    `on_item` is told of each item that is done, with what it gave.
     """
 
     def __init__(
@@ -96,6 +51,8 @@ class Execution:
         feeds: Sequence[Any],
         on_done: Callable[[Outcome], None],
         submit: Submit,
+        held: Mapping[int, int] | None = None,
+        on_item: OnItem | None = None,
     ) -> None:
         plan = schedule.plan
         if len(feeds) != len(plan.feeds):
@@ -105,21 +62,70 @@ class Execution:
         self._slots: list[Any] = [None] * plan.slots
         for slot, value in (*schedule.scalars, *zip(plan.feeds, feeds, strict=True)):
             self._slots[slot] = value
+        self._pending = {slot for slot, value in zip(plan.feeds, feeds, strict=True) if value is PENDING}
         self._lock = threading.Lock()
+        self._on_item = on_item
         self._waiting = list(schedule.waiting)
         self._left = len(plan.items)
+        self._has_started = False
+        for index, count in (held or {}).items():
+            self._waiting[index] += count
+        for slot in self._pending:
+            self._wait_for_feed(slot, 1)
         self._ended = False
         self._outcome: Outcome | None = None
         #: By item: ends what it waits for, when the execution ends before it.
         self._cancels: dict[int, Cancel] = {}
 
+    def _wait_for_feed(self, slot: int, by: int) -> list[int]:
+        """Count a pending feed for those that take it, or no longer; the items that may run now."""
+        self._left += by if slot in self._schedule.fetched else 0
+        ready = []
+        for index in self._schedule.takers.get(slot, ()):
+            self._waiting[index] += by
+            if self._waiting[index] == 0:
+                ready.append(index)
+        return ready
+
     def start(self) -> None:
         """Run what can run, on this thread; receives first, so that values find their waiter."""
-        ready = [index for index, count in enumerate(self._waiting) if count == 0]
+        with self._lock:
+            ready = [index for index, count in enumerate(self._waiting) if count == 0]
+            self._has_started = True
+            complete = self._left == 0
         ready.sort(key=lambda index: not isinstance(self._schedule.plan.items[index], Recv))
-        if not self._schedule.plan.items:
-            self._end(tuple(self._slots[slot] for slot in self._schedule.plan.fetches))
+        if complete:
+            self._complete()
         self._run(ready)
+
+    def feed(self, place: int, value: Any) -> None:
+        """Give what was PENDING among the feeds."""
+        slot = self._schedule.plan.feeds[place]
+        with self._lock:
+            self._slots[slot] = value
+            ready = self._wait_for_feed(slot, -1)
+            has_started, complete = self._has_started, self._left == 0
+        if has_started:
+            self._went_on(ready, complete)
+
+    def release(self, item: int) -> None:
+        """Say that one of those is done that `item` was held for."""
+        with self._lock:
+            self._waiting[item] -= 1
+            ready = [item] if self._waiting[item] == 0 else []
+            has_started = self._has_started
+        if has_started:
+            self._went_on(ready, False)
+
+    def _went_on(self, ready: list[int], complete: bool) -> None:
+        """Have those run that became ready, after the start, which finds those that are ready before."""
+        if complete:
+            self._complete()
+        elif ready and not self._ended:
+            self._submit(lambda: self._run(ready))
+
+    def _complete(self) -> None:
+        self._end(tuple(self._slots[slot] for slot in self._schedule.plan.fetches))
 
     def cancel(self, error: BaseException) -> None:
         """End with `error` unless it has ended."""
@@ -152,8 +158,11 @@ class Execution:
             case UseResource():
                 self._use_resource(item, index)
                 return False
-            case Branch() | While() | Scan():
-                self._turn(index, item.gives, turns_of(item, [self._slots[slot] for slot in item.takes]), None)
+            case Branch():
+                self._branch(item, index)
+                return False
+            case While() | Scan():
+                self._loop(item, index)
                 return False
         return True
 
@@ -167,31 +176,30 @@ class Execution:
         held = self._store.resource(item.key)
         self._cancel_at_end(index, held.start(use, operands, lambda results: self._arrived(index, item.gives, results)))
 
-    def _turn(self, index: int, given: Sequence[int], turns: Turns, results: Sequence[Any] | None) -> None:
-        """Start the next body of a branch or loop, or end it."""
-        try:
-            body, feeds = next(turns) if results is None else turns.send(results)
-        except StopIteration as stop:
-            self._arrived(index, given, stop.value)
-            return
-
-        def on_done(outcome: Outcome) -> None:
-            if isinstance(outcome, BaseException):
-                self._end(outcome)
-            elif not self._ended:
-                # Not from here: turn within turn, the stack would overflow.
-                self._submit(lambda: self._guarded(lambda: self._turn(index, given, turns, outcome)))
-
-        schedule, submit = self._schedule.bodies[body], self._submit
-        child = Execution(schedule, self._programs, self._store, self._channel, self._step, feeds, on_done, submit)
+    def _branch(self, item: Branch, index: int) -> None:
+        number, *operands = [self._slots[slot] for slot in item.takes]
+        body = item.bodies[min(max(int(np.asarray(number)), 0), len(item.bodies) - 1)]
+        child = self._run_of(body, operands, lambda outcome: self._arrived(index, item.gives, outcome))
         self._cancel_at_end(index, child.cancel)
         child.start()
 
-    def _guarded(self, work: Callable[[], None]) -> None:
-        try:
-            work()
-        except BaseException as error:
-            self._end(error)
+    def _loop(self, item: While | Scan, index: int) -> None:
+        values = [self._slots[slot] for slot in item.takes]
+        end = partial(self._arrived, index, item.gives)
+        loop = Loop(item, values, self._schedule.bodies, self._run_of, end, self._submit)
+        self._cancel_at_end(index, loop.cancel)
+        loop.start()
+
+    def _run_of(
+        self,
+        body: int,
+        feeds: Sequence[Any],
+        on_done: Callable[[Outcome], None],
+        held: Mapping[int, int] | None = None,
+        on_item: OnItem | None = None,
+    ) -> Execution:
+        schedule, around = self._schedule.bodies[body], (self._programs, self._store, self._channel, self._step)
+        return Execution(schedule, *around, feeds, on_done, self._submit, held, on_item)
 
     def _cancel_at_end(self, index: int, cancel: Cancel) -> None:
         with self._lock:
@@ -220,6 +228,9 @@ class Execution:
 
     def _done(self, index: int) -> list[int]:
         """Count an item as done; the items that may run now."""
+        if self._on_item is not None:
+            # Before it is counted, so that whoever is told hears of the end last.
+            self._on_item(index, [(slot, self._slots[slot]) for slot in gives(self._schedule.plan.items[index])])
         ready = []
         with self._lock:
             for dependent in self._schedule.dependents[index]:
@@ -229,7 +240,7 @@ class Execution:
             self._left -= 1
             complete = self._left == 0
         if complete:
-            self._end(tuple(self._slots[slot] for slot in self._schedule.plan.fetches))
+            self._complete()
         return ready
 
     def _end(self, outcome: Outcome) -> None:

@@ -18,7 +18,7 @@ from dflow.lowering.accumulators import HeldAccumulator
 from dflow.lowering.channel import Deliver, StepId
 from dflow.lowering.compile import Compiled, TaskPlan, make_plans
 from dflow.lowering.devices import device_named, devices_in_order, local_name
-from dflow.lowering.execute import Execution, Outcome, Schedule, takes
+from dflow.lowering.execute import Execution, Outcome
 from dflow.lowering.passes.base import Observer, run_passes
 from dflow.lowering.pipeline import ALONE, pipeline
 from dflow.lowering.placement.measure import Meter
@@ -28,6 +28,7 @@ from dflow.lowering.queue_ops import HeldQueue
 from dflow.lowering.resource_use import Held, ResourceUse
 from dflow.lowering.store import Store
 from dflow.lowering.waiters import wait
+from dflow.lowering.waits import Schedule, takes
 from dflow.tracing.context import Home, Slot
 from dflow.tracing.device import choices_in, is_within_task, scope_here
 from dflow.tracing.device_name import device_name, is_on_task, short_device_name, split_device_name

@@ -13,14 +13,15 @@ from collections.abc import Iterator
 import msgspec
 
 from dflow.tracing.queue_settings import DEFAULT_TIMEOUT_S
+from dflow.tracing.turns import PARALLEL_TURNS
 
 
-class Call(msgspec.Struct, frozen=True, tag="call"):
+class Call(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="call"):
     """Run a program on variables and slots.
 
     The program's arguments are the values of `writes`, then of `reads`, then the slots `takes`; its results are
     the new values of `writes`, then the slots `gives`. The values of `writes` are donated. It runs on `device`, such as
-    `cpu:1`; given none, wherever JAX runs it.
+    `cpu:1`; given none, wherever JAX runs it. `touches_anything` is of one with effects that nobody told us of.
     """
 
     program: int
@@ -30,9 +31,10 @@ class Call(msgspec.Struct, frozen=True, tag="call"):
     gives: tuple[int, ...]
     after: tuple[int, ...] = ()
     device: str = ""
+    touches_anything: bool = False
 
 
-class Copy(msgspec.Struct, frozen=True, tag="copy"):
+class Copy(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="copy"):
     """Put the array in slot `take`, as it is on `device`, such as `cpu:1`, into slot `give`."""
 
     device: str
@@ -41,7 +43,7 @@ class Copy(msgspec.Struct, frozen=True, tag="copy"):
     after: tuple[int, ...] = ()
 
 
-class Send(msgspec.Struct, frozen=True, tag="send"):
+class Send(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="send"):
     """Send the array in slot `take` over `edge` to the task `destination`."""
 
     edge: str
@@ -50,7 +52,7 @@ class Send(msgspec.Struct, frozen=True, tag="send"):
     after: tuple[int, ...] = ()
 
 
-class Recv(msgspec.Struct, frozen=True, tag="recv"):
+class Recv(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="recv"):
     """Wait for the array that the task `source` sends over `edge`, and put it into slot `give`."""
 
     edge: str
@@ -61,7 +63,7 @@ class Recv(msgspec.Struct, frozen=True, tag="recv"):
     after: tuple[int, ...] = ()
 
 
-class UseResource(msgspec.Struct, frozen=True, tag="use"):
+class UseResource(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="use"):
     """Do `op` on the queue or accumulator `key`, waiting for it. `line` is the user's, as messages end with it."""
 
     key: str
@@ -75,7 +77,7 @@ class UseResource(msgspec.Struct, frozen=True, tag="use"):
     after: tuple[int, ...] = ()
 
 
-class Branch(msgspec.Struct, frozen=True, tag="branch"):
+class Branch(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="branch"):
     """Run the one of `bodies` whose place is in the first slot of `takes`, on the other slots."""
 
     bodies: tuple[int, ...]
@@ -84,8 +86,11 @@ class Branch(msgspec.Struct, frozen=True, tag="branch"):
     after: tuple[int, ...] = ()
 
 
-class While(msgspec.Struct, frozen=True, tag="while"):
-    """Run `body` as long as `test` gives true, both on `takes`; `body` renews the last `carry` of these."""
+class While(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="while"):
+    """Run `body` as long as `test` gives true, both on `takes`; `body` renews the last `carry` of these.
+
+    At most `parallel` turns are under way at once.
+    """
 
     test: int
     body: int
@@ -93,12 +98,13 @@ class While(msgspec.Struct, frozen=True, tag="while"):
     takes: tuple[int, ...]
     gives: tuple[int, ...]
     after: tuple[int, ...] = ()
+    parallel: int = PARALLEL_TURNS
 
 
-class Scan(msgspec.Struct, frozen=True, tag="scan"):
+class Scan(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="scan"):
     """Run `body` `length` times on `takes`, of whose last `rows` it takes a row; it renews the `carry` before these.
 
-    What it gives beside the carry, of the types `stacked`, is stacked.
+    What it gives beside the carry, of the types `stacked`, is stacked. At most `parallel` turns are under way at once.
     """
 
     body: int
@@ -110,6 +116,7 @@ class Scan(msgspec.Struct, frozen=True, tag="scan"):
     takes: tuple[int, ...]
     gives: tuple[int, ...]
     after: tuple[int, ...] = ()
+    parallel: int = PARALLEL_TURNS
 
 
 #: Items that a task runs by itself, between programs; they may wait.
@@ -117,7 +124,7 @@ HostItem = UseResource | Branch | While | Scan
 Item = Call | Copy | Send | Recv | HostItem
 
 
-class Scalar(msgspec.Struct, frozen=True):
+class Scalar(msgspec.Struct, frozen=True, repr_omit_defaults=True):
     """A number that is in `slot` from the start; `data` are its bytes."""
 
     slot: int
@@ -125,7 +132,7 @@ class Scalar(msgspec.Struct, frozen=True):
     data: bytes
 
 
-class Plan(msgspec.Struct, frozen=True):
+class Plan(msgspec.Struct, frozen=True, repr_omit_defaults=True):
     """The items one task runs in one step.
 
     `task`     the task this plan is for, such as `/job:ps/task:0`

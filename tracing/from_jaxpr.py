@@ -224,13 +224,17 @@ class _Builder:
                 f"  use them before it or after it, or inside {', '.join(_CONTROL)}"
             )
         control = _CONTROL[kind](equation.params, inputs)
+        parallel = origin_of(equation).parallel
+        attributes = dict(control.attributes)
+        if control.op in ops.LOOPS and parallel is not None:
+            attributes["parallel"] = parallel
         reads, writes = accesses(equation.effects)
         touched = [*sorted({*reads, *writes}, key=lambda variable: variable.serial), *host_resources(equation.effects)]
         bodies, constants = _bodies_of(control, touched)
         own, handed = inputs[: control.op.own_operands], inputs[control.op.own_operands :]
         operands = (*own, *(self.refs[resource] for resource in touched), *map(self.captured, constants), *handed)
         outputs = [Value(self._name(name), _type(var.aval)) for name, var in zip(names, equation.outvars, strict=True)]
-        return self._node(control.op, operands, outputs, control.attributes, origin, None, bodies)
+        return self._node(control.op, operands, outputs, attributes, origin, None, bodies)
 
     def _discharged(
         self, equation: Equation, inputs: list[Operand], names: Sequence[str | None], origin: Origin

@@ -40,6 +40,7 @@ from jax.extend.core import primitives as jax_primitives
 from dflow.tracing.device import METADATA_KEY
 from dflow.tracing.errors import InternalError
 from dflow.tracing.source import Loc, caller, is_user_file
+from dflow.tracing.turns import PARALLEL_KEY
 from dflow.tracing.types import ArrayType
 
 Jaxpr = Any
@@ -146,6 +147,12 @@ class Origin:
         """The device scope the equation was traced under."""
         device: str | None = (self.context.xla_metadata or {}).get(METADATA_KEY)
         return device
+
+    @property
+    def parallel(self) -> int | None:
+        """How many turns of it may be under way at once, if that was said where the equation was traced."""
+        said = (self.context.xla_metadata or {}).get(PARALLEL_KEY)
+        return None if said is None else int(said)
 
     @contextmanager
     def restored(self) -> Iterator[None]:

@@ -13,6 +13,7 @@ from dflow.tracing.effects import Effect
 from dflow.tracing.errors import GraphTypeError
 from dflow.tracing.op import OpDef, Signature, op
 from dflow.tracing.queue_settings import DEFAULT_TIMEOUT_S
+from dflow.tracing.turns import PARALLEL_TURNS
 from dflow.tracing.types import AccumulatorType, ArrayType, QueueType, RefType, RowsType, TokenType, Type, strong
 from dflow.tracing.updates import ASSIGNS, KINDS, indices_refusal, kind_refusal, lookup_type
 
@@ -136,8 +137,13 @@ def ctrl_cond(index: ArrayType, /, *operands: Type, bodies: tuple[Signature, ...
 
 
 @op("ctrl.while")
-def ctrl_while(*operands: Type, carry: int, bodies: tuple[Signature, ...]) -> tuple[Type, ...]:
-    """Run the second body as long as the first gives true. The last `carry` operands are replaced by what it gives."""
+def ctrl_while(
+    *operands: Type, carry: int, parallel: int = PARALLEL_TURNS, bodies: tuple[Signature, ...]
+) -> tuple[Type, ...]:
+    """Run the second body as long as the first gives true. The last `carry` operands are replaced by what it gives.
+
+    At most `parallel` turns are under way at once.
+    """
     test, body = bodies
     carried = operands[len(operands) - carry :]
     _check_taken(test, operands)
@@ -149,12 +155,18 @@ def ctrl_while(*operands: Type, carry: int, bodies: tuple[Signature, ...]) -> tu
 
 @op("ctrl.scan")
 def ctrl_scan(
-    *operands: Type, carry: int, rows: int, length: int, reverse: bool = False, bodies: tuple[Signature, ...]
+    *operands: Type,
+    carry: int,
+    rows: int,
+    length: int,
+    reverse: bool = False,
+    parallel: int = PARALLEL_TURNS,
+    bodies: tuple[Signature, ...],
 ) -> tuple[Type, ...]:
     """Run the body `length` times: the results are the last carry, and what each turn gave beside it, stacked.
 
     Of the last `rows` operands the body takes a row a turn, the last row first if `reverse`; the `carry` operands
-    before these are replaced by what it gives.
+    before these are replaced by what it gives. At most `parallel` turns are under way at once.
     """
     (body,) = bodies
     whole, sliced = operands[: len(operands) - rows], operands[len(operands) - rows :]
@@ -335,6 +347,7 @@ RESOURCE_OPS = {
 
 #: Branches and loops with ops that wait, and so are run by an executor rather than by XLA.
 CONTROL_OPS = (ctrl_cond, ctrl_while, ctrl_scan)
+LOOPS = (ctrl_while, ctrl_scan)
 
 #: What a host does itself, between XLA computations.
 HOST_OPS = (*RESOURCE_OPS.values(), *CONTROL_OPS)

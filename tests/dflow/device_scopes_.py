@@ -14,8 +14,9 @@ import pytest
 import dflow
 from dflow.homes import LOCAL
 from dflow.lowering.channel import StepId
-from dflow.lowering.execute import Execution, Schedule
+from dflow.lowering.execute import Execution
 from dflow.lowering.plan import Call, Copy, Item, Plan
+from dflow.lowering.waits import Schedule
 from dflow.tracing.trace import trace
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)

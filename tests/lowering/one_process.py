@@ -11,11 +11,12 @@ import jax
 
 from dflow.lowering.channel import Deliver, StepId
 from dflow.lowering.compile import Compiled, TaskPlan, make_plans
-from dflow.lowering.execute import Execution, Outcome, Schedule
+from dflow.lowering.execute import Execution, Outcome
 from dflow.lowering.local import lower_programs
 from dflow.lowering.passes.base import run_passes
 from dflow.lowering.pipeline import pipeline
 from dflow.lowering.store import Store
+from dflow.lowering.waits import Schedule
 from dflow.tracing.graph import Graph
 from dflow.tracing.types import RefType
 from tests.lowering.meaning import TASKS, WORKER

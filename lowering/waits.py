@@ -1,0 +1,159 @@
+"""What waits for what in a plan, worked out once per plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflow.lowering.devices import device_named
+from dflow.lowering.plan import Branch, Call, Copy, Item, Plan, Recv, Scalar, Scan, Send, UseResource, While
+from dflow.tracing.types import parse_dtype
+
+#: Stands for all resources: what touches this may touch any.
+ANYTHING = ""
+
+
+class Schedule:
+    """The order of a plan's items. `waiting` is how many items each waits for, `dependents` are those that wait for it.
+
+    `takers` are the items that take a slot; `bodies` the schedules of the plans that branches and loops run.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.bodies = tuple(Schedule(body) for body in plan.bodies)
+        self.scalars = tuple((scalar.slot, _number(scalar)) for scalar in plan.scalars)
+        self.devices = {item.device: device_named(item.device) for item in plan.items if isinstance(item, Copy)}
+        producers = {slot: index for index, item in enumerate(plan.items) for slot in gives(item)}
+        needs = [_needs(item, producers) for item in plan.items]
+        self.waiting = [len(need) for need in needs]
+        self.dependents: list[list[int]] = [[] for _ in plan.items]
+        for index, need in enumerate(needs):
+            for producer in need:
+                self.dependents[producer].append(index)
+
+    @cached_property
+    def fetched(self) -> frozenset[int]:
+        """The slots that are handed back."""
+        return frozenset(self.plan.fetches)
+
+    @cached_property
+    def takers(self) -> Mapping[int, tuple[int, ...]]:
+        """The items that take each slot."""
+        found: dict[int, list[int]] = {}
+        for index, item in enumerate(self.plan.items):
+            for slot in dict.fromkeys(takes(item)):
+                found.setdefault(slot, []).append(index)
+        return {slot: tuple(items) for slot, items in found.items()}
+
+    @cached_property
+    def touched(self) -> Mapping[str, bool]:
+        """The variables, queues and accumulators that the plan touches, and whether it changes each."""
+        found: dict[str, bool] = {}
+        for item in self.plan.items:
+            for key, changes in self._touched_by(item).items():
+                found[key] = found.get(key, False) or changes
+        return found
+
+    @cached_property
+    def follows(self) -> Mapping[int, frozenset[int]]:
+        """Of a loop's body: the items of one turn that each of the next comes after, for what both touch.
+
+        What of one turn touches the same is in order already, so the first of a turn wait for the last of that before.
+        """
+        accesses: dict[str, list[tuple[int, bool]]] = {}
+        for index in self._in_order():
+            for key, changes in self._touched_by(self.plan.items[index]).items():
+                accesses.setdefault(key, []).append((index, changes))
+        found: dict[int, set[int]] = {}
+        for line in accesses.values():
+            changing = [place for place, (_, changes) in enumerate(line) if changes]
+            if changing:
+                first, last = line[changing[0]][0], line[changing[-1]][0]
+                for index, _ in line[: changing[0] + 1]:
+                    found.setdefault(index, set()).add(last)
+                found[first].update(index for index, _ in line[changing[-1] :])
+        return {index: frozenset(before) for index, before in found.items()}
+
+    @cached_property
+    def followed(self) -> Mapping[int, tuple[int, ...]]:
+        """The items of the next turn that wait for each item of this one."""
+        found: dict[int, list[int]] = {}
+        for index, before in self.follows.items():
+            for other in before:
+                found.setdefault(other, []).append(index)
+        return {index: tuple(later) for index, later in found.items()}
+
+    def _in_order(self) -> Iterator[int]:
+        waiting = list(self.waiting)
+        ready = [index for index, count in enumerate(waiting) if count == 0]
+        for index in ready:
+            yield index
+            for dependent in self.dependents[index]:
+                waiting[dependent] -= 1
+                if waiting[dependent] == 0:
+                    ready.append(dependent)
+
+    def _touched_by(self, item: Item) -> dict[str, bool]:
+        found: dict[str, bool] = {}
+        match item:
+            case Call():
+                found = dict.fromkeys(item.reads, False) | dict.fromkeys(item.writes, True)
+                if item.touches_anything:
+                    found[ANYTHING] = True
+            case UseResource():
+                found = {item.key: True}
+            case Branch() | While() | Scan():
+                for body in bodies_of(item):
+                    for key, changes in self.bodies[body].touched.items():
+                        found[key] = found.get(key, False) or changes
+        if found:
+            found.setdefault(ANYTHING, False)
+        return found
+
+
+def may_conflict(one: Schedule, other: Schedule) -> bool:
+    """Whether the order of two plans can be seen, by what they touch."""
+    return any(changes or other.touched[key] for key, changes in one.touched.items() if key in other.touched)
+
+
+def bodies_of(item: Branch | While | Scan) -> tuple[int, ...]:
+    """The numbers of the plans that an item runs."""
+    match item:
+        case Branch():
+            return item.bodies
+        case While():
+            return (item.test, item.body)
+    return (item.body,)
+
+
+def takes(item: Item) -> tuple[int, ...]:
+    """The slots an item needs filled."""
+    match item:
+        case Send() | Copy():
+            return (item.take,)
+        case Recv():
+            return ()
+    return item.takes
+
+
+def gives(item: Item) -> tuple[int, ...]:
+    """The slots an item fills."""
+    match item:
+        case Send():
+            return ()
+        case Recv() | Copy():
+            return (item.give,)
+    return item.gives
+
+
+def _number(scalar: Scalar) -> jax.Array:
+    return jnp.asarray(np.frombuffer(scalar.data, parse_dtype(scalar.dtype))[0])
+
+
+def _needs(item: Item, producers: Mapping[int, int]) -> set[int]:
+    return {producers[slot] for slot in takes(item) if slot in producers} | set(item.after)

@@ -1,0 +1,35 @@
+"""How many turns of a loop that waits for queues may be under way at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from jax.experimental.xla_metadata import set_xla_metadata
+
+from dflow.tracing.errors import GraphTypeError
+from dflow.tracing.source import at, caller
+
+#: The key under which the number travels in JAX's trace context.
+PARALLEL_KEY = "dflow_turns"
+
+#: What is meant where nothing is said.
+PARALLEL_TURNS = 10
+
+
+@contextmanager
+def parallel_iterations(count: int) -> Iterator[None]:
+    """Let at most `count` turns of the loops traced inside be under way at once; 10 where nothing is said.
+
+    It is for loops with queues or accumulators in them. What in a turn needs neither results nor state of the turns
+    before goes ahead of these. With 1, a turn starts when the one before has ended.
+
+    raises  GraphTypeError for a `count` that is no positive integer
+    """
+    if type(count) is not int or count < 1:
+        raise GraphTypeError(
+            f"parallel_iterations was given {count!r}, which is no number of turns{at(caller())}\n"
+            "  give it a positive integer; with 1, a turn starts when the one before has ended"
+        )
+    with set_xla_metadata(**{PARALLEL_KEY: str(count)}):
+        yield
