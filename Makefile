@@ -19,7 +19,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test lint format types layers pytest nightly golden array-api-suite jax-suite bench wheel pins clean
+.PHONY: help setup demo test lint format types layers pytest nightly golden array-api-suite jax-suite bench gpu-check wheel pins clean
 
 help:  ## list the targets
 	@echo 'make TARGET [PYTHON=python3] [VENV=.venv]; needs Python 3.11 or newer and pip; set-up is done on first use'
@@ -74,6 +74,9 @@ bench: $(STAMP)  ## run each file of benchmarks/; each prints a table
 	@set -e; for file in benchmarks/[!_]*.py; do \
 	  name=$$(basename "$$file" .py); echo "== $$name"; $(PY) -m "benchmarks.$$name"; \
 	done
+
+gpu-check: $(STAMP)  ## on a GPU, run the tests that are worth it there and the benchmarks; ON=cpu tries the way itself, in little
+	$(PY) -m tests.gpu_check $(if $(ON),--on $(ON))
 
 wheel: $(STAMP)  ## build sdist and wheel, look inside, and try the wheel in a clean environment
 	rm -rf build dist
