@@ -79,7 +79,9 @@ class Meter:
             product = self._median(_PRODUCT, side)
             copied = self._median(_ADD_ONE, row)
             self._rates[kind] = Rates(
-                2.0 * _SIDE**3 / max(product - launch, 1e-9), 2.0 * _LARGE / max(copied - launch, 1e-9), launch
+                2.0 * _SIDE**3 / max(product - launch, product / 2),
+                2.0 * _LARGE / max(copied - launch, copied / 2),
+                launch,
             )
         return self._rates[kind]
 
@@ -92,7 +94,8 @@ class Meter:
                 self._median(lambda x: jax.device_put(x, target), jax.device_put(np.ones(size, np.uint8), source))
                 for size in (_SMALL, _LARGE)
             )
-            self._links[key] = Link(small, _LARGE / max(large - small, 1e-9))
+            # A busy machine may take longer for the small one; then half of the time is taken for that of the bytes.
+            self._links[key] = Link(small, _LARGE / max(large - small, large / 2))
         return self._links[key]
 
     def _speeds_of(self, names: Sequence[str]) -> tuple[float, ...]:
