@@ -270,14 +270,14 @@ class Function(Generic[P, R]):
             whole = kind(LOCAL.store, planned.pure, self._jitted, self._options.get("compiler_options"))
         return plan_of_whole(whole, planned.pure, traced, kept)
 
-    def _lowered(self, stage: Any, args: Any, kwargs: Any) -> LoweredStep:
+    def _lowered(self, stage: Any, args: Any, kwargs: Any, platforms: tuple[str, ...] | None) -> LoweredStep:
         traced = self._traced(stage, args, kwargs)
         if home_of(traced) is not LOCAL:
             raise PlainJitError(
                 f"{self._log.name} has variables on a cluster, so it has programs for several places{at(caller())}\n"
                 f"  print(dflow.graph({self._log.name}, ...)) shows what it does"
             )
-        return LOCAL.plan(traced, check=CONFIG.check, observe=None).lower()
+        return LOCAL.plan(traced, check=CONFIG.check, observe=None).lower(platforms)
 
     def _traced(self, stage: Any, args: Any, kwargs: Any) -> Traced:
         if any(self._options.get(name) is not None for name in ("in_shardings", "out_shardings")):

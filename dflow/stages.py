@@ -45,13 +45,21 @@ class _Stage:
 class Traced(_Stage):
     """What `fn.trace(...)` gives for a function with state: JAX's `Traced`, lowered by dflow."""
 
-    def __init__(self, looked: Any, lower: Callable[[], LoweredStep]) -> None:
+    def __init__(self, looked: Any, lower: Callable[[tuple[str, ...] | None], LoweredStep]) -> None:
         super().__init__(looked)
         self._lower = lower
 
-    def lower(self) -> Lowered:
-        """The programs of the function, not compiled yet."""
-        return Lowered(self._looked, self._lower())
+    def lower(self, *, lowering_platforms: tuple[str, ...] | None = None, _private_parameters: Any = None) -> Lowered:
+        """The programs of the function, not compiled yet; for other platforms than this one if they are named.
+
+        Raises PlainJitError for `jax.export`, which asks in its own way.
+        """
+        if _private_parameters is not None:
+            raise PlainJitError(
+                f"{self._looked.fun_name} has state, and jax.export does not know where it is{at(caller())}\n"
+                "  export it by dflow.export(fn, *specs), which keeps the state beside the program"
+            )
+        return Lowered(self._looked, self._lower(lowering_platforms))
 
 
 class Lowered(_Stage):

@@ -19,7 +19,8 @@ from jax import export
 from jax import jit as jax_jit
 
 from dflow.lowering.portable_tree import Tree, plain, unplain
-from dflow.tracing.device import WITH_STATE
+from dflow.tracing.device import WITH_CALLER, WITH_STATE
+from dflow.tracing.device_name import is_on_task, short_device_name
 from dflow.tracing.discharge import State, evaluate
 from dflow.tracing.errors import DflowError, ExportError
 from dflow.tracing.host_primitives import host_p
@@ -191,10 +192,10 @@ def _refuse_types(name: str, jaxpr: Jaxpr) -> None:
 def _refuse_variables(name: str, variables: Sequence[Variable]) -> None:
     named: dict[str, Variable] = {}
     for variable in variables:
-        if variable.device is not None:
+        if variable.device is not None and is_on_task(variable.device):
             raise ExportError(
-                f"{name} uses variable {variable.name!r}, which lives on {variable.device}, and only state of this "
-                f"process can be exported{at(variable.loc)}\n"
+                f"{name} uses variable {variable.name!r}, which lives on {short_device_name(variable.device)}, and "
+                f"only state of this process can be exported{at(variable.loc)}\n"
                 "  make variables here, assign them what dflow.read gives, and export a function of those"
             )
         if (other := named.setdefault(variable.name, variable)) is not variable:
@@ -241,8 +242,11 @@ def _refusal(equation: Equation) -> tuple[str, str] | None:
         what, remedy = _REFUSED[primitive]
         return f"{primitive} {what}", remedy
     device = origin_of(equation).device
-    if device not in (None, WITH_STATE):
-        return f"{primitive} is placed on {device}, and an export is for one device", "export it without dflow.device"
+    if device not in (None, WITH_STATE, WITH_CALLER):
+        return (
+            f"{primitive} is placed on {short_device_name(device)}, and an export is for one device",
+            "export it without dflow.device",
+        )
     mesh = params.get("mesh") if primitive == "shard_map" else getattr(params.get("sharding"), "mesh", None)
     if mesh is not None and mesh.size > 1:
         return (

@@ -197,11 +197,11 @@ class PlannedStep:
 
         return PureStep(call.writes, call.reads, self.traced.constants, fn, call.device)
 
-    def lower(self) -> LoweredStep:
-        """Lower the programs."""
+    def lower(self, platforms: tuple[str, ...] | None = None) -> LoweredStep:
+        """Lower the programs, for other platforms than this process's if they are named."""
         traced, local = self.traced, self.compiled.local
         donated = [len(traced.constants) + leaf for leaf in traced.donated]
-        programs = lower_programs(local, donated, traced.name, traced.compiler_options)
+        programs = lower_programs(local, donated, traced.name, traced.compiler_options, platforms)
         literals = [literal.array for literal in self.compiled.literals]
         return LoweredStep(local.plan, programs, self.store, traced.constants, literals, donated)
 
@@ -280,10 +280,12 @@ def lower_programs(
     given_up: Collection[int] = (),
     name: str = "step",
     compiler_options: dict[str, Any] | None = None,
+    platforms: tuple[str, ...] | None = None,
 ) -> list[LoweredProgram]:
-    """Lower a plan's programs for this process, under a name that compilation logs and profiles show.
+    """Lower a plan's programs, under a name that compilation logs and profiles show.
 
-    Feeds numbered in `given_up` are the caller's to lose: they are donated to the one call that takes them.
+    They are for this process, or for other platforms if they are named. Feeds numbered in `given_up` are the caller's
+    to lose: they are donated to the one call that takes them.
     """
     plan = task_plan.plan
     uses = Counter([*plan.fetches, *(slot for item in plan.items for slot in takes(item))])
@@ -295,7 +297,9 @@ def lower_programs(
             donated[item.program] = [state + place for place, slot in enumerate(item.takes) if slot in slots]
     devices = {item.program: device_named(item.device) for item in calls_in(plan) if item.device}
     return [
-        lower_program(pure.fn, pure.types, len(pure.written), lost, name, compiler_options, devices.get(number))
+        lower_program(
+            pure.fn, pure.types, len(pure.written), lost, name, compiler_options, devices.get(number), platforms
+        )
         for number, (pure, lost) in enumerate(zip(task_plan.programs, donated, strict=True))
     ]
 

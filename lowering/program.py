@@ -110,10 +110,12 @@ def lower_program(
     name: str = "step",
     compiler_options: dict[str, Any] | None = None,
     device: jax.Device | None = None,
+    platforms: tuple[str, ...] | None = None,
 ) -> LoweredProgram:
-    """Lower `fn` for this process; of the arguments after the written ones, those in `given_up` are donated too.
+    """Lower `fn` for this process, or for `platforms`.
 
-    On a `device` it runs there, wherever its arguments lie; given none, where they lie.
+    Of the arguments after the written ones, those in `given_up` are donated too. On a `device` it runs there, wherever
+    its arguments lie; given none, where they lie.
     """
     fn.__name__ = name
     donated = (*range(writes), *given_up)
@@ -122,7 +124,8 @@ def lower_program(
         # Of the results it would say more than where: that none is an argument handed back.
         options["in_shardings" if types else "out_shardings"] = SingleDeviceSharding(device)
     jitted = jax_jit(fn, donate_argnums=donated, keep_unused=True, **options)
-    return LoweredProgram(jitted.lower(*(type.struct for type in types)), writes, jitted, device)
+    stage = jitted.trace(*(type.struct for type in types)).lower(lowering_platforms=platforms)
+    return LoweredProgram(stage, writes, jitted, device)
 
 
 def export_program(fn: Callable[..., Any], types: Sequence[ArrayType], name: str = "program") -> bytes:

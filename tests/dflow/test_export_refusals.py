@@ -79,6 +79,12 @@ def in_a_scope(made: Made) -> Any:
     return dflow.export(fn, SPEC)
 
 
+def on_a_task(made: Made) -> Any:
+    far = dflow.Variable(0.0, name="far")
+    far.device = "/job:ps/task:0"  # as what a cluster makes says
+    return dflow.export(far.read)
+
+
 def a_ref(made: Made) -> Any:
     ref = jax.new_ref(jnp.zeros(3))
     return dflow.export(lambda x: x + ref[...], SPEC)
@@ -121,8 +127,13 @@ CASES: dict[str, tuple[Callable[[Made], Any], str, str]] = {
     ),
     "a device scope": (
         in_a_scope,
-        "fn cannot be exported: mul is placed on /job:ps/task:0, and an export is for one device\n  at HERE",
+        "fn cannot be exported: mul is placed on ps:0, and an export is for one device\n  at HERE",
         "export it without dflow.device",
+    ),
+    "a variable on a task": (
+        on_a_task,
+        "read uses variable 'far', which lives on ps:0, and only state of this process can be exported\n  at HERE",
+        "make variables here, assign them what dflow.read gives, and export a function of those",
     ),
     "a jax.Ref": (a_ref, "closes over Ref{float32[3]}, which is no array", "keep that in a dflow.Variable"),
     "a class of the user's as argument": (
@@ -260,6 +271,12 @@ def test_a_target_that_is_allowed_is_exported() -> None:
         lambda x: jax.ffi.ffi_call("mine", x)(x), jnp.ones(3), platforms=["cpu"], disabled_checks=[allowed]
     )
     assert "custom_call @mine" in made.mlir_module()
+
+
+def test_state_is_exported_from_whichever_device_of_this_process_holds_it() -> None:
+    with dflow.device("cpu:0"):
+        w = dflow.Variable(jnp.ones(3), name="w")
+    assert dflow.export(lambda x: x + w, jnp.ones(3)).variables == {"w": w}
 
 
 def test_an_optimizer_is_not_taken_for_a_device_scope() -> None:

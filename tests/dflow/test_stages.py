@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 import dflow
+from dflow.tracing.errors import PlainJitError
 
 X = np.arange(3, dtype=np.float32)
 
@@ -99,3 +101,25 @@ def test_static_and_donated_arguments() -> None:
     given = jnp.ones(4)
     np.testing.assert_array_equal(compiled(given), [4.0] * 4)
     assert given.is_deleted()
+
+
+@pytest.mark.parametrize(("platform", "op"), [("cpu", "cosine"), ("cuda", "sine"), ("tpu", "tanh")])
+def test_a_function_with_state_is_lowered_for_platforms_that_are_not_here(platform: str, op: str) -> None:
+    total = dflow.Variable(jnp.ones(3), name="total")
+
+    def by_platform(x: Any) -> None:
+        total.assign_add(jax.lax.platform_dependent(x, cpu=jnp.cos, cuda=jnp.sin, tpu=jnp.tanh))
+
+    text = dflow.jit(by_platform).trace(X).lower(lowering_platforms=(platform,)).as_text()
+    assert [name for name in ("cosine", "sine", "tanh") if f"stablehlo.{name} " in text] == [op]
+    np.testing.assert_array_equal(total, np.ones(3))
+
+
+def test_jax_export_of_a_function_with_state_names_what_exports_it() -> None:
+    count, _ = counter()
+    with pytest.raises(PlainJitError) as caught:
+        jax.export.export(count)(jax.ShapeDtypeStruct((3,), jnp.float32))
+    assert re.sub(r"\n  at .*test_stages.py:\d+", "", str(caught.value)) == (
+        "count has state, and jax.export does not know where it is\n"
+        "  export it by dflow.export(fn, *specs), which keeps the state beside the program"
+    )
