@@ -157,12 +157,19 @@ def _program(place: Path, name: str, signature: Signature, manifest: Manifest) -
             f"  {'install a newer JAX' if version > newest else 'export again with a newer JAX'}"
         )
     try:
-        return export.deserialize(bytearray(content))
+        program = export.deserialize(bytearray(content))
+        if _numbers(manifest.jax) > _numbers(jax.__version__):
+            program.mlir_module()  # a newer one may use what this one's compiler does not know
+        return program
     except Exception as error:  # JAX raises whatever its readers raise
         raise ExportError(
             f"JAX {jax.__version__} cannot read the program {name!r} of {place}, which JAX {manifest.jax} wrote"
             f"{at(caller())}\n  load it with JAX {manifest.jax}, or export it again; JAX says: {error}"
         ) from error
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)]
 
 
 def _function(

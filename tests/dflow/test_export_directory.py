@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -84,11 +85,18 @@ def of_convention(version: int) -> Callable[[Path], None]:
     return changed("manifest.json", lambda m: m["signatures"]["serve"].update(calling_convention_version=version))
 
 
-def not_a_program(path: Path) -> None:
-    """Bytes that are as long as the manifest says, and of the digest that it says."""
-    (path / "programs" / "serve").write_bytes(b"nothing")
-    facts = {"size_bytes": 7, "sha256": hashlib.sha256(b"nothing").hexdigest()}
+def put(path: Path, content: bytes) -> None:
+    """Make these bytes the program, as long as the manifest says and of the digest that it says."""
+    (path / "programs" / "serve").write_bytes(content)
+    facts = {"size_bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     changed("manifest.json", lambda m: m["signatures"]["serve"].update(facts))(path)
+
+
+def of_a_newer_jax(path: Path) -> None:
+    """A program whose StableHLO this JAX does not know."""
+    program = jax.export.deserialize(bytearray((path / "programs" / "serve").read_bytes()))
+    put(path, bytes(dataclasses.replace(program, mlir_module_serialized=b"ML\xefR of tomorrow").serialize()))
+    changed("manifest.json", lambda m: m.update(jax="99.1"))(path)
 
 
 COPY_AGAIN = "copy the directory again, or export again"
@@ -141,9 +149,14 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str, str]] = {
         COPY_AGAIN,
     ),
     "a program that is none": (
-        not_a_program,
+        lambda path: put(path, b"nothing"),
         f"JAX {jax.__version__} cannot read the program 'serve'",
         f"load it with JAX {jax.__version__}, or export it again",
+    ),
+    "a program of a newer JAX": (
+        of_a_newer_jax,
+        f"JAX {jax.__version__} cannot read the program 'serve'",
+        "load it with JAX 99.1, or export it again; JAX says:",
     ),
     "an array that is missing": (removed("variables/layer/w/c"), "'layer/w'", COPY_AGAIN),
     "an array with a wrong bit": (flipped("constants/TABLE/c/0/0"), "'TABLE'", COPY_AGAIN),
