@@ -12,6 +12,8 @@ from dflow.kernel_check import KernelCheck, check_kernel
 from dflow.loader import Loaded, load
 from dflow.optimizer import Optimizer
 from dflow.placement_view import PlacedPart, Placement, explain_placement
+from dflow.restore_report import RestoreReport
+from dflow.saving import restore, save
 from dflow.scopes import colocate_with, device
 from dflow.trace_log import RetraceWarning
 from dflow.tracing.accumulators import ConditionalAccumulator
@@ -19,6 +21,8 @@ from dflow.tracing.autodiff import grad, hvp, jvp, value_and_grad, vjp
 from dflow.tracing.container import container, containers, reset_container
 from dflow.tracing.errors import (
     AccumulatorError,
+    CheckpointError,
+    CheckpointExists,
     DeadlineExceeded,
     DeviceError,
     DflowError,
@@ -26,6 +30,7 @@ from dflow.tracing.errors import (
     GraphNameError,
     GraphTypeError,
     LostWriteError,
+    NoCheckpoint,
     PlainJitError,
     QueueClosed,
     QueueError,
@@ -45,6 +50,8 @@ from dflow.tracing.variable_trees import assign, trainable_variables, variables
 
 __all__ = [
     "AccumulatorError",
+    "CheckpointError",
+    "CheckpointExists",
     "ClusterSettings",
     "ConditionalAccumulator",
     "DeadlineExceeded",
@@ -63,6 +70,7 @@ __all__ = [
     "LeakedTracerWarning",
     "Loaded",
     "LostWriteError",
+    "NoCheckpoint",
     "Optimizer",
     "PaddedSpec",
     "PaddingFIFOQueue",
@@ -74,6 +82,7 @@ __all__ = [
     "QueueError",
     "QueueTypeError",
     "RandomShuffleQueue",
+    "RestoreReport",
     "RetraceWarning",
     "RowGradient",
     "TaskLost",
@@ -108,6 +117,8 @@ __all__ = [
     "random",
     "read",
     "reset_container",
+    "restore",
+    "save",
     "spec",
     "trainable_variables",
     "value_and_grad",

@@ -55,6 +55,11 @@ class Generator:
         """The name of the variable that holds the state."""
         return self.key.name
 
+    @property
+    def impl(self) -> str:
+        """The algorithm, as `jax.random.key` takes it."""
+        return self._impl
+
     def split(self, n: int | Sequence[int] | None = None) -> jax.Array:
         """A fresh key; or, with a number or a shape, an array of fresh keys. No key is ever given twice.
 

@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tensorstore
+from jax.sharding import SingleDeviceSharding
 
 from dflow.lowering.whole_folder import present, whole_folder, write_file
 from dflow.tracing.errors import CheckpointError, NoCheckpoint, ParseError
@@ -141,9 +142,12 @@ class ArrayFiles:
         with self._unless_damaged(name):
             if not isinstance(started, dict):
                 value = _restored(type, started.result())
-                return value if sharding is None else jax.device_put(value, sharding)
+                return value if sharding is None else jax.device_put(jnp.copy(value), sharding)
             pieces = {bounds: _restored(type, piece.result()) for bounds, piece in started.items()}
-        return jax.make_array_from_callback(type.shape, sharding, lambda index: pieces[_bounds(index)])
+        places = sharding.addressable_devices_indices_map(type.shape)
+        # Not the memory that was read into: a program may overwrite the array's.
+        parts = [_own_copy(pieces[_bounds(index)], _on(sharding, device)) for device, index in places.items()]
+        return jax.make_array_from_single_device_arrays(type.shape, sharding, parts)
 
     @contextmanager
     def _unless_damaged(self, name: str) -> Iterator[None]:
@@ -180,6 +184,15 @@ def read_arrays(path: str | os.PathLike[str]) -> ArrayFiles:
         return ArrayFiles(place, content["id"], types, content["metadata"], places)
     except (KeyError, TypeError, AttributeError, ParseError) as error:
         raise _damaged(place) from error
+
+
+def _on(sharding: Any, device: Any) -> Any:
+    return SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+
+
+def _own_copy(value: Any, sharding: Any) -> jax.Array:
+    copy: jax.Array = jax.device_put(value, sharding, may_alias=False)
+    return copy
 
 
 def _bounds(index: _Index | None) -> tuple[Any, ...]:

@@ -9,7 +9,7 @@ variables (`StepState`); invariant: whatever asks for one of them by `find` has 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -142,6 +142,36 @@ class Store:
         """A copy of the value, which is the caller's: it stays valid whatever is written, and may be donated."""
         with self._lock:
             return jnp.copy(self.find_value(key).value)
+
+    def snapshot(self, keys: Iterable[str]) -> dict[str, jax.Array]:
+        """The values as of one moment, between two programs; they stay valid, and are not the caller's to donate.
+
+        Nothing is copied here: the next program that would overwrite one of the buffers gets a copy instead. Raises
+        VariableError.
+        """
+        with self._lock:
+            found = {key: self.find_value(key) for key in keys}
+            for held in found.values():
+                held.lent = True
+            return {key: held.value for key, held in found.items()}
+
+    def shardings(self, keys: Iterable[str]) -> dict[str, Any]:
+        """Where the values are; None for one that JAX may put anywhere. Raises VariableError."""
+        with self._lock:
+            values = {key: self.find(key).value for key in keys}
+        return {key: value.sharding if value.committed else None for key, value in values.items()}
+
+    def replace(self, values: Mapping[str, jax.Array]) -> None:
+        """Replace all of these values in one moment, or none; the arrays are the store's from now on.
+
+        Raises VariableError when one is not held, and VariableShapeError when one has another type.
+        """
+        with self._lock:
+            found = {key: self.find(key) for key in values}
+            for key, held in found.items():
+                _check_type(key, held.type, values[key])
+            for key, held in found.items():
+                held.value, held.lent = values[key], False
 
     def write(self, key: str, value: Any) -> None:
         """Replace the value. Raises VariableShapeError when the type is another."""

@@ -107,6 +107,17 @@ def containers() -> tuple[str, ...]:
     return tuple(sorted({"/".join(part[:count]) for part in parts for count in range(1, len(part) + 1)}))
 
 
+def resources_in(name: str) -> list[Resource]:
+    """What is in a container and in those inside it. Raises ContainerError when there is no such container."""
+    held = _members.within(name)
+    if not held:
+        there = ", ".join(containers()) or "none"
+        raise ContainerError(
+            f"there is no container {name!r}; there are: {there}{at(caller())}\n  it may be reset already"
+        )
+    return held
+
+
 def reset_container(name: str) -> None:
     """Let go of the values of all that was made in the container, and in those inside it.
 
@@ -114,12 +125,7 @@ def reset_container(name: str) -> None:
     raises  ContainerError when there is no such container, or when another task holds some of it; then nothing is
             dropped
     """
-    held = _members.within(name)
-    if not held:
-        there = ", ".join(containers()) or "none"
-        raise ContainerError(
-            f"there is no container {name!r}; there are: {there}{at(caller())}\n  it may be reset already"
-        )
+    held = resources_in(name)
     far = [resource for resource in held if is_on_task(resource.device)]
     if far:
         raise ContainerError(

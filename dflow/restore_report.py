@@ -1,0 +1,54 @@
+"""What a checkpoint and the variables it is restored into have in common, and what not."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+#: How many lines of a table a message shows.
+_LINES = 60
+
+#: The ways in which a checkpoint and the variables can differ.
+DIFFERENCES = ("missing", "unexpected", "changed")
+
+
+@dataclass(frozen=True)
+class RestoreReport:
+    """What `restore` found, by the names of the arrays in the checkpoint; printed, it is a table.
+
+    restored    the arrays whose values the variables have now
+    missing     arrays that variables wait for and the checkpoint does not hold, with the variable's type
+    unexpected  arrays of the checkpoint that no variable waits for, with their type
+    changed     arrays of another shape, dtype or algorithm than the variable: the checkpoint's type and the variable's
+    """
+
+    restored: tuple[str, ...]
+    missing: Mapping[str, str]
+    unexpected: Mapping[str, str]
+    changed: Mapping[str, tuple[str, str]]
+
+    def refused(self, ignored: Iterable[str]) -> list[str]:
+        """The ways in which the two differ, without those that are ignored."""
+        return [way for way in DIFFERENCES if getattr(self, way) and way not in set(ignored)]
+
+    def __str__(self) -> str:
+        rows = [
+            *(("missing", name, "-", type) for name, type in self.missing.items()),
+            *(("unexpected", name, type, "-") for name, type in self.unexpected.items()),
+            *(("changed", name, saved, held) for name, (saved, held) in self.changed.items()),
+        ]
+        if not rows:
+            return f"{len(self.restored)} arrays restored, and no others"
+        table = Table("", "array", "in the checkpoint", "in the variables")
+        for row in rows[:_LINES]:
+            table.add_row(*row)
+        text = io.StringIO()
+        longest = max(len(name) for _, name, *_ in rows)
+        Console(file=text, width=max(80, longest + 70), color_system=None, markup=False).print(table)
+        more = f"... and {len(rows) - _LINES} more\n" if len(rows) > _LINES else ""
+        lines = "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+        return f"{lines}\n{more}{len(self.restored)} arrays fit"

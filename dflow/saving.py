@@ -1,0 +1,224 @@
+"""`dflow.save` and `dflow.restore`: the state of a program in a folder, as of one moment, and back in one moment.
+
+The file format is `lowering/array_files.py`'s. Invariant: a save reads all variables together, and a restore changes
+all of them or none.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dflow.generator import Generator
+from dflow.homes import LOCAL
+from dflow.lowering.array_files import ArrayFiles, read_arrays, write_arrays
+from dflow.optimizer import Optimizer
+from dflow.restore_report import DIFFERENCES, RestoreReport
+from dflow.tracing.container import Resource, resources_in
+from dflow.tracing.device_name import is_on_task
+from dflow.tracing.errors import CheckpointError
+from dflow.tracing.host_resource import HostResource
+from dflow.tracing.jax_frontend import is_tracing
+from dflow.tracing.resources import Variable
+from dflow.tracing.source import at, caller
+from dflow.tracing.types import ArrayType
+
+#: From the name of a variable to the name of its array: a function, or the names that differ.
+Names = Mapping[str, str] | Callable[[str], str]
+
+#: How often a restore begins anew because the checkpoint was replaced while it read.
+_ATTEMPTS = 5
+
+
+def save(path: str | os.PathLike[str], variables: Any, *, overwrite: bool = False, names: Names | None = None) -> None:
+    """Write the values of variables into the folder `path`, all as of one moment.
+
+    variables  a pytree of variables, generators and optimizers (their slots); or the name of a container
+    overwrite  whether a checkpoint that is there may be replaced; until the new one is whole, the old one stays
+    names      how an array is called in the file where it is not called as its variable: a function from the
+               variable's name, or a dict of those that differ
+
+    Other threads may go on training: what is saved is the state between two of their steps. Each array is in zarr's
+    format, under its name; zarr, TensorStore and Orbax read the folder. When the call returns, it is on the disk; if
+    the process or the machine stops before, `path` is as it was.
+
+    Raises CheckpointExists when `path` is there; CheckpointError when two variables have one name, when something
+    given is no variable of this process, and when the disk refuses it.
+    """
+    named = _named(variables, names, "save")
+    values = LOCAL.store.snapshot(entry.variable.key for entry in named.values())
+    arrays = {name: values[entry.variable.key] for name, entry in named.items()}
+    generators = {name: entry.impl for name, entry in named.items() if entry.impl}
+    write_arrays(_local(path), arrays, {"generators": generators}, overwrite=overwrite)
+
+
+def restore(
+    path: str | os.PathLike[str],
+    variables: Any,
+    *,
+    strict: bool = True,
+    ignore: Collection[str] = (),
+    names: Names | None = None,
+) -> RestoreReport:
+    """Set variables to what `save` wrote, all in one moment; the report says what was restored.
+
+    variables, names  as in `save`
+    strict  whether the checkpoint and the variables must have the same arrays; else those that fit are restored
+    ignore  the differences that are allowed though it is strict: "missing" (in the checkpoint), "unexpected" (there),
+            "changed" (of another shape or dtype)
+
+    A variable keeps its sharding, whatever that of the saved one was. All arrays are read and checked first, so that
+    after an error every variable is as it was. Generators go on from where they were.
+
+    Raises NoCheckpoint when there is none; CheckpointError, with a table, for differences that are not allowed, and
+    naming the array, for one that is damaged.
+    """
+    given: Any = ignore
+    if isinstance(given, str) or not set(given) <= set(DIFFERENCES):
+        raise CheckpointError(
+            f"restore was given ignore={ignore!r}{at(caller())}\n  give it some of {list(DIFFERENCES)}"
+        )
+    named = _named(variables, names, "restore")
+    place = _local(path)
+    for _ in range(_ATTEMPTS):
+        files = read_arrays(place)
+        report = _compared(files, named)
+        if refused := report.refused(ignore if strict else DIFFERENCES):
+            raise CheckpointError(_differs(files, report, refused))
+        try:
+            values = _read(files, {name: named[name].variable for name in report.restored})
+        except CheckpointError:
+            if not files.is_replaced():
+                raise
+            continue
+        if not files.is_replaced():
+            LOCAL.store.replace(values)
+            return report
+    raise CheckpointError(
+        f"{place} was replaced {_ATTEMPTS} times while it was read{at(caller())}\n"
+        "  save less often to one path, or to a path of its own each time"
+    )
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A variable to save or restore; `impl` is the algorithm of the generator whose state it is."""
+
+    variable: Variable
+    impl: str = ""
+
+
+def _named(tree: Any, names: Names | None, task: str) -> dict[str, _Entry]:
+    """The variables of all that was given, by the names of their arrays."""
+    if is_tracing():
+        raise CheckpointError(
+            f"{task} is called inside traced code, which runs once, not once a step{at(caller())}\n"
+            f"  call it between steps, or in another thread"
+        )
+    named: dict[str, _Entry] = {}
+    for entry in _entries(tree, task):
+        variable = entry.variable
+        if is_on_task(variable.device) or variable.home is not LOCAL:
+            raise CheckpointError(
+                f"variable {variable.name!r} lives on {variable.device}, and {task} reaches those of this process alone"
+                f"{at(caller())}\n  on a cluster, read the values, dflow.read(variables), and keep the arrays"
+            )
+        name = _array_name(variable.name, names)
+        if name in named and named[name].variable is not variable:
+            raise CheckpointError(
+                f"two variables would be the array {name!r}: {named[name].variable!r}{at(named[name].variable.loc)}\n"
+                f"  and {variable!r}{at(variable.loc)}\n  give one of them another name, or say names="
+            )
+        if name not in named or entry.impl:
+            named[name] = entry
+    return named
+
+
+def _array_name(name: str, names: Names | None) -> str:
+    given: Any = name if names is None else names(name) if callable(names) else names.get(name, name)
+    if not isinstance(given, str):
+        raise CheckpointError(
+            f"names gives {given!r} for variable {name!r}, a {type(given).__name__}{at(caller())}\n  give a string"
+        )
+    return given
+
+
+def _entries(tree: Any, task: str) -> Iterator[_Entry]:
+    if isinstance(tree, str):
+        for resource in resources_in(tree):
+            yield from _entry(resource, task)
+        return
+    leaves = jax.tree_util.tree_leaves(tree, is_leaf=lambda leaf: isinstance(leaf, Variable | Generator | HostResource))
+    for leaf in leaves:
+        if isinstance(leaf, Optimizer):
+            yield from _entries(leaf.slots, task)
+        else:
+            yield from _entry(leaf, task)
+
+
+def _entry(leaf: Resource | Any, task: str) -> Iterator[_Entry]:
+    if isinstance(leaf, Generator):
+        yield _Entry(leaf.key, leaf.impl)
+    elif isinstance(leaf, Variable):
+        yield _Entry(leaf)
+    elif isinstance(leaf, HostResource):
+        raise CheckpointError(
+            f"{task} was given {leaf.title}, and what is in queues and accumulators is not saved{at(caller())}\n"
+            "  leave it out, or take its elements out into variables"
+        )
+    else:
+        raise CheckpointError(
+            f"{task} was given a {type(leaf).__name__} among its variables{at(caller())}\n"
+            "  give it variables, generators and optimizers; dflow.variables(tree) makes variables of arrays"
+        )
+
+
+def _local(path: str | os.PathLike[str]) -> str:
+    text = os.fsdecode(path)
+    if "://" in text:
+        raise CheckpointError(
+            f"{text!r} is not a path of this machine{at(caller())}\n  give one, such as that of a mounted folder"
+        )
+    return text
+
+
+def _compared(files: ArrayFiles, named: Mapping[str, _Entry]) -> RestoreReport:
+    impls = files.metadata.get("generators", {})
+    changed = {}
+    for name, entry in named.items():
+        saved, held = files.types.get(name), entry.variable.type
+        # Who asks for a generator's plain variable takes any algorithm.
+        impl = impls.get(name, "") if entry.impl else ""
+        if saved is not None and (saved != held or impl not in ("", entry.impl)):
+            changed[name] = _described(saved, impl), _described(held, entry.impl)
+    return RestoreReport(
+        restored=tuple(name for name in named if name in files.types and name not in changed),
+        missing={name: str(entry.variable.type) for name, entry in named.items() if name not in files.types},
+        unexpected={name: str(type) for name, type in files.types.items() if name not in named},
+        changed=changed,
+    )
+
+
+def _described(type: ArrayType, impl: str) -> str:
+    return f"{type} of {impl}" if impl else str(type)
+
+
+def _read(files: ArrayFiles, variables: Mapping[str, Variable]) -> dict[str, jax.Array]:
+    """The values, by the variables' keys, each as its variable is sharded now and in memory of its own."""
+    shardings = LOCAL.store.shardings(variable.key for variable in variables.values())
+    read = files.read({name: shardings[variable.key] for name, variable in variables.items()})
+    # Those without a sharding may be in the memory that was read into.
+    own = {name: jnp.array(value) if shardings[variables[name].key] is None else value for name, value in read.items()}
+    return {variable.key: own[name] for name, variable in variables.items()}
+
+
+def _differs(files: ArrayFiles, report: RestoreReport, refused: list[str]) -> str:
+    return (
+        f"{files.path} and the variables differ, and nothing is restored{at(caller())}\n{report}\n"
+        f"  to restore the arrays that fit, give ignore={refused!r}; where names differ alone, give names="
+    )
