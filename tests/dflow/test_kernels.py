@@ -87,6 +87,35 @@ def test_a_program_for_several_platforms_holds_each_implementation_once_and_runs
     np.testing.assert_array_equal(export.deserialize(exported.serialize()).call(x), jnp.tanh(x))
 
 
+def test_a_step_with_state_is_exported_with_each_implementation(tmp_path: Path) -> None:
+    wave, w = made(derivative="own"), dflow.Variable(jnp.ones(3), name="w")
+
+    @dflow.jit
+    def step(x: Any) -> Any:
+        [gradient] = dflow.grad(lambda: wave(x * w).sum(), [w])()
+        w.assign_sub(gradient)
+        return jax.vmap(wave)(x * w)
+
+    exported = dflow.export(step, dflow.spec("b, 3", jnp.float32), platforms=("cpu", "cuda", "tpu"))
+    exported.save(tmp_path / "step")
+    loaded = dflow.load(tmp_path / "step")
+    assert waves(loaded.mlir_module()) == {"tanh", "sine", "cosine"}
+    assert waves(exported.mlir_module(platform="tpu")) == {"sine", "cosine"}
+    np.testing.assert_allclose(loaded.step(x), step(x), rtol=1e-6)
+
+
+@pytest.mark.parametrize("derivative", ["own", "plain"])
+def test_in_a_shard_map_its_results_and_gradients_keep_their_axes(derivative: str) -> None:
+    kernel = dflow.kernel(lambda x, b: jnp.tanh(x) + b)
+    dflow.kernel(kernel, platform="cpu", derivative=derivative)(lambda x, b: b + jnp.tanh(x))  # type: ignore[call-overload]
+    spec = jax.sharding.PartitionSpec
+    mesh = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    mapped = jax.shard_map(kernel, mesh=mesh, in_specs=(spec("i"), spec()), out_specs=spec("i"))
+    by_b = jax.grad(lambda b: dflow.jit(mapped)(x, b).sum())
+    np.testing.assert_allclose(mapped(x, jnp.ones(3)), jnp.tanh(x) + 1, rtol=1e-6)
+    np.testing.assert_allclose(by_b(jnp.ones(3)), [2.0] * 3, rtol=1e-6)
+
+
 def test_a_graph_has_one_node_that_names_what_runs_where() -> None:
     wave = made()
     view = dflow.graph(lambda x: wave(x * 2.0) + 1.0, x)
