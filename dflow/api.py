@@ -2,6 +2,7 @@
 
 from dflow import distributed, lax, nn, numpy, random
 from dflow.cluster import connect
+from dflow.device_memory import configure
 from dflow.distributed.cluster import ClusterSettings
 from dflow.eager_mode import eager
 from dflow.exporter import Exported, export, spec
@@ -23,6 +24,7 @@ from dflow.tracing.errors import (
     AccumulatorError,
     CheckpointError,
     CheckpointExists,
+    ConfigError,
     DeadlineExceeded,
     DeviceError,
     DflowError,
@@ -54,6 +56,7 @@ __all__ = [
     "CheckpointExists",
     "ClusterSettings",
     "ConditionalAccumulator",
+    "ConfigError",
     "DeadlineExceeded",
     "DeviceError",
     "DflowError",
@@ -92,6 +95,7 @@ __all__ = [
     "assign",
     "check_kernel",
     "colocate_with",
+    "configure",
     "connect",
     "container",
     "containers",

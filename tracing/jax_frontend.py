@@ -9,6 +9,7 @@ derivatives let them through. What is taken from `jax._src`, and the public form
 - a trace's context and source lines of an equation: needed to bind it again as it was traced; no public form;
 - whether a trace is running: `jax.core.trace_state_clean` was removed from the public names;
 - how a call is lowered for several platforms: the public form cannot keep a platform to its own function;
+- whether a backend is up: every public function that would tell starts one;
 - the table of lowerings and the PRNG implementations, to read a graph's text: `jax.extend` lists part of the
   primitives, and no implementation.
 """
@@ -30,7 +31,7 @@ import jax
 from jax._src import config as jax_config
 from jax._src import core as jax_core
 from jax._src import effects as jax_effects
-from jax._src import source_info_util, traceback_util
+from jax._src import source_info_util, traceback_util, xla_bridge
 from jax._src.interpreters import ad as jax_ad
 from jax._src.interpreters import mlir as jax_mlir
 from jax._src.random.prng import PRNGImpl
@@ -50,6 +51,12 @@ for _folder in ("dflow", "tracing", "lowering", "distributed"):
     for _root in {Path(__file__).absolute().parent.parent, Path(__file__).resolve().parent.parent}:
         source_info_util.register_exclusion(str(_root / _folder))
         traceback_util.register_exclusion(str(_root / _folder))
+
+
+def is_backend_up() -> bool:
+    """Whether JAX has looked for devices, and so read its settings of them."""
+    up: bool = xla_bridge.backends_are_initialized()
+    return up
 
 
 class Access(Enum):
