@@ -5,7 +5,8 @@ To come after a node of another device counts as a transfer.
 The nodes of one device and one stage make one cluster, so a cluster waits for all it needs before it starts, never for
 what it helps to make, and never for a queue that none of its nodes waits for. Reads, and what is made from reads alone,
 move to the stage of their first user: an update reads its variables in the very call that writes them, so that no other
-step comes between. Where the users wait for different queues, they move to what these have in common.
+step comes between. Where the users wait for different queues, they move to what these have in common. What is made of
+reads and is only handed back to the caller goes along with them.
 """
 
 from __future__ import annotations
@@ -111,32 +112,51 @@ def _crosses(node: Node, next: Node) -> bool:
 
 
 def _sink_reads(graph: Graph, stages: dict[int, _Stage], bits: Mapping[int, int]) -> dict[int, _Stage]:
-    """Move what depends on reads alone to the stage of its first user, or of what must come after it."""
-    floating: set[int] = set()
-    producers = graph.producers
-    for node in graph.nodes:
-        if not node.must_run and not _stands_alone(node):
-            made_from = [producers.get(v) for v in node.values if not isinstance(v.type, HANDLES)]
-            if all(producer is not None and id(producer) in floating for producer in made_from):
-                floating.add(id(node))
-    outputs = {output for output in graph.outputs if isinstance(output, Value)}
+    """Move what depends on reads alone to the stage of its first user, or of what must come after it.
+
+    Who only hands on to the caller what it makes of reads is no such user: it goes where the reads are.
+    """
+    floating, stateful = _made_of_reads(graph)
     followers: dict[int, list[Node]] = {}
     for node in graph.nodes:
         for value in (*node.values, *node.after):
-            producer = producers.get(value)
-            if producer is not None and id(producer) in floating:
+            producer = graph.producers.get(value)
+            if producer is not None and (id(producer) in floating or id(producer) in stateful):
                 followers.setdefault(id(producer), []).append(node)
     ends = _Ends({bit: stages[host].level + 1 for host, bit in bits.items()})
+    last: set[int] = set()
     for node in reversed(graph.nodes):
-        if id(node) in floating and not outputs.intersection(node.outputs):
-            later = followers.get(id(node))
-            if later:
-                limits = [
-                    _Stage(stages[id(n)].level - 1, stages[id(n)].hosts) if _crosses(node, n) else stages[id(n)]
-                    for n in later
-                ]
+        if id(node) in floating or id(node) in stateful:
+            limits = [
+                _Stage(stages[id(n)].level - 1, stages[id(n)].hosts) if _crosses(node, n) else stages[id(n)]
+                for n in followers.get(id(node), ())
+                if id(n) not in last
+            ]
+            if not limits:
+                last.add(id(node))
+            elif id(node) in floating:
                 stages[id(node)] = _first(limits, stages[id(node)], ends)
+    for node in graph.nodes:
+        if id(node) in last:
+            made_from = [graph.producers[value] for value in node.values if value in graph.producers]
+            stages[id(node)] = reduce(
+                _later, (stages[id(n)] for n in made_from if not _stands_alone(n)), stages[id(node)]
+            )
     return stages
+
+
+def _made_of_reads(graph: Graph) -> tuple[set[int], set[int]]:
+    """The nodes without effects to be seen that depend on reads alone, and those that depend on a read at all."""
+    floating: set[int] = set()
+    stateful: set[int] = set()
+    for node in graph.nodes:
+        if not node.must_run and not _stands_alone(node):
+            made_from = [graph.producers.get(v) for v in node.values if not isinstance(v.type, HANDLES)]
+            if all(producer is not None and id(producer) in floating for producer in made_from):
+                floating.add(id(node))
+            if node.effects or any(producer is not None and id(producer) in stateful for producer in made_from):
+                stateful.add(id(node))
+    return floating, stateful
 
 
 class _Ends(dict[int, int]):
