@@ -13,9 +13,10 @@ import numpy as np
 
 from dflow.export_format import Parameter, Signature
 from dflow.function import CAPTURE_BYTES, jit
-from dflow.lowering.export import Arguments, PureProgram, constants_within, exported, pure_program
+from dflow.lowering.export import Arguments, PureProgram, exported, pure_program
 from dflow.lowering.portable_tree import Tree, UnknownNodeError, is_bound, tree_of
 from dflow.static_arguments import static_arguments
+from dflow.tracing.discharge import constants_within
 from dflow.tracing.errors import ExportError
 from dflow.tracing.jax_frontend import closed_parts, devices_of_shardings
 from dflow.tracing.resources import Variable, is_variable

@@ -26,7 +26,7 @@ from dflow.function import jit
 from dflow.lowering.export import PLATFORMS, exported
 from dflow.tracing.errors import ExportError
 from dflow.tracing.jax_frontend import is_tracing
-from dflow.tracing.resources import Variable, read
+from dflow.tracing.resources import Variable
 from dflow.tracing.source import at, caller
 from dflow.tracing.types import array_type_of
 
@@ -60,9 +60,7 @@ class Exported:
         """
         place = Path(path)
         programs = {name: one.content for name, one in self._made.items()}
-        # In one step, so that none is of before and none of after what another thread does.
-        values = jit(lambda: read(self.variables))()
-        write(place, self._manifest, programs, values, self._constants, overwrite=overwrite)
+        write(place, self._manifest, programs, values_now(self.variables), self._constants, overwrite=overwrite)
         return place
 
     def mlir_module(self, signature: str | None = None, *, platform: str | None = None) -> str:
@@ -164,6 +162,11 @@ def spec(shape: str | Sequence[int | str], dtype: Any) -> jax.ShapeDtypeStruct:
 
 #: Of all letters in `spec`, since JAX does not let two scopes meet in one function.
 _SCOPE = jax.export.SymbolicScope()
+
+
+def values_now(variables: Mapping[str, Variable]) -> dict[str, Any]:
+    """The values of variables, all of one moment: between the steps of other threads."""
+    return jit(lambda: {name: variable.read() for name, variable in variables.items()})()
 
 
 def chosen(name: str | None, among: Sequence[str]) -> str:

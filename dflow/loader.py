@@ -27,8 +27,9 @@ from dflow.export_format import (
     read_program,
     read_values,
     signature_text,
+    write,
 )
-from dflow.exporter import chosen
+from dflow.exporter import chosen, values_now
 from dflow.function import Function, jit
 from dflow.lowering.devices import default_name
 from dflow.lowering.export import Arguments
@@ -57,10 +58,14 @@ class Loaded:
         self,
         manifest: Manifest,
         variables: Mapping[str, Variable],
+        constants: Mapping[str, Any],
         functions: Mapping[str, Function[..., Any]],
+        contents: Mapping[str, bytes],
         programs: Mapping[str, export.Exported],
     ) -> None:
         self._manifest = manifest
+        self._constants = constants
+        self._contents = contents
         #: The variables of all functions, by the names they were exported under.
         self.variables = dict(variables)
         self._functions = dict(functions)
@@ -70,6 +75,12 @@ class Loaded:
     def signatures(self) -> tuple[str, ...]:
         """The names of the functions."""
         return tuple(self._functions)
+
+    def save(self, path: Any, *, overwrite: bool = False) -> Path:
+        """Write the same functions with the values that the variables have now, as `Exported.save` does."""
+        place = Path(path)
+        write(place, self._manifest, self._contents, values_now(self.variables), self._constants, overwrite=overwrite)
+        return place
 
     def mlir_module(self, signature: str | None = None) -> str:
         """The StableHLO of a function, as text. Raises ExportError for one that is not there."""
@@ -112,7 +123,8 @@ def load(path: Any, *, prefix: str = "") -> Loaded:
     place = Path(path)
     manifest = read_manifest(place)
     _check_precision(place, manifest)
-    programs = {name: _program(place, name, signature, manifest) for name, signature in manifest.signatures.items()}
+    contents = {name: read_program(place, name, signature) for name, signature in manifest.signatures.items()}
+    programs = {name: _program(place, name, content, manifest) for name, content in contents.items()}
     values = read_values(place, VARIABLES, manifest.variables)
     large = read_values(place, CONSTANTS, manifest.constants)
     constants = {name: jnp.asarray(value) for name, value in large.items()}
@@ -127,7 +139,7 @@ def load(path: Any, *, prefix: str = "") -> Loaded:
         name: _function(name, signature, programs[name], variables, constants)
         for name, signature in manifest.signatures.items()
     }
-    return Loaded(manifest, variables, functions, programs)
+    return Loaded(manifest, variables, constants, functions, contents, programs)
 
 
 def _check_precision(place: Path, manifest: Manifest) -> None:
@@ -145,9 +157,8 @@ def _check_precision(place: Path, manifest: Manifest) -> None:
             )
 
 
-def _program(place: Path, name: str, signature: Signature, manifest: Manifest) -> export.Exported:
-    content = read_program(place, name, signature)
-    version = signature.calling_convention_version
+def _program(place: Path, name: str, content: bytes, manifest: Manifest) -> export.Exported:
+    version = manifest.signatures[name].calling_convention_version
     oldest = export.minimum_supported_calling_convention_version
     newest = export.maximum_supported_calling_convention_version
     if not oldest <= version <= newest:

@@ -34,6 +34,7 @@ from dflow.tracing.jax_frontend import (
     origin_of,
     strange_types,
 )
+from dflow.tracing.lookups import CALLS
 from dflow.tracing.resources import Variable
 from dflow.tracing.source import Loc, at
 from dflow.tracing.types import ArrayType, array_type_of, dtype_name
@@ -123,13 +124,6 @@ def pure_program(
     variables = sorted({*reads, *written}, key=lambda variable: int(variable.serial))
     _refuse_variables(name, variables)
     return PureProgram(name, jaxpr, consts, constants, variables, written, arguments, types)
-
-
-def constants_within(jaxpr: Jaxpr, consts: Sequence[Any]) -> list[Any]:
-    """The constants of a jaxpr and of those inside it, each once."""
-    inner = [parts for equation in jaxpr.eqns for parts in inner_parts(equation)]
-    found = [*consts, *(const for part in inner for const in constants_within(*part))]
-    return list({id(const): const for const in found}.values())
 
 
 def exported(
@@ -222,7 +216,7 @@ _REFUSED: Mapping[str, tuple[str, str]] = {
 
 
 def _refuse_ops(name: str, jaxpr: Jaxpr) -> None:
-    for equation in ops_within(jaxpr):
+    for equation in _ops_within(jaxpr):
         found = _refusal(equation)
         if found is not None:
             fact, remedy = found
@@ -260,12 +254,22 @@ def _axes(mesh: Any) -> str:
     return ", ".join(f"{axis}: {size}" for axis, size in mesh.shape.items())
 
 
-def ops_within(jaxpr: Jaxpr) -> Iterator[Equation]:
+def _ops_within(jaxpr: Jaxpr) -> Iterator[Equation]:
     """Every equation of a jaxpr and of those inside it, an outer one before what it holds."""
     for equation in jaxpr.eqns:
         yield equation
-        for inner, _ in inner_parts(equation):
-            yield from ops_within(inner)
+        for inner in _bodies(equation):
+            yield from _ops_within(inner)
+
+
+#: The primitives whose bodies are programs like that around them: the body of a kernel is none.
+_HOLDING = frozenset(
+    (*CALLS, "scan", "cond", "while", "remat2", "checkpoint", "shard_map", "custom_jvp_call", "custom_vjp_call")
+)
+
+
+def _bodies(equation: Equation) -> list[Jaxpr]:
+    return [inner for inner, _ in inner_parts(equation)] if equation.primitive.name in _HOLDING else []
 
 
 def _line(equation: Equation) -> Loc | None:
@@ -323,7 +327,7 @@ def _culprit(jaxpr: Jaxpr, platforms: Sequence[str], disabled_checks: Any, fine:
         if _exports(equation, platforms, disabled_checks):
             fine.add(key)
             continue
-        inner = (_culprit(body, platforms, disabled_checks, fine) for body, _ in inner_parts(equation))
+        inner = (_culprit(body, platforms, disabled_checks, fine) for body in _bodies(equation))
         return next((found for found in inner if found is not None), equation)
     return None
 

@@ -115,20 +115,31 @@ class State:
         return [self.given.get(id(const), const) for const in consts]
 
     def gives(self, equation: Equation) -> bool:
-        """Whether something stands for a constant inside an equation, other than in a function with a rule of its own.
-
-        Those keep their constants, since a rule for derivatives does not say what they are along a constant.
-        """
-        if not self.given or isinstance(_RULES.get(equation.primitive.name), _Custom):
-            return False
-        return any(
-            any(id(const) in self.given for const in consts) or any(map(self.gives, jaxpr.eqns))
-            for jaxpr, consts in inner_parts(equation)
+        """Whether something stands for a constant inside an equation."""
+        return bool(self.given) and any(
+            id(const) in self.given for part in _open_parts(equation) for const in constants_within(*part)
         )
 
     def update(self, variables: Iterable[Any], values: Iterable[Any]) -> None:
         """Set the values of these variables."""
         self._values.update(zip(variables, values, strict=True))
+
+
+def constants_within(jaxpr: Jaxpr, consts: Sequence[Any]) -> list[Any]:
+    """The constants of a program and of what is inside it, each once, for which `State.given` may have others."""
+    inner = [part for equation in jaxpr.eqns for part in _open_parts(equation)]
+    found = [*consts, *(const for part in inner for const in constants_within(*part))]
+    return list({id(const): const for const in found}.values())
+
+
+def _open_parts(equation: Equation) -> list[tuple[Jaxpr, list[Any]]]:
+    """The programs inside an equation, with their constants, save where these have to stay what they are.
+
+    That is in the body of a kernel, and in a function with a derivative rule of its own, which does not say what the
+    derivative along a constant is.
+    """
+    rule = _RULES.get(equation.primitive.name)
+    return [] if rule is None or isinstance(rule, _Custom) else inner_parts(equation)
 
 
 def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], state: State) -> list[Any]:

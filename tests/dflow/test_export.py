@@ -215,6 +215,20 @@ def test_large_arrays_stand_beside_the_code_also_those_inside_of_inner_functions
     same(there.two(big(2)), inner(big(2)))
 
 
+def test_large_arrays_inside_of_a_function_with_its_own_derivative_stay_in_it(tmp_path: Path) -> None:
+    @jax.custom_jvp
+    def scaled(x: Any) -> Any:
+        return inner(x)
+
+    scaled.defjvps(lambda tangent, _, x: 2 * tangent)
+    exported = dflow.export({"run": (lambda x: (scaled(x) * OUTER).sum(), OUTER)}, vjp_order=1)
+    assert "constants\n  OUTER: f32[200,200]" in str(exported)
+    assert "INNER" not in str(exported)
+    there = loaded(exported, tmp_path)
+    same(there(OUTER), jax.jit(lambda x: (scaled(x) * OUTER).sum())(OUTER))
+    np.testing.assert_allclose(jax.grad(there)(OUTER), 2 * OUTER, rtol=1e-6)
+
+
 def test_a_loaded_function_is_called_as_the_function_was(tmp_path: Path) -> None:
     @functools.partial(dflow.jit, static_argnames="scale", donate_argnames="x")
     def fn(x: Any, y: Any, *, scale: int, shift: Any) -> Any:
@@ -249,6 +263,23 @@ def test_what_is_loaded_composes_with_compiled_functions_derivatives_and_variabl
     by_x = step(x)
     np.testing.assert_allclose(by_x, 8 * x)
     np.testing.assert_allclose(there.variables["w"], 2 - 0.1 * (2 * x**2 * 2).sum(0), rtol=1e-6)
+
+
+@pytest.mark.parametrize("make", [with_an_optimizer, with_random_state, with_structure])
+def test_what_was_loaded_and_used_is_saved_or_exported_again_as_it_is_then(make: Any, tmp_path: Path) -> None:
+    program = make()
+    here = dflow.jit(program.fn)
+    there = loaded(dflow.export({"run": (program.fn, *program.specs)}), tmp_path)
+    here(*program.calls[0])
+    there.run(*program.calls[0])
+    saved = dflow.load(there.save(tmp_path / "saved"), prefix="saved/")
+    again = dflow.load(dflow.export({"run": (there.run, *program.specs)}).save(tmp_path / "again"), prefix="again/")
+    assert set(saved.variables) == set(there.variables)
+    assert set(again.variables) == {f"loaded/{name}" for name in there.variables}
+    for call in program.calls[1:]:
+        expected = dflow.read(here(*call))
+        same(dflow.read(saved.run(*call)), expected)
+        same(dflow.read(again.run(*call)), expected)
 
 
 def test_without_its_order_of_derivatives_a_loaded_function_has_none(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 from jax.experimental import io_callback
+from jax.experimental import pallas as pl
 
 import dflow
 
@@ -61,6 +62,13 @@ def two_of_a_name_apart(made: Made) -> Any:
 
 def by_callback(x: Any) -> Any:
     return jax.pure_callback(np.sin, x, x)
+
+
+def by_a_kernel(x: Any) -> Any:
+    def body(given: Any, result: Any) -> None:
+        result[...] = given[...] * 2
+
+    return pl.pallas_call(body, jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
 
 
 def in_a_loop(made: Made) -> Any:
@@ -160,6 +168,11 @@ CASES: dict[str, tuple[Callable[[Made], Any], str, str]] = {
         lambda made: dflow.export(lambda x: jnp.linalg.eig(x)[0], jnp.eye(3)),
         "call cannot be exported for cuda, tpu: eig is in the way\n  at HERE",
         "leave the platform out: platforms=('cpu',)",
+    ),
+    "a kernel of Pallas on a CPU": (
+        lambda made: dflow.export(by_a_kernel, jnp.ones((8, 128)), platforms=("cpu", "tpu")),
+        "by_a_kernel cannot be exported for cpu: pallas_call is in the way\n  at HERE",
+        "leave the platform out: platforms=('tpu',)",
     ),
     "a target that nobody guarantees": (
         lambda made: dflow.export(lambda x: jax.ffi.ffi_call("mine", x)(x), SPEC, platforms=["cpu"]),

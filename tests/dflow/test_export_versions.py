@@ -13,6 +13,9 @@ import pytest
 
 import dflow
 
+#: They were made on a CPU, for GPUs and TPUs too.
+pytestmark = pytest.mark.device
+
 FOLDER = Path(__file__).parent / "exports"
 MADE = sorted(path.name for path in FOLDER.glob("jax*"))
 
