@@ -3,20 +3,22 @@
 A node's stage is how many transfers and host nodes its operands have come through, and which host nodes it comes after.
 To come after a node of another device counts as a transfer.
 The nodes of one device and one stage make one cluster, so a cluster waits for all it needs before it starts, never for
-what it helps to make, and never for a queue that none of its nodes waits for. Reads, and what is made from reads alone,
-move to the stage of their first user: an update reads its variables in the very call that writes them, so that no other
-step comes between. Where the users wait for different queues, they move to what these have in common. What is made of
-reads and is only handed back to the caller goes along with them.
+what it helps to make, and never for a queue that none of its nodes waits for. Where another device of the task waits
+for some of it and the rest is long, the rest is a cluster after it. Reads, and what is made from reads alone, move to
+the stage of their first user: an update reads its variables in the very call that writes them, so that no other step
+comes between. Where the users wait for different queues, they move to what these have in common. What is made of reads
+and is only handed back to the caller goes along with them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import and_
 from typing import ClassVar, NamedTuple
 
+from dflow.lowering.awaited import rest_of
 from dflow.tracing import ops
 from dflow.tracing.graph import FreshNames, Graph, Node, Operand, Value
 from dflow.tracing.types import HANDLES, TokenType
@@ -34,19 +36,43 @@ class Cluster:
         for node in graph.nodes:
             if not _stands_alone(node):
                 groups.setdefault((stages[id(node)], node.device), []).append(node)
-        used = _used_outside(graph, groups.values())
+        parts = [part for group, nodes in groups.items() for part in _parts(graph, *group, nodes)]
+        used = _used_outside(graph, [part.nodes for part in parts])
         fresh = graph.fresh_names()
         moved: dict[Value, Value] = {}
         ranked: list[tuple[tuple[int, int, int], Node]] = []
-        for (stage, device), nodes in groups.items():
+        for stage, device, nodes, follows in parts:
             call = _call(nodes, device, used, fresh)
+            if follows:
+                call = replace(call, after=(*call.after, follows[-1].outputs[0]))
             moved.update((value, call.outputs[0]) for node in nodes for value in node.outputs if value not in used)
-            ranked.append(((stage.level, 1, stage.hosts.bit_count()), call))
-        alone = [node for node in graph.nodes if _stands_alone(node)]
-        ranked += [((stages[id(n)].level, 0 if n.op is ops.net_recv else 2, 0), n) for n in alone]
+            ranked.append(((stage.level, stage.hosts.bit_count(), _REST if follows else _FIRST), call))
+        for node in graph.nodes:
+            if _stands_alone(node):
+                stage = stages[id(node)]
+                ranked.append(((stage.level, stage.hosts.bit_count(), _PLACES.get(node.op, _LAST)), node))
         ranked.sort(key=lambda entry: entry[0])
         ordered = tuple(_reordered(node, moved) for _, node in ranked)
         return Graph(graph.inputs, ordered, graph.outputs)
+
+
+class _Part(NamedTuple):
+    """What becomes one call; it comes after the call of the nodes `follows`, of the same stage and device."""
+
+    stage: _Stage
+    device: str | None
+    nodes: list[Node]
+    follows: list[Node]
+
+
+def _parts(graph: Graph, stage: _Stage, device: str | None, nodes: list[Node]) -> list[_Part]:
+    """The nodes of a stage and device: as a whole, or what other devices wait for and then the rest."""
+    rest = rest_of(graph, nodes)
+    if not rest:
+        return [_Part(stage, device, nodes, [])]
+    left = {id(node) for node in rest}
+    first = [node for node in nodes if id(node) not in left]
+    return [_Part(stage, device, first, []), _Part(stage, device, rest, first)]
 
 
 class _Stage(NamedTuple):
@@ -56,6 +82,9 @@ class _Stage(NamedTuple):
     hosts: int
 
 
+#: The order within a stage.
+_FIRST, _REST, _LAST = 1, 3, 4
+_PLACES = {ops.net_recv: 0, ops.dev_copy: 2}
 _NO_STAGE = _Stage(0, 0)
 _HOST_OPS = frozenset(ops.HOST_OPS)
 _ALONE = _HOST_OPS | {ops.net_send, ops.net_recv, ops.dev_copy}

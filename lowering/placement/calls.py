@@ -1,8 +1,8 @@
 """The units of a device that run as one: those between transfers are fused into XLA calls, as `passes/cluster.py` does.
 
-A unit's level is how many transfers what it needs has come through. The units of one device and level make two calls:
-first those that other devices wait for, and what these are made of; then the rest. A call waits for all that any of
-its units takes, and what it gives is there when all of it has run.
+A unit's level is how many transfers what it needs has come through. The units of one device and level make one call;
+or two, where other devices wait for some of it: these units with what they are made of and all that touches state,
+then the rest, if it is long. A call waits for all that any of its units takes; what it gives is there when all has run.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from dataclasses import replace
 
 from dflow.lowering.placement.problem import Assignment, Problem, Unit
 
+#: The rest is a call of its own if it takes as long as this, in s.
+LEAST_S = 1e-4
 #: Device, level, and whether it is the rest.
 _Call = tuple[int, int, bool]
 
@@ -53,6 +55,7 @@ def _joined(problem: Problem, of_unit: Sequence[int], call: int, members: Sequen
         tuple(problem.machine.devices),
         max(unit.scratch_bytes for unit in units),
         sum(unit.state_bytes for unit in units),
+        any(unit.touches_state for unit in units),
     )
 
 
@@ -62,12 +65,37 @@ def _calls(problem: Problem, assignment: Sequence[int]) -> list[_Call]:
         device = assignment[number]
         for earlier in needed:
             levels[number] = max(levels[number], levels[earlier] + (assignment[earlier] != device))
-    awaited = [False] * len(problem.units)
+    first = _awaited(problem, assignment, levels)
+    stateful = {(assignment[n], levels[n]) for n, unit in enumerate(problem.units) if first[n] and unit.touches_state}
+    for number, unit in enumerate(problem.units):
+        if unit.touches_state and (assignment[number], levels[number]) in stateful:
+            first[number] = True
+    _with_needed(problem, assignment, levels, first)
+    rest: dict[tuple[int, int], float] = {}
+    for number, unit in enumerate(problem.units):
+        if not first[number]:
+            key = assignment[number], levels[number]
+            rest[key] = rest.get(key, 0.0) + unit.seconds[assignment[number]]
+    return [
+        (device, level, not first[number] and rest[device, level] >= LEAST_S)
+        for number, (device, level) in enumerate(zip(assignment, levels, strict=True))
+    ]
+
+
+def _awaited(problem: Problem, assignment: Sequence[int], levels: Sequence[int]) -> list[bool]:
+    """Whether another device waits for a unit, or for one of its call that is made from it."""
+    found = [
+        any(assignment[later] != assignment[number] for later in problem.successors[number])
+        for number in range(len(problem.units))
+    ]
+    _with_needed(problem, assignment, levels, found)
+    return found
+
+
+def _with_needed(problem: Problem, assignment: Sequence[int], levels: Sequence[int], found: list[bool]) -> None:
+    """Mark what those that are marked need on their device and level."""
     for number in reversed(range(len(problem.units))):
-        device, level = assignment[number], levels[number]
-        for later in problem.successors[number]:
-            is_same = assignment[later] == device and levels[later] == level
-            if assignment[later] != device or (is_same and awaited[later]):
-                awaited[number] = True
-                break
-    return [(assignment[number], levels[number], not awaited[number]) for number in range(len(problem.units))]
+        if found[number]:
+            for earlier in problem.predecessors[number]:
+                if assignment[earlier] == assignment[number] and levels[earlier] == levels[number]:
+                    found[earlier] = True

@@ -66,6 +66,7 @@ def instance(
             choices[group[0]],
             price.scratch_bytes,
             state[unit],
+            any(node.effects for node in body.nodes),
         )
         for unit, (group, body, price) in enumerate(zip(groups, parts, priced, strict=True))
     )

@@ -83,6 +83,7 @@ class Unit:
     `devices`        where it may run, in order
     `scratch_bytes`  what it needs while it runs, beside what it takes and gives
     `state_bytes`    what lives with it for good: its variables
+    `touches_state`  whether it reads or writes variables
     """
 
     name: str
@@ -92,6 +93,7 @@ class Unit:
     devices: tuple[int, ...] = ()
     scratch_bytes: int = 0
     state_bytes: int = 0
+    touches_state: bool = False
 
 
 @dataclass(frozen=True)

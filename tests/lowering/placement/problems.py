@@ -57,6 +57,7 @@ def problems(
                 tuple(range(count)) if pinned is None else (pinned,),
                 draw(numbers),
                 draw(numbers),
+                draw(st.booleans()),
             )
         )
         values += [Moved(draw(numbers), number, None, draw(st.booleans())) for _ in range(draw(st.integers(0, 2)))]
