@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
@@ -42,12 +43,13 @@ from dflow.lowering.channel import StepId
 from dflow.lowering.compile import Compiled, TaskPlan, make_plans
 from dflow.lowering.devices import devices_in_order
 from dflow.lowering.execute import Outcome
-from dflow.lowering.local import Runner, fetched, lower_programs
+from dflow.lowering.local import Runner, fetched, lower_programs, refuse_spread
 from dflow.lowering.passes.base import Observer, run_passes
 from dflow.lowering.pipeline import pipeline
 from dflow.lowering.program import export_program
 from dflow.lowering.store import Store
 from dflow.tracing.context import Slot, home
+from dflow.tracing.device import scope_here
 from dflow.tracing.errors import (
     DeadlineExceeded,
     DeviceError,
@@ -69,6 +71,15 @@ from dflow.tracing.types import array_type_of
 
 _ENCODER = msgspec.msgpack.Encoder()
 _Answer = TypeVar("_Answer")
+
+
+#: The clusters that this process is a task of now.
+_joined: weakref.WeakSet[Cluster] = weakref.WeakSet()
+
+
+def cluster_with(tasks: Collection[str]) -> Cluster | None:
+    """The cluster joined by this process that has all of these tasks; None without one."""
+    return next((cluster for cluster in _joined if {*tasks} <= {*cluster.tasks}), next(iter(_joined), None))
 
 
 @dataclass(frozen=True)
@@ -120,6 +131,7 @@ class Cluster:
             self._server.close()
             self._client.close("could not join")
             raise
+        _joined.add(self)
 
     def _join(self) -> None:
         self._client.call_on_roster(self._server.roster_changed)
@@ -169,6 +181,7 @@ class Cluster:
 
     def close(self) -> None:
         """Leave the cluster; a second call does nothing."""
+        _joined.discard(self)
         self._client.leave()
         self._server.close()
 
@@ -203,6 +216,7 @@ class Cluster:
             )
         passes = pipeline(self.task, self.tasks, devices_in_order())
         graph = run_passes(traced.graph, passes, check=check, observe=observe)
+        refuse_spread(graph, traced.variables, self._server.store)
         keys = {ref: variable.key for ref, variable in zip(graph.refs, traced.variables, strict=True)}
         compiled = make_plans(graph, self.task, keys)
         given_up = [len(traced.constants) + leaf for leaf in traced.donated]
@@ -299,6 +313,12 @@ class ClusterHome:
             raise VariableError(
                 f"a variable of {variable.type} is created among the parameter servers without a name, by which the "
                 f"other processes would find it{at(variable.loc)}\n  give it one, name='...', the same in each process"
+            )
+        if variable.sharding is not None or (scope_here() is not None and near is None):
+            said = "a sharding" if variable.sharding is not None else "a device scope"
+            raise DeviceError(
+                f"variable {variable.name!r} is created among the parameter servers with {said}, but there the "
+                f"coordinator says where a variable lives{at(variable.loc)}\n  leave one of the two out"
             )
         if jnp.issubdtype(variable.dtype, jax.dtypes.extended):
             raise VariableError(

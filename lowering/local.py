@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,11 +29,12 @@ from dflow.lowering.resource_use import Held, ResourceUse
 from dflow.lowering.store import Store
 from dflow.lowering.waiters import wait
 from dflow.lowering.waits import Schedule, takes
-from dflow.tracing.context import Home, Slot
+from dflow.tracing.context import Slot
 from dflow.tracing.device import choices_in, is_within_task, scope_here
 from dflow.tracing.device_name import device_name, is_on_task, short_device_name, split_device_name
 from dflow.tracing.errors import DeviceError, InternalError, VariableError
 from dflow.tracing.given_value import Initial
+from dflow.tracing.graph import Graph
 from dflow.tracing.host_resource import HostResource
 from dflow.tracing.resources import Variable
 from dflow.tracing.source import at, caller
@@ -46,14 +47,6 @@ Runner = Callable[[Sequence[Any]], Sequence[Any]]
 
 #: What the devices of this process cost; they are measured when a function first asks for a choice among them.
 METER = Meter()
-
-
-class RunnerHome(Home, Protocol):
-    """A home that can also run functions over its variables."""
-
-    def runner(self, traced: Traced, *, check: bool, observe: Observer | None) -> Runner:
-        """Lower a traced function whose variables live here, or in this process."""
-        ...
 
 
 class LocalHome:
@@ -82,6 +75,7 @@ class LocalHome:
         """Where a new variable is to live: as its sharding says, beside another, or as the scope says."""
         scope = scope_here()
         if variable.sharding is not None:
+            self._check_sharding(variable, scope, near)
             return variable.sharding
         if near is not None:
             place = self.store.place(near.key)
@@ -99,6 +93,14 @@ class LocalHome:
             return None
         _, local = split_device_name(scope)
         return SingleDeviceSharding(device_named(local)) if local else None
+
+    def _check_sharding(self, variable: Variable, scope: str | None, near: Variable | None) -> None:
+        said = "near" if near is not None else "a device scope" if scope is not None else None
+        if said is not None:
+            raise DeviceError(
+                f"variable {variable.name!r} has a sharding and {said}, which both say where it lives"
+                f"{at(variable.loc)}\n  leave one of the two out"
+            )
 
     def _device(self, key: str) -> str | None:
         """The name of the one device that a value is to stay on."""
@@ -156,6 +158,7 @@ class LocalHome:
         """Take a traced function, whose variables all live here, through the passes."""
         passes = pipeline(devices=devices_in_order(), costs=METER)
         graph = run_passes(traced.graph, passes, check=check, observe=observe)
+        refuse_spread(graph, traced.variables, self.store)
         keys = {ref: variable.key for ref, variable in zip(graph.refs, traced.variables, strict=True)}
         compiled = make_plans(graph, ALONE, keys)
         if compiled.remote:
@@ -273,6 +276,18 @@ def _held(resource: HostResource) -> Held:
     if isinstance(resource.type, AccumulatorType):
         return HeldAccumulator(resource.name, resource.settings, resource.type)
     return HeldQueue(resource.name, resource.settings, resource.type)
+
+
+def refuse_spread(graph: Graph, variables: Sequence[Any], store: Store) -> None:
+    """Raise DeviceError where a placed graph runs ops on one device of a variable that is spread over several."""
+    for ref, variable in zip(graph.refs, variables, strict=True):
+        _, local = split_device_name(ref.device or "")
+        if local and (place := store.place(variable.key)) is not None and len(place.device_set) > 1:
+            raise DeviceError(
+                f"variable {variable.name!r} is spread over {len(place.device_set)} devices, but is used in a function "
+                f"that names devices for parts of it{at(caller())}\n"
+                "  leave dflow.device out of this function, or read the variable in one of its own and pass the value"
+            )
 
 
 def lower_programs(

@@ -56,7 +56,7 @@ def task_of(device: str) -> str:
 
 def is_on_task(device: str | None) -> bool:
     """Whether a full name is that of a task, or of a device of one, rather than a device of the caller's."""
-    return bool(device) and bool(task_of(device or ""))
+    return device is not None and device.startswith("/job:")
 
 
 def short_device_name(device: str) -> str:

@@ -12,16 +12,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import dflow
 
 DEVICES = 8
-DEADLINE_S = 300.0
+DEADLINE_S = 570.0
 #: What needs several devices too: one process runs all of it.
 OTHERS = [
     "tests/dflow/device_scopes_.py",
+    "tests/lowering/device_graphs_.py",
     "tests/dflow/auto_placement_.py",
     "tests/test_docs.py::test_the_snippets_of_a_page_run_and_print_what_it_says[devices.md]",
 ]
@@ -30,6 +32,7 @@ X = np.arange(64, dtype=np.float32).reshape(16, 4)
 
 if jax.device_count() < DEVICES:
 
+    @pytest.mark.timeout(DEADLINE_S + 30)
     def test_in_a_process_of_several_devices() -> None:
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, *OTHERS]
         root = Path(__file__).parents[2]
@@ -223,3 +226,114 @@ else:
         ours, theirs = (jit(lambda x: x + table[0, 0]) for jit in (dflow.jit, jax.jit))
         for _ in range(2):
             same(ours(x), theirs(x))
+
+    def optimizer_step(transformation: Any, table: Any, bias: Any) -> Any:
+        """What JAX makes of three steps by plain functions."""
+
+        def loss(parameters: Any, x: Any) -> Any:
+            return jnp.mean((x * parameters["table"] + parameters["bias"]) ** 2)
+
+        @jax.jit
+        def step(parameters: Any, state: Any, x: Any) -> Any:
+            gradients = jax.grad(loss)(parameters, x)
+            updates, state = transformation.update(gradients, state, parameters)
+            return optax.apply_updates(parameters, updates), state
+
+        parameters = {"table": table, "bias": bias}
+        state = transformation.init(parameters)
+        for _ in range(3):
+            parameters, state = step(parameters, state, X)
+        return parameters
+
+    BOTH = NamedSharding(jax.make_mesh((4, 2), ("d", "m"), axis_types=(AxisType.Auto,) * 2), PartitionSpec("d", "m"))
+
+    @pytest.mark.parametrize(
+        ("name", "sharding", "made"),
+        [
+            ("sgd", ROWS, "put"),
+            ("momentum", ROWS, "said"),
+            ("adam", ROWS, "put"),
+            ("adam", WHOLE, "said"),
+            ("adam", BOTH, "said"),
+            ("clipped", BOTH, "put"),
+        ],
+        ids=["sgd", "momentum", "adam", "adam-whole", "adam-both", "clipped"],
+    )
+    def test_an_optimizer_of_a_sharded_variable(name: str, sharding: Any, made: str) -> None:
+        transformation = {
+            "sgd": optax.sgd(0.1),
+            "momentum": optax.sgd(0.1, momentum=0.9),
+            "adam": optax.adam(0.1),
+            "clipped": optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(0.1)),
+        }[name]
+        if made == "put":
+            table = dflow.Variable(jax.device_put(X / 64, sharding), name="table")
+        else:
+            table = dflow.Variable(lambda: jnp.arange(64.0).reshape(16, 4) / 64, sharding=sharding, name="table")
+        bias = dflow.Variable(jnp.ones(4), name="bias")
+        model = {"table": table, "bias": bias}
+        optimizer = dflow.Optimizer(transformation, model)
+        slots = [slot for slot in jax.tree.leaves(optimizer.slots, is_leaf=dflow.is_variable) if slot.ndim == 2]
+        assert all(slot.read().sharding.is_equivalent_to(sharding, 2) for slot in slots)
+
+        @dflow.jit
+        def step(x: Any) -> None:
+            gradients = dflow.grad(lambda: jnp.mean((x * table + bias) ** 2), model)()
+            optimizer.apply(gradients)
+
+        for _ in range(3):
+            step(X)
+        want = optimizer_step(transformation, jax.device_put(X / 64, sharding), jnp.ones(4))
+        np.testing.assert_allclose(table, want["table"], rtol=1e-5)
+        np.testing.assert_allclose(bias, want["bias"], rtol=1e-5)
+        for variable in (table, *slots):
+            assert variable.read().sharding.is_equivalent_to(sharding, 2)
+
+    @pytest.mark.parametrize("sharding", [ROWS, WHOLE, BOTH], ids=["rows", "whole", "both"])
+    def test_a_variable_that_is_made_in_its_parts(sharding: Any) -> None:
+        other = dflow.Variable(2.0, name="other")
+        for initial in (X, lambda: jnp.asarray(X), lambda: X, lambda: other * X / 2):
+            w = dflow.Variable(initial, sharding=sharding, name="w", dtype=jnp.float32)
+            assert w.read().sharding.is_equivalent_to(sharding, 2)
+            np.testing.assert_array_equal(w, X)
+
+    def test_what_is_made_in_its_parts_is_never_whole() -> None:
+        are_traced = []
+
+        def initial() -> Any:
+            value = jnp.zeros((16, 4))
+            are_traced.append(isinstance(value, jax.core.Tracer))
+            return value + 1
+
+        dflow.Variable(initial, sharding=ROWS, name="w")
+        assert are_traced
+        assert all(are_traced)  # and from a trace XLA compiles what each device does
+
+    @pytest.mark.parametrize("place", [None, jax.devices()[3], ROWS, WHOLE], ids=["anywhere", "one", "rows", "whole"])
+    def test_what_is_done_to_a_sharded_variable_at_once_leaves_it_sharded(place: Any) -> None:
+        x = X if place is None else jax.device_put(X, place)
+        w = dflow.Variable(jax.device_put(X, ROWS), name="w")
+        w.assign(x)
+        w.assign_add(x)
+        w.scatter_add(np.array([0, 2]), x[:2])
+        assert w.read().sharding.is_equivalent_to(ROWS, 2)
+        want = 2 * X
+        want[[0, 2]] += X[:2]
+        np.testing.assert_array_equal(w, want)
+        np.testing.assert_array_equal(w.gather(np.array([2])), want[2:3])
+
+    def test_a_sharded_variable_and_device_scopes_do_not_go_together() -> None:
+        w = dflow.Variable(lambda: jnp.zeros((16, 4)), sharding=ROWS, name="w")
+
+        @dflow.jit
+        def f(x: Any) -> Any:
+            with dflow.device("cpu:1"):
+                return x + w
+
+        match = r"'w' is spread over 8 devices, but is used in a function that names devices[\s\S]*test_several.*:\d+"
+        with pytest.raises(dflow.DeviceError, match=match):
+            f(X)
+        for options in ({"near": w}, {}):
+            match = "'v' has a sharding and " + ("near" if options else "a device scope")
+            with dflow.device("cpu:1"), pytest.raises(dflow.DeviceError, match=match):
+                dflow.Variable(X, sharding=ROWS, name="v", **options)

@@ -351,6 +351,67 @@ def test_a_device_scope_runs_its_ops_there(worker: Cluster) -> None:
     assert float(f(jnp.ones(4))) == 6.0
 
 
+def test_a_device_scope_needs_no_variable_to_reach_a_task(memory: MemoryCluster, worker: Cluster) -> None:
+    @dflow.jit
+    def f(x: Any) -> Any:
+        with dflow.device("ps:1"):
+            y = x * 2
+        return y + 1
+
+    np.testing.assert_array_equal(f(jnp.arange(3.0)), [1, 3, 5])
+    sent = {(edge.source, edge.destination) for edge in worker.traffic()}
+    assert ("/job:worker/task:0", "/job:ps/task:1") in sent
+    worker.close()
+    with pytest.raises(DeviceError, match="placed on /job:ps/task:1, but no task offers it; the tasks are localhost:0"):
+        dflow.jit(lambda x: f(x) * 2)(jnp.arange(3.0))
+
+
+def test_a_device_of_the_callers_own_task(worker: Cluster) -> None:
+    with worker.parameter_servers():
+        v = dflow.Variable(lambda: jnp.arange(4.0), name="v")
+    with dflow.device("cpu:0"):
+        mine = dflow.Variable(jnp.ones(4), name="mine")
+
+    @dflow.jit
+    def f(x: Any) -> Any:
+        with dflow.device("cpu:0"):
+            y = v.read() * x
+        with dflow.device("ps:1"):
+            z = y + 1
+        mine.assign_add(z)
+        v.assign_add(y)
+        return z
+
+    for times in (1, 2):
+        np.testing.assert_array_equal(f(jnp.ones(4)), np.arange(4) * 2 ** (times - 1) + 1)
+    np.testing.assert_array_equal(v, np.arange(4) * 4)
+    np.testing.assert_array_equal(mine, np.arange(4) * 3 + 3)
+
+
+def test_a_task_chooses_among_its_devices_itself(worker: Cluster) -> None:
+    @dflow.jit
+    def f(x: Any) -> Any:
+        with dflow.device("ps:1/cpu:0"):
+            return x * 2
+
+    with pytest.raises(DeviceError, match="a task chooses among its devices itself") as caught:
+        f(1.0)
+    assert line_of(caught.value) == "return x * 2"
+    assert str(caught.value).endswith("name the task alone, ps:1")
+
+
+def test_the_coordinator_alone_says_where_a_variable_lives(worker: Cluster) -> None:
+    match = "with a device scope, but there the coordinator says where a variable lives"
+    with worker.parameter_servers(), dflow.device("ps:1"), pytest.raises(DeviceError, match=match) as caught:
+        dflow.Variable(zeros(2), name="v")
+    assert line_of(caught.value) == 'dflow.Variable(zeros(2), name="v")'
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    with worker.parameter_servers(), pytest.raises(DeviceError, match="with a sharding, but there the coordinator"):
+        dflow.Variable(zeros(2), name="v", sharding=sharding)
+    with dflow.device("ps:1"), pytest.raises(DeviceError, match=r"made under dflow.device\('ps:1'\), but in this"):
+        dflow.Variable(zeros(2), name="v")
+
+
 def test_gradients_that_do_not_fit_are_refused_before_any_step(worker: Cluster) -> None:
     with worker.parameter_servers():
         model = dflow.variables({"a": zeros(2), "b": zeros(3)}, prefix="fit/")

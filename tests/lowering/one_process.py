@@ -8,15 +8,19 @@ from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from dflow.lowering.channel import Deliver, StepId
 from dflow.lowering.compile import Compiled, TaskPlan, make_plans
+from dflow.lowering.devices import device_named
 from dflow.lowering.execute import Execution, Outcome
 from dflow.lowering.local import lower_programs
 from dflow.lowering.passes.base import run_passes
 from dflow.lowering.pipeline import pipeline
 from dflow.lowering.store import Store
 from dflow.lowering.waits import Schedule
+from dflow.tracing.device_name import split_device_name, task_of
 from dflow.tracing.graph import Graph
 from dflow.tracing.types import RefType
 from tests.lowering.meaning import TASKS, WORKER
@@ -55,7 +59,8 @@ class Mailbox:
 
     def send(self, step: StepId, edge: str, destination: str, value: jax.Array) -> None:
         self._mail.log.append(("send", edge))
-        self._mail.put((step, edge, self._task, destination), value)
+        # What arrives at a task lies on none of the sender's devices.
+        self._mail.put((step, edge, self._task, destination), jax.device_put(np.asarray(value)))
 
     def receive(self, step: StepId, edge: str, source: str, deliver: Deliver) -> None:
         self._mail.log.append(("receive", edge))
@@ -65,15 +70,20 @@ class Mailbox:
 class Cluster:
     """The tasks of a graph: each holds the variables placed on it, and has its plan of the graph compiled."""
 
-    def __init__(self, graph: Graph, state: Mapping[str, Any], tasks: Sequence[str] = TASKS) -> None:
-        lowered = run_passes(graph, pipeline(WORKER, tuple(tasks)), check=True)
+    def __init__(
+        self, graph: Graph, state: Mapping[str, Any], tasks: Sequence[str] = TASKS, devices: tuple[str, ...] = ()
+    ) -> None:
+        lowered = run_passes(graph, pipeline(WORKER, tuple(tasks), devices), check=True)
         keys = {ref: ref.name for ref in lowered.refs}
         self.mail = Mail()
         self.stores = {task: Store() for task in tasks}
-        self._home = {ref.name: str(ref.device) for ref in lowered.refs}
+        self._home = {ref.name: task_of(str(ref.device)) for ref in lowered.refs}
         for ref in lowered.refs:
             assert isinstance(ref.type, RefType)
-            self.stores[self._home[ref.name]].create(ref.name, ref.type.of, partial(state.__getitem__, ref.name))
+            _, local = split_device_name(str(ref.device))
+            place = SingleDeviceSharding(device_named(local)) if local else None
+            make = partial(state.__getitem__, ref.name)
+            self.stores[self._home[ref.name]].create(ref.name, ref.type.of, make, place)
         self.compiled: Compiled = make_plans(lowered, WORKER, keys)
         parts: dict[str, TaskPlan] = {WORKER: self.compiled.local, **self.compiled.remote}
         self._parts = {

@@ -74,7 +74,9 @@ class Place:
 
     def kinds(self) -> list[str]:
         """The kinds of statements, the likelier ones more often."""
-        nested = ["loop", "cond", "call", "derive"] + ["batch"] * 2 * (not self.batched) + ["on"] * bool(self.devices)
+        nested = ["loop", "cond", "call", "derive"] + ["batch"] * 2 * (not self.batched)
+        if self.devices:  # Often within loops, which only two of them divide.
+            nested += ["on"] * (1 if self.depth > 1 else 6)
         return [
             *["op", "op", "read", "gather"],
             *["write"] * 4 * self.writes,
