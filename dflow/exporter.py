@@ -22,7 +22,7 @@ from dflow.export_format import (
     write,
 )
 from dflow.export_trace import Made, Options, make
-from dflow.function import jit
+from dflow.homes import LOCAL
 from dflow.lowering.export import PLATFORMS, exported
 from dflow.tracing.errors import ExportError
 from dflow.tracing.jax_frontend import is_tracing
@@ -165,8 +165,18 @@ _SCOPE = jax.export.SymbolicScope()
 
 
 def values_now(variables: Mapping[str, Variable]) -> dict[str, Any]:
-    """The values of variables, all of one moment: between the steps of other threads."""
-    return jit(lambda: {name: variable.read() for name, variable in variables.items()})()
+    """The values of variables, all of one moment: between the steps of other threads.
+
+    Raises ExportError for one on another task.
+    """
+    for name, variable in variables.items():
+        if variable.home is not LOCAL:
+            raise ExportError(
+                f"variable {name!r} lives on {variable.device}, and only state of this process can be saved"
+                f"{at(caller())}\n  read them with dflow.read, and assign them to what dflow.load gives in this process"
+            )
+    values = LOCAL.store.snapshot(variable.key for variable in variables.values())
+    return {name: values[variable.key] for name, variable in variables.items()}
 
 
 def chosen(name: str | None, among: Sequence[str]) -> str:

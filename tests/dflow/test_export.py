@@ -282,6 +282,30 @@ def test_what_was_loaded_and_used_is_saved_or_exported_again_as_it_is_then(make:
         same(dflow.read(again.run(*call)), expected)
 
 
+def test_the_state_of_an_export_is_a_checkpoint_and_that_of_what_is_loaded_can_be_saved(tmp_path: Path) -> None:
+    w = dflow.Variable(jnp.ones(3), name="w")
+    optimizer = dflow.Optimizer(optax.sgd(0.5, momentum=0.5), [w], name="sgd")
+    step = dflow.jit(lambda: optimizer.apply([w.read()]))
+    path = dflow.export({"step": (step,)}).save(tmp_path / "made")
+    step()
+    dflow.restore(path / "variables", [w, optimizer])
+    same(w.read(), jnp.ones(3))
+    there = dflow.load(path, prefix="loaded/")
+    there.step()
+    dflow.save(tmp_path / "after", there.variables, names=lambda name: name.removeprefix("loaded/"))
+    dflow.restore(tmp_path / "after", [w, optimizer])
+    same(dflow.read(there.variables), {"w": w.read(), "sgd/0/trace/w": optimizer.slots[0].trace[0].read()})
+
+
+def test_state_that_was_loaded_onto_another_task_is_not_saved(tmp_path: Path) -> None:
+    w = dflow.Variable(1.0, name="w")
+    there = loaded(dflow.export(w.read), tmp_path)
+    far: Any = there.variables["w"]
+    far.home, far.device = object(), "/job:ps/task:0"  # as what a cluster makes says
+    with pytest.raises(dflow.ExportError, match="variable 'w' lives on /job:ps/task:0, and only state of this process"):
+        there.save(tmp_path / "again")
+
+
 def test_without_its_order_of_derivatives_a_loaded_function_has_none(tmp_path: Path) -> None:
     w = dflow.Variable(1.0, name="w")
     there = loaded(dflow.export(lambda x: x * w, dflow.spec("", jnp.float32)), tmp_path)
