@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from dflow.lowering.devices import no_device
-from dflow.tracing.device import WITH_CALLER, WITH_STATE
+from dflow.tracing.device import WITH_CALLER, WITH_STATE, choices_in
 from dflow.tracing.device_name import device_name, short_device_name, split_device_name, task_of
 from dflow.tracing.errors import DeviceError
 from dflow.tracing.graph import Graph, Node, Value
@@ -50,6 +50,11 @@ class Place:
         if device in (None, WITH_CALLER, WITH_STATE, self.local):
             return None
         where = at(node.loc) if node is not None else ""
+        if choices_in(device) is not None:
+            raise DeviceError(
+                f"%{what} is to be where a step is shortest, and on a cluster that is not chosen{where}\n"
+                "  name a task, or a device of this process"
+            )
         if local and task not in ("", self.local):
             raise DeviceError(
                 f"%{what} is placed on {device}, and a task chooses among its devices itself{where}\n"

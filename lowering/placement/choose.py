@@ -34,8 +34,9 @@ def choose(
     """The best assignment found; the same for the same seed and turns, unless `is_over` ends the search.
 
     Of a problem with up to `exhaustive_up_to` assignments it is the best there is.
-    Raises DeviceError when no assignment was found that keeps the limits of memory, or there is none.
+    Raises DeviceError when there is none that keeps units together, or none was found that keeps the limits of memory.
     """
+    _check_together(problem)
     _check_state(problem)
     if size(problem) <= exhaustive_up_to:
         best = exhaustive(problem)
@@ -95,6 +96,18 @@ def in_parts(problem: Problem) -> Assignment:
 
 def _cost(problem: Problem, number: int) -> float:
     return min(problem.cost(number, device) for device in problem.units[number].devices)
+
+
+def _check_together(problem: Problem) -> None:
+    """Refuse units that belong together and may be on no one device."""
+    for block, choices in zip(problem.together, problem.choices, strict=True):
+        if not choices:
+            units, names = [problem.units[unit] for unit in block], problem.machine.names
+            of_each = [f"{unit.name} on {', '.join(names[device] for device in unit.devices)}" for unit in units]
+            raise DeviceError(
+                f"these belong together, and may be on no one device: {'; '.join(of_each)}\n"
+                "  state one device for all of them, or none"
+            )
 
 
 def _check_state(problem: Problem) -> None:

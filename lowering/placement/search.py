@@ -32,6 +32,7 @@ def search(
     """The best assignment found in `turns` turns, never worse than `start`. `is_over` is asked before each turn."""
     movable = [block for block, choices in enumerate(problem.choices) if len(choices) > 1]
     best = current = scored(problem, start)
+    seen = {start: best}
     if not movable:
         return best
     moves = _Moves(problem, random.Random(seed), movable)
@@ -39,7 +40,8 @@ def search(
     for turn in range(turns):
         if is_over():
             break
-        found = scored(problem, moves.draw(current.assignment))
+        drawn = moves.draw(current.assignment)
+        found = seen[drawn] = seen.get(drawn) or scored(problem, drawn)
         warmth = WARMTH * best.step_s * (1 - turn / turns) ** 2
         if _is_kept(found, current, warmth, chance.random()):
             current = found

@@ -43,3 +43,14 @@ def test_alone_every_other_task_is_refused() -> None:
     graph = parse("graph(%x: f32[]) {\n  %1: f32[] = jax.neg(%x)  @/job:ps/task:0\n  return %1\n}")
     with pytest.raises(DeviceError, match="no task offers it; the tasks are localhost:0\n  name one of these"):
         Place(ALONE, (ALONE,))(graph)
+
+
+def test_a_choice_is_not_made_on_a_cluster() -> None:
+    graph = parse("graph(%x: f32[]) {\n  %1: f32[] = jax.neg(%x)  @auto  # train.py:14\n  return %1\n}")
+    message = (
+        "%1 is to be where a step is shortest, and on a cluster that is not chosen\n"
+        "  at train.py:14\n"
+        "  name a task, or a device of this process"
+    )
+    with pytest.raises(DeviceError, match=f"^{re.escape(message)}$"):
+        Place(WORKER, TASKS)(graph)

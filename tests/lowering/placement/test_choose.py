@@ -131,6 +131,17 @@ def test_variables_that_do_not_fit_where_they_live_are_refused() -> None:
         choose(with_limits(drawn, None, 2500))
 
 
+def test_units_that_belong_together_and_may_not_be_are_named_with_their_devices() -> None:
+    drawn = problem(machine(3), [("a", 1, []), ("b", 1, [0])], pinned={0: 1, 1: 2})
+    drawn = dataclasses.replace(drawn, together=((0, 1),))
+    message = (
+        "these belong together, and may be on no one device: a on cpu:1; b on cpu:2\n"
+        "  state one device for all of them, or none"
+    )
+    with pytest.raises(DeviceError, match=f"^{re.escape(message)}$"):
+        choose(drawn)
+
+
 def test_the_next_best_device_of_each_region_and_what_it_would_cost() -> None:
     fork = problem(
         machine(2, latency_s=1.0, bytes_per_s=4.0), [("a", 5, []), ("b", 5, []), ("join", 1, [0, 1])], size=2
