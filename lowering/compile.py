@@ -73,6 +73,7 @@ class _Maker:
     makers: dict[Value, int] = field(default_factory=dict)
     scalars: list[Scalar] = field(default_factory=list)
     bodies: list[Plan] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
 
     def slot(self, operand: Operand) -> int:
         return self.slots.setdefault(operand, len(self.slots))
@@ -81,6 +82,7 @@ class _Maker:
         after = tuple(dict.fromkeys(self.makers[value] for value in node.after if value in self.makers))
         self.makers.update(dict.fromkeys(node.outputs, len(self.items)))
         self.items.append(self._item(node, after))
+        self.names.append(f"%{node.outputs[0].name} ({node.op.name}){at(node.loc)}")
 
     def _item(self, node: Node, after: tuple[int, ...]) -> Item:
         if node.op is ops.net_send:
@@ -186,5 +188,6 @@ class _Maker:
             tuple(self.fetches),
             tuple(self.scalars),
             tuple(self.bodies),
+            tuple(self.names),
         )
         return TaskPlan(plan, tuple(self.programs))

@@ -139,7 +139,7 @@ class Execution:
                 if self._perform(self._schedule.plan.items[index], index):
                     queue.extend(self._done(index))
             except BaseException as error:
-                self._end(error)
+                self._fail(index, error)
 
     def _perform(self, item: Item, index: int) -> bool:
         """Do an item; false when it will be done later, by a delivery."""
@@ -214,7 +214,7 @@ class Execution:
     def _arrived(self, index: int, slots: Sequence[int], values: Sequence[Any] | BaseException) -> None:
         """What an item waited for is there, on whatever thread brings it."""
         if isinstance(values, BaseException):
-            self._end(values)
+            self._fail(index, values)
             return
         try:
             self._fill(slots, values)
@@ -224,7 +224,14 @@ class Execution:
                 self._submit(lambda: self._run(ready))
         except Exception as error:
             # Whoever brought it has no part in this step, which would wait for ever.
-            self._end(error)
+            self._fail(index, error)
+
+    def _fail(self, index: int, error: BaseException) -> None:
+        """End with the error of an item, which is named; of a body's, the branch or loop after it."""
+        names = self._schedule.plan.names
+        if isinstance(error, Exception) and names and not self._ended:
+            error.add_note(f"in {names[index]}")
+        self._end(error)
 
     def _done(self, index: int) -> list[int]:
         """Count an item as done; the items that may run now."""

@@ -141,6 +141,7 @@ class Plan(msgspec.Struct, frozen=True, repr_omit_defaults=True):
     `fetches`  slots handed back to the caller, in order
     `scalars`  slots filled with numbers of the program
     `bodies`   the plans that branches and loops run, by number; their programs are those of the whole plan
+    `names`    what errors call each item: the node it was, and the user's line
     """
 
     task: str
@@ -150,6 +151,7 @@ class Plan(msgspec.Struct, frozen=True, repr_omit_defaults=True):
     fetches: tuple[int, ...] = ()
     scalars: tuple[Scalar, ...] = ()
     bodies: tuple[Plan, ...] = ()
+    names: tuple[str, ...] = ()
 
 
 def calls_in(plan: Plan) -> Iterator[Call]:

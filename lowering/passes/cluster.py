@@ -31,7 +31,8 @@ class Cluster:
     name: ClassVar[str] = "cluster"
 
     def __call__(self, graph: Graph) -> Graph:
-        stages = _stages(graph)
+        is_whole = len({node.device for node in graph.nodes}) == 1 and not any(map(_stands_alone, graph.nodes))
+        stages = dict.fromkeys(map(id, graph.nodes), _NO_STAGE) if is_whole else _stages(graph)
         groups: dict[tuple[_Stage, str | None], list[Node]] = {}
         for node in graph.nodes:
             if not _stands_alone(node):

@@ -27,6 +27,9 @@ class Order:
         lines: dict[str, _Line] = {}
         nodes = []
         for node in graph.nodes:
+            if not node.op.declared and not node.bodies:
+                nodes.append(node)
+                continue
             line = lines.setdefault(task_of(node.device or ""), _Line())
             before = line.enter(node)
             operands = set(node.values)

@@ -25,11 +25,16 @@ class Partition:
     name: ClassVar[str] = "partition"
 
     def __call__(self, graph: Graph) -> Graph:
+        if all(node.device == self.local for node in graph.nodes) and self._takes_all_here(graph):
+            return graph
         cut = _Cut(graph, self.local)
         for node in graph.nodes:
             cut.add(node)
         outputs = tuple(cut.at(output, self.local) for output in graph.outputs)
         return Graph(graph.inputs, tuple(cut.nodes), outputs)
+
+    def _takes_all_here(self, graph: Graph) -> bool:
+        return all(value.device in (None, self.local) or isinstance(value.type, HANDLES) for value in graph.inputs)
 
 
 class _Cut:

@@ -480,3 +480,37 @@ def test_what_is_in_a_queue_is_not_taken_away_by_donating_what_was_put_in(traced
     for array in {id(array): array for array in (given, given_back)}.values():
         donate(array)
     np.testing.assert_array_equal(queue.dequeue(), [1, 1, 1])
+
+
+def test_an_error_in_a_step_names_the_op_and_the_loops_around_it() -> None:
+    queue = dflow.FIFOQueue(2, jax.ShapeDtypeStruct((), jnp.int32), name="short")
+    queue.enqueue(1)
+    queue.close()
+
+    @dflow.jit
+    def fails(n: jax.Array) -> jax.Array:
+        def turn(total: jax.Array) -> jax.Array:
+            return jax.lax.cond(total >= 0, lambda: total + queue.dequeue(), lambda: total)
+
+        return jax.lax.while_loop(lambda total: total < n, turn, 0)
+
+    with pytest.raises(dflow.QueueClosed) as raised:
+        fails(9)
+    notes = [note.split("\n")[0] for note in raised.value.__notes__]
+    assert [note.split(" (")[1] for note in notes] == ["queue.dequeue)", "ctrl.cond)", "ctrl.while)"]
+    assert all("test_queues.py:" in note for note in raised.value.__notes__)
+
+
+def test_an_error_of_a_callback_in_a_step_that_waits_names_the_call() -> None:
+    queue = dflow.FIFOQueue(2, jax.ShapeDtypeStruct((), jnp.int32), name="one")
+    queue.enqueue(1)
+
+    def broken(x: Any) -> Any:
+        raise ZeroDivisionError("no")
+
+    @dflow.jit
+    def fails() -> jax.Array:
+        return jax.pure_callback(broken, jax.ShapeDtypeStruct((), jnp.int32), queue.dequeue()) + 1
+
+    with pytest.raises(Exception, match="ZeroDivisionError"):
+        fails().block_until_ready()

@@ -49,6 +49,7 @@ def test_the_plan_of_a_parameter_server() -> None:
             Recv(edge="jax.mul.1", source=WORKER, give=1, dtype="f32", shape=(3,)),
             Call(program=1, writes=("w!",), reads=("rate!",), takes=(1,), gives=(), after=(0,)),
         ),
+        names=("%w_1 (xla.call)", "%w_1.sent (net.send)", "%1.received (net.recv)", "%done (xla.call)"),
     )
     assert [list(map(str, pure.types)) for pure in remote[PS_0].programs] == [["f32[3]"], ["f32[3]"] * 3]
 
@@ -103,7 +104,7 @@ graph(%w: ref<f32[]>, %unused: f32[], %x: f32[]) {
     assert compiled.remote == {}
     assert compiled.literals == ()
     call = Call(program=0, writes=("w!",), reads=(), takes=(1,), gives=(2,))
-    assert compiled.local.plan == Plan(WORKER, 3, (call,), (0, 1), (2,))
+    assert compiled.local.plan == Plan(WORKER, 3, (call,), (0, 1), (2,), names=("%1 (xla.call)",))
 
 
 def test_a_caller_with_nothing_to_do_has_an_empty_plan() -> None:
@@ -123,9 +124,11 @@ graph(%w: ref<f32[]>, %v: ref<f32[]>, %u: ref<f32[]> @/job:ps/task:0) {
  !%w_1: f32[] = var.read(%w)
  !%v_1: f32[] = var.read(%v)
  !%u_1: f32[] = var.read(%u)
+  %s: f32[] = jax.add(%w_1, %v_1)
  !%1: token = var.assign(%w, %u_1)
  !%2: token = var.assign(%v, %u_1)
-  return %w_1, %v_1
+ !%3: token = var.assign(%u, %s)
+  return
 }""")
     *_, last = compiled.local.plan.items
     assert isinstance(last, Call)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from dflow.lowering.channel import StepId
 from dflow.lowering.execute import Execution, Outcome
 from dflow.lowering.local import fetched
-from dflow.lowering.plan import Call, Item, Plan, Recv, Send
+from dflow.lowering.plan import Call, Item, Plan, Recv, Send, UseResource
 from dflow.lowering.program import Program, lower_program
 from dflow.lowering.store import Store
 from dflow.lowering.waits import Schedule
@@ -332,3 +332,57 @@ def test_values_that_arrive_on_many_threads_end_it_once() -> None:
             order = random.Random(0).sample(range(width), width)
             list(pool.map(lambda index, task=task: task.arrive(f"edge {index}", jnp.float32(index)), order))
             assert fetched(done.result())[0] == 1 + sum(range(width))
+
+
+# Which node an error is of.
+
+
+def named_plan(*items: Item) -> Plan:
+    return Plan(WORKER, 9, items, (8,), (), names=tuple(f"%{index} (op)\n  at x.py:{index}" for index in range(9)))
+
+
+def run_named(task: Task, plan: Plan) -> None:
+    mailbox = Mailbox(task.mail, WORKER)
+    Execution(
+        Schedule(plan), task.programs, task.store, mailbox, STEP, [ONE], task.outcomes.append, task.submitted.append
+    ).start()
+
+
+def notes(task: Task) -> list[str]:
+    [outcome] = task.outcomes
+    return list(getattr(outcome, "__notes__", []))
+
+
+def test_an_error_of_a_call_names_its_node_and_line() -> None:
+    task = Task(*calls([], 1), failing(ValueError("bad")))
+    run_named(task, named_plan(call(0, gives=0), call(1, 0, gives=1)))
+    assert notes(task) == ["in %1 (op)\n  at x.py:1"]
+
+
+def test_an_error_of_a_transfer_names_its_node_and_line() -> None:
+    task = Task()
+    run_named(task, named_plan(send("there", 8), recv("x", 0)))
+    task.arrive("x", ConnectionError("gone"))
+    assert notes(task) == ["in %1 (op)\n  at x.py:1"]
+
+
+def test_an_error_of_a_resource_names_its_node_and_line() -> None:
+    task = Task()
+    run_named(task, named_plan(UseResource("no such queue", "queue.dequeue", gives=(0,))))
+    assert notes(task) == ["in %0 (op)\n  at x.py:0"]
+
+
+def test_an_interrupt_is_of_no_node() -> None:
+    task = Task(failing(KeyboardInterrupt()))
+    run_named(task, named_plan(call(0, gives=0)))
+    assert notes(task) == []
+
+
+def test_what_ends_a_step_from_outside_is_of_no_node() -> None:
+    task = Task()
+    plan = named_plan(recv("x", 0))
+    mailbox = Mailbox(task.mail, WORKER)
+    execution = Execution(Schedule(plan), [], task.store, mailbox, STEP, [ONE], task.outcomes.append, never)
+    execution.start()
+    execution.cancel(StepCancelled("stop"))
+    assert notes(task) == []
