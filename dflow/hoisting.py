@@ -14,6 +14,7 @@ from jax import jit as jax_jit
 
 from dflow.tracing.discharge import Border, State, evaluate
 from dflow.tracing.jax_frontend import closed_parts, closed_tracers
+from dflow.tracing.together import together
 
 
 def hoisted(looked: Any, leaves: Sequence[Any]) -> Any:
@@ -26,6 +27,6 @@ def hoisted(looked: Any, leaves: Sequence[Any]) -> Any:
         state = State(dict(zip(border.touched, values, strict=True)))
         return evaluate(jaxpr, consts, leaves, state), state.of(border.writes)
 
-    results, after = pure(border.values(), [*closed_tracers(looked), *leaves])
+    results, after = pure(together(border.values()), [*closed_tracers(looked), *leaves])
     border.write_back(after)
     return jax.tree_util.tree_unflatten(looked.out_tree, results)

@@ -36,6 +36,7 @@ from dflow.tracing.errors import DeviceError, InternalError, VariableError
 from dflow.tracing.given_value import Initial
 from dflow.tracing.graph import Graph
 from dflow.tracing.host_resource import HostResource
+from dflow.tracing.jax_frontend import jit_disabled
 from dflow.tracing.resources import Variable
 from dflow.tracing.source import at, caller
 from dflow.tracing.trace import Traced
@@ -120,10 +121,10 @@ class LocalHome:
         return earlier if earlier is not None and earlier.type != variable.type else None
 
     def read(self, variable: Variable) -> jax.Array:
-        return self.store.read(variable.key)
+        return _for_ops_at_once(self.store.read(variable.key))
 
     def gather(self, variable: Variable, indices: Any) -> jax.Array:
-        return self.store.gather(variable.key, indices)
+        return _for_ops_at_once(self.store.gather(variable.key, indices))
 
     def update(self, variable: Variable, kind: str, *operands: Any) -> None:
         self.store.update(variable.key, kind, *operands)
@@ -270,6 +271,14 @@ class CompiledStep:
 
     run: Runner
     programs: Sequence[Program]
+
+
+def _for_ops_at_once(value: jax.Array) -> jax.Array:
+    """A value read; where functions run op by op, all are on the first device, for JAX does not bring two together."""
+    if not jit_disabled() or not value.committed or len(value.sharding.device_set) > 1:
+        return value
+    first: jax.Array = jax.device_put(value, jax.local_devices()[0])
+    return first
 
 
 def _held(resource: HostResource) -> Held:

@@ -24,6 +24,7 @@ from dflow.tracing.lookups import Lookups, lookup_sites, row_gradient
 from dflow.tracing.resources import Variable, is_variable, name
 from dflow.tracing.row_gradient import RowGradient
 from dflow.tracing.source import at, caller
+from dflow.tracing.together import together
 from dflow.tracing.types import array_type_of
 
 
@@ -209,7 +210,8 @@ class _Pure:
         self._sites = lookup_sites(self._jaxpr, looked_up)
         tables = {site.variable for site in self._sites}
         touched = dict.fromkeys([*self._border.touched, *wrt])
-        self._before = {variable: self._border.value(variable) for variable in touched if variable not in tables}
+        held = [variable for variable in touched if variable not in tables]
+        self._before = dict(zip(held, together([self._border.value(variable) for variable in held]), strict=True))
         self._whole = [variable for variable in wrt if variable not in tables]
         #: The values of those of `wrt` that are read whole: all, unless `by_rows`.
         self.start = [self._before[variable] for variable in self._whole]

@@ -448,6 +448,56 @@ def test_a_loop_of_one_device_is_one_op_on_it() -> None:
     assert (on(total), on(rows)) == ("cpu:3", "cpu:3")
 
 
+# Without a graph of its own.
+
+
+def two_layers() -> tuple[Callable[[Any], Any], list[dflow.Variable], list[Any]]:
+    values = [np.full((3, 3), 0.5, np.float32), np.eye(3, dtype=np.float32)]
+    v, w = variable("cpu:1", values[0]), variable("cpu:2", values[1])
+
+    @dflow.jit
+    def f(x: Any) -> Any:
+        with dflow.device("cpu:1"):
+            h = jnp.sin(x @ v)
+        with dflow.device("cpu:2"):
+            w.assign_add(jnp.ones((3, 3)))
+            return h @ w
+
+    return f, [v, w], values
+
+
+def pure(x: Any, v: Any, w: Any) -> Any:
+    return jnp.sin(x @ v) @ (w + 1)
+
+
+def test_eager_runs_of_several_devices() -> None:
+    f, [v, w], values = two_layers()
+    with dflow.eager():
+        np.testing.assert_allclose(f(X), pure(X, *values), rtol=1e-5)
+    np.testing.assert_array_equal(w, values[1] + 1)
+    assert [on(v.read()), on(w.read())] == ["cpu:1", "cpu:2"]
+
+
+def test_a_gradient_outside_of_any_function() -> None:
+    f, [v, w], values = two_layers()
+    value, gradients = dflow.value_and_grad(lambda: f(X).sum(), [v, w])()
+    np.testing.assert_allclose(value, pure(X, *values).sum(), rtol=1e-5)
+    wanted = jax.grad(lambda v, w: pure(X, v, w).sum(), (0, 1))(*values)
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-5), gradients, list(wanted))
+    w.assign_sub(gradients[1])
+    np.testing.assert_allclose(w, values[1] + 1 - wanted[1], rtol=1e-5)
+    assert on(w.read()) == "cpu:2"
+
+
+def test_plain_transforms_of_a_function_of_several_devices() -> None:
+    f, [_, w], values = two_layers()
+    np.testing.assert_allclose(
+        jax.grad(lambda x: f(x).sum())(X), jax.grad(lambda x: pure(x, *values).sum())(X), rtol=1e-5
+    )
+    np.testing.assert_array_equal(w, values[1] + 1)
+    assert on(w.read()) == "cpu:2"
+
+
 # What is refused.
 
 

@@ -1,0 +1,26 @@
+"""Values that lie on several devices, brought to one place, where JAX is to compute with all of them at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+
+def together(values: Sequence[Any]) -> list[Any]:
+    """The values on the devices of the one that is spread most widely; as they are, where JAX takes them so."""
+    placed = [value for value in values if _is_placed(value)]
+    if len({frozenset(value.sharding.device_set) for value in placed}) < 2:
+        return list(values)
+    widest = max(placed, key=lambda value: len(value.sharding.device_set)).sharding
+    place: Sharding = NamedSharding(widest.mesh, PartitionSpec()) if isinstance(widest, NamedSharding) else widest
+    return [
+        jax.device_put(value, place) if _is_placed(value) and value.sharding.device_set != widest.device_set else value
+        for value in values
+    ]
+
+
+def _is_placed(value: Any) -> bool:
+    return isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer) and value.committed
