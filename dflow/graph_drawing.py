@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from dflow.tracing import ops
+from dflow.tracing.device_name import short_device_name
 from dflow.tracing.effects import Effect
 from dflow.tracing.graph import Graph, Node, Operand, Value
 from dflow.tracing.types import RefType, TokenType
@@ -143,7 +144,7 @@ class _Drawer:
         for index, value in enumerate(self._outputs):
             edges += self._edges([value], made, len(boxes))
             boxes.append(Box("output", f"return {index}", str(value.type), (repr(value),), takes=self._names([value])))
-        aside = [repr(value) for value in (*self._graph.inputs, *_made(self._runs)) if value in self._aside]
+        aside = [_where(value) for value in (*self._graph.inputs, *_made(self._runs)) if value in self._aside]
         return Drawing(tuple(boxes), tuple(edges), tuple(aside), self._note)
 
     def _edges(self, taken: Sequence[Value], made: Mapping[Value, int], target: int) -> list[Edge]:
@@ -228,7 +229,12 @@ def _operand(operand: Operand) -> str:
 
 def _device(node: Node) -> str | None:
     where = [value.device for value in node.values if _is_ref(value)]
-    return node.device if node.device is not None or not where else where[0]
+    device = node.device if node.device is not None or not where else where[0]
+    return None if device is None else short_device_name(device)
+
+
+def _where(value: Value) -> str:
+    return repr(value) if value.device is None else f"{value!r} on {short_device_name(value.device)}"
 
 
 def _is_ref(value: Value) -> bool:

@@ -54,3 +54,46 @@ def test_a_choice_is_not_made_on_a_cluster() -> None:
     )
     with pytest.raises(DeviceError, match=f"^{re.escape(message)}$"):
         Place(WORKER, TASKS)(graph)
+
+
+def test_a_device_that_the_caller_does_not_have_is_named_with_the_line_and_those_there_are() -> None:
+    graph = parse("""
+graph(%x: f32[]) {
+  %loss: f32[] = jax.neg(%x)  @/device:cpu:7  # train.py:14
+  return %loss
+}""")
+    message = (
+        "%loss is placed on cpu:7, but there is no device cpu:7 in this process; "
+        "the devices there are: cpu:0, cpu:1, cpu:2\n"
+        "  at train.py:14\n"
+        "  set XLA_FLAGS=--xla_force_host_platform_device_count=8 before JAX is first used, for CPUs"
+    )
+    with pytest.raises(DeviceError, match=f"^{re.escape(message)}$"):
+        Place(WORKER, TASKS, DEVICES)(graph)
+
+
+def test_a_device_of_another_task_is_refused() -> None:
+    graph = parse("graph(%x: f32[]) {\n  %1: f32[] = jax.neg(%x)  @/job:ps/task:0/device:cpu:1\n  return %1\n}")
+    match = r"%1 is placed on .*, and a task chooses among its devices itself\n  name the task alone, ps:0"
+    with pytest.raises(DeviceError, match=match):
+        Place(WORKER, TASKS, DEVICES)(graph)
+
+
+def test_a_loop_that_the_caller_turns_cannot_hold_ops_of_other_tasks() -> None:
+    graph = parse("""
+graph(%n: i32[], %x: f32[]) {
+  %1: f32[] = ctrl.cond(%n, %x) {
+    graph(%a: f32[]) {
+      %1: f32[] = jax.neg(%a)  @/device:cpu:1
+      return %1
+    }
+    graph(%a: f32[]) {
+      %1: f32[] = jax.neg(%a)  @/job:ps/task:0
+      return %1
+    }
+  }
+  return %1
+}""")
+    match = r"%1 \(ctrl.cond\) waits for queues or has several devices, .* but it uses %1 on /job:ps/task:0"
+    with pytest.raises(DeviceError, match=match):
+        Place(WORKER, TASKS, DEVICES)(graph)
