@@ -131,8 +131,9 @@ def load(path: Any, *, prefix: str = "") -> Loaded:
     for name, entry in manifest.variables.items():
         if (held := str(array_type_of(values[name]))) != entry.type:
             raise damaged(place / VARIABLES, f"{name} is {held}, and {entry.type} in the manifest")
+    # Each array is let go of as soon as it is copied, so that not all are there twice.
     variables = {
-        name: Variable(values[name], name=prefix + name, trainable=entry.trainable)
+        name: Variable(values.pop(name), name=prefix + name, trainable=entry.trainable)
         for name, entry in manifest.variables.items()
     }
     functions = {
