@@ -1,6 +1,6 @@
 """Every public name, gathered; `dflow` takes them from here when one is first asked for."""
 
-from dflow import distributed, lax, nn, numpy, random
+from dflow import data, distributed, lax, nn, numpy, random
 from dflow.cluster import connect
 from dflow.device_memory import configure
 from dflow.distributed.cluster import ClusterSettings
@@ -29,8 +29,10 @@ from dflow.tracing.errors import (
     DeviceError,
     DflowError,
     ExportError,
+    FeedError,
     GraphNameError,
     GraphTypeError,
+    InputError,
     LostWriteError,
     NoCheckpoint,
     PlainJitError,
@@ -63,11 +65,13 @@ __all__ = [
     "ExportError",
     "Exported",
     "FIFOQueue",
+    "FeedError",
     "Function",
     "Generator",
     "GraphNameError",
     "GraphTypeError",
     "GraphView",
+    "InputError",
     "Kernel",
     "KernelCheck",
     "LeakedTracerWarning",
@@ -99,6 +103,7 @@ __all__ = [
     "connect",
     "container",
     "containers",
+    "data",
     "device",
     "distributed",
     "eager",

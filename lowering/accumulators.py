@@ -159,7 +159,7 @@ class HeldAccumulator(Shared[Event]):
     def _give_up(self, ticket: int) -> Event:
         return TakeGivenUp(ticket)
 
-    def _too_late(self, waiter: Waiter) -> str:
+    def _too_late(self, ticket: int, waiter: Waiter) -> str:
         machine = self._machine
         return (
             f"accumulator {self.name!r} could not {waiter.what} within {waiter.timeout_s:g} s; at step {machine.step} "

@@ -19,7 +19,7 @@ import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
@@ -81,6 +81,8 @@ class Fail:
 
     ticket: int
     why: Why
+    #: How many elements of an enqueue are not in, for messages alone.
+    left: int = field(default=0, compare=False)
 
 
 Command = Serve | Fail
@@ -198,8 +200,8 @@ class QueueMachine:
     def handle(self, event: Event) -> list[Command]:
         """What follows from an event."""
         match event:
-            case EnqueueAsked(ticket) if self.is_closed:
-                return [Fail(ticket, Why.CLOSED)]
+            case EnqueueAsked(ticket, elements) if self.is_closed:
+                return [Fail(ticket, Why.CLOSED, len(elements))]
             case EnqueueAsked(ticket, elements):
                 self._enqueuing.append(_Enqueuing(ticket, deque(elements)))
                 return self._advance()
@@ -212,8 +214,12 @@ class QueueMachine:
             case WaitEnded(ticket):
                 return [*self._drop(ticket), *self._advance()]
 
+    def left(self, ticket: int) -> int:
+        """How many elements of an enqueue that waits are not in."""
+        return sum(len(waiter.rest) for waiter in self._enqueuing if waiter.ticket == ticket)
+
     def _fail_enqueues(self) -> Iterable[Command]:
-        failed = [Fail(waiter.ticket, Why.CLOSED) for waiter in self._enqueuing]
+        failed = [Fail(waiter.ticket, Why.CLOSED, len(waiter.rest)) for waiter in self._enqueuing]
         self._enqueuing.clear()
         return failed
 

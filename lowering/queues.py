@@ -23,8 +23,9 @@ from dflow.lowering.queue_machine import (
     Why,
 )
 from dflow.lowering.waiters import Answer, Cancel, OnDone, Shared, Waiter
-from dflow.tracing.errors import QueueClosed, QueueError
+from dflow.tracing.errors import DflowError, FeedError, QueueClosed, QueueError
 from dflow.tracing.queue_settings import QueueKind, QueueSettings
+from dflow.tracing.source import at, raised_at
 
 #: What to do when a queue cannot take or give: because nobody comes, and because it is closed.
 _LATE = {
@@ -47,6 +48,8 @@ class SharedQueue(Shared[Event]):
         self.name = name
         self._settings = settings
         self._machine = QueueMachine(settings.capacity, order_of(settings))
+        #: Why it was closed, when that is an error.
+        self._failure: tuple[BaseException, str] | None = None
 
     def enqueue(self, elements: Sequence[Element], on_done: OnDone, timeout_s: float, where: str = "") -> Cancel:
         """Put the elements in, in order; `on_done` is called once, from any thread, when all are in or with an error.
@@ -57,7 +60,7 @@ class SharedQueue(Shared[Event]):
         if self._settings.kind is QueueKind.PRIORITY:
             # Computed here, so that nobody waits for it under the lock.
             elements = [(np.asarray(element[0]), *element[1:]) for element in elements]
-        waiter = Waiter(f"take {_elements(len(elements))}", on_done, timeout_s, where)
+        waiter = Waiter(f"take {_elements(len(elements))}", on_done, timeout_s, where, count=len(elements))
         return self._ask(waiter, lambda ticket: EnqueueAsked(ticket, tuple(elements)))
 
     def dequeue(
@@ -70,6 +73,16 @@ class SharedQueue(Shared[Event]):
     def close(self, *, cancel_pending: bool = False, where: str = "") -> None:
         """Take nothing more; with `cancel_pending`, the enqueues that wait fail too."""
         self._do(CloseAsked(cancel_pending), where)
+
+    def fail(self, failure: BaseException, fed: str) -> None:
+        """Close it for an error of what feeds it, at the line `fed`.
+
+        Who wants more than it holds gets FeedError, of which that is the cause.
+        """
+        self._do(CloseAsked(cancel_pending=True), fed, before=lambda: self._note(failure, fed))
+
+    def _note(self, failure: BaseException, fed: str) -> None:
+        self._failure = self._failure or (failure, fed)
 
     def size(self, where: str = "") -> int:
         """How many elements it holds now."""
@@ -87,16 +100,30 @@ class SharedQueue(Shared[Event]):
             match command:
                 case Serve(ticket, elements):
                     yield ticket, elements
-                case Fail(ticket, Why.CLOSED):
+                case Fail(ticket, Why.CLOSED, left):
                     waiter = self._waiters[ticket]
-                    fact = f"queue {self.name!r} is closed and cannot {waiter.what}; {self._held()}{waiter.where}"
-                    yield ticket, QueueClosed(f"{fact}\n  {_CLOSED[waiter.what.split()[0]]}")
+                    yield ticket, self._closed(waiter, left)
+
+    def _closed(self, waiter: Waiter, left: int) -> DflowError:
+        if self._failure is None:
+            what = f"{waiter.what}{_part(waiter, left)}"
+            fact = f"queue {self.name!r} is closed and cannot {what}; {self._held()}{waiter.where}"
+            return QueueClosed(f"{fact}\n  {_CLOSED[waiter.what.split()[0]]}")
+        failure, fed = self._failure
+        error = FeedError(
+            f"queue {self.name!r} cannot {waiter.what}, because what feeds it failed; {self._held()}{waiter.where}\n"
+            f"  it raised {type(failure).__name__}: {failure}{at(raised_at(failure))}\n"
+            f"  it is fed{fed}"
+        )
+        error.__cause__ = failure
+        return error
 
     def _give_up(self, ticket: int) -> Event:
         return WaitEnded(ticket)
 
-    def _too_late(self, waiter: Waiter) -> str:
-        fact = f"queue {self.name!r} could not {waiter.what} within {waiter.timeout_s:g} s; {self._held()}"
+    def _too_late(self, ticket: int, waiter: Waiter) -> str:
+        part = _part(waiter, self._machine.left(ticket))
+        fact = f"queue {self.name!r} could not {waiter.what} within {waiter.timeout_s:g} s{part}; {self._held()}"
         return f"{fact}{waiter.where}\n  {_LATE[waiter.what.split()[0]]}"
 
     def _clear(self) -> None:
@@ -104,6 +131,11 @@ class SharedQueue(Shared[Event]):
 
     def _held(self) -> str:
         return f"it holds {len(self._machine.order)} of at most {self._machine.capacity}"
+
+
+def _part(waiter: Waiter, left: int) -> str:
+    """Of an enqueue of several elements, how many are in."""
+    return f", of which {waiter.count - left} went in" if waiter.count > 1 else ""
 
 
 def _elements(count: int) -> str:

@@ -40,6 +40,8 @@ class Waiter:
     timeout_s: float
     where: str
     timer: Timer | None = None
+    #: Of how many parts it is served one by one.
+    count: int = 1
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class Shared(ABC, Generic[Event]):
         """The event that nobody waits with this ticket any more."""
 
     @abstractmethod
-    def _too_late(self, waiter: Waiter) -> str:
+    def _too_late(self, ticket: int, waiter: Waiter) -> str:
         """What to say of a wait that reached its deadline. The lock is held."""
 
     @abstractmethod
@@ -133,7 +135,7 @@ class Shared(ABC, Generic[Event]):
             waiter = self._waiters.get(ticket)
             if waiter is None:
                 return
-            answer = error or DeadlineExceeded(self._too_late(waiter))
+            answer = error or DeadlineExceeded(self._too_late(ticket, waiter))
             del self._waiters[ticket]
             told = [(waiter, answer), *self._decided(self._give_up(ticket))]
         _tell(told)

@@ -126,5 +126,13 @@ class QueueTypeError(QueueError, TypeError):
     """What was put into a queue has another structure, shape or dtype than the queue's elements."""
 
 
+class FeedError(DflowError, RuntimeError):
+    """What feeds a queue has failed; the message says how and where, and the error itself is the cause."""
+
+
+class InputError(DflowError, ValueError):
+    """Data or settings of an input pipeline cannot be used; the message says which and what can."""
+
+
 class QueueClosed(DflowError, RuntimeError):
     """A queue is closed: it takes nothing more, or what is left is too little for what was asked."""

@@ -61,20 +61,26 @@ class Queue(HostResource):
         self.settle()
 
     @property
+    def spec(self) -> Any:
+        """The types of an element: a pytree of `ShapeDtypeStruct`s, of `PaddedSpec`s where a dimension is open."""
+        parts = [PaddedSpec(t.shape, t.dtype) if None in t.shape else t.struct for t in self.type.components]
+        return jax.tree_util.tree_unflatten(self._tree, parts)
+
+    @property
     def capacity(self) -> int:
         """How many elements it holds; one more waits."""
         return self.settings.capacity
 
     def enqueue(self, element: Any, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """Put an element in, waiting for room. Raises QueueTypeError, QueueClosed, DeadlineExceeded."""
-        self.use("enqueue", self._fitting("enqueue", element), self.timeout(timeout_s))
+        self.use("enqueue", self.fitting("enqueue", element), self.timeout(timeout_s))
 
     def enqueue_many(self, elements: Any, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """Put the rows of `elements` in, one after the other. Each array has one dimension more than the spec's.
 
         Raises as `enqueue`; rows that went in before the error stay in.
         """
-        self.use("enqueue_many", self._fitting("enqueue_many", elements), self.timeout(timeout_s))
+        self.use("enqueue_many", self.fitting("enqueue_many", elements), self.timeout(timeout_s))
 
     def dequeue(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Any:
         """Take an element, waiting for one. Raises QueueClosed, DeadlineExceeded."""
@@ -146,7 +152,7 @@ class Queue(HostResource):
             )
         return ArrayType(np.dtype(jax.dtypes.canonicalize_dtype(dtype)), tuple(shape))
 
-    def _fitting(self, method: str, element: Any) -> list[Any]:
+    def fitting(self, method: str, element: Any) -> list[Any]:
         """The arrays of an element, each of its component's dtype; of many elements for `enqueue_many`."""
         tree: Any
         leaves, tree = jax.tree_util.tree_flatten(element, is_leaf=is_variable)
@@ -158,7 +164,7 @@ class Queue(HostResource):
         rows = given[0].shape[:extra] if given else ()
         wanted = [ArrayType(type.dtype, (*rows, *type.shape)) for type in self.type.components]
         if tree != self._tree or len(rows) != extra or not all(map(_fits, given, wanted)):
-            shown = jax.tree_util.tree_unflatten(tree, [_Shown(str(type)) for type in given])
+            shown = jax.tree_util.tree_unflatten(tree, [_Shown(_said(array)) for array in arrays])
             many = ", with one dimension more in front, the same for all" if extra else ""
             raise QueueTypeError(
                 f"queue {self.name!r} holds {self._shown(self.type.components)} but {method} was given {shown}"
@@ -168,6 +174,13 @@ class Queue(HostResource):
 
     def _shown(self, types: Sequence[ArrayType]) -> str:
         return str(jax.tree_util.tree_unflatten(self._tree, [_Shown(str(type)) for type in types]))
+
+
+def _said(value: Any) -> str:
+    """The type that was given, before JAX takes 64 bits for 32."""
+    if isinstance(value, np.ndarray | np.generic):
+        return str(ArrayType(value.dtype, value.shape))
+    return str(array_type_of(value).strong)
 
 
 class _Shown(str):

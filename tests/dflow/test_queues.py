@@ -148,6 +148,7 @@ def test_what_makes_no_queue_is_refused(make: Callable[..., Any], message: str) 
             r"queue 'pair' holds \(f32\[\], i32\[\]\) but enqueue was given {'x': f32\[\]}\n  at .*test_queues",
         ),
         ((1.0, 2.5), r"but enqueue was given \(f32\[\], f32\[\]\)"),
+        ((np.array(3), 1), r"but enqueue was given \(i64\[\], i32\[\]\)"),
         (
             (jnp.ones(2), 1),
             r"but enqueue was given \(f32\[2\], i32\[\]\)[\s\S]*give it the structure, shapes and dtypes",

@@ -52,6 +52,22 @@ def test_a_deadline_says_what_was_waited_for() -> None:
     assert take(queue, 2) == [1, 2]
 
 
+def test_an_error_says_how_many_of_several_went_in() -> None:
+    queue = fifo(3)
+    put(queue, 1)
+    says = r"could not take 4 elements within 0\.01 s, of which 2 went in; it holds 3 of at most 3"
+    with pytest.raises(DeadlineExceeded, match=says):
+        put(queue, 2, 3, 4, 5, timeout_s=0.01)
+    assert queue.contents() == [(1,), (2,), (3,)]
+    answers = list[Answer]()
+    queue.enqueue([(6,), (7,)], answers.append, WAIT_S)
+    assert take(queue) == [1]
+    queue.close(cancel_pending=True)
+    assert "is closed and cannot take 2 elements, of which 1 went in; it holds 3" in str(answers[0])
+    with pytest.raises(QueueClosed, match="cannot take 2 elements, of which 0 went in"):
+        put(queue, 8, 9)
+
+
 def test_closing_wakes_every_waiter() -> None:
     queue, answers = fifo(1), stdlib_queue.SimpleQueue[Answer]()
     for count in (2, 1, 2):

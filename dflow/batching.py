@@ -1,0 +1,150 @@
+"""`dflow.data.batches`: batches of arrays or of what an iterable gives, in NumPy, shuffled by a seed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from dflow.tracing.errors import InputError
+from dflow.tracing.source import at, caller
+
+
+def batches(
+    data: Any,
+    size: int,
+    *,
+    shuffle: bool | int = False,
+    seed: int = 0,
+    epochs: int | None = 1,
+    drop_remainder: bool = False,
+) -> Batches:
+    """Batches of `size` elements: pytrees of NumPy arrays with one dimension more, in front.
+
+    data     an array, or a dict or tuple of arrays, of which an element is a row; or any other iterable of elements,
+             each a pytree of arrays and numbers
+    shuffle  True puts the rows of arrays in a random order, another one each epoch; a number is the size of the buffer
+             from which each next element is drawn, as an iterable needs it
+    seed     of the order; equal seeds give equal batches
+    epochs   how often to go through the data; None is without end
+    drop_remainder  whether to leave out what does not fill a batch at the end of an epoch, as queues of one shape need
+
+    The result may be iterated over again, from the beginning. Raises InputError for what cannot be used so.
+    """
+    made = Batches(data, size, shuffle, seed, epochs, drop_remainder)
+    _check(made)
+    return made
+
+
+@dataclass(frozen=True, eq=False)
+class Batches:
+    """What `batches` gives; each iteration over it begins anew."""
+
+    data: Any
+    size: int
+    shuffle: bool | int
+    seed: int
+    epochs: int | None
+    drop_remainder: bool
+
+    def __iter__(self) -> Iterator[Any]:
+        for epoch in itertools.count() if self.epochs is None else range(self.epochs):
+            is_empty = True
+            for batch in self._epoch(np.random.default_rng((self.seed, epoch))):
+                is_empty = False
+                yield batch
+            if is_empty:
+                # Without end there would be no next batch, and no end either.
+                return
+
+    def __len__(self) -> int:
+        """How many batches there are. Raises TypeError where that is not known."""
+        if self.epochs is None:
+            raise TypeError("batches without end have no len()")
+        count = len(_columns(self.data)[0]) if _is_of_arrays(self.data) else len(self.data)
+        return self.epochs * (count // self.size if self.drop_remainder else -(-count // self.size))
+
+    def _epoch(self, random: np.random.Generator) -> Iterator[Any]:
+        if not _is_of_arrays(self.data):
+            elements = iter(self.data) if self.shuffle is False else _drawn(self.data, int(self.shuffle), random)
+            yield from map(_stacked, self._grouped(elements))
+            return
+        columns = _columns(self.data)
+        tree = jax.tree_util.tree_structure(self.data)
+        count = len(columns[0])
+        order: Iterable[int] = random.permutation(count) if self.shuffle is True else range(count)
+        if self.shuffle is not True and self.shuffle is not False:
+            order = _drawn(order, self.shuffle, random)
+        for group in self._grouped(iter(order)):
+            rows = np.asarray(group)
+            yield jax.tree_util.tree_unflatten(tree, [column[rows] for column in columns])
+
+    def _grouped(self, elements: Iterator[Any]) -> Iterator[list[Any]]:
+        while group := list(itertools.islice(elements, self.size)):
+            if len(group) == self.size or not self.drop_remainder:
+                yield group
+
+
+def _drawn(elements: Iterable[Any], size: int, random: np.random.Generator) -> Iterator[Any]:
+    """The elements in the order in which they are drawn from a buffer of `size`, each time refilled by the next."""
+    buffer: list[Any] = []
+    for element in elements:
+        if len(buffer) < size:
+            buffer.append(element)
+            continue
+        place = int(random.integers(size))
+        drawn, buffer[place] = buffer[place], element
+        yield drawn
+    yield from (buffer[place] for place in random.permutation(len(buffer)))
+
+
+def _stacked(group: list[Any]) -> Any:
+    return jax.tree_util.tree_map(lambda *rows: np.stack([np.asarray(row) for row in rows]), *group)
+
+
+def _is_of_arrays(data: Any) -> bool:
+    if isinstance(data, dict | tuple):
+        leaves = jax.tree_util.tree_leaves(data)
+        return bool(leaves) and all(isinstance(leaf, np.ndarray | jax.Array) for leaf in leaves)
+    return isinstance(data, np.ndarray | jax.Array)
+
+
+def _columns(data: Any) -> list[Any]:
+    return [np.asarray(leaf) for leaf in jax.tree_util.tree_leaves(data)]
+
+
+def _check(made: Batches) -> None:
+    where = at(caller())
+    if not _is_count(made.size):
+        raise InputError(f"batches was given the size {made.size!r}{where}\n  give a whole number, from 1")
+    if made.epochs is not None and not _is_count(made.epochs):
+        raise InputError(f"batches was given epochs={made.epochs!r}{where}\n  give a whole number, or None for no end")
+    if not isinstance(made.shuffle, bool) and not _is_count(made.shuffle):
+        raise InputError(f"batches was given shuffle={made.shuffle!r}{where}\n  give True, False or a buffer's size")
+    if _is_of_arrays(made.data):
+        lengths = [np.shape(column)[:1] for column in jax.tree_util.tree_leaves(made.data)]
+        if len(set(lengths)) > 1 or lengths[0] == ():
+            shown = ", ".join(str(length[0]) if length else "none (a scalar)" for length in lengths)
+            raise InputError(f"batches was given arrays of different numbers of rows: {shown}{where}\n  give them one")
+        return
+    kind = type(made.data).__name__
+    if not hasattr(made.data, "__iter__") and not hasattr(made.data, "__getitem__"):
+        raise InputError(f"batches was given a {kind}, which is no array and no iterable{where}")
+    if made.shuffle is True:
+        raise InputError(
+            f"batches was given shuffle=True for a {kind}, whose elements come one by one{where}\n"
+            "  give the size of the buffer to shuffle in, shuffle=1000"
+        )
+    if made.epochs != 1 and iter(made.data) is made.data:
+        raise InputError(
+            f"batches was given epochs={made.epochs} for a {kind}, which can be gone through once{where}\n"
+            "  give what makes a new iterator each time, such as a list or a dataset"
+        )
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and int(value) >= 1
