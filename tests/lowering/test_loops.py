@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -41,6 +43,7 @@ class Played:
         self.waiting: deque[OnResults] = deque()
         self.put: list[int] = []
         self.cancelled: list[BaseException] = []
+        self.asked = threading.Semaphore(0)
 
     def start(self, use: ResourceUse, operands: Sequence[Any], on_results: OnResults) -> Cancel:
         if use.op == "queue.enqueue":
@@ -48,6 +51,7 @@ class Played:
             on_results(())
         else:
             self.waiting.append(on_results)
+            self.asked.release()
         return self.cancelled.append
 
     def forget(self, reason: str, remedy: str) -> None:
@@ -61,11 +65,12 @@ class Played:
 class Run:
     """A run of a graph whose queues are played."""
 
-    def __init__(self, text: str, *inputs: int, **variables: int) -> None:
+    def __init__(self, text: str, *inputs: int, pool: ThreadPoolExecutor | None = None, **variables: int) -> None:
         graph = run_passes(parse(text), pipeline(), check=True)
         self.queues = {ref.name: Played() for ref in graph.refs if not isinstance(ref.type, RefType)}
         self.outcomes: list[Outcome] = []
         self.work: deque[Callable[[], None]] = deque()
+        self.ended = threading.Event()
         self.store = Store()
         for ref in graph.refs:
             if isinstance(ref.type, RefType):
@@ -77,10 +82,21 @@ class Run:
         feeds = [jnp.int32(number) for number in inputs]
         mailbox = Mailbox(Mail(), ALONE)
         self.execution = Execution(
-            Schedule(part.plan), programs, self.store, mailbox, STEP, feeds, self.outcomes.append, self.work.append
+            Schedule(part.plan),
+            programs,
+            self.store,
+            mailbox,
+            STEP,
+            feeds,
+            self.end,
+            pool.submit if pool else self.work.append,
         )
         self.execution.start()
         self.go_on()
+
+    def end(self, outcome: Outcome) -> None:
+        self.outcomes.append(outcome)
+        self.ended.set()
 
     def go_on(self) -> None:
         """Do all that can be done."""
@@ -91,6 +107,13 @@ class Run:
         """Let who waits longest for a queue go on, as far as it comes."""
         self.queues[queue].answer(number)
         self.go_on()
+
+    def answer_all(self, queue: str, count: int) -> None:
+        """Give the numbers below `count` to a queue, each as soon as one waits for it."""
+        for number in range(count):
+            played = self.queues[queue]
+            assert played.asked.acquire(timeout=300), f"nobody waits for {queue!r} a {number}th time"
+            played.answer(number)
 
     def waits(self, queue: str) -> int:
         """How many wait for a queue."""
@@ -348,6 +371,30 @@ def test_whatever_comes_first_all_ends_as_turn_by_turn(data: st.DataObject, body
         results = [np.asarray(value).tolist() for value in fetched(run.outcomes[0])]
         ends.append((results, run.queues["out"].put, int(run.store.read("w")), came))
     assert ends[0] == ends[1]
+
+
+def test_turns_that_many_threads_work_on_end_once_and_in_order() -> None:
+    body = """
+     !%x: i32[] = queue.dequeue(%a)
+     !%y: i32[] = queue.dequeue(%b)
+      %z: i32[] = jax.mul(%x, %y)
+     !%s: token = var.assign_add(%w, %z)
+     !%v: i32[] = var.read(%w)
+      %d: i32[] = jax.add(%z, %c)
+     !%e: token = queue.enqueue(%out, %d)
+      return %d, %v"""
+    length = 12
+    with ThreadPoolExecutor(4) as pool, ThreadPoolExecutor(2) as others:
+        for seed in range(5):
+            run = Run(scan(body, length, 4), pool=pool, w=0)
+            answered = [others.submit(run.answer_all, name, length) for name in "ab"]
+            for each in answered:
+                each.result(300)
+            assert run.ended.wait(300)
+            last, stacked = fetched(run.outcomes[0])
+            sums = [sum(number * number for number in range(turn + 1)) for turn in range(length)]
+            assert (last, stacked.tolist(), run.queues["out"].put) == (sums[-1], sums, sums), seed
+            assert len(run.outcomes) == 1
 
 
 # As a user says it.
