@@ -1,0 +1,396 @@
+"""How good are the placements of the cost model, and how well does it predict a step?
+
+Simulated, for families of graphs on four equal devices of one host: the step time of what is chosen, beside all on one
+device, round-robin, the best of 100 random placements, and HEFT as published; and, for small graphs, beside the optimum
+of all placements. Measured, on two devices that share the CPU's cores: the step time of several placements of real
+functions beside what was predicted for them.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+
+import jax
+import jax.numpy as jnp
+
+import dflow
+from benchmarks._paired import in_turn, options, publish
+from dflow.homes import LOCAL
+from dflow.lowering.passes.base import run_passes
+from dflow.lowering.passes.choose import Choose, Decision, settled
+from dflow.lowering.passes.merge import Merge
+from dflow.lowering.passes.place import Place
+from dflow.lowering.passes.prune import Prune
+from dflow.lowering.pipeline import ALONE
+from dflow.lowering.placement.choose import all_on, choose
+from dflow.lowering.placement.exhaustive import exhaustive
+from dflow.lowering.placement.measure import Meter
+from dflow.lowering.placement.problem import Assignment, Link, Machine, Moved, Problem, Unit
+from dflow.lowering.placement.score import Scored, scored
+from dflow.tracing.trace import trace
+
+#: A link of one host: latency in s, bytes a second; and what it takes to launch a program, in s.
+LINK, LAUNCH_S = Link(20e-6, 10e9), 10e-6
+MB = 1 << 20
+
+
+def main() -> None:
+    given = options(__doc__, seeds=3, small=10, rounds=9)
+    publish("placement_simulated", simulated(given.seeds), as_json=given.json)
+    publish("placement_small", small(given.small), as_json=given.json)
+    rows = [row for by, clock in CLOCKS.items() for row in measured(given.rounds, by, clock)]
+    publish("placement_measured", rows, as_json=given.json)
+
+
+# Families of graphs. A unit is (seconds, the units whose values it takes, bytes of its value, its device if pinned).
+
+Row = tuple[float, list[int], int, int | None]
+
+
+def problem(rows: Sequence[Row], devices: int) -> Problem:
+    machine = Machine(
+        tuple(f"d{number}" for number in range(devices)),
+        ((LINK,) * devices,) * devices,
+        (LAUNCH_S,) * devices,
+        (None,) * devices,
+        tuple(range(devices)),
+        ((),) * devices,
+    )
+    values = [Moved(MB, None, 0), *(Moved(size, number) for number, (_, _, size, _) in enumerate(rows))]
+    units = tuple(
+        Unit(
+            f"u{number}",
+            (seconds,) * devices,
+            tuple(1 + needed for needed in needs) or (0,),
+            (),
+            tuple(machine.devices) if pinned is None else (pinned % devices,),
+        )
+        for number, (seconds, needs, _, pinned) in enumerate(rows)
+    )
+    return Problem(machine, units, tuple(values), tuple((number,) for number in range(len(rows))), fuses=True)
+
+
+def cost(draws: random.Random) -> float:
+    """Of one unit: 0.1 to 2 ms."""
+    return 1e-4 * draws.uniform(1, 20)
+
+
+def size(draws: random.Random) -> int:
+    """Of one value: 1/16 to 8 MB."""
+    return int(MB * 2 ** draws.uniform(-4, 3))
+
+
+def chain(draws: random.Random, scale: int) -> list[Row]:
+    return [(cost(draws), [number - 1] if number else [], size(draws), None) for number in range(3 * scale)]
+
+
+def fork_join(draws: random.Random, scale: int) -> list[Row]:
+    rows: list[Row] = [(cost(draws) / 10, [], size(draws), None)]
+    ends = []
+    for _ in range(scale):
+        last = 0
+        for _ in range(2):
+            rows.append((cost(draws), [last], size(draws), None))
+            last = len(rows) - 1
+        ends.append(last)
+    return [*rows, (cost(draws) / 10, ends, size(draws), None)]
+
+
+def transformer(draws: random.Random, scale: int) -> list[Row]:
+    """Layers of two groups of heads and a projection, and of two halves of a wide layer and their sum."""
+    rows: list[Row] = [(cost(draws) / 10, [], MB, None)]
+    for _ in range(max(1, scale // 3)):
+        for weight in (1.0, 1.5):
+            start, each = len(rows) - 1, weight * 5e-4
+            rows += [(each, [start], MB // 2, None), (each, [start], MB // 2, None)]
+            rows.append((2e-4, [start, start + 1, start + 2], MB, None))
+    return rows
+
+
+def embedding(draws: random.Random, scale: int) -> list[Row]:
+    """Look-ups where the tables live, a layer on each, a tower on all, and their updates where the tables live."""
+    rows: list[Row] = [(cost(draws) / 5, [], MB // 2, number) for number in range(scale)]
+    rows += [(cost(draws), [number], MB // 8, None) for number in range(scale)]
+    rows += [(cost(draws), list(range(scale, 2 * scale)), MB // 4, None)]
+    rows += [(cost(draws), [len(rows) - 1], MB // 2, None)]
+    return rows + [(cost(draws) / 5, [2 * scale + 1], 8, number) for number in range(scale)]
+
+
+def layered(draws: random.Random, scale: int) -> list[Row]:
+    rows: list[Row] = []
+    layer: list[int] = []
+    while len(rows) < 4 * scale:
+        new = range(len(rows), min(4 * scale, len(rows) + draws.randint(1, scale)))
+        for _ in new:
+            needs = sorted(draws.sample(layer, min(len(layer), draws.randint(1, 3))))
+            rows.append((cost(draws), needs, size(draws), None))
+        layer = list(new)
+    return rows
+
+
+FAMILIES: dict[str, Callable[[random.Random, int], list[Row]]] = {
+    "chain": chain,
+    "fork-join": fork_join,
+    "transformer": transformer,
+    "embedding": embedding,
+    "layered random": layered,
+}
+
+
+# Placements to compare with.
+
+
+def round_robin(problem: Problem) -> Assignment:
+    return problem.spread([choices[number % len(choices)] for number, choices in enumerate(problem.choices)])
+
+
+def best_of_random(problem: Problem, seed: int, count: int = 100) -> Scored:
+    draws = random.Random(seed)
+    drawn = (problem.spread([draws.choice(choices) for choices in problem.choices]) for _ in range(count))
+    return min(scored(problem, assignment) for assignment in drawn)
+
+
+def heft(problem: Problem) -> Assignment:
+    """HEFT as published: insertion into gaps; each edge pays for its own transfer, and links are never busy."""
+    order = sorted(range(len(problem.units)), key=lambda number: (-problem.ranks[number], number))
+    end: dict[int, float] = {}
+    where: dict[int, int] = {}
+    work: list[list[tuple[float, float]]] = [[(0.0, 0.0)] for _ in problem.machine.names]
+
+    def finish(number: int, device: int) -> tuple[float, float]:
+        ready = 0.0
+        for value in problem.units[number].takes:
+            moved = problem.values[value]
+            source = moved.source if moved.producer is None else where[moved.producer]
+            assert source is not None
+            made = 0.0 if moved.producer is None else end[moved.producer]
+            travel = 0.0 if source == device else problem.machine.links[source][device].seconds(moved.size_bytes)
+            ready = max(ready, made + travel)
+        needed = problem.cost(number, device)
+        for (_, one), (other, _) in pairwise(work[device]):
+            if max(one, ready) + needed <= other:
+                return max(one, ready) + needed, needed
+        return max(work[device][-1][1], ready) + needed, needed
+
+    for number in order:
+        ((end[number], needed), where[number]) = min(
+            (finish(number, device), device) for device in problem.units[number].devices
+        )
+        work[where[number]].append((end[number] - needed, end[number]))
+        work[where[number]].sort()
+    return tuple(where[number] for number in range(len(problem.units)))
+
+
+def simulated(seeds: int) -> list[dict[str, Any]]:
+    """Step times relative to what is chosen; 4 devices, 24 to 50 units."""
+    rows = []
+    for family, make in FAMILIES.items():
+        found: dict[str, list[float]] = {}
+        taken, worst = [], 0.0
+        for seed in range(seeds):
+            instance = problem(make(random.Random(seed), 12), 4)
+            started = time.perf_counter()
+            ours = choose(instance)
+            taken.append(time.perf_counter() - started)
+            others = {
+                "all on one": min(scored(instance, all_on(instance, device)).step_s for device in range(4)),
+                "round-robin": scored(instance, round_robin(instance)).step_s,
+                "best of 100 random": best_of_random(instance, seed).step_s,
+                "HEFT": scored(instance, heft(instance)).step_s,
+            }
+            for name, step_s in others.items():
+                found.setdefault(name, []).append(step_s / ours.step_s)
+            worst = max(worst, ours.step_s / min(others.values()))
+            found.setdefault("ms", []).append(ours.step_s * 1e3)
+        rows.append(
+            {
+                "graphs": family,
+                "units": len(instance.units),
+                "chosen ms": median(found.pop("ms")),
+                **{f"{name} / chosen": median(ratios) for name, ratios in found.items()},
+                "chosen / best other, worst": worst,
+                "search s": median(taken),
+            }
+        )
+    return rows
+
+
+def small(count: int) -> list[dict[str, Any]]:
+    """Beside the optimum, on 2 and on 3 devices, for graphs with more placements than are all tried anyway."""
+    rows = []
+    for family, make in FAMILIES.items():
+        for devices, most in ((2, 1 << 11), (3, 3**7)):
+            ratios, greedy = [], []
+            for seed in range(count):
+                draws = random.Random(seed)
+                scale = 6
+                instance = problem(make(draws, scale), devices)
+                while options_of(instance) > most:
+                    scale -= 1
+                    instance = problem(make(draws, scale), devices)
+                best = exhaustive(instance).step_s
+                ratios.append(choose(instance, exhaustive_up_to=0).step_s / best)
+                greedy.append(scored(instance, heft(instance)).step_s / best)
+            rows.append(
+                {
+                    "graphs": family,
+                    "devices": devices,
+                    "drawn": count,
+                    "units": len(instance.units),
+                    "chosen / optimum, median": median(ratios),
+                    "worst": max(ratios),
+                    "HEFT / optimum, median": median(greedy),
+                    "HEFT worst": max(greedy),
+                }
+            )
+    return rows
+
+
+def options_of(problem: Problem) -> int:
+    product = 1
+    for choices in problem.choices:
+        product *= len(choices)
+    return product
+
+
+# Real functions.
+
+
+def variable(device: str, *shape: int) -> dflow.Variable:
+    with dflow.device(device):
+        return dflow.Variable(jnp.full(shape, 0.01))
+
+
+def branches() -> Callable[..., Any]:
+    def step(x: jax.Array) -> Any:
+        with dflow.device("auto"):
+            one = other = x
+            for _ in range(4):
+                one, other = jnp.tanh(one @ one), jnp.sin(other @ other)
+            return one, other
+
+    return step
+
+
+def layers() -> Callable[..., Any]:
+    weights = [variable(f"cpu:{number % 2}", 512, 512) for number in range(6)]
+
+    def step(x: jax.Array) -> jax.Array:
+        with dflow.device("auto"):
+            for weight in weights:
+                x = jnp.tanh(x @ weight)
+            return x
+
+    return step
+
+
+def tables() -> Callable[..., Any]:
+    held = [variable(f"cpu:{number % 2}", 20_000, 64) for number in range(4)]
+    tower = variable("cpu:0", 256, 64)
+
+    def step(x: jax.Array) -> jax.Array:
+        with dflow.device("auto"):
+            rows = (jnp.abs(x[:, :64]) * 1e4).astype(jnp.int32).reshape(-1) % 20_000
+            looked = [jnp.tanh(table[rows] * 2.0) for table in held]
+            return jnp.concatenate(looked, 1) @ tower
+
+    return step
+
+
+def training() -> Callable[..., Any]:
+    weights = [variable("cpu:0", 512, 512), variable("cpu:1", 512, 512)]
+
+    def step(x: jax.Array) -> jax.Array:
+        def loss() -> jax.Array:
+            with dflow.device("auto"):
+                y = x
+                for weight in weights:
+                    y = jnp.tanh(y @ weight)
+                return (y**2).mean()
+
+        value, gradients = dflow.value_and_grad(loss, weights)()
+        for weight, gradient in zip(weights, gradients, strict=True):
+            weight.assign_sub(0.1 * gradient)
+        return value
+
+    return step
+
+
+FUNCTIONS: dict[str, Callable[[], Callable[..., Any]]] = {
+    "two branches of matmuls": branches,
+    "6 layers, weights on both": layers,
+    "look-ups, tables on both": tables,
+    "training step, weights on both": training,
+}
+
+
+#: By the wall, which others on the machine share; and by the processors' time of this process, which they do not.
+CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "processor": time.process_time}
+
+
+def measured(rounds: int, by: str, clock: Callable[[], float]) -> list[dict[str, Any]]:
+    """The chosen placement, all on each device, round-robin and two random ones, in turn."""
+    x = jnp.full((512, 512), 0.001)
+    rows = []
+    for name, make in FUNCTIONS.items():
+        traced = trace(make(), (x,), {})
+        traced = replace(traced, graph=run_passes(traced.graph, (Prune(), Merge())))
+        chooser = Choose(Place(ALONE, (ALONE,), ("cpu:0", "cpu:1")), Meter(clock=clock))
+        decision = chooser.decide(traced.graph)
+        instance = decision.instance.problem
+        draws = random.Random(0)
+        placements = {
+            "chosen": decision.found.assignment,
+            "all on cpu:0": all_on(instance, 0),
+            "all on cpu:1": all_on(instance, 1),
+            "round-robin": round_robin(instance),
+            **{f"random {n}": instance.spread([draws.choice(c) for c in instance.choices]) for n in (1, 2)},
+        }
+        runs = {key: runner(traced, decision, assignment, x, clock) for key, assignment in placements.items()}
+        in_turn(runs, 2)
+        times = in_turn(runs, rounds)
+        for key, assignment in placements.items():
+            step_s = scored(instance, assignment).step_s
+            rows.append(
+                {
+                    "time": by,
+                    "function": name,
+                    "placement": key,
+                    "predicted ms": step_s * 1e3,
+                    "measured ms": median(times[key]) * 1e3,
+                    "measured / predicted": median(times[key]) / step_s,
+                    "measured / chosen": median(a / b for a, b in zip(times[key], times["chosen"], strict=True)),
+                }
+            )
+    return rows
+
+
+def runner(
+    traced: Any, decision: Decision, assignment: Assignment, x: jax.Array, clock: Callable[[], float]
+) -> Callable[[], float]:
+    """Runs the function so placed, and gives the time of a step."""
+    other = replace(decision, found=scored(decision.instance.problem, assignment))
+    run = LOCAL.runner(replace(traced, graph=settled(traced.graph, other)), check=False, observe=None)
+    leaves = [x]
+
+    def once() -> float:
+        started = clock()
+        jax.block_until_ready(run(leaves))
+        for held in traced.variables:
+            jax.block_until_ready(held.read())
+        return clock() - started
+
+    return once
+
+
+if __name__ == "__main__":
+    main()
