@@ -122,8 +122,9 @@ def export(
     vjp_order  how often what is loaded can be differentiated
     disabled_checks  as `jax.export.export` takes them: allows calls of named targets outside of XLA
 
-    The values of the variables are read when it is saved. Raises ExportError, which names the op and its line, for what
-    has no meaning in another process or cannot be lowered for a platform.
+    An argument of `fn` that is called as one of these three is given by position. The values of the variables are read
+    when it is saved. Raises ExportError, which names the op and its line, for what has no meaning in another process
+    or cannot be lowered for a platform.
     """
     if is_tracing():
         raise ExportError(f"export is called inside traced code{at(caller())}\n  call it outside of any function")

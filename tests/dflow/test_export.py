@@ -306,6 +306,24 @@ def test_state_that_was_loaded_onto_another_task_is_not_saved(tmp_path: Path) ->
         there.save(tmp_path / "again")
 
 
+def test_what_is_loaded_runs_in_loops_and_eagerly_and_is_not_mapped(tmp_path: Path) -> None:
+    total = dflow.Variable(jnp.zeros(3), name="total")
+
+    def step(x: Any) -> Any:
+        total.assign_add(x.sum(0))
+        return total.read()
+
+    there = loaded(dflow.export(step, BATCH), tmp_path)
+    ones = jnp.ones((2, 3))
+    looped = dflow.jit(lambda: jax.lax.scan(lambda _, __: (0, there.step(ones)), 0, None, length=3)[1])()
+    np.testing.assert_array_equal(looped[:, 0], [2, 4, 6])
+    with dflow.eager():
+        np.testing.assert_array_equal(there.step(ones), [8, 8, 8])
+    with pytest.raises(NotImplementedError, match="call_exported"):
+        jax.vmap(there.step)(jnp.ones((4, 2, 3)))
+    np.testing.assert_array_equal(there.variables["total"], [8, 8, 8])
+
+
 def test_without_its_order_of_derivatives_a_loaded_function_has_none(tmp_path: Path) -> None:
     w = dflow.Variable(1.0, name="w")
     there = loaded(dflow.export(lambda x: x * w, dflow.spec("", jnp.float32)), tmp_path)
