@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 import jax
@@ -40,11 +41,12 @@ from dflow.tracing.types import HOST_HANDLES
 class PlacedPart:
     """Some ops that stand together.
 
-    value   the name of the last value they give, as the graph's text has it
-    ops     how many they are
-    device  where they run, such as `cpu:1`
-    reason  why there
-    lines   the user's lines they come from, the first ones
+    value     the name of the last value they give, as the graph's text has it
+    ops       how many they are
+    device    where they run, such as `cpu:1`
+    reason    why there
+    lines     the user's lines they come from, the first ones
+    is_state  whether they are where they are for a variable
     """
 
     value: str
@@ -52,6 +54,7 @@ class PlacedPart:
     device: str
     reason: str
     lines: tuple[str, ...]
+    is_state: bool
 
 
 @dataclass(frozen=True)
@@ -96,15 +99,27 @@ class Placement:
 
     def _rows(self) -> list[str]:
         rows = [
-            (f"%{part.value}" + (f" and {part.ops - 1} before it" if part.ops > 1 else ""), part.device, part.reason)
-            for part in self.parts
+            _row(list(parts)) for _, parts in groupby(self.parts, lambda part: (part.device, part.is_state, _own(part)))
         ]
         widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
-        return [
-            f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]}"
-            + (f"  # {', '.join(part.lines)}" if part.lines else "")
-            for row, part in zip(rows, self.parts, strict=True)
-        ]
+        return [f"{what:<{widths[0]}}  {device:<{widths[1]}}  {rest}" for what, device, rest in rows]
+
+
+def _own(part: PlacedPart) -> int:
+    """What keeps a part from sharing a line with the next: only those on variables may."""
+    return 0 if part.is_state else id(part)
+
+
+def _row(parts: Sequence[PlacedPart]) -> tuple[str, str, str]:
+    """What a line says of parts that share it."""
+    first, lines = parts[0], list(dict.fromkeys(line for part in parts for line in part.lines if line != "..."))
+    more = len(lines) > 2 or any("..." in part.lines for part in parts)
+    shown = ", ".join([*lines[:2], *(["..."] if more else [])])
+    comment = f"  # {shown}" if shown else ""
+    if len(parts) > 1:
+        return f"%{first.value} to %{parts[-1].value}", first.device, f"variables that live there{comment}"
+    others = f" and {first.ops - 1} before it" if first.ops > 1 else ""
+    return f"%{first.value}{others}", first.device, f"{first.reason}{comment}"
 
 
 def explain_placement(fn: Callable[..., Any], /, *args: Any, rounds: int = 5) -> Placement:
@@ -167,7 +182,9 @@ def explained(name: str, graph: Graph, decision: Decision, measured_s: float | N
 def _part(nodes: Sequence[Node], device: str, reason: str) -> PlacedPart:
     lines = list(dict.fromkeys(node.loc.short for node in nodes if node.loc is not None))
     shown = (*lines[:2], "...") if len(lines) > 2 else tuple(lines)
-    return PlacedPart(nodes[-1].outputs[0].name, len(nodes), device, reason, shown)
+    touched = any(ref is not None for node in nodes for _, ref in node.effects)
+    is_state = touched and not any(map(runs_alone, nodes))
+    return PlacedPart(nodes[-1].outputs[0].name, len(nodes), device, reason, shown, is_state)
 
 
 def _reason(nodes: Sequence[Node]) -> str:

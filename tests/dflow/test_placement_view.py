@@ -46,6 +46,23 @@ def test_the_text_of_an_explanation() -> None:
     assert str(explained("step", graph, decision, 7e-4)) == TEXT
 
 
+def test_variables_on_one_device_share_a_line() -> None:
+    graph = parse("""
+graph(%v: ref<f32[]> @/device:cpu:1, %w: ref<f32[]> @/device:cpu:1) {
+ !%v_1: f32[] = var.read(%v)  # train.py:3
+ !%w_1: f32[] = var.read(%w)  # train.py:4
+  %a: f32[] = jax.add(%v_1, %w_1)  @/device:cpu:1  # train.py:5
+  return %a
+}""")
+    decision = Choose(Place(ALONE, (ALONE,), ("cpu:0", "cpu:1")), GivenCosts()).decide(graph)
+    found = explained("step", graph, decision, None)
+    assert str(found).split("\n")[-2:] == [
+        "%v_1 to %w_1  cpu:1  variables that live there  # train.py:3, train.py:4",
+        "%a            cpu:1  stated  # train.py:5",
+    ]
+    assert [part.is_state for part in found.parts] == [True, True, False]
+
+
 def test_in_a_process_of_one_device_all_is_on_it() -> None:
     w = dflow.Variable(jnp.ones(3), name="w")
 
