@@ -31,7 +31,7 @@ def pipeline(
     return (
         Prune(),  # first: everything after is cheaper
         Merge(),  # before place: equal nodes must land on one task
-        *([] if costs is None else [Choose(place, costs)]),  # before place, to which it adds what was left open
+        *([] if costs is None else [Choose(place, costs)]),  # before place: what was left open becomes stated
         place,
         Fold(local),  # before partition: a number that is known need not be sent
         Partition(local),  # from here on, no operand crosses a device border
