@@ -78,6 +78,7 @@ class Run:
             else:
                 self.store.create_resource(ref.name, self.queues[ref.name])
         part = make_plans(graph, ALONE, {ref: ref.name for ref in graph.refs}).local
+        self.plan = part.plan
         programs = [program.compile() for program in lower_programs(part)]
         feeds = [jnp.int32(number) for number in inputs]
         mailbox = Mailbox(Mail(), ALONE)
@@ -395,6 +396,20 @@ def test_turns_that_many_threads_work_on_end_once_and_in_order() -> None:
             sums = [sum(number * number for number in range(turn + 1)) for turn in range(length)]
             assert (last, stacked.tolist(), run.queues["out"].put) == (sums[-1], sums, sums), seed
             assert len(run.outcomes) == 1
+
+
+def test_effects_that_nobody_told_us_of_come_in_the_order_of_the_turns() -> None:
+    turn = """
+     !%x: i32[] = queue.dequeue(%a)
+     !%n: i32[] = jax.neg(%x)
+     !%y: i32[] = queue.dequeue(%b)
+      return %y, %n"""
+    run = Run(scan(turn, 2), w=0)
+    body = Schedule(run.plan.bodies[0])
+    names = [name.split(" ")[0] for name in body.plan.names]
+    follows = {names[index]: {names[other] for other in before} for index, before in body.follows.items()}
+    # What waits for a queue may see what nobody told us of, and so is in order with it.
+    assert follows == {"%x": {"%x", "%n"}, "%n": {"%n", "%y"}, "%y": {"%y"}}
 
 
 # As a user says it.
