@@ -7,7 +7,8 @@ are compared before anything is timed. Batches are the paper's on an accelerator
 small on a CPU.
 
 PyTorch is not among the project's dependencies: without it its columns stay empty. `--compile 0` leaves `torch.compile`
-out, which can take minutes to compile. `--rounds 0` compares memory alone.
+out, which can take minutes to compile. `--rounds 0` compares the programs alone, which no load of
+the machine disturbs; of the times it disturbs those of the processor the least.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import json
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -112,12 +114,21 @@ def row(network: Network, size: int, dtype: Any, rounds: int, *, compiled: bool)
     """The times of a network, in ms, and the ratios round by round."""
     ways = dict(steps(network, size, dtype, compiled=compiled))
     refuse_other_losses(network, {name: [step() for _ in range(3)] for name, step in ways.items()}, dtype)
-    found = in_turn({name: functools.partial(seconds_per_call, step, 1) for name, step in ways.items()}, rounds)
+    busy: dict[str, list[float]] = {name: [] for name in ways}
+
+    def timed(name: str) -> float:
+        started = time.process_time()
+        taken = seconds_per_call(ways[name], 1)
+        busy[name].append(time.process_time() - started)
+        return taken
+
+    found = in_turn({name: functools.partial(timed, name) for name in ways}, rounds)
     ratio, low, high = median_ratio(found["dflow"], found["jax"])
     told: dict[str, Any] = {"network": network.name, "dtype": np.dtype(dtype).name, "batch": size}
     for name in ("dflow", "jax", TORCH, COMPILED):
         told[f"{name} ms"] = statistics.median(found[name]) * 1e3 if name in found else "-"
     told |= {"dflow / jax": ratio, "p10": low, "p90": high}
+    told["of processor time"] = median_ratio(busy["dflow"], busy["jax"])[0]
     for name in (TORCH, COMPILED):
         told[f"dflow / {name}"] = median_ratio(found["dflow"], found[name])[0] if name in found else "-"
     return told
@@ -131,27 +142,32 @@ def paper_row(network: Network) -> dict[str, Any]:
     return told | {"TensorFlow / Torch": figures["TensorFlow"] / figures["Torch"]}
 
 
-def memory_row(network: Network, size: int, dtype: Any) -> dict[str, Any]:
-    """The most memory of a step, in MB: by XLA's analysis, and resident in a process that does nothing else."""
+def program_row(network: Network, size: int, dtype: Any) -> dict[str, Any]:
+    """What dflow's and JAX's compiled programs are, whatever the machine's load.
+
+    The most memory of a step, in MB: by XLA's analysis, and resident in a process that does nothing else. And XLA's
+    count of operations, and of bytes read and written.
+    """
     told: dict[str, Any] = {"network": network.name, "dtype": np.dtype(dtype).name, "batch": size}
     measured = {way: _measured_alone(network, size, dtype, way) for way in ("dflow", "jax")}
     for what in ("analysed", "resident"):
+        told |= {f"{way} {what} MB": found[what] for way, found in measured.items()}
+    for what in ("analysed", "resident", "flops", "bytes accessed"):
         ours, theirs = measured["dflow"][what], measured["jax"][what]
-        told |= {f"dflow {what} MB": ours, f"jax {what} MB": theirs}
         told[f"{what} ratio"] = ours / theirs if isinstance(ours, float) and isinstance(theirs, float) else "-"
     return told
 
 
 def _measured_alone(network: Network, size: int, dtype: Any, way: str) -> dict[str, Any]:
-    words = ["--memory-of", way, network.name, str(size), np.dtype(dtype).name]
+    words = ["--program-of", way, network.name, str(size), np.dtype(dtype).name]
     command = [sys.executable, "-m", "benchmarks.convnets", *words]
     ran = subprocess.run(command, check=True, capture_output=True, text=True, timeout=1800)
     found: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
     return found
 
 
-def measure_memory(way: str, name: str, size: int, dtype: Any) -> dict[str, Any]:
-    """The most memory of a step in this process, in MB."""
+def measure_program(way: str, name: str, size: int, dtype: Any) -> dict[str, Any]:
+    """What a step's program takes in this process."""
     network = next(network for network in NETWORKS if network.name == name)
     if way == "dflow":
         step, batch = by_dflow(network, size, dtype)
@@ -169,9 +185,10 @@ def measure_memory(way: str, name: str, size: int, dtype: Any) -> dict[str, Any]
     _forget_the_peak()
     for _ in range(2):
         float(run())
-    analysis = compiled.memory_analysis()
-    total = analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
-    return {"analysed": (total + analysis.temp_size_in_bytes) / 1e6, "resident": _peak_mb()}
+    memory, cost = compiled.memory_analysis(), compiled.cost_analysis()
+    total = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    told = {"analysed": (total + memory.temp_size_in_bytes) / 1e6, "resident": _peak_mb()}
+    return told | {what: float(cost[what]) for what in ("flops", "bytes accessed")}
 
 
 def _forget_the_peak() -> None:
@@ -188,17 +205,23 @@ def _peak_mb() -> float | str:
     return int(line.split()[1]) * 1024 / 1e6
 
 
+def shown(found: dict[str, Any]) -> dict[str, Any]:
+    """A row as it was, printed now: the whole table takes long, and may not come to its end."""
+    print({key: round(value, 3) if isinstance(value, float) else value for key, value in found.items()}, flush=True)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="write the figures to benchmarks/results/")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--compile", type=int, default=1, help="0 leaves torch.compile out")
     parser.add_argument("--networks", nargs="+", default=[network.name for network in NETWORKS])
-    parser.add_argument("--memory-of", nargs=4, metavar=("WAY", "NETWORK", "BATCH", "DTYPE"), help=argparse.SUPPRESS)
+    parser.add_argument("--program-of", nargs=4, metavar=("WAY", "NETWORK", "BATCH", "DTYPE"), help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.memory_of:
-        way, name, size, dtype = given.memory_of
-        print(json.dumps(measure_memory(way, name, int(size), np.dtype(dtype))))
+    if given.program_of:
+        way, name, size, dtype = given.program_of
+        print(json.dumps(measure_program(way, name, int(size), np.dtype(dtype))))
         return
     on_cpu = jax.default_backend() == "cpu"
     chosen = [network for network in NETWORKS if network.name in given.networks]
@@ -212,9 +235,9 @@ def main() -> None:
         print("torch is not installed here, so its columns are empty")
     publish("paper's Table 1", [paper_row(network) for network in chosen], as_json=False)
     if given.rounds:
-        rows = [row(*case, given.rounds, compiled=bool(given.compile)) for case in cases]
+        rows = [shown(row(*case, given.rounds, compiled=bool(given.compile))) for case in cases]
         publish("convnets", rows, as_json=given.json)
-    publish("convnets_memory", [memory_row(*case) for case in cases], as_json=given.json)
+    publish("convnets_programs", [shown(program_row(*case)) for case in cases], as_json=given.json)
 
 
 if __name__ == "__main__":
