@@ -217,23 +217,30 @@ def test_a_stale_gradient_is_dropped_in_program_order() -> None:
 
 
 def test_a_take_in_traced_code_waits_without_a_thread_and_others_go_on() -> None:
-    held, done = scalars(), scalars()
+    held, taken = scalars(), dflow.FIFOQueue(8, jax.ShapeDtypeStruct((), jnp.float32), name="taken")
 
     @dflow.jit
     def chief() -> Any:
-        return jax.lax.fori_loop(0, 5, lambda _, c: c + held.take(4, timeout_s=WAIT_S), 0.0)
+        def turn(_: Any, total: Any) -> Any:
+            total = total + held.take(4, timeout_s=WAIT_S)
+            taken.enqueue(total)
+            return total
+
+        return jax.lax.fori_loop(0, 5, turn, 0.0)
 
     @dflow.jit
     def worker(x: Any) -> Any:
-        return jax.lax.fori_loop(0, 10, lambda _, c: c + held.apply(x, 99), 0)
+        return jax.lax.fori_loop(0, 2, lambda _, c: c + held.apply(x, 99), 0)
 
     with ThreadPoolExecutor(4) as pool:
         waiting = pool.submit(chief)
-        applied = [pool.submit(worker, 2.0) for _ in range(3)]
-        assert [int(one.result(WAIT_S)) for one in applied] == [10, 10, 10]
+        for step in range(1, 6):
+            applied = [pool.submit(worker, 2.0) for _ in range(2)]
+            assert [int(one.result(WAIT_S)) for one in applied] == [2, 2]
+            # A take takes all there is, so no more is given before it has.
+            assert float(taken.dequeue(timeout_s=WAIT_S)) == 2 * step
         assert float(waiting.result(WAIT_S)) == 10
     assert held.step == 5
-    assert done.count() == 0
 
 
 def test_a_wait_for_gradients_has_a_deadline_and_ends_with_its_step() -> None:
