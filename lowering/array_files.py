@@ -75,9 +75,9 @@ def fill_folder(folder: Path, arrays: Mapping[str, Any], metadata: Mapping[str, 
     places = _places(parts)
     for group in sorted({parent for place in places.values() for parent in Path(place).parents}):
         (folder / group).mkdir(exist_ok=True)
-        write_file(folder / group / "zarr.json", json.dumps(_GROUP))
+        _write(folder / group / "zarr.json", _GROUP)
     _write_pieces(folder, parts, places)
-    write_file(folder / "_METADATA", json.dumps(_orbax_metadata(parts, places)))
+    _write(folder / "_METADATA", _orbax_metadata(parts, places))
     content = {
         "format": "dflow arrays",
         "version": _VERSION,
@@ -86,7 +86,11 @@ def fill_folder(folder: Path, arrays: Mapping[str, Any], metadata: Mapping[str, 
         "metadata": dict(metadata or {}),
     }
     text = json.dumps(content, sort_keys=True)
-    write_file(folder / MANIFEST, json.dumps({"crc32": zlib.crc32(text.encode()), "content": content}, sort_keys=True))
+    _write(folder / MANIFEST, {"crc32": zlib.crc32(text.encode()), "content": content})
+
+
+def _write(path: Path, content: Any) -> None:
+    write_file(path, json.dumps(content, sort_keys=True))
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import platform
 import shutil
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,9 @@ from dflow.tracing.source import at, caller
 _numbers = itertools.count()
 #: What this process is writing now.
 _busy: set[Path] = set()
+
+#: How many files are flushed at a time.
+_FLUSHES = 16
 
 _AT_FDCWD = -100
 _EXCHANGE = 2
@@ -67,13 +71,8 @@ def present(path: str | os.PathLike[str]) -> Path:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write a file whole: it is never seen half written under its name."""
-    part = path.with_name(f"{path.name}.part")
-    with open(part, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
+    """Write a file of a folder that is yet to appear, and be flushed."""
+    path.write_text(text, encoding="utf-8")
 
 
 def _check_free(place: Path, marker: str, overwrite: bool) -> None:
@@ -157,11 +156,11 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def _flush(folder: Path) -> None:
-    """Have the disk hold all of a folder: first what it contains, then the folders' own entries."""
-    for inner, _, files in os.walk(folder, topdown=False):
-        for name in files:
-            _sync(Path(inner, name))
-        _sync(Path(inner))
+    """Have the disk hold all of a folder, files and entries; many at a time, which the disk takes together."""
+    walked = list(os.walk(folder))
+    paths = [Path(inner, name) for inner, _, files in walked for name in files] + [Path(inner) for inner, *_ in walked]
+    with ThreadPoolExecutor(_FLUSHES) as pool:
+        list(pool.map(_sync, paths))
 
 
 def _sync(path: Path) -> None:

@@ -1,0 +1,143 @@
+"""How fast is the state of a program saved and restored, and how long does a save hold up a step?
+
+A few large arrays and many small ones, by `dflow.save` and `dflow.restore`, by `numpy.save` and `numpy.load` (a file an
+array, flushed to the disk, no checksum), and by Orbax as it comes. Then a thread trains on the same state while another
+saves it: the times of its steps with and without.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint
+
+import dflow
+from benchmarks._paired import in_turn, median_ratio, options, publish
+
+LARGE, SMALL = 4, 100
+
+
+def main() -> None:
+    given = options(__doc__, rounds=5, mib=256)
+    side = int((given.mib * 2**20 / 4 / LARGE) ** 0.5)
+    state = dflow.variables(
+        {
+            "large": [jax.random.normal(jax.random.key(number), (side, side)) for number in range(LARGE)],
+            "small": [jnp.full(64, float(number)) for number in range(SMALL)],
+        }
+    )
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(dflow.read(state)))
+    folder = Path(tempfile.mkdtemp())
+    try:
+        rows = [
+            *row("save", saves(state, folder), given.rounds, size),
+            *row("restore", restores(state, folder), given.rounds, size),
+        ]
+        publish("saving", rows, as_json=given.json)
+        publish("saving_while_training", held_up(state, folder, given.rounds), as_json=given.json)
+    finally:
+        shutil.rmtree(folder)
+
+
+def row(name: str, ways: dict[str, Callable[[], Any]], rounds: int, size: int) -> list[dict[str, Any]]:
+    found = in_turn({way: lambda fn=fn: timed(fn) for way, fn in ways.items()}, rounds)
+    made = []
+    for way, times in found.items():
+        ratio, low, high = median_ratio(times, found["dflow"])
+        rate = size / statistics.median(times) / 1e9
+        made.append({"what": name, "by": way, "GB/s": rate, "time / dflow's": ratio, "p10": low, "p90": high})
+    return made
+
+
+def timed(fn: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    fn()
+    return time.perf_counter() - started
+
+
+def saves(state: Any, folder: Path) -> dict[str, Callable[[], Any]]:
+    checkpointer = orbax.checkpoint.PyTreeCheckpointer()
+
+    def by_numpy() -> None:
+        (folder / "numpy").mkdir(exist_ok=True)
+        for number, leaf in enumerate(jax.tree.leaves(dflow.read(state))):
+            with open(folder / "numpy" / f"{number}.npy", "wb") as file:
+                np.save(file, leaf)
+                file.flush()
+                os.fsync(file.fileno())
+
+    return {
+        "dflow": lambda: dflow.save(folder / "dflow", state, overwrite=True),
+        "numpy": by_numpy,
+        "orbax": lambda: checkpointer.save(folder / "orbax", dflow.read(state), force=True),
+    }
+
+
+def restores(state: Any, folder: Path) -> dict[str, Callable[[], Any]]:
+    checkpointer = orbax.checkpoint.PyTreeCheckpointer()
+    count = LARGE + SMALL
+
+    def by_numpy() -> None:
+        arrays = [jnp.array(np.load(folder / "numpy" / f"{number}.npy")) for number in range(count)]
+        jax.block_until_ready(arrays)
+
+    return {
+        "dflow": lambda: dflow.restore(folder / "dflow", state),
+        "numpy": by_numpy,
+        "orbax": lambda: jax.block_until_ready(checkpointer.restore(folder / "orbax")),
+    }
+
+
+def held_up(state: Any, folder: Path, rounds: int) -> list[dict[str, Any]]:
+    """The steps of a thread, when nobody saves and while another thread saves once."""
+
+    @dflow.jit
+    def step() -> jax.Array:
+        for variable in state["large"]:
+            variable.assign(variable * 0.999)
+        first: jax.Array = state["large"][0][0, 0]
+        return first
+
+    jax.block_until_ready(step())
+    found: dict[str, list[float]] = {"alone": [], "while saved": []}
+    longest: dict[str, list[float]] = {"alone": [], "while saved": []}
+    for _ in range(rounds):
+        for name, other in {"alone": lambda: time.sleep(1.0), "while saved": saves(state, folder)["dflow"]}.items():
+            done, times = threading.Event(), list[float]()
+            thread = threading.Thread(target=train, args=(step, done, times))
+            thread.start()
+            other()
+            done.set()
+            thread.join()
+            found[name].append(statistics.median(times))
+            longest[name].append(max(times))
+    return [
+        {
+            "steps": name,
+            "median ms": statistics.median(found[name]) * 1e3,
+            "longest ms (median of rounds)": statistics.median(longest[name]) * 1e3,
+            "median / alone": median_ratio(found[name], found["alone"])[0],
+            "longest / alone": median_ratio(longest[name], longest["alone"])[0],
+        }
+        for name in found
+    ]
+
+
+def train(step: Callable[[], Any], done: threading.Event, times: list[float]) -> None:
+    while not done.is_set():
+        times.append(timed(lambda: jax.block_until_ready(step())))
+
+
+if __name__ == "__main__":
+    main()
