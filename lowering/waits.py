@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from enum import Enum
 from functools import cached_property
 
 import jax
@@ -11,10 +12,24 @@ import numpy as np
 
 from dflow.lowering.devices import device_named
 from dflow.lowering.plan import Branch, Call, Copy, Item, Plan, Recv, Scalar, Scan, Send, UseResource, While
+from dflow.tracing import ops
 from dflow.tracing.types import parse_dtype
 
 #: Stands for all resources: what touches this may touch any.
 ANYTHING = ""
+
+
+class Role(Enum):
+    """What an item does that the order of queues and variables is about."""
+
+    USES = "reads or writes a variable"
+    WRITES = "writes a variable"
+    RELEASES = "does what others learn from"
+    ACQUIRES = "learns what others did"
+
+
+#: Of two items with these roles, the second comes after the first where the program has them so.
+_IN_ORDER = ((Role.WRITES, Role.RELEASES), (Role.ACQUIRES, Role.USES))
 
 
 class Schedule:
@@ -64,6 +79,8 @@ class Schedule:
         """Of a loop's body: the items of one turn that each of the next comes after, for what both touch.
 
         What of one turn touches the same is in order already, so the first of a turn wait for the last of that before.
+        And what others can learn from comes after the writes of variables, what touches variables after what learns
+        from others, as the pass `order` has it within a turn.
         """
         accesses: dict[str, list[tuple[int, bool]]] = {}
         for index in self._in_order():
@@ -77,7 +94,19 @@ class Schedule:
                 for index, _ in line[: changing[0] + 1]:
                     found.setdefault(index, set()).add(last)
                 found[first].update(index for index, _ in line[changing[-1] :])
+        doing: dict[Role, list[int]] = {role: [] for role in Role}
+        for index, item in enumerate(self.plan.items):
+            for role in self._roles_of(item):
+                doing[role].append(index)
+        for earlier, later in _IN_ORDER:
+            for index in doing[later] if doing[earlier] else ():
+                found.setdefault(index, set()).update(doing[earlier])
         return {index: frozenset(before) for index, before in found.items()}
+
+    @cached_property
+    def roles(self) -> frozenset[Role]:
+        """What the items of the plan do that others may see."""
+        return frozenset[Role]().union(*map(self._roles_of, self.plan.items))
 
     @cached_property
     def followed(self) -> Mapping[int, tuple[int, ...]]:
@@ -97,6 +126,17 @@ class Schedule:
                 waiting[dependent] -= 1
                 if waiting[dependent] == 0:
                     ready.append(dependent)
+
+    def _roles_of(self, item: Item) -> frozenset[Role]:
+        match item:
+            case Call():
+                used = (Role.USES, bool(item.reads or item.writes)), (Role.WRITES, bool(item.writes))
+                return frozenset(role for role, is_so in used if is_so)
+            case UseResource():
+                return frozenset({Role.RELEASES if item.op in ops.RELEASING_OPS else Role.ACQUIRES})
+            case Branch() | While() | Scan():
+                return frozenset[Role]().union(*(self.bodies[body].roles for body in bodies_of(item)))
+        return frozenset()
 
     def _touched_by(self, item: Item) -> dict[str, bool]:
         found: dict[str, bool] = {}
@@ -118,7 +158,10 @@ class Schedule:
 
 def may_conflict(one: Schedule, other: Schedule) -> bool:
     """Whether the order of two plans can be seen, by what they touch."""
-    return any(changes or other.touched[key] for key, changes in one.touched.items() if key in other.touched)
+    if any(changes or other.touched[key] for key, changes in one.touched.items() if key in other.touched):
+        return True
+    pairs = ((one.roles, other.roles), (other.roles, one.roles))
+    return any(earlier in before and later in after for before, after in pairs for earlier, later in _IN_ORDER)
 
 
 def bodies_of(item: Branch | While | Scan) -> tuple[int, ...]:

@@ -345,6 +345,14 @@ RESOURCE_OPS = {
     )
 }
 
+#: Ops by which others learn of what was done before, and ops that learn what others have done, by name. What a program
+#: writes before the first is there when it is told, and what it reads after the second is of then or later.
+RELEASING_OPS = frozenset(
+    definition.name
+    for definition in (queue_enqueue, queue_enqueue_many, queue_close, accumulator_apply, accumulator_set_step)
+)
+ACQUIRING_OPS = frozenset(RESOURCE_OPS.keys() - RELEASING_OPS)
+
 #: Branches and loops with ops that wait, and so are run by an executor rather than by XLA.
 CONTROL_OPS = (ctrl_cond, ctrl_while, ctrl_scan)
 LOOPS = (ctrl_while, ctrl_scan)

@@ -1,5 +1,9 @@
 """Turn effects into order edges, per resource and task.
 
+Two resources do not wait for each other, save where one tells others of the other: an op that others can learn from, as
+an enqueue, comes after the writes of variables before it; and an op on a variable comes after the ops before it that
+learn from others, as a dequeue. So who takes an element sees what was written before it was put in.
+
 After this pass the order of the node list carries no meaning of its own: two effects on one variable whose order can
 be seen are joined by an operand or by `after`.
 """
@@ -7,9 +11,11 @@ be seen are joined by an operand or by `after`.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from dflow.tracing import ops
 from dflow.tracing.device_name import task_of
 from dflow.tracing.effects import Effect, commute
 from dflow.tracing.graph import Graph, Node, Value
@@ -45,6 +51,9 @@ class _Line:
     recent: dict[Value, list[tuple[Effect, Value]]] = field(default_factory=dict)
     barrier: Value | None = None
     since: list[Value] = field(default_factory=list)
+    #: The last write of each variable, and the last op on each queue or accumulator that learnt from others.
+    written: dict[Value, Value] = field(default_factory=dict)
+    acquired: dict[Value, Value] = field(default_factory=dict)
 
     def enter(self, node: Node) -> tuple[Value, ...]:
         """The values whose nodes this one must follow, each once, in order."""
@@ -55,14 +64,33 @@ class _Line:
         if any(effect is Effect.UNKNOWN for effect, _ in effects):
             before = [*([self.barrier] if self.barrier is not None else []), *self.since]
             self.recent, self.barrier, self.since = {}, done, []
+            self.written, self.acquired = {}, {}
             return tuple(dict.fromkeys(before))
         found: list[Value] = [self.barrier] if self.barrier is not None else []
         for ref in dict.fromkeys(ref for _, ref in effects if ref is not None):
             kinds = {effect for effect, on in effects if on is ref}
             kind = next((kind for kind in kinds if kind is not Effect.READ), Effect.READ)
             found += self._follow(ref, kind, done)
+        found += self._released_and_acquired(node, effects, done)
         self.since.append(done)
         return tuple(dict.fromkeys(found))
+
+    def _released_and_acquired(
+        self, node: Node, effects: Sequence[tuple[Effect, Value | None]], done: Value
+    ) -> list[Value]:
+        names = frozenset(_host_ops(node))
+        found: list[Value] = []
+        if not names.isdisjoint(ops.RELEASING_OPS):
+            found += self.written.values()
+        if any(effect in (Effect.READ, Effect.WRITE) for effect, _ in effects):
+            found += self.acquired.values()
+        acquires = not names.isdisjoint(ops.ACQUIRING_OPS)
+        for effect, ref in effects:
+            if effect is Effect.WRITE and ref is not None:
+                self.written[ref] = done
+            if effect is Effect.HOST and ref is not None and acquires:
+                self.acquired[ref] = done
+        return found
 
     def _follow(self, ref: Value, kind: Effect, done: Value) -> list[Value]:
         line = self.recent.setdefault(ref, [])
@@ -71,3 +99,12 @@ class _Line:
             line.clear()
         line.append((kind, done))
         return conflicting
+
+
+def _host_ops(node: Node) -> Iterator[str]:
+    """The names of the ops on queues and accumulators that a node does, in its bodies too."""
+    if node.op.name in ops.RESOURCE_OPS:
+        yield node.op.name
+    for body in node.bodies:
+        for inner in body.nodes:
+            yield from _host_ops(inner)

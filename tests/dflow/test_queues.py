@@ -333,15 +333,14 @@ def test_two_queues_never_order_each_other() -> None:
     assert drained(fourth) == [3]
 
 
-def test_a_queue_and_a_variable_never_order_each_other() -> None:
+def test_what_is_written_before_a_dequeue_does_not_wait_for_it() -> None:
     queue, variable = numbers(), dflow.Variable(0.0, name="v")
     done = threading.Event()
 
     @dflow.jit
     def step() -> Any:
-        taken = queue.dequeue(timeout_s=WAIT_S)
         variable.assign(1.0)
-        return taken
+        return queue.dequeue(timeout_s=WAIT_S)
 
     def feed() -> None:
         while float(variable.read()) != 1.0 and not done.is_set():
@@ -355,6 +354,35 @@ def test_a_queue_and_a_variable_never_order_each_other() -> None:
     finally:
         done.set()
         feeder.join(WAIT_S)
+
+
+def test_who_takes_an_element_sees_what_was_written_before_it_was_put_in() -> None:
+    asked, told = numbers(name="asked"), numbers(name="told")
+    shared, seen = dflow.Variable(0.0, name="shared"), dflow.Variable(0.0, name="seen")
+
+    @dflow.jit
+    def write() -> None:
+        def turn(i: Any, _: Any) -> Any:
+            shared.assign(asked.dequeue(timeout_s=WAIT_S))
+            told.enqueue(0.0, timeout_s=WAIT_S)
+            return 0
+
+        jax.lax.fori_loop(0, 50, turn, 0)
+
+    @dflow.jit
+    def ask() -> Any:
+        def turn(i: Any, wrong: Any) -> Any:
+            asked.enqueue(i.astype(jnp.float32), timeout_s=WAIT_S)
+            told.dequeue(timeout_s=WAIT_S)
+            seen.assign(shared.read())
+            return wrong + (seen.read() != i)
+
+        return jax.lax.fori_loop(0, 50, turn, 0)
+
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(write)
+        assert int(ask()) == 0
+        running.result(WAIT_S)
 
 
 def test_a_step_that_fails_takes_its_other_waits_along() -> None:
