@@ -222,12 +222,12 @@ def test_a_variable_sees_the_turns_in_order_whatever_they_wait_for() -> None:
         ),
         w=1,
     )
-    for number in (2, 3, 4):
+    for number, product in ((2, 2), (3, 6), (4, 24)):
         run.answer("a", number)
-    assert run.store.read("w") == 24
-    assert not run.outcomes
-    for number in (7, 8, 9):
-        run.answer("b", number)
+        assert run.store.read("w") == product
+        # The variable of the next turn is of then or later.
+        assert not run.outcomes
+        run.answer("b", number + 5)
     last, stacked = fetched(run.outcomes[0])
     assert (last, stacked.tolist()) == (9, [1, 2, 6])
 

@@ -35,13 +35,13 @@ def plan_of(graph: str) -> Plan:
 def test_a_call_waits_for_the_queues_that_it_needs_and_no_other() -> None:
     plan = plan_of("""graph(%a: queue<f32[]>, %b: queue<f32[]>, %v: ref<f32[]>) {
      !%x: f32[] = queue.dequeue(%a)
-     !%y: f32[] = queue.dequeue(%b)
       %p: f32[] = jax.neg(%x)
-      %q: f32[] = jax.neg(%y)
-      %s: f32[] = jax.add(%p, %q)
      !%r: f32[] = var.read(%v)
       %t: f32[] = jax.add(%r, %p)
      !%w: token = var.assign(%v, %t)
+     !%y: f32[] = queue.dequeue(%b)
+      %q: f32[] = jax.neg(%y)
+      %s: f32[] = jax.add(%p, %q)
       return %p, %q, %s
     }""")
     waits = {item.gives[0]: item.key for item in plan.items if isinstance(item, UseResource)}
