@@ -6,6 +6,7 @@ all of them or none.
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -136,7 +137,23 @@ def _named(tree: Any, names: Names | None, task: str) -> dict[str, _Entry]:
             )
         if name not in named or entry.impl:
             named[name] = entry
+    _check_used(named, names, task)
     return named
+
+
+def _check_used(named: Mapping[str, _Entry], names: Names | None, task: str) -> None:
+    """Raise CheckpointError for no variables at all, and for names of variables that are not there."""
+    if not named:
+        raise CheckpointError(
+            f"{task} was given no variables{at(caller())}\n  give it some, in a pytree or by container"
+        )
+    known = {entry.variable.name for entry in named.values()}
+    if isinstance(names, Mapping) and (strange := sorted(set(names) - known)):
+        near = difflib.get_close_matches(strange[0], known, n=1)
+        raise CheckpointError(
+            f"names has {', '.join(map(repr, strange))}, which no variable given to {task} is called{at(caller())}\n"
+            f"  {f'did you mean {near[0]!r}?' if near else f'the variables are {sorted(known)}'}"
+        )
 
 
 def _array_name(name: str, names: Names | None) -> str:

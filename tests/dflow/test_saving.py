@@ -23,7 +23,7 @@ from dflow import saving
 from dflow.homes import LOCAL
 from dflow.lowering.array_files import read_arrays
 from dflow.lowering.store import Store
-from dflow.tracing.errors import VariableError, VariableShapeError
+from dflow.tracing.errors import CheckpointError, VariableError, VariableShapeError
 from dflow.tracing.types import array_type_of
 
 WAIT_S = 60.0
@@ -403,3 +403,14 @@ def test_values_are_replaced_together_or_not_at_all() -> None:
     assert store.read("v").tolist() == [1.0] * 3
     store.replace({"v": jnp.zeros(3), "w": jnp.zeros(3)})
     assert store.read("v").tolist() == store.read("w").tolist() == [0.0] * 3
+
+
+def test_nothing_to_save_and_names_of_nothing_are_refused(tmp_path: Path) -> None:
+    w = dflow.Variable(jnp.ones(3), name="weight")
+    with pytest.raises(CheckpointError, match=r"save was given no variables\n  at .*\n  give it some"):
+        dflow.save(tmp_path / "c", {})
+    with pytest.raises(
+        CheckpointError, match=r"names has 'wieght', which no variable .* restore is called[\s\S]*'weight'"
+    ):
+        dflow.restore(tmp_path / "c", w, names={"wieght": "v"})
+    assert not (tmp_path / "c").exists()
