@@ -12,6 +12,7 @@ that a damaged file is known before it runs.
 from __future__ import annotations
 
 import hashlib
+import keyword
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -35,6 +36,8 @@ VARIABLES = "variables"
 CONSTANTS = "constants"
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
+#: What is an attribute of what `dflow.load` gives.
+_TAKEN = frozenset({"mlir_module", "save", "signatures", "variables"})
 
 
 class Parameter(msgspec.Struct, frozen=True):
@@ -93,8 +96,9 @@ class _Form(msgspec.Struct, frozen=True):
 
 def signature_refusal(name: object) -> str | None:
     """Why a signature cannot be called so; None where it can."""
-    known = isinstance(name, str) and _NAME.fullmatch(name) is not None
-    return None if known else f"{name!r} is no name of a function"
+    if not isinstance(name, str) or _NAME.fullmatch(name) is None or keyword.iskeyword(name):
+        return f"{name!r} is no name of a function"
+    return f"{name!r} is what a loaded export has itself" if name in _TAKEN else None
 
 
 def write(

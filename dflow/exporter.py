@@ -204,7 +204,9 @@ def _name_of(fn: Any) -> str:
 
 def _checked_name(name: Any) -> str:
     if refusal := signature_refusal(name):
-        raise ExportError(f"{refusal}{at(caller())}\n  it becomes the name of a function: letters, digits and '_'")
+        raise ExportError(
+            f"{refusal}{at(caller())}\n  give it another name, of letters, digits and '_', for it becomes a function"
+        )
     return str(name)
 
 

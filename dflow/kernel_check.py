@@ -164,6 +164,8 @@ class _Judge:
             apart = np.where(same, 0.0, np.abs(_wide(got) - _wide(wanted)))
         apart = np.where(np.isnan(apart), np.inf, apart)
         allowed = atol + rtol * np.where(np.isfinite(_wide(wanted)), np.abs(_wide(wanted)), 0.0)
+        # Wide numbers have not room for all of 64 bits, so those that differ and seem equal differ by the least.
+        apart = np.where(~same & (apart == 0.0), np.finfo(np.float64).tiny, apart)
         if np.all(apart <= allowed):
             return float(apart.max(initial=0.0))
         where = np.unravel_index(np.argmax(apart - allowed), apart.shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
@@ -60,7 +61,9 @@ class Plans:
 
     def __init__(self) -> None:
         self._by_key: dict[Hashable, Plan | None] = {}
-        self._finalizers: list[weakref.finalize[..., Any]] = []
+        self._finalizers: dict[Hashable, list[weakref.finalize[..., Any]]] = {}
+        #: Finalizers run wherever garbage is collected, on a thread that holds the lock too.
+        self._lock = threading.RLock()
         #: What calls every call so far, if one thing does.
         self.whole: WholeStep | None = None
 
@@ -76,35 +79,36 @@ class Plans:
 
     def put(self, key: Hashable, plan: Plan | None, passed: Iterable[Any] = ()) -> None:
         """Keep a plan as long as the variables and queues `passed` live."""
-        self._by_key[key] = plan
-        for resource in passed:
-            # Weakly, for a variable may outlive the function.
-            finalizer = weakref.finalize(resource, _drop, weakref.ref(self), key)
-            finalizer.atexit = False
-            self._finalizers.append(finalizer)
-        self._settle()
+        with self._lock:
+            self._by_key[key] = plan
+            for resource in passed:
+                # Weakly, for a variable may outlive the function.
+                finalizer = weakref.finalize(resource, _drop, weakref.ref(self), key)
+                finalizer.atexit = False
+                self._finalizers.setdefault(key, []).append(finalizer)
+            self._settle()
 
     def clear(self) -> None:
         """Forget all."""
-        for finalizer in self._finalizers:
-            finalizer.detach()
-        self._finalizers.clear()
-        self._by_key.clear()
-        self._settle()
+        with self._lock:
+            for key in list(self._by_key):
+                self.drop(key)
 
     def whole_like(self, step: PureStep) -> WholeStep | None:
         """What calls a step over the same variables and constants already."""
-        wholes = (plan.whole for plan in self._by_key.values() if plan is not None and plan.whole is not None)
+        wholes = (plan.whole for plan in list(self._by_key.values()) if plan is not None and plan.whole is not None)
         return next((whole for whole in wholes if whole.takes(step)), None)
 
     def drop(self, key: Hashable) -> None:
         """Forget a plan."""
-        self._by_key.pop(key, None)
-        self._finalizers = [finalizer for finalizer in self._finalizers if finalizer.alive]
-        self._settle()
+        with self._lock:
+            self._by_key.pop(key, None)
+            for finalizer in self._finalizers.pop(key, ()):
+                finalizer.detach()
+            self._settle()
 
     def _settle(self) -> None:
-        wholes = [None if plan is None else plan.whole for plan in self._by_key.values()]
+        wholes = [None if plan is None else plan.whole for plan in list(self._by_key.values())]
         self.whole = wholes[0] if wholes and all(whole is wholes[0] for whole in wholes) else None
 
 

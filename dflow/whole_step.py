@@ -13,6 +13,7 @@ import inspect
 import threading
 from collections.abc import Iterable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import jax
@@ -76,12 +77,17 @@ class WholeStep:
             if written is None:
                 written = state.take()
             state.written = None
+            call = partial(self.jitted, **kwargs) if kwargs else self.jitted
+            # It is C code that puts down what the call gives: an interrupt (Ctrl-C) may be raised right after the call,
+            # when the values from before are gone.
+            given: list[Any] = []
             try:
-                state.written, result = self.jitted(written, state.read, self._constants, *args, **kwargs)
-            except BaseException:
-                state.written = written
-                raise
-            return result
+                given.extend(map(call, (written,), (state.read,), (self._constants,), *zip(args)))
+            finally:
+                state.written = given[0][0] if given else written
+                if not given:
+                    state.after_failure()
+            return given[0][1]
 
     def enter(self, step: PureStep, out_tree: Any, args: Any, kwargs: Any) -> Any:
         """Compile the step of the types of these arguments, and run it."""

@@ -278,21 +278,24 @@ class _Stored:
 
     def chunk_shape(self) -> tuple[int, ...]:
         """The shape of a device's part, cut along its first dimensions until it is small enough."""
-        shape = self.value.shape
+        shape = whole = self.value.shape
         if isinstance(self.value, jax.Array):
-            shape = self.value.sharding.shard_shape(shape)
-        return _small(shape, self.value.dtype.itemsize)
+            shape = self.value.sharding.shard_shape(whole)
+        return _small(shape, whole, self.value.dtype.itemsize)
 
 
-def _small(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
+def _small(shape: Sequence[int], whole: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    """The shape of a chunk of a part of an array of the shape `whole`."""
     chunk = [max(1, size) for size in shape]
     for axis, size in enumerate(chunk):
         inner = itemsize * math.prod(chunk[axis + 1 :])
         if inner * size <= _CHUNK_BYTES:
             break
         rows = max(1, _CHUNK_BYTES // inner)
-        # A divisor keeps the chunks within the devices' parts, so that each is written once.
-        chunk[axis] = next(count for count in range(rows, 0, -1) if size % count == 0)
+        # A divisor keeps the chunks within the devices' parts, so that each is written once. In a part that is not cut
+        # further any number of rows does, and the last chunk is short.
+        divisor = next(count for count in range(rows, 0, -1) if size % count == 0)
+        chunk[axis] = rows if size == whole[axis] else divisor
     return tuple(chunk)
 
 

@@ -42,19 +42,24 @@ class Program:
         self._is_settled = False
 
     def __call__(self, *args: Any) -> Sequence[jax.Array]:
-        results: Sequence[jax.Array]
+        given: list[Sequence[jax.Array]] = []
+        self.run_into(given, args)
+        return given[0]
+
+    def run_into(self, given: list[Sequence[jax.Array]], args: Sequence[Any]) -> None:
+        """Run it and append its results to `given`, where they are whatever is raised after the run: an interrupt."""
+        singles = list(zip(args, strict=True))
         try:
-            results = self._compiled(*args)
+            given.extend(map(self._compiled, *singles) if singles else [self._compiled()])
         except ValueError:
-            if self._by_placement is None or not _lie_apart(args, self._compiled):
+            if given or self._by_placement is None or not _lie_apart(args, self._compiled):
                 raise
             self._compiled, self._by_placement = self._by_placement, None
-            results = self._compiled(*args)
+            given.extend(map(self._compiled, *singles))
         if not self._is_settled:
-            self.forwards = _forwards(results, args, self.writes)
+            self.forwards = _forwards(given[0], args, self.writes)
             # While one array stands for two arguments, each of the two may be the one handed back.
             self._is_settled = len({id(arg) for arg in args}) == len(args)
-        return results
 
 
 def _moving(compiled: Any, device: jax.Device) -> Callable[..., Any]:

@@ -197,7 +197,13 @@ class Store:
             given = [array_type_of(operand) for operand in operands]
             for wanted, operand in zip(operand_types(kind, held.type, given), operands, strict=True):
                 _check_type(key, wanted.strong, operand)
-            held.value = _in_place(kind)(_own(held), *(_beside(operand, held) for operand in operands))
+            beside = [_beside(operand, held) for operand in operands]
+            after: list[Any] = []
+            try:
+                after.extend(map(_in_place(kind), (_own(held),), *zip(beside)))
+            finally:
+                if after:
+                    held.value = after[0]
 
     def call(
         self, program: Program, writes: Sequence[str], reads: Sequence[str], operands: Sequence[Any]
@@ -208,13 +214,17 @@ class Store:
             read = [self.find_value(key) for key in reads]
             arguments = [_own(held) for held in written]
             arguments += [held.value for held in read]
-            results = program(*arguments, *operands)
-            for held, value in zip(written, results, strict=False):
-                held.value = value
-                held.lent = False
+            # As C code puts them down, so that an interrupt right after the call finds them.
+            given: list[Sequence[jax.Array]] = []
+            try:
+                program.run_into(given, [*arguments, *operands])
+            finally:
+                for held, value in zip(written, given[0] if given else (), strict=False):
+                    held.value = value
+                    held.lent = False
             if program.forwards:
                 self._lend(program, written, read)
-            return results[len(written) :]
+            return given[0][len(written) :]
 
     @staticmethod
     def _lend(program: Program, written: list[_Held], read: list[_Held]) -> None:
@@ -303,6 +313,11 @@ class StepState:
         for held in (*written, *read):
             held.at = self
         return self.written
+
+    def after_failure(self) -> None:
+        """Let the store say of values that a failed call has taken along that they are lost; the lock is held."""
+        if self.written is not None and any(value.is_deleted() for value in self.written):
+            self.put_back()
 
     def put_back(self) -> None:
         """Give the store its values again; the caller holds the lock."""

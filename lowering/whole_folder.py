@@ -40,27 +40,40 @@ def whole_folder(path: str | os.PathLike[str], *, marker: str, overwrite: bool =
 
     marker     the file that every folder of this kind holds; a folder without it is never overwritten
     overwrite  whether a folder that is there may be replaced
-    raises     CheckpointExists when `path` is there and may not be replaced
+    raises     CheckpointExists when `path` is there and may not be replaced, CheckpointError when the disk refuses it
     """
     place = Path(os.path.realpath(path))
-    place.parent.mkdir(parents=True, exist_ok=True)
-    _tidy(place)
+    with _refused_by_the_disk(place):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        _tidy(place)
     _check_free(place, marker, overwrite)
     staging = place.with_name(f".{place.name}.{platform.node()}-{os.getpid()}-{next(_numbers)}.writing")
     _busy.add(staging)
     try:
-        os.mkdir(staging)
-        yield staging
-        _flush(staging)
-        if overwrite and place.exists():
-            _replace(staging, place)
-        else:
-            _appear(staging, place)
+        with _refused_by_the_disk(place):
+            os.mkdir(staging)
+            yield staging
+            _flush(staging)
+            if overwrite and place.exists():
+                _replace(staging, place)
+            else:
+                _appear(staging, place)
     finally:
         try:
             shutil.rmtree(staging, ignore_errors=True)
         finally:
             _busy.discard(staging)
+
+
+@contextmanager
+def _refused_by_the_disk(place: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"{place} cannot be written: {error.strerror or error}{at(caller())}\n"
+            "  what was there before is as it was; save where there is room and leave to write"
+        ) from error
 
 
 def present(path: str | os.PathLike[str]) -> Path:

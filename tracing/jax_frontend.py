@@ -42,7 +42,6 @@ from dflow.tracing.device import METADATA_KEY
 from dflow.tracing.errors import InternalError
 from dflow.tracing.source import Loc, caller, is_user_file
 from dflow.tracing.turns import PARALLEL_KEY
-from dflow.tracing.types import ArrayType
 
 Jaxpr = Any
 Equation = Any
@@ -469,13 +468,3 @@ def _primitives_by_name() -> dict[str, Any]:
     members = [getattr(jax_primitives, member) for member in dir(jax_primitives)]
     listed = [member for member in members if isinstance(member, jex.Primitive)]
     return {primitive.name: primitive for primitive in (*jax_mlir._lowerings, *listed)}
-
-
-def infer_types(primitive: Any, params: Any, types: Sequence[ArrayType]) -> list[ArrayType]:
-    """The result types of a JAX primitive, by JAX's own rule. Raises what JAX raises."""
-
-    def apply(*values: Any) -> list[Any]:
-        return bind(primitive, params, values, None)
-
-    _, _, out = make_jaxpr(apply, *(type.struct for type in types))
-    return [ArrayType(struct.dtype, tuple(struct.shape), bool(struct.weak_type)) for struct in out]

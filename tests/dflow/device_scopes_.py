@@ -17,6 +17,7 @@ from dflow.homes import LOCAL
 from dflow.lowering.channel import StepId
 from dflow.lowering.execute import Execution
 from dflow.lowering.plan import Call, Copy, Item, Plan
+from dflow.lowering.program import Program
 from dflow.lowering.waits import Schedule
 from dflow.tracing.trace import trace
 
@@ -328,8 +329,7 @@ def test_all_devices_are_given_their_work_before_any_is_waited_for() -> None:
             begun.append(device)
             return [Unready()]
 
-        run.writes, run.forwards = 0, None  # type: ignore[attr-defined]
-        return run
+        return Program(run, 0)
 
     programs = [program(item.device) for item in plan.items if isinstance(item, Call)]
     outcomes: list[Any] = []

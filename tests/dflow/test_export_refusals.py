@@ -212,6 +212,11 @@ CASES: dict[str, tuple[Callable[[Made], Any], str, str]] = {
         "'to serve' is no name of a function\n  at HERE",
         "letters, digits and '_'",
     ),
+    "a name that the loaded object has": (
+        lambda made: dflow.export({"save": (lambda x: x, SPEC)}),
+        "'save' is what a loaded export has itself\n  at HERE",
+        "give it another name",
+    ),
     "a platform that is none": (
         lambda made: dflow.export(lambda x: x, SPEC, platforms=("gpu",)),
         "platforms=('gpu',)\n  at HERE",

@@ -141,3 +141,16 @@ def test_integers_are_to_be_equal_and_numbers_that_are_none_agree() -> None:
 def test_what_is_no_kernel_is_refused() -> None:
     with pytest.raises(TypeError, match=r"check_kernel takes a kernel, not <function doubled.*\n  at .*\n  make it"):
         dflow.check_kernel(doubled, x)  # type: ignore[arg-type]
+
+
+def test_integers_of_64_bits_that_floats_cannot_tell_apart_differ() -> None:
+    @dflow.kernel
+    def more(x: Any) -> Any:
+        return x + 1
+
+    @dflow.kernel(more, platform="cpu")
+    def by_two(x: Any) -> Any:
+        return x + 2
+
+    with jax.enable_x64(True), pytest.raises(KernelError, match=r"1 of 1 numbers are too far apart"):
+        dflow.check_kernel(more, jnp.asarray([2**60], jnp.int64))

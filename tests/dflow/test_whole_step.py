@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import signal
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -15,9 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dflow
+from dflow.plans import Plans
+from dflow.tracing.errors import VariableError
 from tests.effort import examples
 
 THREADS, CALLS = 4, 50
+
+# Of functions that are made anew for each case.
+pytestmark = pytest.mark.filterwarnings("ignore::dflow.RetraceWarning")
 
 
 def adder(*variables: dflow.Variable, **options: Any) -> Callable[..., Any]:
@@ -206,3 +213,104 @@ def test_a_function_may_have_state_for_some_types_only() -> None:
         assert step(jnp.ones(2)).tolist() == [2, 2]
         assert step(jnp.float32(3)) == 6
     assert v.read() == 2
+
+
+INTERRUPTS, LARGE = 20, 300
+
+
+def interrupted(work: Callable[[], Any]) -> int:
+    """How often `work` was called well, until an interrupt (Ctrl-C) at a moment that nobody chose."""
+    calls, begun = 0, threading.Event()
+
+    def interrupt() -> None:
+        begun.wait(60)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        for _ in range(100_000):
+            begun.set()
+            work()
+            calls += 1
+    except KeyboardInterrupt:
+        pass
+    finally:
+        begun.set()
+        thread.join(60)
+    return calls
+
+
+def test_an_interrupt_loses_no_variable_and_tears_none() -> None:
+    one, two = (dflow.Variable(jnp.eye(LARGE), name=name) for name in ("one", "two"))
+
+    @dflow.jit
+    def step(x: Any) -> None:
+        for variable in (one, two):
+            variable.assign((variable @ variable) * 0 + variable + x)
+
+    ways = {"whole": lambda: step(1.0), "eager": lambda: one.assign_add(two)}
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        for name, work in ways.items():
+            work()
+            for _ in range(INTERRUPTS):
+                before = float(one.read()[0, 1])
+                calls = interrupted(work)
+                if name != "eager":
+                    after = float(one.read()[0, 1])
+                    assert after - before in (calls, calls + 1)
+                    np.testing.assert_array_equal(one.read(), two.read())
+            assert one.read().shape == two.read().shape
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
+def test_a_call_after_one_that_failed_says_what_was_lost() -> None:
+    v = dflow.Variable(jnp.zeros(3), name="v")
+
+    def refuse(x: Any) -> Any:
+        raise RuntimeError("no")
+
+    @dflow.jit
+    def step(x: Any) -> None:
+        v.assign_add(jax.pure_callback(refuse, jax.typeof(x), x))
+
+    def failing() -> None:
+        step(jnp.ones(3))
+        v.read().block_until_ready()
+
+    with pytest.raises(Exception, match="no"):
+        failing()
+    for use in (failing, v.read):
+        with pytest.raises((VariableError, jax.errors.JaxRuntimeError), match=r"value of variable 'v.*' was lost|no"):
+            jax.block_until_ready(use())
+    v.assign(jnp.ones(3))
+    assert v.read().tolist() == [1, 1, 1]
+
+
+def test_plans_come_and_go_from_several_threads() -> None:
+    plans, start = Plans(), threading.Barrier(THREADS)
+    errors: list[BaseException] = []
+
+    def work(first: int) -> None:
+        start.wait(60)
+        try:
+            for number in range(2000):
+                plans.put((first, number), None)
+                plans.drop((first, number - 1))
+        except RuntimeError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(THREADS)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    finally:
+        sys.setswitchinterval(interval)
+    assert not errors
+    assert plans
