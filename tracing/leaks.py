@@ -84,7 +84,10 @@ def leaks(trace: weakref.ref[Any]) -> list[Leak]:
     if trace() is None:
         return []
     gc.collect()
-    kept, found = tracers_of(trace()), []
+    alive = trace()
+    if alive is None:  # it was garbage that had not been collected yet
+        return []
+    kept, found = tracers_of(alive), []
     for tracer in kept:
         holders = [holder for holder in gc.get_referrers(tracer) if holder is not kept]
         named = dict.fromkeys(map(_described, holders, itertools.repeat(tracer), itertools.repeat(holders)))

@@ -221,7 +221,7 @@ def test_a_save_that_fails_leaves_what_was_there(copy: Path, monkeypatch: pytest
         raise OSError("the disk is full")
 
     monkeypatch.setattr("dflow.export_format.fill_folder", full)
-    with pytest.raises(OSError, match="full"):
+    with pytest.raises(dflow.CheckpointError, match="cannot be written: the disk is full"):
         exported().save(copy, overwrite=True)
     assert dflow.load(copy, prefix="kept/").signatures == ("serve",)
     assert [entry.name for entry in copy.parent.iterdir()] == ["copy"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 import dflow
-from dflow.tracing.leaks import LeakedTracerWarning
+from dflow.tracing.leaks import LeakedTracerWarning, leaks
 
 KEPT: list[Any] = []
 LAST: Any = None
@@ -112,3 +114,23 @@ def test_what_is_in_the_making_is_not_kept() -> None:
         assert float(jax.grad(scaled)(3.0)) == 3.0
         with pytest.raises(TypeError, match="not a valid JAX type"):
             refused(1.0)
+
+
+def test_a_trace_that_is_garbage_leaks_nothing_though_others_do() -> None:
+    class Trace:
+        """What stands for a trace that is garbage in a cycle."""
+
+    kept: list[Any] = []
+    jax.jit(lambda x: kept.append((x * 2, None)))(1.0)
+    gc.collect()
+    gc.disable()
+    try:
+        trace: Any = Trace()
+        trace.itself = trace
+        garbage = weakref.ref(trace)
+        del trace
+        assert garbage() is not None
+        assert leaks(garbage) == []
+    finally:
+        gc.enable()
+    assert kept
