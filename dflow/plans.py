@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,10 +39,10 @@ def plan_of_whole(whole: WholeStep, step: PureStep, traced: Traced, variables: t
     out_tree = traced.out_tree
 
     def run(args: Any, kwargs: Any, leaves: list[Any]) -> Any:
-        try:
+        # JAX tells apart more than we do, such as where the arguments lie.
+        with suppress(NotEntered):
             return whole(args, kwargs)
-        except NotEntered:  # JAX tells apart more than we do, such as where the arguments lie
-            return whole.enter(step, out_tree, args, kwargs)
+        return whole.enter(step, out_tree, args, kwargs)
 
     return Plan(run, variables, written_keys(traced), whole)
 

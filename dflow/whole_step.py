@@ -20,6 +20,7 @@ import jax
 from jax import jit as jax_jit
 
 from dflow.lowering.local import PureStep
+from dflow.lowering.program import awaited
 from dflow.lowering.store import Store
 from dflow.static_arguments import static_arguments
 from dflow.tracing.jax_frontend import donation_options, forget_failed_dispatch, static_options
@@ -42,10 +43,11 @@ class WholeStep:
 
     def __init__(self, store: Store, step: PureStep, function: Any, compiler_options: dict[str, Any] | None) -> None:
         """For the steps that the `jax.jit` function `function` stands for."""
-        self._state = store.state_of(step.writes, step.reads)
+        self._state = store.state_of(step.writes, step.reads, function.__name__)
         self._given = step.constants
         self._constants = step.constants
         self._place = step.device
+        self._keeps = step.keeps
         self._static = static_arguments(function)
         self._entering = _Entering()
 
@@ -55,39 +57,47 @@ class WholeStep:
         traced.__name__ = traced.__qualname__ = function.__name__
         with suppress(ValueError, TypeError):  # a builtin that tells nobody
             traced.__signature__ = _signature(function)  # type: ignore[attr-defined]
-        options = _options(function)
+        options = _options(function, keeps=step.keeps)
         #: JAX's function of the state and the arguments.
         self.jitted: Any = jax_jit(traced, keep_unused=True, compiler_options=compiler_options, **options)
+        self._call = awaited(self.jitted) if step.keeps else self.jitted
 
     def takes(self, step: PureStep) -> bool:
         """Whether a step is over these variables and constants."""
         own = self._state
-        return (own.writes, own.reads, self._place, [*map(id, self._given)]) == (
+        return (own.writes, own.reads, self._place, self._keeps, [*map(id, self._given)]) == (
             step.writes,
             step.reads,
             step.device,
+            step.keeps,
             [*map(id, step.constants)],
         )
 
     def __call__(self, args: Any, kwargs: Any) -> Any:
         """Run the step of these arguments. Raises NotEntered when it is none that was entered."""
         state = self._state
-        with state.lock:
-            written = state.written
-            if written is None:
-                written = state.take()
-            state.written = None
-            call = partial(self.jitted, **kwargs) if kwargs else self.jitted
-            # It is C code that puts down what the call gives: an interrupt (Ctrl-C) may be raised right after the call,
-            # when the values from before are gone.
-            given: list[Any] = []
-            try:
-                given.extend(map(call, (written,), (state.read,), (self._constants,), *zip(args)))
-            finally:
-                state.written = given[0][0] if given else written
-                if not given:
-                    state.after_failure()
-            return given[0][1]
+        if state.written is None or state.wanted:
+            state.ready()
+        try:
+            with state.lock:
+                written = state.written
+                if written is None:
+                    written = state.take()
+                state.written = None
+                call = partial(self._call, **kwargs) if kwargs else self._call
+                # It is C code that puts down what the call gives: an interrupt (Ctrl-C) may be raised right after the
+                # call, when the values from before are gone.
+                given: list[Any] = []
+                try:
+                    given.extend(map(call, (written,), (state.read,), (self._constants,), *zip(args)))
+                finally:
+                    state.written = given[0][0] if given else written
+                    if not given:
+                        state.after_failure()
+                return given[0][1]
+        finally:
+            if state.wanted:
+                state.tell()
 
     def enter(self, step: PureStep, out_tree: Any, args: Any, kwargs: Any) -> Any:
         """Compile the step of the types of these arguments, and run it."""
@@ -115,8 +125,11 @@ def _signature(function: Any) -> inspect.Signature:
     return inspect.Signature([*ours, *inspect.signature(function).parameters.values()])
 
 
-def _options(function: Any) -> dict[str, Any]:
-    """Which arguments of the user's function are static or donated, for one that takes them after ours."""
+def _options(function: Any, *, keeps: bool) -> dict[str, Any]:
+    """Which arguments of the user's function are static or donated, for one that takes them after ours.
+
+    One that `keeps` what it writes donates only what is the user's to lose.
+    """
 
     def shifted(positions: Iterable[int]) -> tuple[int, ...]:
         return tuple(position if position < 0 else position + _OURS for position in positions)
@@ -126,6 +139,6 @@ def _options(function: Any) -> dict[str, Any]:
     return {
         "static_argnums": shifted(static),
         "static_argnames": static_names,
-        "donate_argnums": (0, *shifted(donated)),
+        "donate_argnums": (*(() if keeps else (0,)), *shifted(donated)),
         "donate_argnames": donated_names,
     }

@@ -14,6 +14,7 @@ import numpy as np
 from dflow.lowering.discharge import Discharged, discharge
 from dflow.lowering.plan import Branch, Call, Copy, Item, Plan, Recv, Scalar, Scan, Send, UseResource, While
 from dflow.tracing import ops
+from dflow.tracing.callbacks import calls_python
 from dflow.tracing.device_name import split_device_name, task_of
 from dflow.tracing.effects import Effect
 from dflow.tracing.errors import InternalError
@@ -156,7 +157,6 @@ class _Maker:
         (body,) = node.bodies
         pure = discharge(body)
         outer = dict(zip(body.inputs, node.handed, strict=True))
-        self._check_donation(node)
         self.programs.append(pure)
         return Call(
             program=len(self.programs) - 1,
@@ -167,13 +167,18 @@ class _Maker:
             after=after,
             device=_device(node),
             touches_anything=any(effect is Effect.UNKNOWN for effect, _ in node.effects),
+            keeps=self._keeps(node),
         )
 
-    def _check_donation(self, node: Node) -> None:
+    def _keeps(self, node: Node) -> bool:
+        """Whether the call overwrites none of the variables it writes."""
         written = {ref for effect, ref in node.effects if effect is Effect.WRITE}
         donated = {node.inputs[index] for index in node.attributes["donate"]}
+        if written and not donated and calls_python(node.bodies[0]):
+            return True
         if donated != written:
             raise InternalError(f"{node} donates {donated} but writes {written}; run the pass 'donate'")
+        return False
 
     def _key(self, operand: Operand) -> str:
         assert isinstance(operand, Value)

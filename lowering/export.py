@@ -269,7 +269,7 @@ _HOLDING = frozenset(
 
 
 def _bodies(equation: Equation) -> list[Jaxpr]:
-    return [inner for inner, _ in inner_parts(equation)] if equation.primitive.name in _HOLDING else []
+    return [inner for inner, _ in inner_parts(equation.params)] if equation.primitive.name in _HOLDING else []
 
 
 def _line(equation: Equation) -> Loc | None:

@@ -199,7 +199,7 @@ class PlannedStep:
             slots.update(zip(call.gives, results[len(written) :], strict=True))
             return results[: len(written)], [slots[slot] for slot in plan.fetches]
 
-        return PureStep(call.writes, call.reads, self.traced.constants, fn, call.device)
+        return PureStep(call.writes, call.reads, self.traced.constants, fn, call.device, call.keeps)
 
     def lower(self, platforms: tuple[str, ...] | None = None) -> LoweredStep:
         """Lower the programs, for other platforms than this process's if they are named."""
@@ -214,7 +214,8 @@ class PlannedStep:
 class PureStep:
     """A step as a function of values: `fn(written, read, constants, leaves)` gives what it writes, and its results.
 
-    `writes` and `reads` name the variables in the store, `device` where it runs: empty for wherever they lie.
+    `writes` and `reads` name the variables in the store, `device` where it runs: empty for wherever they lie. One that
+    `keeps` must not overwrite what it writes before it is known to succeed.
     """
 
     writes: tuple[str, ...]
@@ -222,6 +223,7 @@ class PureStep:
     constants: tuple[Any, ...]
     fn: Callable[[Sequence[Any], Sequence[Any], Sequence[Any], Sequence[Any]], tuple[Sequence[Any], Sequence[Any]]]
     device: str = ""
+    keeps: bool = False
 
 
 @dataclass(frozen=True)
@@ -320,9 +322,18 @@ def lower_programs(
             state = len(item.writes) + len(item.reads)
             donated[item.program] = [state + place for place, slot in enumerate(item.takes) if slot in slots]
     devices = {item.program: device_named(item.device) for item in calls_in(plan) if item.device}
+    keeping = {item.program for item in calls_in(plan) if item.keeps}
     return [
         lower_program(
-            pure.fn, pure.types, len(pure.written), lost, name, compiler_options, devices.get(number), platforms
+            pure.fn,
+            pure.types,
+            len(pure.written),
+            lost,
+            name,
+            compiler_options,
+            devices.get(number),
+            platforms,
+            number in keeping,
         )
         for number, (pure, lost) in enumerate(zip(task_plan.programs, donated, strict=True))
     ]

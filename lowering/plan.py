@@ -20,8 +20,9 @@ class Call(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="call"):
     """Run a program on variables and slots.
 
     The program's arguments are the values of `writes`, then of `reads`, then the slots `takes`; its results are
-    the new values of `writes`, then the slots `gives`. The values of `writes` are donated. It runs on `device`, such as
-    `cpu:1`; given none, wherever JAX runs it. `touches_anything` is of one with effects that nobody told us of.
+    the new values of `writes`, then the slots `gives`. The values of `writes` are donated, unless it `keeps` them. It
+    runs on `device`, such as `cpu:1`; given none, wherever JAX runs it. `touches_anything` is of one with effects that
+    nobody told us of.
     """
 
     program: int
@@ -32,6 +33,7 @@ class Call(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="call"):
     after: tuple[int, ...] = ()
     device: str = ""
     touches_anything: bool = False
+    keeps: bool = False
 
 
 class Copy(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="copy"):

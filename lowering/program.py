@@ -1,7 +1,7 @@
 """A compiled XLA computation over state: its form, and how it travels.
 
 A program takes the values of the variables it writes, then of those it only reads, then its operands; it gives the
-new values of the written ones, then its results. The written ones' buffers are donated.
+new values of the written ones, then its results. The written ones' buffers are donated, unless it may fail as it runs.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from jax import export
 from jax import jit as jax_jit
 from jax.sharding import SingleDeviceSharding
 
+from dflow.tracing.jax_frontend import uninterrupted
 from dflow.tracing.types import ArrayType
 
 
 class Program:
-    """A compiled computation. `writes` says how many of its first arguments are donated and come back renewed.
+    """A compiled computation. The first `writes` of its arguments come back renewed, ahead of its results.
 
     `compiled` is for arguments where its compilation expects them. Those that lie elsewhere are moved to its `device`,
     if it has one; else, and for those on several devices, `by_placement` compiles as often as needed.
@@ -31,15 +32,14 @@ class Program:
         writes: int,
         by_placement: Callable[..., Any] | None = None,
         device: jax.Device | None = None,
+        keeps: bool = False,
     ) -> None:
         #: As it was compiled ahead of calls, to be asked for its text, cost and memory.
         self.compiled = compiled
-        self._compiled = compiled
-        self._by_placement = by_placement if device is None else _moving(compiled, device)
         self.writes = writes
-        #: Results that are an argument's own buffer, as (result, argument) indices; known after the first call.
-        self.forwards: tuple[tuple[int, int], ...] | None = None
-        self._is_settled = False
+        elsewhere = by_placement if device is None else _moving(compiled, device)
+        self._elsewhere = awaited(elsewhere) if keeps and elsewhere is not None else elsewhere
+        self._call = awaited(compiled) if keeps else uninterrupted(compiled)
 
     def __call__(self, *args: Any) -> Sequence[jax.Array]:
         given: list[Sequence[jax.Array]] = []
@@ -48,18 +48,23 @@ class Program:
 
     def run_into(self, given: list[Sequence[jax.Array]], args: Sequence[Any]) -> None:
         """Run it and append its results to `given`, where they are whatever is raised after the run: an interrupt."""
-        singles = list(zip(args, strict=True))
+        singles, call, elsewhere = list(zip(args, strict=True)), self._call, self._elsewhere
         try:
-            given.extend(map(self._compiled, *singles) if singles else [self._compiled()])
+            given.extend(map(call, *singles) if singles else [call()])
         except ValueError:
-            if given or self._by_placement is None or not _lie_apart(args, self._compiled):
+            if given or elsewhere is None or call is elsewhere or not _lie_apart(args, self.compiled):
                 raise
-            self._compiled, self._by_placement = self._by_placement, None
-            given.extend(map(self._compiled, *singles))
-        if not self._is_settled:
-            self.forwards = _forwards(given[0], args, self.writes)
-            # While one array stands for two arguments, each of the two may be the one handed back.
-            self._is_settled = len({id(arg) for arg in args}) == len(args)
+            self._call = elsewhere
+            given.extend(map(elsewhere, *singles))
+
+
+def awaited(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A compiled function whose results are there when it returns; else it raises what it failed by."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return jax.block_until_ready(call(*args, **kwargs))
+
+    return run
 
 
 def _moving(compiled: Any, device: jax.Device) -> Callable[..., Any]:
@@ -85,26 +90,22 @@ def _lie_apart(args: Sequence[Any], compiled: Any) -> bool:
     )
 
 
-def _forwards(results: Sequence[jax.Array], args: Sequence[Any], donated: int) -> tuple[tuple[int, int], ...]:
-    """JAX may hand back an argument itself where a result is only that argument."""
-    places: dict[int, list[int]] = {}
-    for place, arg in enumerate(args[donated:], donated):
-        places.setdefault(id(arg), []).append(place)
-    return tuple((index, place) for index, result in enumerate(results) for place in places.get(id(result), ()))
-
-
 @dataclass(frozen=True)
 class LoweredProgram:
-    """A computation of which the StableHLO is known; `writes` as in `Program`."""
+    """A computation of which the StableHLO is known; `writes` as in `Program`.
+
+    One that `keeps` overwrites none of its arguments, and is waited for: it may fail as it runs.
+    """
 
     stage: jax.stages.Lowered
     writes: int
     jitted: Callable[..., Any]
     device: jax.Device | None = None
+    keeps: bool = False
 
     def compile(self, compiler_options: dict[str, Any] | None = None) -> Program:
         """Compile it for this process."""
-        return Program(self.stage.compile(compiler_options), self.writes, self.jitted, self.device)
+        return Program(self.stage.compile(compiler_options), self.writes, self.jitted, self.device, self.keeps)
 
 
 def lower_program(
@@ -116,21 +117,21 @@ def lower_program(
     compiler_options: dict[str, Any] | None = None,
     device: jax.Device | None = None,
     platforms: tuple[str, ...] | None = None,
+    keeps: bool = False,
 ) -> LoweredProgram:
     """Lower `fn` for this process, or for `platforms`.
 
-    Of the arguments after the written ones, those in `given_up` are donated too. On a `device` it runs there, wherever
-    its arguments lie; given none, where they lie.
+    The written arguments are donated, unless it `keeps` them, and so are those numbered in `given_up`. On a `device` it
+    runs there, wherever its arguments lie; given none, where they lie.
     """
     fn.__name__ = name
-    donated = (*range(writes), *given_up)
+    donated = (*(() if keeps else range(writes)), *given_up)
     options: dict[str, Any] = {"compiler_options": compiler_options}
     if device is not None:
-        # Of the results it would say more than where: that none is an argument handed back.
         options["in_shardings" if types else "out_shardings"] = SingleDeviceSharding(device)
     jitted = jax_jit(fn, donate_argnums=donated, keep_unused=True, **options)
     stage = jitted.trace(*(type.struct for type in types)).lower(lowering_platforms=platforms)
-    return LoweredProgram(stage, writes, jitted, device)
+    return LoweredProgram(stage, writes, jitted, device, keeps)
 
 
 def export_program(fn: Callable[..., Any], types: Sequence[ArrayType], name: str = "program") -> bytes:

@@ -139,7 +139,7 @@ def _open_parts(equation: Equation) -> list[tuple[Jaxpr, list[Any]]]:
     derivative along a constant is.
     """
     rule = _RULES.get(equation.primitive.name)
-    return [] if rule is None or isinstance(rule, _Custom) else inner_parts(equation)
+    return [] if rule is None or isinstance(rule, _Custom) else inner_parts(equation.params)
 
 
 def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], state: State) -> list[Any]:

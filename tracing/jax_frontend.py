@@ -221,6 +221,17 @@ def forget_failed_dispatch(jitted: Any) -> None:
     jitted._clear_cache()
 
 
+def uninterrupted(compiled: Any) -> Callable[..., Any]:
+    """What C code calls of a `jax.stages.Compiled`, where it can: no interrupt comes between a call and its results.
+
+    The public call is a Python function around it, which an interrupt may end when what was donated is gone already.
+    """
+    found: Callable[..., Any] = compiled
+    if isinstance(compiled, jax.stages.Compiled):
+        found = compiled._executable.create_cpp_call(compiled._params) or compiled
+    return found
+
+
 def static_options(jitted: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """The positions and names that a `jax.jit` function takes as static, those it inferred from the signature included.
 
@@ -425,10 +436,10 @@ def is_jaxpr(value: Any) -> bool:
     return hasattr(closed_parts(value)[0], "eqns")
 
 
-def inner_parts(equation: Equation) -> list[tuple[Jaxpr, list[Any]]]:
+def inner_parts(params: Mapping[str, Any]) -> list[tuple[Jaxpr, list[Any]]]:
     """The jaxprs among the parameters of an equation, each with its constants."""
     found = []
-    for value in equation.params.values():
+    for value in params.values():
         parts = value if isinstance(value, tuple | list) else [value]
         found += [closed_parts(part) for part in parts if is_jaxpr(part)]
     return found

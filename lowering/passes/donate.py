@@ -1,4 +1,7 @@
-"""Mark the variables whose buffers an XLA call may overwrite: those it writes."""
+"""Mark the variables whose buffers an XLA call may overwrite: those it writes, unless it may fail as it runs.
+
+A call that calls Python back fails when that raises; then its variables are to be what they were.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from dflow.tracing import ops
+from dflow.tracing.callbacks import calls_python
 from dflow.tracing.effects import Effect
 from dflow.tracing.graph import Graph, Node
 
 
 @dataclass(frozen=True)
 class Donate:
-    """Set `donate` of each `xla.call` to the operands that are written variables."""
+    """Set `donate` of each `xla.call` to the operands that are written variables, or to none."""
 
     name: ClassVar[str] = "donate"
 
@@ -24,5 +28,7 @@ class Donate:
 
 def _donating(node: Node) -> Node:
     written = {ref for effect, ref in node.effects if effect is Effect.WRITE}
+    if written and calls_python(node.bodies[0]):
+        return node
     donate = tuple(index for index, operand in enumerate(node.inputs) if operand in written)
     return dataclasses.replace(node, attributes={**node.attributes, "donate": donate})
