@@ -5,11 +5,13 @@ Lower layers never read the environment; what they need is passed to them.
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from dflow.lowering.passes.choose import BUDGET_S
 from dflow.tracing.errors import ConfigError
 
 
@@ -21,14 +23,28 @@ class Config:
     check: bool = False
     #: DFLOW_DUMP=dir writes each graph, before and after each pass, into a folder per traced function.
     dump: Path | None = None
+    #: DFLOW_PLACEMENT_S is how long, in s, pricing and search may take for a function whose devices are chosen.
+    placement_s: float = BUDGET_S
 
 
 def _parse(name: str, text: str) -> Any:
     if name == "dump":
         return Path(text)
+    if name == "placement_s":
+        return _seconds(text)
     if text not in ("0", "1"):
         raise ConfigError(f"DFLOW_{name.upper()} is {text!r}; the legal values are 0 and 1")
     return text == "1"
+
+
+def _seconds(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 < found < math.inf:
+        raise ConfigError(f"DFLOW_PLACEMENT_S is {text!r}; the legal values are numbers of seconds above 0")
+    return found
 
 
 def from_environment(environment: dict[str, str]) -> Config:

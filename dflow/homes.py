@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Protocol, cast
 
+from dflow.config import CONFIG
 from dflow.distributed.cluster import cluster_with
 from dflow.lowering.local import LocalHome, Runner
 from dflow.lowering.passes.base import Observer
@@ -15,7 +16,7 @@ from dflow.tracing.graph import Graph
 from dflow.tracing.source import at, caller
 from dflow.tracing.trace import Traced
 
-LOCAL = LocalHome()
+LOCAL = LocalHome(CONFIG.placement_s)
 set_default_home(LOCAL)
 
 

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
 import jax
 
+from dflow.advice import advise_on_keywords
 from dflow.function import Function
 from dflow.homes import LOCAL, home_of
 from dflow.lowering.devices import devices_in_order
 from dflow.lowering.local import METER
 from dflow.lowering.passes.base import run_passes
-from dflow.lowering.passes.choose import Choose, Decision
+from dflow.lowering.passes.choose import Choose, Decision, settled
 from dflow.lowering.passes.merge import Merge
 from dflow.lowering.passes.place import Place
 from dflow.lowering.passes.prune import Prune
 from dflow.lowering.pipeline import ALONE
 from dflow.lowering.placement.choose import all_on
 from dflow.lowering.placement.instance import runs_alone
-from dflow.lowering.placement.measure import WARM_UPS
 from dflow.lowering.placement.regions import alternatives
 from dflow.lowering.placement.score import predicted, scored
 from dflow.tracing.context import home
@@ -31,26 +32,28 @@ from dflow.tracing.device import WITH_STATE, choices_in, device_scope
 from dflow.tracing.effects import Effect
 from dflow.tracing.errors import DeviceError
 from dflow.tracing.graph import Graph, Node
+from dflow.tracing.jax_frontend import runs_plainly
 from dflow.tracing.resources import Variable
 from dflow.tracing.source import at, caller
-from dflow.tracing.trace import Traced, trace
+from dflow.tracing.trace import Traced
 from dflow.tracing.types import HOST_HANDLES
+
+#: A time is of calls in a row that take about so long, in s, and are at most so many.
+ROW_S, ROW = 0.02, 100
 
 
 @dataclass(frozen=True)
 class PlacedPart:
-    """Some ops that stand together.
+    """Some ops that stand together for one reason.
 
-    value     the name of the last value they give, as the graph's text has it
-    ops       how many they are
+    values    the names of what they give, a name for each op, as the graph's text has them
     device    where they run, such as `cpu:1`
     reason    why there
     lines     the user's lines they come from, the first ones
     is_state  whether they are where they are for a variable
     """
 
-    value: str
-    ops: int
+    values: tuple[str, ...]
     device: str
     reason: str
     lines: tuple[str, ...]
@@ -62,13 +65,15 @@ class Placement:
     """Where the ops of a function run, and why; `print` gives it as text. Made by `dflow.explain_placement`.
 
     predicted_s     how long a step is predicted to take
-    measured_s      the median time of a step; None where it was not run
+    measured_s      the median time of a step among others in a loop; None where it was not run
     all_on_one_s    by device, what is predicted with all on it that may be there
     busy_s          by device, how long it works in a step
     peak_bytes      by device, the most memory that a step takes there, variables included
     transfers       how many values travel between devices in a step
     moved_bytes     how many bytes these are
-    parts           the ops, in the order of the program
+    pricing_s       how long it took to find out what the ops cost, and the devices where they were not known yet
+    search_s        how long the search for the best placement took
+    parts           the ops, in the order of the program; each op is in one of them
     """
 
     name: str
@@ -79,6 +84,8 @@ class Placement:
     peak_bytes: dict[str, int]
     transfers: int
     moved_bytes: int
+    pricing_s: float
+    search_s: float
     parts: tuple[PlacedPart, ...]
 
     def __str__(self) -> str:
@@ -95,6 +102,7 @@ class Placement:
         if len(self.all_on_one_s) > 1:
             others = ", ".join(f"{_time(seconds)} on {device}" for device, seconds in self.all_on_one_s.items())
             lines.append(f"  as far as it may be on one device, it would take {others}")
+        lines.append(f"  pricing took {_time(self.pricing_s)}, the search {_time(self.search_s)}")
         return lines
 
     def _rows(self) -> list[str]:
@@ -112,38 +120,68 @@ def _own(part: PlacedPart) -> int:
 
 def _row(parts: Sequence[PlacedPart]) -> tuple[str, str, str]:
     """What a line says of parts that share it."""
-    first, lines = parts[0], list(dict.fromkeys(line for part in parts for line in part.lines if line != "..."))
+    values = [value for part in parts for value in part.values]
+    lines = list(dict.fromkeys(line for part in parts for line in part.lines if line != "..."))
     more = len(lines) > 2 or any("..." in part.lines for part in parts)
-    shown = ", ".join([*lines[:2], *(["..."] if more else [])])
-    comment = f"  # {shown}" if shown else ""
-    if len(parts) > 1:
-        return f"%{first.value} to %{parts[-1].value}", first.device, f"variables that live there{comment}"
-    others = f" and {first.ops - 1} before it" if first.ops > 1 else ""
-    return f"%{first.value}{others}", first.device, f"{first.reason}{comment}"
+    comment = f"  # {', '.join([*lines[:2], *(['...'] if more else [])])}" if lines else ""
+    reason = parts[0].reason if len(parts) == 1 else "variables that live there"
+    return _named(values), parts[0].device, f"{reason}{comment}"
 
 
-def explain_placement(fn: Callable[..., Any], /, *args: Any, rounds: int = 5) -> Placement:
+def _named(values: Sequence[str]) -> str:
+    if len(values) <= 2:
+        return ", ".join(f"%{value}" for value in values)
+    return f"%{values[0]} to %{values[-1]}, {len(values)} ops"
+
+
+def explain_placement(
+    fn: Callable[..., Any], /, *args: Any, rounds: int = 5, budget_s: float | None = None, **kwargs: Any
+) -> Placement:
     """Where the ops of `fn` run for arguments of these types, and why; what a step takes, predicted and measured.
 
-    fn      a function, decorated by `dflow.jit` or not, of one process
-    args    its arguments: arrays, or `jax.ShapeDtypeStruct`s, with which it is not run
-    rounds  how often it is run to be measured, on copies of its variables, so that nothing changes; with 0, or if it
-            uses queues or acts on the world, it is not run
-    raises  DeviceError for a function whose variables are on a cluster, and as a call of the function would
+    fn        a function, decorated by `dflow.jit` or not, of one process
+    args      its arguments, as `kwargs`: arrays, or `jax.ShapeDtypeStruct`s, with which it is not run
+    rounds    how often it is measured: each time it is called as in a loop, many times in a row if a step is short, on
+              copies of its variables, so that nothing changes; with 0, or if it uses queues or acts on the world, it is
+              not run
+    budget_s  how long pricing and search may take, in s; without it DFLOW_PLACEMENT_S says it, else it is 3
+    raises    DeviceError for a function whose variables are on a cluster; ValueError for rounds or a budget that are
+              none; TypeError for a keyword that neither this nor the function takes; and what a call of it would raise
 
     Ops that `dflow.device("auto")` covers are chosen; of each such part it says by how much a step would be longer with
-    it on the next best device. The first call in a process measures the devices, which takes about a second.
+    it on the next best device. The first call in a process measures the devices, which takes about half a second.
     """
-    own = fn.fn if isinstance(fn, Function) else fn
-    traced = trace(own, args, {})
+    _check_figures(rounds, budget_s)
+    if not callable(fn):
+        raise TypeError(f"explain_placement was given {fn!r}, which is no function{at(caller())}")
+    advise_on_keywords("explain_placement", explain_placement, fn, kwargs)
+    with jax.disable_jit(False):  # in `dflow.eager()` too it is about what is compiled
+        return _explained(fn, args, kwargs, rounds, LOCAL.placement_s if budget_s is None else budget_s)
+
+
+def _explained(fn: Callable[..., Any], args: Any, kwargs: Any, rounds: int, budget_s: float) -> Placement:
+    rehearsed = _Rehearsed(fn.fn, fn._options) if isinstance(fn, Function) else _Rehearsed(fn, {})
+    traced = rehearsed.bound(args, kwargs)
     if home_of(traced) is not LOCAL:
         raise DeviceError(
-            f"{_name(fn)} has variables on a cluster, and costs are of the devices of one process{at(caller())}\n"
+            f"{traced.name} has variables on a cluster, and costs are of the devices of one process{at(caller())}\n"
             "  print(dflow.graph(fn, ...)) shows the task of each op"
         )
     graph = run_passes(traced.graph, (Prune(), Merge()))
-    decision = Choose(Place(ALONE, (ALONE,), devices_in_order()), METER).decide(graph)
-    return explained(_name(fn), graph, decision, _measured(traced, args, rounds))
+    decision = Choose(Place(ALONE, (ALONE,), devices_in_order()), METER, budget_s).decide(graph)
+    measured_s = None
+    if rounds and _may_be_run(traced, (args, kwargs)):
+        rehearsed.follow(traced, settled(graph, decision))
+        measured_s = rehearsed.step_s(args, kwargs, rounds)
+    return explained(traced.name, graph, decision, measured_s)
+
+
+def _check_figures(rounds: int, budget_s: float | None) -> None:
+    given: object = rounds
+    if isinstance(given, bool) or not isinstance(given, int) or given < 0:
+        raise ValueError(f"rounds is {rounds!r}{at(caller())}\n  give a whole number, 0 for a prediction alone")
+    if budget_s is not None and not 0 < budget_s < float("inf"):
+        raise ValueError(f"budget_s is {budget_s!r}{at(caller())}\n  give a number of seconds above 0, or leave it out")
 
 
 def explained(name: str, graph: Graph, decision: Decision, measured_s: float | None) -> Placement:
@@ -152,20 +190,6 @@ def explained(name: str, graph: Graph, decision: Decision, measured_s: float | N
     names = problem.machine.names
     step = predicted(problem, found.assignment)
     used = [device for device in problem.machine.devices if step.busy_s[device] or step.peak_bytes[device]]
-    device_of = [names[device] for device in found.assignment]
-    rows: list[tuple[list[int], str, str]] = []
-    for other in alternatives(problem, found.assignment):
-        units = [unit for block in other.region for unit in problem.together[block]]
-        gain = f"ends {_time(other.loss_s)} earlier than" if other.loss_s > 0 else "ends as early as"
-        rows.append((units, device_of[units[0]], f"chosen: the step {gain} with {names[other.device]}"))
-    chosen = {unit for units, _, _ in rows for unit in units}
-    for unit, group in enumerate(decision.instance.groups):
-        if unit not in chosen:
-            rows.append(([unit], device_of[unit], _reason([graph.nodes[number] for number in group])))
-    parts = [
-        _part([graph.nodes[number] for unit in units for number in decision.instance.groups[unit]], device, reason)
-        for units, device, reason in sorted(rows)
-    ]
     return Placement(
         name,
         step.step_s,
@@ -175,66 +199,118 @@ def explained(name: str, graph: Graph, decision: Decision, measured_s: float | N
         {names[device]: step.peak_bytes[device] for device in used},
         len(step.transfers),
         sum(problem.values[move.value].size_bytes for move in step.transfers),
-        tuple(parts),
+        decision.pricing_s,
+        decision.search_s,
+        tuple(_parts(graph, decision)),
     )
 
 
-def _part(nodes: Sequence[Node], device: str, reason: str) -> PlacedPart:
-    lines = list(dict.fromkeys(node.loc.short for node in nodes if node.loc is not None))
-    shown = (*lines[:2], "...") if len(lines) > 2 else tuple(lines)
-    touched = any(ref is not None for node in nodes for _, ref in node.effects)
-    is_state = touched and not any(map(runs_alone, nodes))
-    return PlacedPart(nodes[-1].outputs[0].name, len(nodes), device, reason, shown, is_state)
+def _parts(graph: Graph, decision: Decision) -> Iterator[PlacedPart]:
+    """Ops of one choice are a part; of the others, those in a row for one reason."""
+    chosen = _chosen(decision)
+    unit_of = {number: unit for unit, group in enumerate(decision.instance.groups) for number in group}
+    names = decision.instance.problem.machine.names
+    found: list[tuple[tuple[str, str, bool, int], list[Node]]] = []
+    place_of: dict[tuple[str, str, bool, int], int] = {}
+    for number, node in enumerate(graph.nodes):
+        unit = unit_of[number]
+        device = names[decision.found.assignment[unit]]
+        reason, region = chosen.get(unit, (_reason(node), -1))
+        key = device, reason, region < 0 and _is_state(node), region
+        if region >= 0 and key in place_of:
+            found[place_of[key]][1].append(node)
+        elif found and found[-1][0] == key:
+            found[-1][1].append(node)
+        else:
+            place_of[key] = len(found)
+            found.append((key, [node]))
+    for (device, reason, is_state, _), nodes in found:
+        lines = list(dict.fromkeys(node.loc.short for node in nodes if node.loc is not None))
+        shown = (*lines[:2], "...") if len(lines) > 2 else tuple(lines)
+        yield PlacedPart(tuple(node.outputs[0].name for node in nodes), device, reason, shown, is_state)
 
 
-def _reason(nodes: Sequence[Node]) -> str:
-    """Why nodes without a choice are where they are: what binds one of them binds all."""
-    for node in nodes:
-        refs = [ref for _, ref in node.effects if ref is not None]
-        if runs_alone(node):
-            return "run by the process itself"
-        if refs:
-            return f"%{refs[0].name} lives there"
-    stated = [node.device for node in nodes if node.device is not None]
-    if not stated:
+def _chosen(decision: Decision) -> dict[int, tuple[str, int]]:
+    """By unit with a choice, why it is where it is, and the number of the region that it is chosen with."""
+    problem, assignment = decision.instance.problem, decision.found.assignment
+    found = {}
+    for number, other in enumerate(alternatives(problem, assignment)):
+        gain = f"ends {_time(other.loss_s)} earlier than" if other.loss_s > 0 else "ends as early as"
+        reason = f"chosen: the step {gain} with {problem.machine.names[other.device]}"
+        found.update({unit: (reason, number) for block in other.region for unit in problem.together[block]})
+    return found
+
+
+def _is_state(node: Node) -> bool:
+    return any(ref is not None for _, ref in node.effects) and not runs_alone(node)
+
+
+def _reason(node: Node) -> str:
+    """Why a node without a choice is where it is."""
+    refs = [ref for _, ref in node.effects if ref is not None]
+    if runs_alone(node):
+        return "run by the process itself"
+    if refs:
+        return f"%{refs[0].name} lives there"
+    if node.device is None:
         return "no scope: beside what it takes"
-    if any(choices_in(device) is not None for device in stated):
+    if choices_in(node.device) is not None:
         return "the only device that it may run on"
-    return "stated" if any(device != WITH_STATE for device in stated) else "beside the variable that it updates"
+    return "stated" if node.device != WITH_STATE else "beside the variable that it updates"
 
 
-def _measured(traced: Traced, args: Sequence[Any], rounds: int) -> float | None:
-    leaves = jax.tree_util.tree_leaves(args)
-    if not rounds or any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves) or not _may_be_run(traced.graph):
-        return None
-    with home(LOCAL):
-        copies = tuple(_copy(variable) for variable in traced.variables)
-    run = LOCAL.runner(replace(traced, variables=copies, donated=()), check=False, observe=None)
-    times: list[float] = []
-    for turn in range(WARM_UPS + rounds):
-        started = time.perf_counter()
-        jax.block_until_ready(run(leaves))
-        jax.block_until_ready([copy.read() for copy in copies])
-        if turn >= WARM_UPS:
-            times.append(time.perf_counter() - started)
-    return statistics.median(times)
+class _Rehearsed(Function[..., Any]):
+    """A function that is called as any is, but on copies of its variables, where a decision puts its ops."""
+
+    def __init__(self, fn: Callable[..., Any], options: Mapping[str, Any]) -> None:
+        # What the caller would lose at a call is needed for the next.
+        super().__init__(fn, {name: given for name, given in options.items() if not name.startswith("donate")})
+        self._followed: Traced | None = None
+        self._copies: tuple[Variable, ...] = ()
+
+    def bound(self, args: Any, kwargs: Any) -> Traced:
+        """The trace of a call."""
+        return super()._traced(self._inner.trace(*args, **kwargs), args, kwargs)
+
+    def follow(self, traced: Traced, graph: Graph) -> None:
+        """From now on run `graph`, the trace's with all devices settled, on the values that the variables have now."""
+        with home(LOCAL):
+            self._copies = tuple(map(_copy, traced.variables))
+        self._followed = replace(traced, graph=graph, variables=self._copies)
+
+    def _traced(self, stage: Any, args: Any, kwargs: Any) -> Traced:
+        return self._followed or super()._traced(stage, args, kwargs)
+
+    def step_s(self, args: Any, kwargs: Any, rounds: int) -> float:
+        """The time of a call in a loop of calls that waits for nothing, as one that trains: the median of `rounds`."""
+        self._loop_s(args, kwargs, 2)  # compiled, and then settled
+        once = self._loop_s(args, kwargs, 1)
+        count = max(1, min(ROW, int(ROW_S / max(once, 1e-9))))
+        return statistics.median(self._loop_s(args, kwargs, count) / count for _ in range(rounds))
+
+    def _loop_s(self, args: Any, kwargs: Any, count: int) -> float:
+        keys = [copy.key for copy in self._copies]
+        result, started = None, time.perf_counter()
+        for _ in range(count):
+            result = self(*args, **kwargs)
+        jax.block_until_ready(result)
+        LOCAL.store.wait(keys)
+        return time.perf_counter() - started
 
 
-def _may_be_run(graph: Graph) -> bool:
-    if any(isinstance(ref.type, HOST_HANDLES) for ref in graph.refs):
+def _may_be_run(traced: Traced, given: Any) -> bool:
+    """Whether it may be run, and would be compiled: there are values, and all that it changes is its variables."""
+    graph = traced.graph
+    if not runs_plainly() or any(isinstance(ref.type, HOST_HANDLES) for ref in graph.refs):
+        return False
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree_util.tree_leaves(given)):
         return False
     return not any(effect is Effect.UNKNOWN for node in graph.nodes for effect, _ in node.effects)
 
 
 def _copy(variable: Variable) -> Variable:
-    if variable.device is None:
+    with nullcontext() if variable.device is None else device_scope(variable.device):
         return Variable(variable.read())
-    with device_scope(variable.device):
-        return Variable(variable.read())
-
-
-def _name(fn: Any) -> str:
-    return str(getattr(fn, "__name__", "function"))
 
 
 def _time(seconds: float) -> str:

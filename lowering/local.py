@@ -20,6 +20,7 @@ from dflow.lowering.compile import Compiled, TaskPlan, make_plans
 from dflow.lowering.devices import device_named, devices_in_order, local_name
 from dflow.lowering.execute import Execution, Outcome
 from dflow.lowering.passes.base import Observer, run_passes
+from dflow.lowering.passes.choose import BUDGET_S
 from dflow.lowering.pipeline import ALONE, pipeline
 from dflow.lowering.placement.measure import Meter
 from dflow.lowering.plan import Call, Plan, calls_in
@@ -51,10 +52,14 @@ METER = Meter()
 
 
 class LocalHome:
-    """The home of variables that live in this process. A new variable takes over an old one's name."""
+    """The home of variables that live in this process. A new variable takes over an old one's name.
 
-    def __init__(self) -> None:
+    `placement_s` is how long pricing and search may take for a function whose devices are chosen.
+    """
+
+    def __init__(self, placement_s: float = BUDGET_S) -> None:
         self.store = Store()
+        self.placement_s = placement_s
         self._named: weakref.WeakValueDictionary[str, Variable] = weakref.WeakValueDictionary()
 
     def create(self, variable: Variable, initial: Initial, near: Variable | None) -> Slot:
@@ -157,7 +162,7 @@ class LocalHome:
 
     def plan(self, traced: Traced, *, check: bool, observe: Observer | None) -> PlannedStep:
         """Take a traced function, whose variables all live here, through the passes."""
-        passes = pipeline(devices=devices_in_order(), costs=METER)
+        passes = pipeline(devices=devices_in_order(), costs=METER, budget_s=self.placement_s)
         graph = run_passes(traced.graph, passes, check=check, observe=observe)
         refuse_spread(graph, traced.variables, self.store)
         keys = {ref: variable.key for ref, variable in zip(graph.refs, traced.variables, strict=True)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dflow.lowering.passes.base import Pass
-from dflow.lowering.passes.choose import Choose, Costs
+from dflow.lowering.passes.choose import BUDGET_S, Choose, Costs
 from dflow.lowering.passes.cluster import Cluster
 from dflow.lowering.passes.donate import Donate
 from dflow.lowering.passes.fold import Fold
@@ -22,16 +22,18 @@ def pipeline(
     tasks: tuple[str, ...] = (ALONE,),
     devices: tuple[str, ...] = (),
     costs: Costs | None = None,
+    budget_s: float = BUDGET_S,
 ) -> tuple[Pass, ...]:
     """The passes for a caller on the task `local` of a cluster with these tasks.
 
-    `devices` are the caller's own, as `cpu:0`, the default one first; by their `costs` ops can be placed on them.
+    `devices` are the caller's own, as `cpu:0`, the default one first; by their `costs` ops can be placed on them, in
+    about `budget_s` s.
     """
     place = Place(local, tasks, devices)
     return (
         Prune(),  # first: everything after is cheaper
         Merge(),  # before place: equal nodes must land on one task
-        *([] if costs is None else [Choose(place, costs)]),  # before place: what was left open becomes stated
+        *([] if costs is None else [Choose(place, costs, budget_s)]),  # before place: what was left open becomes stated
         place,
         Fold(local),  # before partition: a number that is known need not be sent
         Partition(local),  # from here on, no operand crosses a device border

@@ -185,6 +185,12 @@ class Store:
                 held.lent = True
             return {key: held.value for key, held in zip(keys, found, strict=True)}
 
+    def wait(self, keys: Iterable[str]) -> None:
+        """Wait until the values are computed. They are neither copied nor lent. Raises VariableError."""
+        with self._lock:
+            values = [held.value for held in self.claim_values(list(keys))]
+        jax.block_until_ready(values)
+
     def shardings(self, keys: Iterable[str]) -> dict[str, Sharding | None]:
         """Where the values are; None for one that JAX may put anywhere. Raises VariableError."""
         with self._lock:

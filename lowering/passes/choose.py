@@ -24,8 +24,10 @@ from dflow.tracing.graph import Graph, Node
 from dflow.tracing.op import OpDef
 from dflow.tracing.ops import CONTROL_OPS
 
-#: How long the search takes at most, in s.
-BUDGET_S = 1.0
+#: How long pricing and search take together for one graph if nobody says otherwise, in s.
+BUDGET_S = 3.0
+#: The part of this that pricing may take at most; the search has the rest, and takes no longer than a second of it.
+PRICING, SEARCH_S = 0.7, 1.0
 #: What is predicted to gain less than this part of a step, over all on the default device, is not done.
 WORTH = 0.02
 _OF_SEVERAL_DEVICES = ("shard_map", "sharding_constraint", "mesh_cast", "reshard")
@@ -42,8 +44,8 @@ class Costs(Protocol):
         """Roughly what a node takes on a device, in s."""
         ...
 
-    def prices(self, parts: Sequence[Graph], names: Sequence[str]) -> list[Price]:
-        """What parts of a graph take on each device."""
+    def prices(self, parts: Sequence[Graph], names: Sequence[str], budget_s: float) -> list[Price]:
+        """What parts of a graph take on each device, found out within about so many s."""
         ...
 
 
@@ -51,12 +53,16 @@ class Costs(Protocol):
 class Decision:
     """What was chosen for a graph: `found` for the units of `instance`, whose machine's names are the devices'.
 
-    `is_free`  by unit, whether there was a choice
+    `is_free`    by unit, whether there was a choice
+    `pricing_s`  how long it took to find out what the units cost, the devices included
+    `search_s`   how long the search took
     """
 
     instance: Instance
     found: Scored
     is_free: tuple[bool, ...]
+    pricing_s: float
+    search_s: float
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,7 @@ class Choose:
 
     place: Place
     costs: Costs
+    budget_s: float = BUDGET_S
     clock: Callable[[], float] = time.perf_counter
     name: ClassVar[str] = "choose"
     is_of_whole: ClassVar[bool] = True
@@ -85,23 +92,26 @@ class Choose:
         for node, choices, own in zip(assumed.nodes, open_to, stated, strict=True):
             allowed = (own,) if choices is None else choices or names
             where[id(node)] = tuple(sorted(number_of[name] for name in allowed))
+        started = self.clock()
         machine = self.costs.machine(names)
+        measured = self.clock()
         problem = instance(
             assumed,
             machine,
             number_of[self.place.devices[0]],
             lambda node: where[id(node)],
             lambda node: self.costs.estimate(node, names[0]),
-            lambda parts: self.costs.prices(parts, names),
+            lambda parts: self.costs.prices(parts, names, PRICING * self.budget_s),
             _small(machine),
         )
-        until = self.clock() + BUDGET_S
+        priced = self.clock()
+        until = min(measured + self.budget_s, priced + SEARCH_S)
         found = choose(problem.problem, turns=TURNS, is_over=lambda: self.clock() > until)
         simple = scored(problem.problem, all_on(problem.problem, number_of[self.place.devices[0]]))
         if not simple.score[0] and simple.step_s <= found.step_s * (1 + WORTH):
             found = simple
         free = tuple(any(open_to[number] is not None for number in group) for group in problem.groups)
-        return Decision(problem, found, free)
+        return Decision(problem, found, free, priced - started, self.clock() - priced)
 
     def _names(self, open_to: Sequence[tuple[str, ...] | None], stated: Sequence[str]) -> tuple[str, ...]:
         """The devices that count, in the caller's order: those used, those named, and all if any will do."""
@@ -163,4 +173,4 @@ def _devices(decision: Decision) -> dict[int, str]:
 def _small(machine: Machine) -> float:
     """What is over before a value has travelled is not worth one."""
     links = [machine.links[a][b] for a in machine.devices for b in machine.devices if a != b]
-    return min((link.latency_s for link in links), default=0.0)
+    return min((link.latency_s for link in links), default=float("inf"))

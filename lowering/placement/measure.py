@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -29,10 +30,12 @@ from dflow.tracing.types import ArrayType, RefType
 
 #: How long the devices and links of a process may take to be measured, in s.
 DEADLINE_S = 60.0
-#: How long the units of one graph may take to be measured, compilation included, in s; the rest is estimated.
-UNITS_S = 10.0
-#: A median is of so many runs, or of three if they take longer than `ENOUGH_S`; before it, memory is warmed up.
-ROUNDS, WARM_UPS, ENOUGH_S = 9, 3, 0.1
+#: Units that make up less than this part of all, by a first estimate, are estimated: measuring would not pay.
+REST = 0.05
+#: A median is of so many times, or of fewer if they are alike to a part of `ALIKE` or take longer than `ENOUGH_S` s.
+ROUNDS, ALIKE, ENOUGH_S = 9, 0.05, 0.1
+#: A time is of calls in a row that take about so long, in s, and are at most so many.
+ROW_S, ROW = 2e-3, 50
 
 _SIDE = 384
 _SMALL, _LARGE = 1 << 10, 1 << 22  # bytes
@@ -47,7 +50,7 @@ class Meter:
         self._rates: dict[str, Rates] = {}
         self._links: dict[tuple[str, str, bool], Link] = {}
         self._speeds: dict[tuple[str, int], tuple[float, ...]] = {}
-        self._units: dict[tuple[str, str], tuple[float, int]] = {}
+        self._units: dict[_Key, UnitCost] = {}
 
     def machine(self, names: Sequence[str]) -> Machine:
         """The devices of these names with all that joins them. Raises DeadlineExceeded, which says what was late."""
@@ -72,12 +75,12 @@ class Meter:
         kind = _kind(device)
         if kind not in self._rates:
             self._in_time(f"{name} was to be measured")
-            side = jax.device_put(np.ones((_SIDE, _SIDE), np.float32), device)
+            side = jax.device_put(_side(), device)
             row = jax.device_put(np.ones(_LARGE // 4, np.float32), device)
             one = jax.device_put(np.ones(1, np.float32), device)
-            launch = self._median(_ADD_ONE, one)
-            product = self._median(_PRODUCT, side)
-            copied = self._median(_ADD_ONE, row)
+            launch = self._in_a_row(_ADD_ONE, one)
+            product = self._in_a_row(_PRODUCT, side)
+            copied = self._in_a_row(_ADD_ONE, row)
             self._rates[kind] = Rates(
                 2.0 * _SIDE**3 / max(product - launch, product / 2),
                 2.0 * _LARGE / max(copied - launch, copied / 2),
@@ -90,8 +93,8 @@ class Meter:
         key = _kind(source), _kind(target), one == other
         if key not in self._links:
             self._in_time(f"the link from {one} to {other} was to be measured")
-            small, large = (
-                self._median(lambda x: jax.device_put(x, target), jax.device_put(np.ones(size, np.uint8), source))
+            (small,), (large,) = (
+                self._in_turn([(lambda x: jax.device_put(x, target), jax.device_put(np.ones(size, np.uint8), source))])
                 for size in (_SMALL, _LARGE)
             )
             # A busy machine may take longer for the small one; then half of the time is taken for that of the bytes.
@@ -105,79 +108,127 @@ class Meter:
         key = _kind(device_named(names[0])), len(names)
         if key not in self._speeds:
             self._in_time(f"{', '.join(names)} were to be measured together")
-            sides = [jax.device_put(np.ones((_SIDE, _SIDE), np.float32), device_named(name)) for name in names]
-            for side in sides:
-                jax.block_until_ready(_PRODUCT(side))
+            sides = [jax.device_put(_side(), device_named(name)) for name in names]
             found = self._in_turn([(_all_products, sides[: number + 1]) for number in range(len(sides))])
             speeds = [min(1.0, found[0] / seconds) for seconds in found]
             self._speeds[key] = tuple(min(speeds[: number + 1]) for number in range(len(speeds)))
         return self._speeds[key]
 
-    def prices(self, parts: Sequence[Graph], names: Sequence[str], deadline_s: float = UNITS_S) -> list[Price]:
-        """What parts of a graph take on each device: measured while there is time, after that estimated.
+    def prices(self, parts: Sequence[Graph], names: Sequence[str], budget_s: float) -> list[Price]:
+        """What parts of a graph take on each device: the largest are measured while there is time, all else estimated.
 
+        Equal parts are measured once. What is estimated is so at the rates that the measured ones were found to have.
         A part is run on numbers of its own, on no variable. What could turn for ever, or be seen outside, is not run.
         """
-        until = self._clock() + deadline_s
+        kinds = [_kind(device_named(name)) for name in names]
+        texts = [_canonical(part) if self._takes_time(part, names[0]) else None for part in parts]
+        self._measure(parts, texts, dict(zip(kinds, names, strict=True)), self._clock() + budget_s)
+        fitted = {kind: self._fitted(kind, name) for kind, name in zip(kinds, names, strict=True)}
         priced = []
-        for part in parts:
-            found = [self._unit(part, name, is_late=self._clock() > until) for name in names]
-            priced.append(Price(tuple(seconds for seconds, _ in found), max(scratch for _, scratch in found)))
+        for part, written in zip(parts, texts, strict=True):
+            if written is None:
+                priced.append(Price((0.0,) * len(names)))
+                continue
+            known = [self._units.get((written, kind)) for kind in kinds]
+            seconds = [
+                fitted[kind].seconds(_work(part)) if unit is None else unit.seconds
+                for kind, unit in zip(kinds, known, strict=True)
+            ]
+            priced.append(Price(tuple(seconds), max(unit.scratch_bytes if unit else 0 for unit in known)))
         return priced
 
     def estimate(self, node: Node, name: str) -> float:
         """Roughly what a node takes, in s, by its types alone."""
         return self.rates(name).seconds(work_of(node))
 
-    def _unit(self, part: Graph, name: str, *, is_late: bool) -> tuple[float, int]:
-        if any(map(runs_alone, part.nodes)) or not any(self.estimate(node, name) for node in part.nodes):
-            return 0.0, 0
-        key = _canonical(part), _kind(device_named(name))
-        if key not in self._units:
-            if is_late or not all(map(_can_be_made, part.inputs)):
-                return self._estimated(part, name), 0
-            self._units[key] = self._measured(part, name)
-        return self._units[key]
+    def _takes_time(self, part: Graph, name: str) -> bool:
+        return not any(map(runs_alone, part.nodes)) and any(self.estimate(node, name) for node in part.nodes)
 
-    def _estimated(self, part: Graph, name: str) -> float:
-        total = Work()
-        for node in part.nodes:
-            total = total.plus(work_of(node))
-        return self.rates(name).seconds(total)
+    def _measure(
+        self, parts: Sequence[Graph], texts: Sequence[str | None], named: Mapping[str, str], until: float
+    ) -> None:
+        """Measure what is not known of the parts, what weighs most first, until the rest is little or it is late."""
+        weights: dict[_Key, float] = {}
+        unknown: dict[_Key, Graph] = {}
+        for part, written in zip(parts, texts, strict=True):
+            for kind, name in named.items() if written is not None else ():
+                key = str(written), kind
+                weights[key] = weights.get(key, 0.0) + self.rates(name).seconds(_work(part))
+                if key not in self._units and all(map(_can_be_made, part.inputs)):
+                    unknown[key] = part
+        left = sum(weights[key] for key in unknown)
+        for key in sorted(unknown, key=lambda key: -weights[key]):
+            if left < REST * sum(weights.values()) or self._clock() > until:
+                break
+            self._units[key] = self._measured(unknown[key], named[key[1]])
+            left -= weights[key]
 
-    def _measured(self, part: Graph, name: str) -> tuple[float, int]:
+    def _fitted(self, kind: str, name: str) -> Rates:
+        """The rates of a device at which the units that were measured take as long in all as they were found to.
+
+        Those that do arithmetic for longer than they move bytes say one rate, the others the other; if all are of one
+        kind, they say both.
+        """
+        rates = self.rates(name)
+        found = {True: [0.0, 0.0], False: [0.0, 0.0]}
+        for (_, other), unit in self._units.items():
+            if other == kind:
+                sums = found[unit.work.flops / rates.flops_per_s > unit.work.moved_bytes / rates.bytes_per_s]
+                sums[0] += rates.seconds(unit.work)
+                sums[1] += unit.seconds
+        flops, moved = (_ratio(*found[one]) or _ratio(*found[not one]) or 1.0 for one in (True, False))
+        return replace(rates, flops_per_s=rates.flops_per_s * flops, bytes_per_s=rates.bytes_per_s * moved)
+
+    def _measured(self, part: Graph, name: str) -> UnitCost:
         device, rates, pure = device_named(name), self.rates(name), discharge(part)
         place = SingleDeviceSharding(device)
-        structs = [jax.ShapeDtypeStruct(type.shape, type.dtype, sharding=place) for type in pure.types]
-        compiled = jax_jit(pure.fn).lower(*structs).compile()
+        structs = [jax.ShapeDtypeStruct(type.shape, type.dtype, sharding=place) for type in (_TURN, *pure.types)]
+        # A number of its own goes through, so that of many calls in a row each waits for the one before.
+        compiled = jax_jit(lambda turn, *args: (turn + 1, pure.fn(*args))).lower(*structs).compile()
         memory = compiled.memory_analysis()
         scratch = int(getattr(memory, "temp_size_in_bytes", 0) or 0)
         if any(map(runs_how_long, part.nodes)):
-            return rates.seconds(analysed(compiled) or Work()), scratch
-        operands = [jax.device_put(operand, device) for operand in _operands(pure.types)]
-        seconds = self._median(lambda args: compiled(*args), operands)
-        return max(0.0, seconds - rates.launch_s), scratch
+            return UnitCost(_work(part), rates.seconds(analysed(compiled) or Work()), scratch)
+        turn, *operands = [jax.device_put(operand, device) for operand in _operands((_TURN, *pure.types))]
+        seconds = self._in_a_row(lambda turn: compiled(turn, *operands)[0], turn)
+        return UnitCost(_work(part), max(0.0, seconds - rates.launch_s), scratch)
 
-    def _median(self, run: Callable[[Any], Any], operand: Any) -> float:
-        return self._in_turn([(run, operand)])[0]
+    def _in_a_row(self, call: Callable[[Any], Any], given: Any) -> float:
+        """The time of a call among many in a row, each on what the one before gave: nothing is waited for in between.
+
+        That is how steps follow each other, and what a call by itself takes to begin and to be waited for is no part
+        of them.
+        """
+        given, _ = self._row(call, given, 1)
+        given, once = self._row(call, given, 1)
+        if once > ENOUGH_S:
+            return once
+        count = max(1, min(ROW, int(ROW_S / max(once, 1e-9))))
+        until, times = self._clock() + ENOUGH_S, list[float]()
+        while len(times) < ROUNDS and not (times and self._clock() > until) and not _are_alike(times):
+            given, seconds = self._row(call, given, count)
+            times.append(seconds / count)
+        return statistics.median(times)
+
+    def _row(self, call: Callable[[Any], Any], given: Any, count: int) -> tuple[Any, float]:
+        started = self._clock()
+        for _ in range(count):
+            given = call(given)
+        jax.block_until_ready(given)
+        return given, self._clock() - started
 
     def _in_turn(self, ways: Sequence[tuple[Callable[[Any], Any], Any]]) -> list[float]:
-        """The median time of each way, all of them run in each round."""
+        """The median time of each way by itself, all of them run in each round; the first one warms up."""
         found: list[list[float]] = [[] for _ in ways]
         until = self._clock() + ENOUGH_S
-        for turn in range(WARM_UPS):
-            if turn == 0 or self._clock() < until:
-                for run, operand in ways:
-                    jax.block_until_ready(run(operand))
-        until = self._clock() + ENOUGH_S
-        for turn in range(ROUNDS):
-            if turn >= 3 and self._clock() > until:
+        while len(found[0]) <= ROUNDS and not (len(found[0]) > 1 and self._clock() > until):
+            if all(_are_alike(times[1:]) for times in found):
                 break
             for (run, operand), times in zip(ways, found, strict=True):
                 started = self._clock()
                 jax.block_until_ready(run(operand))
                 times.append(self._clock() - started)
-        return list(map(statistics.median, found))
+        return [statistics.median(times[1:]) for times in found]
 
     def _in_time(self, what: str) -> None:
         if self._clock() > self._until:
@@ -193,6 +244,41 @@ _PRODUCT = jax_jit(lambda x: x @ x)
 
 def _all_products(sides: Sequence[jax.Array]) -> list[jax.Array]:
     return [_PRODUCT(side) for side in sides]
+
+
+class UnitCost(NamedTuple):
+    """What a unit took, in s without the launch, the bytes it needed while it ran, and what it was estimated by."""
+
+    work: Work
+    seconds: float
+    scratch_bytes: int
+
+
+#: The text of a unit, and the kind of the device.
+_Key = tuple[str, str]
+#: The type of what is handed from call to call.
+_TURN = ArrayType(np.dtype(np.float32), ())
+
+
+def _work(part: Graph) -> Work:
+    total = Work()
+    for node in part.nodes:
+        total = total.plus(work_of(node))
+    return total
+
+
+def _ratio(estimated: float, measured: float) -> float | None:
+    return estimated / measured if estimated and measured else None
+
+
+def _are_alike(times: Sequence[float]) -> bool:
+    """Whether there are three times at least, and half of them are within `ALIKE` of the least."""
+    return len(times) >= 3 and statistics.median(times) <= min(times) * (1 + ALIKE)
+
+
+def _side() -> np.ndarray[Any, Any]:
+    """A matrix that is its own square."""
+    return np.full((_SIDE, _SIDE), 1 / _SIDE, np.float32)
 
 
 def _kind(device: jax.Device) -> str:

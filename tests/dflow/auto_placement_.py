@@ -119,7 +119,7 @@ def test_an_explanation_names_devices_and_reasons_and_changes_nothing() -> None:
         return z
 
     found = dflow.explain_placement(step, X, rounds=2)
-    assert {part.reason for part in found.parts if part.value.startswith("w")} == {"%w lives there"}
+    assert {part.reason for part in found.parts if part.is_state} == {"%w lives there"}
     assert [part.device for part in found.parts if part.reason == "stated"] == ["cpu:4"]
     assert sum(part.reason.startswith("chosen: the step ends") for part in found.parts) == 1
     assert found.measured_s is not None

@@ -21,6 +21,16 @@ def test_another_value_is_refused_with_the_legal_ones(text: str) -> None:
         from_environment({"DFLOW_CHECK": text})
 
 
+def test_a_budget_is_a_number_of_seconds() -> None:
+    assert from_environment({"DFLOW_PLACEMENT_S": "0.5"}).placement_s == 0.5
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "soon"])
+def test_a_budget_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=f"DFLOW_PLACEMENT_S is {text!r}; the legal values are numbers of seconds"):
+        from_environment({"DFLOW_PLACEMENT_S": text})
+
+
 def test_a_folder_is_a_path_and_other_variables_are_left_alone() -> None:
     found = from_environment({"DFLOW_DUMP": "some/where", "DFLOW_COORDINATOR": "127.0.0.1:1", "CHECK": "x"})
     assert found == Config(dump=Path("some/where"))

@@ -248,6 +248,18 @@ def test_a_buffer_that_nobody_has_is_donated() -> None:
     assert store.read("w").tolist() == [4.0] * 3
 
 
+def test_a_value_that_was_waited_for_is_still_the_store_s_alone() -> None:
+    store = new_store(v=1.0)
+    store.wait(["v"])
+    before = pointer(in_store(store, "v"))
+    store.call(ADD, ["v"], [], [ONES])
+    store.wait(["v"])
+    assert in_store(store, "v").is_ready()
+    assert pointer(in_store(store, "v")) == before
+    with pytest.raises(VariableError, match="no variable 'w' is held here"):
+        store.wait(["w"])
+
+
 def test_an_array_that_was_read_stays_valid() -> None:
     store = new_store(w=0)
     arrays = []

@@ -36,7 +36,7 @@ class GivenCosts:
     def estimate(self, node: Node, name: str) -> float:
         return self.rates.seconds(work_of(node))
 
-    def prices(self, parts: Sequence[Graph], names: Sequence[str]) -> list[Price]:
+    def prices(self, parts: Sequence[Graph], names: Sequence[str], budget_s: float) -> list[Price]:
         works = [[work_of(node) for node in part.nodes] for part in parts]
         total = [Work(sum(work.flops for work in part), sum(work.moved_bytes for work in part)) for part in works]
         return [Price((self.rates.seconds(work),) * len(names)) for work in total]
