@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -56,25 +56,6 @@ def advise_on_static(error: ValueError) -> None:
     """Add to an error about a static argument; another error is left as it is."""
     if str(error).startswith("Non-hashable static arguments"):
         error.add_note(f"{at(caller()).lstrip(chr(10))}\n{_NOT_HASHABLE}")
-
-
-def advise_on_keywords(name: str, own: Callable[..., Any], fn: Callable[..., Any], given: Iterable[str]) -> None:
-    """Raise TypeError for a keyword that neither `own`, which is called `name`, takes itself nor the function `fn`."""
-    try:
-        parameters = inspect.signature(fn).parameters.values()
-    except (TypeError, ValueError):  # a builtin that tells nobody
-        return
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return
-    named = [each.name for each in parameters if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)]
-    options = [each.name for each in inspect.signature(own).parameters.values() if each.kind is each.KEYWORD_ONLY]
-    for keyword in given:
-        if keyword not in named:
-            near = difflib.get_close_matches(keyword, [*options, *named])
-            remedy = f"did you mean {' or '.join(near)}?" if near else f"it takes {', '.join(options)}"
-            raise TypeError(
-                f"{name} was given {keyword!r}, which neither it nor the function takes{at(caller())}\n  {remedy}"
-            )
 
 
 def _near_options(jit: Callable[..., Any], options: Any) -> str | None:

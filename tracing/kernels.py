@@ -17,6 +17,7 @@ import numpy as np
 from dflow.tracing.errors import KernelError
 from dflow.tracing.jax_frontend import trace_context
 from dflow.tracing.kernel_choice import Choice, Implementation
+from dflow.tracing.near_names import refuse_keywords
 from dflow.tracing.resources import is_variable, read
 from dflow.tracing.source import Loc, at, caller
 from dflow.tracing.types import ArrayType, array_type_of
@@ -220,7 +221,7 @@ def kernel(
     derivative: Literal["own", "plain"] | None = None,
     vmap: Literal["own", "plain"] = "own",
 ) -> Callable[[Callable[..., R]], Callable[..., R]]: ...
-def kernel(fn: Any, *, platform: Any = None, derivative: Any = None, vmap: Any = "own") -> Any:
+def kernel(fn: Any, *, platform: Any = None, derivative: Any = None, vmap: Any = "own", **others: Any) -> Any:
     """A function with implementations for some platforms; or, of such a kernel, a decorator for one of these.
 
         @dflow.kernel
@@ -236,11 +237,15 @@ def kernel(fn: Any, *, platform: Any = None, derivative: Any = None, vmap: Any =
                 `plain`: it is the plain function's. Without it, what `jax.custom_vjp` made has its own
     vmap        `own`: there, a batch is what `jax.vmap` makes of the implementation; `plain`: the plain function runs
     raises      KernelError for a platform that there is not, or that has an implementation already, and where one is
-                added after the kernel was called; TypeError for options without a kernel
+                added after the kernel was called; TypeError for options without a kernel, and for others than these
 
     Which one runs is chosen when a program is lowered, also by `.lower(lowering_platforms=...)` and `jax.export`. One
     that gives other types raises KernelError when it is first lowered; `dflow.check_kernel` compares the numbers.
     """
+    options = ("platform", "derivative", "vmap")
+    refuse_keywords("kernel", others, options, options)
+    if not callable(fn):
+        raise TypeError(f"kernel was given {fn!r}, which is no function{at(caller())}")
     if not isinstance(fn, Kernel):
         if platform is not None or derivative is not None or vmap != "own":
             raise TypeError(f"{_name(fn)} is no kernel yet{at(caller())}\n  decorate it with @dflow.kernel first")

@@ -173,7 +173,7 @@ def test_a_function_that_uses_a_queue_is_not_run() -> None:
         (
             {"round": 3},
             TypeError,
-            r"was given 'round', which neither it nor the function takes\n  at .*view.py:\d+\n  did you mean rounds\?",
+            r"was given 'round', which it does not take\n  at .*view.py:\d+\n  did you mean rounds\?",
         ),
         ({"scal": 3}, TypeError, r"was given 'scal', [\s\S]*did you mean scale\?"),
         ({"n": 3}, TypeError, r"was given 'n', [\s\S]*it takes rounds, budget_s"),
