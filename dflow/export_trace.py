@@ -12,10 +12,11 @@ import jax
 import numpy as np
 
 from dflow.export_format import Parameter, Signature
-from dflow.function import CAPTURE_BYTES, jit
+from dflow.function import jit
 from dflow.lowering.export import Arguments, PureProgram, exported, pure_program
 from dflow.lowering.portable_tree import Tree, UnknownNodeError, is_bound, tree_of
 from dflow.static_arguments import static_arguments
+from dflow.tracing.captured import is_large
 from dflow.tracing.discharge import constants_within
 from dflow.tracing.errors import ExportError
 from dflow.tracing.jax_frontend import closed_parts, devices_of_shardings
@@ -152,14 +153,10 @@ def _constants(fn: Callable[..., Any], consts: Sequence[Any]) -> dict[str, Any]:
     """The large arrays among the constants, called as the function calls them, where it has a name for them."""
     seen = _names_seen_by(fn)
     named: dict[str, Any] = {}
-    for index, const in enumerate(const for const in consts if _bytes(const) >= CAPTURE_BYTES):
+    for index, const in enumerate(const for const in consts if is_large(const)):
         name = next((name for name, value in seen.items() if _is_same(value, const)), f"constant_{index}")
         named[name if name not in named else f"constant_{index}"] = const
     return named
-
-
-def _bytes(const: Any) -> int:
-    return array_type_of(const).size_bytes if hasattr(const, "dtype") else 0
 
 
 def _names_seen_by(fn: Any) -> dict[str, Any]:

@@ -42,6 +42,7 @@ from dflow.stages import Traced as TracedStage
 from dflow.static_arguments import StaticArguments, static_arguments
 from dflow.step_on_device import StepOnDevice
 from dflow.trace_log import TraceLog, captured_types, described
+from dflow.tracing.captured import closed_over
 from dflow.tracing.errors import PlainJitError
 from dflow.tracing.from_jaxpr import holds_device
 from dflow.tracing.jax_frontend import (
@@ -62,9 +63,6 @@ from dflow.whole_step import NotEntered, WholeStep
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-#: Closed-over arrays of this size or more become inputs instead of constants of the program, and are reported.
-CAPTURE_BYTES = 1 << 16
 
 #: Whether someone wants to see the passes, so that each function takes that way.
 _LOOK_AT_GRAPHS = CONFIG.check or CONFIG.dump is not None
@@ -240,8 +238,9 @@ class Function(Generic[P, R]):
         needed = touches_state(jaxpr.effects) or holds_device(jaxpr)
         if needed:
             refuse_state(self._log.name, self._options, jaxpr)
-        possible = takes_constants(self._options, jaxpr, consts)
-        captured = captured_types(consts, CAPTURE_BYTES) if possible else ()
+        constants = list(closed_over(jaxpr, consts))
+        possible = takes_constants(self._options, jaxpr, constants)
+        captured = captured_types(constants) if possible else ()
         if needed or captured or (_LOOK_AT_GRAPHS and possible):
             plan = self._make_plan(stage, args, kwargs, leaves)
             self._plans.put(key, plan, _resources((args, kwargs)))

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from dflow.tracing.captured import is_large
 from dflow.tracing.jax_frontend import is_array_type, is_resource
 from dflow.tracing.source import Loc
 from dflow.tracing.trace import argument_names
@@ -160,7 +161,6 @@ def _described(leaf: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def captured_types(constants: Sequence[Any], at_least_bytes: int) -> tuple[str, ...]:
+def captured_types(constants: Sequence[Any]) -> tuple[str, ...]:
     """The types of the closed-over arrays that are large."""
-    types = [array_type_of(constant) for constant in constants if is_array_type(jax.typeof(constant))]
-    return tuple(str(type) for type in types if type.size_bytes >= at_least_bytes)
+    return tuple(str(array_type_of(constant)) for constant in constants if is_large(constant))

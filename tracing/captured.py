@@ -7,13 +7,34 @@ was traced is a constant of it all the same.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from dflow.tracing.jax_frontend import Jaxpr, closed_parts, is_array_type
+from dflow.tracing.lookups import CALLS
+from dflow.tracing.types import array_type_of
+
+#: Closed-over arrays of this size or more become inputs instead of constants of the program, and are reported.
+CAPTURE_BYTES = 1 << 16
+
 #: The copies in use, by the identity of the arrays they are of, so that traces of one array share one.
 _copies: weakref.WeakValueDictionary[int, jax.Array] = weakref.WeakValueDictionary()
+
+
+def closed_over(jaxpr: Jaxpr, consts: Sequence[Any]) -> Iterator[Any]:
+    """What a trace closed over, and what the compiled functions closed over that it calls."""
+    yield from consts
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in CALLS:
+            yield from closed_over(*closed_parts(equation.params[CALLS[equation.primitive.name]]))
+
+
+def is_large(constant: Any) -> bool:
+    """Whether a closed-over array is one that becomes an input."""
+    return is_array_type(jax.typeof(constant)) and array_type_of(constant).size_bytes >= CAPTURE_BYTES
 
 
 def captured(constant: Any) -> jax.Array:

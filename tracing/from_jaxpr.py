@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflow.tracing import ops
+from dflow.tracing.captured import closed_over, is_large
 from dflow.tracing.device import is_within_task
 from dflow.tracing.device_name import is_on_task
 from dflow.tracing.discharge import Border, State, apply
@@ -39,6 +40,7 @@ from dflow.tracing.jax_frontend import (
     touches_state,
 )
 from dflow.tracing.kernel_choice import is_kernel
+from dflow.tracing.lookups import CALLS
 from dflow.tracing.op import OpDef, numeric
 from dflow.tracing.source import at
 from dflow.tracing.state_primitives import gather_p, name_p, read_p, split_p, update_p
@@ -185,7 +187,12 @@ class _Builder:
             primitive.name in _HOLDING and (is_divided or host_resources(equation.effects))
         ):
             jaxpr, consts = closed_parts(params[(_INLINED | _HOLDING)[primitive.name]])
-            if touches_state(equation.effects) or holds_device(jaxpr):
+            is_called = primitive.name in CALLS
+            if (
+                touches_state(equation.effects)
+                or holds_device(jaxpr)
+                or (is_called and any(map(is_large, closed_over(jaxpr, consts))))
+            ):
                 return self.inline(jaxpr, [*map(self.captured, consts), *inputs], None, names)
         if host_resources(equation.effects) or is_divided:
             return self._control(equation, inputs, names, origin)

@@ -6,6 +6,7 @@ import re
 import warnings
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -167,3 +168,23 @@ def test_functions_made_for_other_arguments_or_from_other_code_are_not(remade: i
         fn = dflow.jit(lambda x: x + 1)
         for _ in range(remade + 1):
             fn(1.0)
+
+
+@pytest.mark.parametrize("state", [False, True])
+def test_so_does_one_that_a_function_within_closes_over_however_deep(state: bool) -> None:
+    table, count = jnp.arange(128 * 256.0).reshape(128, 256), dflow.Variable(0)
+
+    @dflow.jit
+    def looked_up(i: Any) -> Any:
+        return jax.jit(lambda j: table[j])(i) * 2
+
+    @dflow.jit
+    def outer(i: Any) -> Any:
+        if state:
+            count.assign_add(1)
+        return looked_up(i) + 1
+
+    np.testing.assert_array_equal(outer(3), table[3] * 2 + 1)
+    assert outer.trace_log()[0].captured == ("f32[128,256]",)
+    if state:
+        assert len(outer.lower(3).as_text()) < 128 * 256
