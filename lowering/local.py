@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
@@ -35,7 +35,7 @@ from dflow.tracing.device import choices_in, is_within_task, scope_here
 from dflow.tracing.device_name import device_name, is_on_task, short_device_name, split_device_name
 from dflow.tracing.errors import DeviceError, InternalError, VariableError
 from dflow.tracing.given_value import Initial
-from dflow.tracing.graph import Graph
+from dflow.tracing.graph import Graph, Node
 from dflow.tracing.host_resource import HostResource
 from dflow.tracing.jax_frontend import jit_disabled
 from dflow.tracing.resources import Variable
@@ -164,7 +164,7 @@ class LocalHome:
         """Take a traced function, whose variables all live here, through the passes."""
         passes = pipeline(devices=devices_in_order(), costs=METER, budget_s=self.placement_s)
         graph = run_passes(traced.graph, passes, check=check, observe=observe)
-        refuse_spread(graph, traced.variables, self.store)
+        refuse_spread(graph, traced, self.store)
         keys = {ref: variable.key for ref, variable in zip(graph.refs, traced.variables, strict=True)}
         compiled = make_plans(graph, ALONE, keys)
         if compiled.remote:
@@ -294,16 +294,34 @@ def _held(resource: HostResource) -> Held:
     return HeldQueue(resource.name, resource.settings, resource.type)
 
 
-def refuse_spread(graph: Graph, variables: Sequence[Any], store: Store) -> None:
+def refuse_spread(graph: Graph, traced: Traced, store: Store) -> None:
     """Raise DeviceError where a placed graph runs ops on one device of a variable that is spread over several."""
-    for ref, variable in zip(graph.refs, variables, strict=True):
+    for ref, variable in zip(graph.refs, traced.variables, strict=True):
         _, local = split_device_name(ref.device or "")
         if local and (place := store.place(variable.key)) is not None and len(place.device_set) > 1:
             raise DeviceError(
                 f"variable {variable.name!r} is spread over {len(place.device_set)} devices, but is used in a function "
-                f"that names devices for parts of it{at(caller())}\n"
-                "  leave dflow.device out of this function, or read the variable in one of its own and pass the value"
+                f"that names devices for parts of it: {_named_device(traced)}{at(caller())}\n"
+                "  leave dflow.device out of this function, or use the variable in a function of its own, without "
+                "scopes,\n  and pass on what it returns (docs/devices.md, 'One array over several devices')"
             )
+
+
+def _named_device(traced: Traced) -> str:
+    """The first thing in a function that is on one device."""
+    for variable in traced.variables:
+        if variable.device is not None:
+            return f"variable {variable.name!r} is on {short_device_name(variable.device)}"
+    node = next(node for node in _with_bodies(traced.graph) if node.device is not None)
+    name = "auto" if choices_in(node.device) is not None else short_device_name(node.device or "")
+    return f"%{node.outputs[0].name} has the scope {name}{at(node.loc)}"
+
+
+def _with_bodies(graph: Graph) -> Iterator[Node]:
+    for node in graph.nodes:
+        yield node
+        for body in node.bodies:
+            yield from _with_bodies(body)
 
 
 def lower_programs(

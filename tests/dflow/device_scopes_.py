@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -573,3 +574,19 @@ def test_a_device_that_is_not_there_is_refused_at_the_scope() -> None:
     nowhere: Any = 1.0
     with pytest.raises(dflow.DeviceError, match="was given a float, which lives"), dflow.colocate_with(nowhere):
         pass
+
+
+@pytest.mark.parametrize("given", ["cpu:2", "cpu:3"])
+def test_a_donated_argument_is_given_up_only_where_it_is_used(given: str) -> None:
+    w = variable("cpu:2", np.ones((16, 4)), name="w")
+    number = int(given.partition(":")[2])
+
+    @partial(dflow.jit, donate_argnums=0)
+    def f(x: Any) -> Any:
+        with dflow.device("cpu:2"):
+            return x * 2 + w
+
+    for _ in range(2):
+        x = jax.device_put(jnp.ones((16, 4)), jax.devices()[number])
+        np.testing.assert_array_equal(f(x), 3.0 * np.ones((16, 4)))
+        assert x.is_deleted() == (given == "cpu:2")

@@ -331,9 +331,16 @@ else:
             with dflow.device("cpu:1"):
                 return x + w
 
-        match = r"'w' is spread over 8 devices, but is used in a function that names devices[\s\S]*test_several.*:\d+"
-        with pytest.raises(dflow.DeviceError, match=match):
+        fact = r"'w' is spread over 8 devices, but is used in a function that names devices for parts of it: "
+        line = r"\n  at \S*test_several.*:\d+"
+        with pytest.raises(
+            dflow.DeviceError, match=rf"{fact}%\w+ has the scope cpu:1{line}{line}\n  leave dflow.device out"
+        ):
             f(X)
+        with dflow.device("cpu:2"):
+            other = dflow.Variable(1.0, name="other")
+        with pytest.raises(dflow.DeviceError, match=f"{fact}variable 'other' is on cpu:2{line}"):
+            dflow.jit(lambda: w * other)()
         for options in ({"near": w}, {}):
             match = "'v' has a sharding and " + ("near" if options else "a device scope")
             with dflow.device("cpu:1"), pytest.raises(dflow.DeviceError, match=match):
