@@ -26,6 +26,7 @@ OTHERS = [
     "tests/lowering/device_graphs_.py",
     "tests/dflow/auto_placement_.py",
     "tests/dflow/export_devices_.py",
+    "tests/benchmarks/devices_.py",
     "tests/test_docs.py::test_the_snippets_of_a_page_run_and_print_what_it_says[devices.md]",
 ]
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}"}
