@@ -216,7 +216,7 @@ class Cluster:
             )
         passes = pipeline(self.task, self.tasks, devices_in_order())
         graph = run_passes(traced.graph, passes, check=check, observe=observe)
-        refuse_spread(graph, traced.variables, self._server.store)
+        refuse_spread(graph, traced, self._server.store)
         keys = {ref: variable.key for ref, variable in zip(graph.refs, traced.variables, strict=True)}
         compiled = make_plans(graph, self.task, keys)
         given_up = [len(traced.constants) + leaf for leaf in traced.donated]
