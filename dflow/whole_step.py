@@ -44,6 +44,7 @@ class WholeStep:
     def __init__(self, store: Store, step: PureStep, function: Any, compiler_options: dict[str, Any] | None) -> None:
         """For the steps that the `jax.jit` function `function` stands for."""
         self._state = store.state_of(step.writes, step.reads, function.__name__)
+        self._has_state = bool(step.writes or step.reads)
         self._given = step.constants
         self._constants = step.constants
         self._place = step.device
@@ -76,6 +77,8 @@ class WholeStep:
     def __call__(self, args: Any, kwargs: Any) -> Any:
         """Run the step of these arguments. Raises NotEntered when it is none that was entered."""
         state = self._state
+        if not self._has_state:
+            return self._call([], [], self._constants, *args, **kwargs)[1]
         if state.written is None or state.wanted:
             state.ready()
         try:

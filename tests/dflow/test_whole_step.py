@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -341,3 +342,13 @@ def test_plans_come_and_go_from_several_threads() -> None:
         sys.setswitchinterval(interval)
     assert not errors
     assert plans
+
+
+def test_calls_of_a_function_without_variables_do_not_wait_for_each_other() -> None:
+    table = jnp.arange(float(1 << 15))
+    looked_up = dflow.jit(lambda i: table[i])
+    assert looked_up(3) == 3
+    whole = looked_up._plans.whole
+    assert whole is not None
+    with whole._state.lock, ThreadPoolExecutor(1) as pool:  # as another call would have it
+        assert pool.submit(looked_up, 5).result(60) == 5
