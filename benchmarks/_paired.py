@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import platform
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,11 +24,15 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def in_turn(ways: Mapping[str, Callable[[], Found]], rounds: int) -> dict[str, list[Found]]:
-    """What each way returns (a time in s), `rounds` times, all ways in each round, first one first, then reversed."""
+    """What each way returns (a time in s), `rounds` times, all ways in each round.
+
+    Their order is another in each round, the same ones in each run: what a way leaves in caches and in the allocator
+    helps or hinders the next, so no way may follow one of them, or itself, more often than another does.
+    """
     found: dict[str, list[Found]] = {name: [] for name in ways}
-    for number in range(rounds):
-        order = list(ways) if number % 2 == 0 else list(reversed(ways))
-        for name in order:
+    orders = random.Random(0)
+    for _ in range(rounds):
+        for name in orders.sample(list(ways), len(ways)):
             found[name].append(ways[name]())
     return found
 
