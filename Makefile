@@ -2,6 +2,8 @@ PYTHON ?= python3
 VENV ?= .venv
 # Two processes suit the two-core machines of CI; each compiles with XLA, so more of them than cores is slower.
 WORKERS ?= 2
+# Each begins with a half of the files in order, which keeps what tests of one file share in one process.
+IN_PROCESSES := -n $(WORKERS) --dist worksteal
 
 # The random tests of `make nightly` try so many times the cases of `make test`, drawn from this seed.
 EFFORT ?= 50
@@ -48,11 +50,11 @@ layers: $(STAMP)  ## import-linter: imports between layers go one way
 	$(VENV)/bin/lint-imports
 
 pytest: $(STAMP)  ## the tests alone
-	$(PY) -m pytest -n $(WORKERS)
+	$(PY) -m pytest $(IN_PROCESSES)
 
 nightly: $(STAMP)  ## run the random tests with EFFORT=50 times the cases, from a new SEED= that it prints
 	@echo 'to run this again: make nightly EFFORT=$(EFFORT) SEED=$(SEED)'
-	DFLOW_TEST_EFFORT=$(EFFORT) $(PY) -m pytest -n $(WORKERS) -m hypothesis --timeout 0 --hypothesis-seed $(SEED)
+	DFLOW_TEST_EFFORT=$(EFFORT) $(PY) -m pytest $(IN_PROCESSES) -m hypothesis --timeout 0 --hypothesis-seed $(SEED)
 
 golden: $(STAMP)  ## rewrite the expected graphs in tests/**/*.graphs with what the code gives now
 	$(PY) -m pytest --update-golden tests

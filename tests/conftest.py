@@ -1,8 +1,11 @@
-"""What every test run shares: the Hypothesis profile, the --update-golden option, the platform."""
+"""What every test run shares: the Hypothesis profile, the --update-golden option, the platform, a small heap."""
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
@@ -21,6 +24,15 @@ hypothesis.settings.register_profile(
 # New cases each night: a failure prints how to run it again, and stays in the database of examples until it passes.
 hypothesis.settings.register_profile("nightly", deadline=None, max_examples=examples(DEFAULT_EXAMPLES), print_blob=True)
 hypothesis.settings.load_profile("nightly" if factor() > 1 else "ci" if os.environ.get("CI") else "dev")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_compiled_outlives_its_file() -> Iterator[None]:
+    """Let go of JAX's caches: each collection of garbage walks all that they hold, seconds of it after some files."""
+    yield
+    if "jax" in sys.modules:
+        sys.modules["jax"].clear_caches()
+        gc.collect()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
