@@ -5,9 +5,9 @@ WORKERS ?= 2
 # Each begins with a half of the files in order, which keeps what tests of one file share in one process.
 IN_PROCESSES := -n $(WORKERS) --dist worksteal
 
-# The random tests of `make nightly` try so many times the cases of `make test`, drawn from this seed.
-EFFORT ?= 50
-SEED := $(shell od -An -N4 -tu4 /dev/urandom | tr -d ' ')
+# `make nightly` tries so many times the cases of `make test` in a round, and begins rounds for so long.
+EFFORT ?= 5
+MINUTES ?= 60
 
 SERIES := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 PY := $(VENV)/bin/python
@@ -52,9 +52,8 @@ layers: $(STAMP)  ## import-linter: imports between layers go one way
 pytest: $(STAMP)  ## the tests alone
 	$(PY) -m pytest $(IN_PROCESSES)
 
-nightly: $(STAMP)  ## run the random tests with EFFORT=50 times the cases, from a new SEED= that it prints
-	@echo 'to run this again: make nightly EFFORT=$(EFFORT) SEED=$(SEED)'
-	DFLOW_TEST_EFFORT=$(EFFORT) $(PY) -m pytest $(IN_PROCESSES) -m hypothesis --timeout 0 --hypothesis-seed $(SEED)
+nightly: $(STAMP)  ## run the random tests for MINUTES=60 in rounds of EFFORT=5 times the cases, each from a new SEED=
+	$(PY) -m tests.nightly --minutes $(MINUTES) --effort $(EFFORT) $(if $(SEED),--seed $(SEED)) -- $(IN_PROCESSES)
 
 golden: $(STAMP)  ## rewrite the expected graphs in tests/**/*.graphs with what the code gives now
 	$(PY) -m pytest --update-golden tests

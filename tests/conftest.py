@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 
-from tests.effort import DEFAULT_EXAMPLES, examples, factor
+from tests.effort import DEFAULT_EXAMPLES, examples
 
 # Read by JAX when a test first imports it: tests compare numbers bit by bit, so they run where CI runs them.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -21,9 +21,9 @@ hypothesis.settings.register_profile("dev", deadline=None, max_examples=examples
 hypothesis.settings.register_profile(
     "ci", deadline=None, max_examples=examples(DEFAULT_EXAMPLES), derandomize=True, print_blob=True
 )
-# New cases each night: a failure prints how to run it again, and stays in the database of examples until it passes.
+# Of `make nightly`: a failure prints how to run it again, and stays in the database of examples until it passes.
 hypothesis.settings.register_profile("nightly", deadline=None, max_examples=examples(DEFAULT_EXAMPLES), print_blob=True)
-hypothesis.settings.load_profile("nightly" if factor() > 1 else "ci" if os.environ.get("CI") else "dev")
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 
 @pytest.fixture(scope="module", autouse=True)

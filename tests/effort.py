@@ -1,6 +1,6 @@
 """How many random cases the tests try: each says how many in `make test`, and one factor multiplies them all.
 
-`DFLOW_TEST_EFFORT` is the factor, a positive whole number; 1 without it. `make nightly` runs with a large one.
+`DFLOW_TEST_EFFORT` is the factor, a positive whole number; 1 without it. `make nightly` runs with a larger one.
 """
 
 from __future__ import annotations

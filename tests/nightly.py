@@ -1,0 +1,74 @@
+"""`make nightly`: the random tests again and again, each round with new cases, for as many minutes as it is given.
+
+A round runs every random test with `--effort` times the cases of `make test`, drawn from the next seed. No round begins
+that would end past the minutes if it took as long as the longest so far; the first one always runs, and whole. Options
+after `--` are pytest's, such as `-- -n 2` or `-- tests/lowering -x`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from itertools import count
+
+from tests.effort import VARIABLE
+
+#: How long a test may take for each time the cases of `make test`, in s, where it says nothing itself.
+TIMEOUT_S = 120
+
+
+def command(effort: int, seed: int, more: Sequence[str]) -> list[str]:
+    """What one round runs."""
+    options = ["-m", "hypothesis", "--hypothesis-profile", "nightly", "--hypothesis-seed", str(seed)]
+    return [sys.executable, "-m", "pytest", "-q", *options, "--timeout", str(TIMEOUT_S * effort), *more]
+
+
+def run(effort: int, seed: int, more: Sequence[str]) -> int:
+    """Run one round; pytest's exit status."""
+    environment = {**os.environ, VARIABLE: str(effort)}
+    return subprocess.run(command(effort, seed, more), env=environment, check=False).returncode
+
+
+def rounds(first: int, seconds: float, run: Callable[[int], int], clock: Callable[[], float]) -> dict[int, int]:
+    """Run rounds from the seed `first` on, and what each gave, by its seed."""
+    began, longest, statuses = clock(), 0.0, dict[int, int]()
+    for seed in count(first):
+        if statuses and clock() - began + longest > seconds:
+            break
+        before = clock()
+        statuses[seed] = run(seed)
+        longest = max(longest, clock() - before)
+    return statuses
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run rounds and tell the seeds; 1 when a test failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=60.0, help="how long, 60 unless said")
+    parser.add_argument("--effort", type=int, default=5, help="times the cases of `make test`, 5 unless said")
+    parser.add_argument("--seed", type=int, help="of the first round; a random one unless said")
+    parser.add_argument("more", nargs="*", metavar="OPTION", help="an option of pytest's, after --")
+    given = parser.parse_args(words)
+    if given.effort < 1:
+        parser.error(f"--effort is {given.effort}, not a positive whole number")
+    first = secrets.randbelow(2**32) if given.seed is None else given.seed
+
+    def one(seed: int) -> int:
+        print(f"== seed {seed}, {given.effort} times the cases", flush=True)
+        return run(given.effort, seed, given.more)
+
+    statuses = rounds(first, given.minutes * 60, one, time.monotonic)
+    failed = [seed for seed, status in statuses.items() if status]
+    print(f"{len(statuses)} rounds, from seed {first} to {max(statuses)}: {len(failed)} failed")
+    for seed in failed:
+        print(f"  to run it again: make nightly MINUTES=0 EFFORT={given.effort} SEED={seed}")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
