@@ -1,9 +1,9 @@
 """How good are the placements of the cost model, and how well does it predict a step?
 
-Simulated, for families of graphs on four equal devices of one host: the step time of what is chosen, beside all on one
-device, round-robin, the best of 100 random placements, and HEFT as published; and, for small graphs, beside the optimum
-of all placements. Measured, on two devices that share the CPU's cores: the step time of several placements of real
-functions beside what was predicted for them.
+Simulated, for families of graphs on equal devices of one host: the step time of what is chosen, and relative to it
+those of all on one device, round-robin, the best of 100 random placements, and HEFT as published; and, for small
+graphs, of the optimum of all placements. Measured, on two devices that share the CPU's cores: the step time of several
+placements of real functions beside what was predicted for them.
 """
 
 from __future__ import annotations
@@ -41,12 +41,13 @@ from dflow.tracing.trace import trace
 #: A link of one host: latency in s, bytes a second; and what it takes to launch a program, in s.
 LINK, LAUNCH_S = Link(20e-6, 10e9), 10e-6
 MB = 1 << 20
+#: How many steps in a row make a time.
+ROW = 3
 
 
 def main() -> None:
     given = options(__doc__, seeds=3, small=10, rounds=9)
-    publish("placement_simulated", simulated(given.seeds), as_json=given.json)
-    publish("placement_small", small(given.small), as_json=given.json)
+    publish("placement_simulated", simulated(given.seeds, given.small), as_json=given.json)
     rows = [row for by, clock in CLOCKS.items() for row in measured(given.rounds, by, clock)]
     publish("placement_measured", rows, as_json=given.json)
 
@@ -190,69 +191,70 @@ def heft(problem: Problem) -> Assignment:
     return tuple(where[number] for number in range(len(problem.units)))
 
 
-def simulated(seeds: int) -> list[dict[str, Any]]:
-    """Step times relative to what is chosen; 4 devices, 24 to 50 units."""
-    rows = []
-    for family, make in FAMILIES.items():
-        found: dict[str, list[float]] = {}
-        taken, worst = [], 0.0
-        for seed in range(seeds):
-            instance = problem(make(random.Random(seed), 12), 4)
-            started = time.perf_counter()
-            ours = choose(instance)
-            taken.append(time.perf_counter() - started)
-            others = {
-                "all on one": min(scored(instance, all_on(instance, device)).step_s for device in range(4)),
-                "round-robin": scored(instance, round_robin(instance)).step_s,
-                "best of 100 random": best_of_random(instance, seed).step_s,
-                "HEFT": scored(instance, heft(instance)).step_s,
-            }
-            for name, step_s in others.items():
-                found.setdefault(name, []).append(step_s / ours.step_s)
-            worst = max(worst, ours.step_s / min(others.values()))
-            found.setdefault("ms", []).append(ours.step_s * 1e3)
-        rows.append(
-            {
-                "graphs": family,
-                "units": len(instance.units),
-                "chosen ms": median(found.pop("ms")),
-                **{f"{name} / chosen": median(ratios) for name, ratios in found.items()},
-                "chosen / best other, worst": worst,
-                "search s": median(taken),
-            }
-        )
-    return rows
+def simulated(seeds: int, drawn: int) -> list[dict[str, Any]]:
+    """Step times relative to what is chosen: of graphs of 25 to 48 units, and of small ones beside the optimum.
+
+    Small ones are those of which all placements can be tried, if with more patience than in use; for the choice that
+    is turned off.
+    """
+    large = [
+        compared(name, [problem(make(random.Random(seed), 12), 4) for seed in range(seeds)])
+        for name, make in FAMILIES.items()
+    ]
+    return large + [
+        compared(name, [largest(make, seed, devices, most) for seed in range(drawn)], is_small=True)
+        for name, make in FAMILIES.items()
+        for devices, most in ((2, 1 << 11), (3, 3**7))
+    ]
 
 
-def small(count: int) -> list[dict[str, Any]]:
-    """Beside the optimum, on 2 and on 3 devices, for graphs with more placements than are all tried anyway."""
-    rows = []
-    for family, make in FAMILIES.items():
-        for devices, most in ((2, 1 << 11), (3, 3**7)):
-            ratios, greedy = [], []
-            for seed in range(count):
-                draws = random.Random(seed)
-                scale = 6
-                instance = problem(make(draws, scale), devices)
-                while options_of(instance) > most:
-                    scale -= 1
-                    instance = problem(make(draws, scale), devices)
-                best = exhaustive(instance).step_s
-                ratios.append(choose(instance, exhaustive_up_to=0).step_s / best)
-                greedy.append(scored(instance, heft(instance)).step_s / best)
-            rows.append(
-                {
-                    "graphs": family,
-                    "devices": devices,
-                    "drawn": count,
-                    "units": len(instance.units),
-                    "chosen / optimum, median": median(ratios),
-                    "worst": max(ratios),
-                    "HEFT / optimum, median": median(greedy),
-                    "HEFT worst": max(greedy),
-                }
-            )
-    return rows
+#: What the choice is compared with.
+OTHERS = ("all on one", "round-robin", "best of 100 random", "HEFT", "optimum")
+
+
+def largest(make: Callable[[random.Random, int], list[Row]], seed: int, devices: int, most: int) -> Problem:
+    """The largest graph drawn that has no more placements than `most`."""
+    draws, scale = random.Random(seed), 6
+    found = problem(make(draws, scale), devices)
+    while options_of(found) > most:
+        scale -= 1
+        found = problem(make(draws, scale), devices)
+    return found
+
+
+def compared(family: str, instances: Sequence[Problem], *, is_small: bool = False) -> dict[str, Any]:
+    """A row: medians over the instances of one family."""
+    found: dict[str, list[float]] = {}
+    for seed, instance in enumerate(instances):
+        started = time.perf_counter()
+        ours = choose(instance, exhaustive_up_to=0) if is_small else choose(instance)
+        taken = time.perf_counter() - started
+        others = {
+            "all on one": min(scored(instance, all_on(instance, device)).step_s for device in instance.machine.devices),
+            "round-robin": scored(instance, round_robin(instance)).step_s,
+            "best of 100 random": best_of_random(instance, seed).step_s,
+            "HEFT": scored(instance, heft(instance)).step_s,
+        }
+        if is_small:
+            others["optimum"] = exhaustive(instance).step_s
+        figures = {"chosen ms": ours.step_s * 1e3, **{name: step_s / ours.step_s for name, step_s in others.items()}}
+        for name, figure in (*figures.items(), ("worst", ours.step_s / min(others.values())), ("search s", taken)):
+            found.setdefault(name, []).append(figure)
+    middle = {name: median(figures) for name, figures in found.items()}
+    return {
+        "graphs": family,
+        "devices": len(instances[0].machine.names),
+        "drawn": len(instances),
+        "units": median(len(instance.units) for instance in instances),
+        "chosen ms": middle.pop("chosen ms"),
+        **{
+            name: middle.get(name, "-")
+            for name in ("all on one", "round-robin", "best of 100 random", "HEFT", "optimum")
+        },
+        "HEFT worst": max(found["HEFT"]),
+        "chosen / best other, worst": max(found["worst"]),
+        "search s": middle["search s"],
+    }
 
 
 def options_of(problem: Problem) -> int:
@@ -377,16 +379,18 @@ def measured(rounds: int, by: str, clock: Callable[[], float]) -> list[dict[str,
 def runner(
     traced: Any, decision: Decision, assignment: Assignment, x: jax.Array, clock: Callable[[], float]
 ) -> Callable[[], float]:
-    """Runs the function so placed, and gives the time of a step."""
+    """Runs the function so placed, and gives the time of a step among others in a row, as in a loop."""
     other = replace(decision, found=scored(decision.instance.problem, assignment))
     run = LOCAL.runner(replace(traced, graph=settled(traced.graph, other)), check=False, observe=None)
     leaves, keys = [x], [held.key for held in traced.variables]
 
     def once() -> float:
         started = clock()
-        jax.block_until_ready(run(leaves))
+        for _ in range(ROW):
+            result = run(leaves)
+        jax.block_until_ready(result)
         LOCAL.store.wait(keys)
-        return clock() - started
+        return (clock() - started) / ROW
 
     return once
 

@@ -151,7 +151,7 @@ def explain_placement(
               none; TypeError for a keyword that neither this nor the function takes; and what a call of it would raise
 
     Ops that `dflow.device("auto")` covers are chosen; of each such part it says by how much a step would be longer with
-    it on the next best device. The first call in a process measures the devices, which takes about half a second.
+    it on the next best device. The first call in a process measures the devices, which takes about a second.
     """
     _check_figures(rounds, budget_s)
     if not callable(fn):

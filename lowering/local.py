@@ -31,7 +31,7 @@ from dflow.lowering.store import Store
 from dflow.lowering.waiters import wait
 from dflow.lowering.waits import Schedule, takes
 from dflow.tracing.context import Slot
-from dflow.tracing.device import choices_in, is_within_task, scope_here
+from dflow.tracing.device import WITH_STATE, choices_in, is_within_task, scope_here
 from dflow.tracing.device_name import device_name, is_on_task, short_device_name, split_device_name
 from dflow.tracing.errors import DeviceError, InternalError, VariableError
 from dflow.tracing.given_value import Initial
@@ -312,7 +312,8 @@ def _named_device(traced: Traced) -> str:
     for variable in traced.variables:
         if variable.device is not None:
             return f"variable {variable.name!r} is on {short_device_name(variable.device)}"
-    node = next(node for node in _with_bodies(traced.graph) if node.device is not None)
+    scoped = [node for node in _with_bodies(traced.graph) if node.device is not None]
+    node = min(scoped, key=lambda node: node.device == WITH_STATE)
     name = "auto" if choices_in(node.device) is not None else short_device_name(node.device or "")
     return f"%{node.outputs[0].name} has the scope {name}{at(node.loc)}"
 

@@ -38,7 +38,8 @@ ROUNDS, ALIKE, ENOUGH_S = 9, 0.05, 0.1
 ROW_S, ROW = 2e-3, 50
 
 _SIDE = 384
-_SMALL, _LARGE = 1 << 10, 1 << 22  # bytes
+_ROW = 1 << 22  # bytes, as these, which go over links
+_SMALL, _MIDDLE, _LARGE = 1 << 10, 1 << 23, 1 << 25
 
 
 class Meter:
@@ -76,14 +77,14 @@ class Meter:
         if kind not in self._rates:
             self._in_time(f"{name} was to be measured")
             side = jax.device_put(_side(), device)
-            row = jax.device_put(np.ones(_LARGE // 4, np.float32), device)
+            row = jax.device_put(np.ones(_ROW // 4, np.float32), device)
             one = jax.device_put(np.ones(1, np.float32), device)
             launch = self._in_a_row(_ADD_ONE, one)
             product = self._in_a_row(_PRODUCT, side)
             copied = self._in_a_row(_ADD_ONE, row)
             self._rates[kind] = Rates(
                 2.0 * _SIDE**3 / max(product - launch, product / 2),
-                2.0 * _LARGE / max(copied - launch, copied / 2),
+                2.0 * _ROW / max(copied - launch, copied / 2),
                 launch,
             )
         return self._rates[kind]
@@ -93,12 +94,17 @@ class Meter:
         key = _kind(source), _kind(target), one == other
         if key not in self._links:
             self._in_time(f"the link from {one} to {other} was to be measured")
-            (small,), (large,) = (
+            (small,), (middle,), (large,) = (
                 self._in_turn([(lambda x: jax.device_put(x, target), jax.device_put(np.ones(size, np.uint8), source))])
-                for size in (_SMALL, _LARGE)
+                for size in (_SMALL, _MIDDLE, _LARGE)
             )
-            # A busy machine may take longer for the small one; then half of the time is taken for that of the bytes.
-            self._links[key] = Link(small, _LARGE / max(large - small, large / 2))
+            # A busy machine may take longer for a smaller one; then half of the time is taken for that of the bytes.
+            self._links[key] = Link(
+                small,
+                _MIDDLE / max(middle - small, middle / 2),
+                _MIDDLE,
+                (_LARGE - _MIDDLE) / max(large - middle, large / 2),
+            )
         return self._links[key]
 
     def _speeds_of(self, names: Sequence[str]) -> tuple[float, ...]:

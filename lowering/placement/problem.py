@@ -6,6 +6,7 @@ with the number of a device for each unit; `allows` says which ones keep the con
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,14 +17,20 @@ Assignment = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One way from a device to another. It carries one value at a time; their latencies overlap."""
+    """One way from a device to another. It carries one value at a time; their latencies overlap.
+
+    Of a value, what is over `knee_bytes` goes at the rate `beyond_bytes_per_s`: large memory may be slow to be had.
+    """
 
     latency_s: float
     bytes_per_s: float
+    knee_bytes: float = math.inf
+    beyond_bytes_per_s: float = math.inf
 
     def occupied_s(self, size_bytes: int) -> float:
         """How long a value keeps others from the link."""
-        return size_bytes / self.bytes_per_s
+        beyond = max(0.0, size_bytes - self.knee_bytes)
+        return (size_bytes - beyond) / self.bytes_per_s + beyond / self.beyond_bytes_per_s
 
     def seconds(self, size_bytes: int) -> float:
         """From the start of a transfer to its end."""

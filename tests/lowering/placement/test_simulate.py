@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflow.lowering.placement.problem import Problem
+from dflow.lowering.placement.problem import Link, Problem
 from dflow.lowering.placement.simulate import simulate
 from tests.effort import examples
 from tests.lowering.placement.problems import machine, problem, problems
@@ -64,3 +64,10 @@ def test_two_branches_on_two_devices_run_at_once_and_one_result_travels() -> Non
     assert (apart.step_s, apart.busy_s) == (9.0, (6.0, 5.0))
     # On the first device: the argument for good, a's and b's results, and the result of join while it runs.
     assert apart.peak_bytes == (8, 4)
+
+
+def test_what_a_value_has_over_the_knee_of_a_link_goes_at_the_rate_beyond() -> None:
+    link = Link(1.0, 4.0, 8.0, 0.5)
+    assert [link.occupied_s(size) for size in (0, 4, 8, 9, 12)] == [0.0, 1.0, 2.0, 4.0, 10.0]
+    assert link.seconds(12) == 11.0
+    assert Link(1.0, 4.0).occupied_s(1 << 40) == 2.0**38
