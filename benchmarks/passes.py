@@ -1,16 +1,16 @@
 """What do the passes cost by the size of the graph: is a node as cheap in a graph of 100,000 as in one of 10,000?
 
-Three kinds of graph: updates of many variables, in one task; the same with half of the variables on another task, so
-that values cross; and numbers with a queue op after every tenth, which are cut into as many XLA calls. Each is traced
-anew at each size. *graph* is from the jaxpr to the graph, *plans* what follows the passes; verifying and printing are
-done on request alone.
+Four kinds of graph: updates of many variables, in one task; the same with half of the variables on another task, or on
+another device of the same, so that values cross; and numbers with a queue op after every tenth, which are cut into as
+many XLA calls. Each is traced anew at each size. Copies between devices wait whatever their size. *graph* is from the
+jaxpr to the graph, *plans* what follows the passes; verifying and printing are done on request alone.
 """
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import median
@@ -22,7 +22,10 @@ import jax.numpy as jnp
 import dflow
 from benchmarks._paired import in_turn, median_ratio, options, publish
 from dflow.lowering.compile import make_plans
+from dflow.lowering.passes.base import Pass
+from dflow.lowering.passes.schedule import Schedule
 from dflow.lowering.pipeline import ALONE, pipeline
+from dflow.tracing.device_name import device_name, split_device_name
 from dflow.tracing.from_jaxpr import graph_of
 from dflow.tracing.graph import Graph
 from dflow.tracing.jax_frontend import make_jaxpr
@@ -31,6 +34,7 @@ from dflow.tracing.verify import verify
 
 SIZES = (1_000, 10_000, 100_000)
 ELSEWHERE = "/job:ps/task:0"
+DEVICES = device_name(ALONE, "cpu:0"), device_name(ALONE, "cpu:1")
 #: Ops of a variable's update, and between two queue ops, so that the graph has the size that is asked for.
 PER_VARIABLE, PER_QUEUE_OP = 20, 10
 ROW = jax.ShapeDtypeStruct((4,), jnp.float32)
@@ -40,13 +44,14 @@ def main() -> None:
     given = options(__doc__, rounds=3, largest=SIZES[-1])
     sizes = [size for size in SIZES if size <= given.largest]
     rows = []
-    for name, make, tasks in (
+    for name, make, places in (
         ("updates", updates, (ALONE,)),
         ("two tasks", updates, (ALONE, ELSEWHERE)),
+        ("two devices", updates, DEVICES),
         ("queue ops", queue_ops, (ALONE,)),
     ):
         fns = {size: make(size) for size in sizes}
-        found = in_turn({str(size): partial(measured, fn, tasks) for size, fn in fns.items()}, given.rounds)
+        found = in_turn({str(size): partial(measured, fn, places) for size, fn in fns.items()}, given.rounds)
         rows += [row(name, stage, found) for stage in found[str(sizes[0])][0]]
     publish("passes", rows, as_json=given.json)
 
@@ -90,7 +95,15 @@ def queue_ops(size: int) -> Callable[[jax.Array], Any]:
     return fn
 
 
-def measured(fn: Callable[[jax.Array], Any], tasks: tuple[str, ...]) -> dict[str, float]:
+def passes_for(places: tuple[str, ...]) -> Iterator[Pass]:
+    if places != DEVICES:
+        yield from pipeline(ALONE, places)
+        return
+    for one in pipeline(devices=tuple(split_device_name(place)[1] for place in places)):
+        yield Schedule(least_bytes=0) if isinstance(one, Schedule) else one
+
+
+def measured(fn: Callable[[jax.Array], Any], places: tuple[str, ...]) -> dict[str, float]:
     """The processor's time of each stage in s a node."""
     jaxpr, consts, _ = make_jaxpr(fn, ROW)
     found: dict[str, float] = {}
@@ -105,9 +118,9 @@ def measured(fn: Callable[[jax.Array], Any], tasks: tuple[str, ...]) -> dict[str
         return result
 
     graph, _, _ = timed("graph", lambda: graph_of(jaxpr, consts, ["x"]), len(jaxpr.eqns))
-    graph = traced = spread(graph, tasks)
+    graph = traced = spread(graph, places)
     nodes = len(graph.nodes)
-    for one in pipeline(ALONE, tasks):
+    for one in passes_for(places):
         graph = timed(one.name, partial(one, graph), nodes)
     keys = {ref: ref.name for ref in graph.refs}
     timed("plans", partial(make_plans, graph, ALONE, keys), nodes)
@@ -118,11 +131,11 @@ def measured(fn: Callable[[jax.Array], Any], tasks: tuple[str, ...]) -> dict[str
     return found
 
 
-def spread(graph: Graph, tasks: tuple[str, ...]) -> Graph:
-    """The graph with its variables on the tasks in turn."""
-    if len(tasks) == 1:
+def spread(graph: Graph, places: tuple[str, ...]) -> Graph:
+    """The graph with its variables on the places in turn."""
+    if len(places) == 1:
         return graph
-    placed = {ref: replace(ref, device=tasks[index % len(tasks)]) for index, ref in enumerate(graph.refs)}
+    placed = {ref: replace(ref, device=places[index % len(places)]) for index, ref in enumerate(graph.refs)}
     inputs = tuple(placed.get(value, value) for value in graph.inputs)
     return Graph(inputs, tuple(node.with_operands(placed) for node in graph.nodes), graph.outputs)
 

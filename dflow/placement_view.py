@@ -22,13 +22,15 @@ from dflow.lowering.passes.choose import Choose, Decision, settled
 from dflow.lowering.passes.merge import Merge
 from dflow.lowering.passes.place import Place
 from dflow.lowering.passes.prune import Prune
-from dflow.lowering.pipeline import ALONE
+from dflow.lowering.pipeline import ALONE, pipeline
 from dflow.lowering.placement.choose import all_on
 from dflow.lowering.placement.instance import runs_alone
 from dflow.lowering.placement.regions import alternatives
 from dflow.lowering.placement.score import predicted, scored
+from dflow.lowering.timeline import timeline
 from dflow.tracing.context import home
 from dflow.tracing.device import WITH_STATE, choices_in, device_scope
+from dflow.tracing.device_name import split_device_name
 from dflow.tracing.effects import Effect
 from dflow.tracing.errors import DeviceError
 from dflow.tracing.graph import Graph, Node
@@ -73,6 +75,8 @@ class Placement:
     peak_bytes      by device, the most memory that a step takes there, variables included
     transfers       how many values travel between devices in a step
     moved_bytes     how many bytes these are
+    late_bytes      by device, the most memory that a step takes there with every copy asked for at once, and with those
+                    late that can be; only devices where that is less
     pricing_s       how long it took to find out what the ops cost, and the devices where they were not known yet
     search_s        how long the search for the best placement took
     parts           the ops, in the order of the program; each op is in one of them
@@ -86,6 +90,7 @@ class Placement:
     peak_bytes: dict[str, int]
     transfers: int
     moved_bytes: int
+    late_bytes: dict[str, tuple[int, int]]
     pricing_s: float
     search_s: float
     parts: tuple[PlacedPart, ...]
@@ -101,6 +106,10 @@ class Placement:
             for device, busy in self.busy_s.items()
         ]
         lines.append(f"  {self.transfers} values travel, {_size(self.moved_bytes)}")
+        lines += [
+            f"  copies that are asked for late keep {device} at {_size(late)} instead of {_size(at_once)}"
+            for device, (at_once, late) in self.late_bytes.items()
+        ]
         if len(self.all_on_one_s) > 1:
             others = ", ".join(f"{_time(seconds)} on {device}" for device, seconds in self.all_on_one_s.items())
             lines.append(f"  as far as it may be on one device, it would take {others}")
@@ -212,10 +221,21 @@ def explained(name: str, graph: Graph, decision: Decision, measured_s: float | N
         {names[device]: step.peak_bytes[device] for device in used},
         len(step.transfers),
         sum(problem.values[move.value].size_bytes for move in step.transfers),
+        _late_bytes(settled(graph, decision), names),
         decision.pricing_s,
         decision.search_s,
         tuple(_parts(graph, decision)),
     )
+
+
+def _late_bytes(graph: Graph, devices: tuple[str, ...]) -> dict[str, tuple[int, int]]:
+    """What the pass `schedule` saves, by its own reckoning."""
+    lowered: dict[str, Graph] = {}
+    run_passes(graph, pipeline(devices=devices), observe=lowered.__setitem__)
+    before, after = (timeline(lowered[name]).peak_bytes for name in ("cluster", "schedule"))
+    return {
+        split_device_name(device)[1]: (held, after[device]) for device, held in before.items() if after[device] < held
+    }
 
 
 def _parts(graph: Graph, decision: Decision) -> Iterator[PlacedPart]:

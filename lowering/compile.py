@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from dflow.lowering.discharge import Discharged, discharge
-from dflow.lowering.plan import Branch, Call, Copy, Item, Plan, Recv, Scalar, Scan, Send, UseResource, While
+from dflow.lowering.plan import Branch, Call, Copy, Item, Plan, Read, Recv, Scalar, Scan, Send, UseResource, While
+from dflow.lowering.snapshots import snapshots
 from dflow.tracing import ops
 from dflow.tracing.callbacks import calls_python
 from dflow.tracing.device_name import split_device_name, task_of
@@ -48,6 +49,7 @@ def make_plans(graph: Graph, local: str, keys: Mapping[Value, str]) -> Compiled:
     literals = tuple(output for output in graph.outputs if isinstance(output, Literal))
     caller = makers[local]
     caller.feeds = [caller.slot(operand) for operand in (*feeds, *literals)]
+    caller.snapshots = snapshots(graph)
     for node in graph.nodes:
         assert node.device is not None
         task = task_of(node.device)
@@ -75,6 +77,7 @@ class _Maker:
     scalars: list[Scalar] = field(default_factory=list)
     bodies: list[Plan] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
+    snapshots: frozenset[Node] = frozenset()
 
     def slot(self, operand: Operand) -> int:
         return self.slots.setdefault(operand, len(self.slots))
@@ -95,6 +98,8 @@ class _Maker:
             return Recv(edge, source, self.slot(node.outputs[0]), dtype_name(type.dtype), type.shape, after)
         if node.op is ops.dev_copy:
             return Copy(_device(node), self.slot(node.inputs[0]), self.slot(node.outputs[0]), after)
+        if node in self.snapshots:
+            return self._read(node, after)
         if node.op is ops.xla_call:
             return self._call(node, after)
         if node.op in ops.CONTROL_OPS:
@@ -138,6 +143,7 @@ class _Maker:
         }
         maker = _Maker(self.task, keys, programs=self.programs)
         maker.feeds = [maker.slot(value) for value in body.inputs if not isinstance(value.type, HANDLES)]
+        maker.snapshots = snapshots(body)
         for inner in body.nodes:
             maker.add(inner)
         maker.fetches = list(maker._takes(body.outputs))
@@ -152,6 +158,13 @@ class _Maker:
                 data = np.asarray(operand.value).astype(type.dtype).tobytes()
                 self.scalars.append(Scalar(self.slot(operand), dtype_name(type.dtype), data))
         return tuple(self.slot(operand) for operand in operands)
+
+    def _read(self, node: Node, after: tuple[int, ...]) -> Read:
+        (body,) = node.bodies
+        outer = dict(zip(body.inputs, node.handed, strict=True))
+        reads = {value: outer[ref] for inner in body.nodes for value in inner.outputs for ref in inner.values}
+        keys = tuple(self._key(reads[output]) for output in body.outputs if isinstance(output, Value))
+        return Read(keys, tuple(self.slot(value) for value in node.outputs), after)
 
     def _call(self, node: Node, after: tuple[int, ...]) -> Call:
         (body,) = node.bodies

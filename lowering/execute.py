@@ -3,7 +3,7 @@
 No thread waits for a value: a receive leaves a callback with the channel, and whoever delivers the value has the
 items that became ready run by a worker; an item that waits for a queue or an accumulator does the same, and a branch or
 loop with such items runs its bodies as executions of their own (`loops.py`). The first error ends the execution and
-what it waits for; what arrives later is ignored.
+what it waits for; what arrives later is ignored. A value is let go of when all that take it are done.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 
 from dflow.lowering.channel import Channel, StepId
 from dflow.lowering.loops import PENDING, Loop, OnItem
-from dflow.lowering.plan import Branch, Call, Copy, Item, Recv, Scan, Send, UseResource, While
+from dflow.lowering.plan import Branch, Call, Copy, Item, Read, Recv, Scan, Send, UseResource, While
 from dflow.lowering.program import Program
 from dflow.lowering.resource_use import ResourceUse
 from dflow.lowering.store import Store
@@ -65,7 +65,7 @@ class Execution:
         self._pending = {slot for slot, value in zip(plan.feeds, feeds, strict=True) if value is PENDING}
         self._lock = threading.Lock()
         self._on_item = on_item
-        self._waiting = list(schedule.waiting)
+        self._waiting, self._uses = list(schedule.waiting), list(schedule.uses)
         self._left = len(plan.items)
         self._has_started = False
         for index, count in (held or {}).items():
@@ -154,7 +154,14 @@ class Execution:
                 results = self._store.call(self._programs[item.program], item.writes, item.reads, operands)
                 self._fill(item.gives, results)
             case Copy():
-                self._slots[item.give] = jax.device_put(self._slots[item.take], self._schedule.devices[item.device])
+                if index in self._schedule.awaited:
+                    # When all that can be started is: this thread waits for the device.
+                    self._submit(partial(self._copy_after, index, item))
+                    return False
+                self._slots[item.give] = self._copied(item)
+            case Read():
+                values = self._store.snapshot(item.keys)
+                self._fill(item.gives, [values[key] for key in item.keys])
             case UseResource():
                 self._use_resource(item, index)
                 return False
@@ -165,6 +172,21 @@ class Execution:
                 self._loop(item, index)
                 return False
         return True
+
+    def _copied(self, item: Copy) -> jax.Array:
+        copy: jax.Array = jax.device_put(self._slots[item.take], self._schedule.devices[item.device])
+        return copy
+
+    def _copy_after(self, index: int, item: Copy) -> None:
+        """Copy once what the copy comes after has been computed, and not just asked for."""
+        if self._ended:
+            return
+        try:
+            jax.block_until_ready([self._slots[slot] for slot in self._schedule.awaited[index]])
+            self._slots[item.give] = self._copied(item)
+            self._run(self._done(index))
+        except BaseException as error:
+            self._fail(index, error)
 
     def _fill(self, slots: Sequence[int], values: Sequence[Any]) -> None:
         for slot, value in zip(slots, values, strict=True):
@@ -244,6 +266,10 @@ class Execution:
                 self._waiting[dependent] -= 1
                 if self._waiting[dependent] == 0:
                     ready.append(dependent)
+            for slot in self._schedule.lets_go[index]:
+                self._uses[slot] -= 1
+                if self._uses[slot] == 0:
+                    self._slots[slot] = None
             self._left -= 1
             complete = self._left == 0
         if complete:

@@ -12,6 +12,7 @@ from dflow.lowering.passes.order import Order
 from dflow.lowering.passes.partition import Partition
 from dflow.lowering.passes.place import Place
 from dflow.lowering.passes.prune import Prune
+from dflow.lowering.passes.schedule import Schedule
 
 #: The one task there is when no cluster is joined.
 ALONE = "/job:localhost/task:0"
@@ -39,5 +40,6 @@ def pipeline(
         Partition(local),  # from here on, no operand crosses a device border
         Order(),  # before cluster: it reads order edges, not the order of the list
         Cluster(),
+        Schedule(),  # after cluster: its edges are between copies and calls
         Donate(),  # last: needs the final set of effects of each call
     )

@@ -45,6 +45,17 @@ class Copy(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="copy"):
     after: tuple[int, ...] = ()
 
 
+class Read(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="read"):
+    """Put the values of variables, as of one moment, into the slots `gives`.
+
+    Nothing is copied: they are the store's own, which nothing but a `Copy` may take.
+    """
+
+    keys: tuple[str, ...]
+    gives: tuple[int, ...]
+    after: tuple[int, ...] = ()
+
+
 class Send(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="send"):
     """Send the array in slot `take` over `edge` to the task `destination`."""
 
@@ -123,7 +134,7 @@ class Scan(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="scan"):
 
 #: Items that a task runs by itself, between programs; they may wait.
 HostItem = UseResource | Branch | While | Scan
-Item = Call | Copy | Send | Recv | HostItem
+Item = Call | Copy | Read | Send | Recv | HostItem
 
 
 class Scalar(msgspec.Struct, frozen=True, repr_omit_defaults=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from functools import cached_property
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflow.lowering.devices import device_named
-from dflow.lowering.plan import Branch, Call, Copy, Item, Plan, Recv, Scalar, Scan, Send, UseResource, While
+from dflow.lowering.plan import Branch, Call, Copy, Item, Plan, Read, Recv, Scalar, Scan, Send, UseResource, While
 from dflow.tracing import ops
 from dflow.tracing.types import parse_dtype
 
@@ -35,7 +36,9 @@ _IN_ORDER = ((Role.WRITES, Role.RELEASES), (Role.ACQUIRES, Role.USES))
 class Schedule:
     """The order of a plan's items. `waiting` is how many items each waits for, `dependents` are those that wait for it.
 
-    `takers` are the items that take a slot; `bodies` the schedules of the plans that branches and loops run.
+    `takers` are the items that take a slot; `bodies` the schedules of the plans that branches and loops run. `awaited`
+    says of a copy for what it waits until it is computed, and `lets_go` of each item which slots nobody may need after
+    it: those that `uses` items, it among them, take, give or await.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -47,9 +50,30 @@ class Schedule:
         needs = [_needs(item, producers) for item in plan.items]
         self.waiting = [len(need) for need in needs]
         self.dependents: list[list[int]] = [[] for _ in plan.items]
-        for index, need in enumerate(needs):
-            for producer in need:
+        # Transfers first, so that they are under way before a call after them keeps the device.
+        for index in sorted(range(len(needs)), key=lambda index: not isinstance(plan.items[index], Copy | Send)):
+            for producer in needs[index]:
                 self.dependents[producer].append(index)
+        self.awaited = {index: found for index in range(len(needs)) if (found := self._awaited_by(index))}
+        self.lets_go = [self._let_go_by(index) for index in range(len(needs))]
+        self.uses = [0] * plan.slots
+        for slot in itertools.chain.from_iterable(self.lets_go):
+            self.uses[slot] += 1
+
+    def _awaited_by(self, index: int) -> tuple[int, ...]:
+        """What the items give that a copy to a device of the CPU comes after.
+
+        Other devices do what they are given in order. The CPU copies what is there, whatever was asked for before.
+        """
+        item = self.plan.items[index]
+        if not isinstance(item, Copy) or self.devices[item.device].platform != "cpu":
+            return ()
+        return tuple(slot for earlier in item.after for slot in gives(self.plan.items[earlier])[:1])
+
+    def _let_go_by(self, index: int) -> tuple[int, ...]:
+        item = self.plan.items[index]
+        found = dict.fromkeys((*takes(item), *gives(item), *self.awaited.get(index, ())))
+        return tuple(slot for slot in found if slot not in self.fetched)
 
     @cached_property
     def fetched(self) -> frozenset[int]:
@@ -132,6 +156,8 @@ class Schedule:
             case Call():
                 used = (Role.USES, bool(item.reads or item.writes)), (Role.WRITES, bool(item.writes))
                 return frozenset(role for role, is_so in used if is_so)
+            case Read():
+                return frozenset({Role.USES})
             case UseResource():
                 return frozenset({Role.RELEASES if item.op in ops.RELEASING_OPS else Role.ACQUIRES})
             case Branch() | While() | Scan():
@@ -145,6 +171,8 @@ class Schedule:
                 found = dict.fromkeys(item.reads, False) | dict.fromkeys(item.writes, True)
                 if item.touches_anything:
                     found[ANYTHING] = True
+            case Read():
+                found = dict.fromkeys(item.keys, False)
             case UseResource():
                 found = {item.key: True}
             case Branch() | While() | Scan():
@@ -179,7 +207,7 @@ def takes(item: Item) -> tuple[int, ...]:
     match item:
         case Send() | Copy():
             return (item.take,)
-        case Recv():
+        case Recv() | Read():
             return ()
     return item.takes
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 from dflow.lowering.channel import StepId
 from dflow.lowering.execute import Execution, Outcome
 from dflow.lowering.local import fetched
-from dflow.lowering.plan import Call, Item, Plan, Recv, Send, UseResource
+from dflow.lowering.plan import Call, Copy, Item, Plan, Recv, Send, UseResource
 from dflow.lowering.program import Program, lower_program
 from dflow.lowering.store import Store
 from dflow.lowering.waits import Schedule
@@ -145,6 +146,78 @@ def test_order_edges_are_kept_in_any_order_of_items_and_arrivals(data: st.DataOb
     assert all(log.index(other) < log.index(index) for index in range(count) for other in after[index])
     assert [value.item() for value in fetched(task.outcomes[0])] == list(range(count))
     assert len(task.outcomes) == 1
+
+
+def test_a_value_is_let_go_of_when_all_that_take_it_are_done() -> None:
+    made: list[weakref.ref[Any]] = []
+    alive: list[list[bool]] = []
+
+    def run(*_: Any) -> list[jax.Array]:
+        alive.append([ref() is not None for ref in made])
+        result = jnp.float32(len(made))
+        made.append(weakref.ref(result))
+        return [result]
+
+    task = Task(Program(run, 0))
+    items = call(0, gives=0), call(0, 0, gives=1), call(0, 0, gives=2, after=[1]), call(0, 2, gives=3, after=[2])
+    task.start(*items, fetches=(1,))
+    assert alive == [[], [True], [True, True], [False, True, True]]
+    assert task.outcomes == [(jnp.float32(1),)]
+
+
+def test_a_result_that_nobody_takes_is_let_go_of_at_once() -> None:
+    made: list[weakref.ref[Any]] = []
+
+    def run(*_: Any) -> list[jax.Array]:
+        assert all(ref() is None for ref in made)
+        result = jnp.float32(1)
+        made.append(weakref.ref(result))
+        return [result]
+
+    task = Task(Program(run, 0))
+    task.start(call(0, gives=0), call(0, gives=1, after=[0]))
+    assert task.outcomes == [()]
+
+
+class Computed:
+    """What stands for an array: notes that somebody waits for it."""
+
+    def __init__(self, log: list[Any]) -> None:
+        self._log = log
+
+    def block_until_ready(self) -> Computed:
+        self._log.append("waited")
+        return self
+
+
+def test_a_copy_on_the_cpu_waits_for_what_it_comes_after_when_all_else_has_been_started() -> None:
+    log: list[Any] = []
+
+    def run(name: str, *_: Any) -> list[Any]:
+        log.append(name)
+        return [Computed(log)]
+
+    task = Task(*(Program(functools.partial(run, name), 0) for name in ("before", "beside", "user")))
+    copy = Copy("cpu:0", 0, 2, (0,))
+    items = call(0, 0, gives=1), copy, call(1, 1, gives=3), call(2, 2, gives=4)
+    task.start(*items, feeds={0: ONE}, fetches=(2,))
+    assert log == ["before", "beside"]
+    assert not task.outcomes
+    task.work()
+    assert log == ["before", "beside", "waited", "user"]
+    assert task.outcomes == [(ONE,)]
+
+
+def test_what_a_copy_waits_for_may_have_failed() -> None:
+    class Failed(Computed):
+        def block_until_ready(self) -> Computed:
+            raise ValueError("computed in vain")
+
+    task = Task(Program(lambda *_: [Failed([])], 0))
+    task.start(call(0, gives=1), Copy("cpu:0", 0, 2, (0,)), feeds={0: ONE}, fetches=(2,))
+    task.work()
+    with pytest.raises(ValueError, match="computed in vain"):
+        fetched(task.outcomes[0])
 
 
 def test_a_receive_before_its_value_leaves_no_thread_waiting() -> None:

@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from dflow.lowering.passes.base import run_passes
+from dflow.lowering.passes.schedule import Schedule
+from dflow.lowering.pipeline import pipeline
+from dflow.lowering.timeline import timeline
+from dflow.tracing import ops
+from dflow.tracing.graph import FreshNames, Graph, Node, Value
+from dflow.tracing.jax_frontend import primitive_named
+from dflow.tracing.op import numeric
+from dflow.tracing.text import parse, text
+from dflow.tracing.types import RefType, TokenType
+from dflow.tracing.verify import verify
+from tests.effort import examples
+from tests.golden import GoldenCase, golden_cases, read_golden
+from tests.lowering.meaning import DEVICES, PLACES, TASKS, WORKER, assert_same_meaning, check_pass, chooser
+from tests.lowering.stateful_graphs import INT, stateful_graphs
+
+ANY_SIZE = Schedule(least_bytes=0)
+GOLDEN = Path(__file__).with_name("schedule.graphs")
+PASSES = pipeline(WORKER, TASKS, DEVICES)
+CLUSTERED = PASSES[: [one.name for one in PASSES].index("schedule")]
+ON_DEVICES = [f"/device:{device}" for device in DEVICES]
+
+
+@pytest.mark.parametrize("case", golden_cases(GOLDEN))
+def test_golden(case: GoldenCase) -> None:
+    check_pass(case, _WithBodies())
+
+
+@dataclass(frozen=True)
+class _WithBodies:
+    name = "schedule"
+
+    def __call__(self, graph: Graph) -> Graph:
+        return run_passes(graph, (ANY_SIZE,))
+
+
+@st.composite
+def alternating(draw: st.DrawFn) -> Graph:
+    """A number on its way over the devices, changed on each by variables, arguments and what was made on the way."""
+    places = st.sampled_from(ON_DEVICES)
+    fresh = FreshNames()
+    refs = [Value(fresh("w"), RefType(INT), draw(places)) for _ in range(3)]
+    number, *others = arrays = [Value(fresh("x"), INT) for _ in range(3)]
+    nodes: list[Node] = []
+    for _ in range(draw(st.integers(3, 12))):
+        ref = draw(st.sampled_from([*refs, None, None]))
+        if ref is not None:
+            others.append(Value(fresh("read"), INT))
+            nodes.append(Node(ops.var_read, (ref,), (others[-1],)))
+            if draw(st.integers(0, 3)) == 0:
+                nodes.append(Node(ops.var_assign, (ref, number), (Value(fresh("done"), TokenType()),)))
+        made = Value(fresh("n"), INT)
+        operands = (number, draw(st.sampled_from(others)))
+        nodes.append(Node(numeric(primitive_named("sub")), operands, (made,), device=draw(places)))
+        others += [made] if draw(st.booleans()) else []
+        number = made
+    outputs = (number, *draw(st.lists(st.sampled_from(others), max_size=2)))
+    return Graph((*refs, *arrays), tuple(nodes), outputs)
+
+
+def clustered() -> st.SearchStrategy[Graph]:
+    """Graphs as the pass gets them: on several devices of one task, and on tasks too."""
+    programs = st.one_of(alternating(), alternating(), stateful_graphs(PLACES, max_nodes=20))
+    return programs.map(lambda graph: run_passes(graph, CLUSTERED))
+
+
+@settings(max_examples=examples(150))
+@given(before=clustered(), seed=st.integers(0, 2**16))
+def test_copies_wait_for_calls_and_nothing_else_changes(before: Graph, seed: int) -> None:
+    after = ANY_SIZE(before)
+    verify(after)
+    assert_same_meaning(before, after, choose=chooser(seed))
+    old = {node.outputs: node for node in before.nodes}
+    assert old.keys() == {node.outputs for node in after.nodes}
+    makers = after.producers
+    for node in after.nodes:
+        own = old[node.outputs]
+        assert (node.op, node.inputs, node.device, node.bodies) == (own.op, own.inputs, own.device, own.bodies)
+        if node.after != own.after:
+            (call,) = (makers[value] for value in node.after if value not in own.after)
+            assert (node.op, call.op, call.device) == (ops.dev_copy, ops.xla_call, node.device)
+    event(f"delayed: {len(delayed(after)) > 0}")
+
+
+@settings(max_examples=examples(150))
+@given(before=clustered())
+def test_by_the_timeline_no_call_is_later_and_no_device_holds_more(before: Graph) -> None:
+    after = ANY_SIZE(before)
+    old, new = timeline(before), timeline(after)
+    ends = {node.outputs: end for node, end in zip(before.nodes, old.end, strict=True)}
+    for node, end in zip(after.nodes, new.end, strict=True):
+        if node.op is not ops.dev_copy:
+            assert end == ends[node.outputs], node
+    assert new.step_ns == old.step_ns
+    assert old.peak_bytes.keys() == new.peak_bytes.keys()
+    assert all(new.peak_bytes[device] <= held for device, held in old.peak_bytes.items())
+    event(f"less memory: {any(new.peak_bytes[device] < held for device, held in old.peak_bytes.items())}")
+
+
+def delayed(graph: Graph) -> list[Node]:
+    """The copies that come after a call."""
+    return [node for node in graph.nodes if node.op is ops.dev_copy and node.after]
+
+
+def test_it_finds_nothing_more_when_run_again() -> None:
+    for case in read_golden(GOLDEN):
+        once = _WithBodies()(parse(case.input))
+        assert text(_WithBodies()(once)) == text(once)
+
+
+def test_what_is_small_is_copied_at_once() -> None:
+    graph = parse(read_golden(GOLDEN)[0].input)
+    assert delayed(ANY_SIZE(graph))
+    assert Schedule()(graph) is graph
