@@ -18,7 +18,6 @@ on the same cores gain nothing by being two: the question is what the cuts cost.
 from __future__ import annotations
 
 import os
-import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -34,7 +33,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import dflow
-from benchmarks._paired import median_ratio, options, publish
+from benchmarks._paired import in_turn, median_ratio, options, publish
 
 RATE = 0.01
 #: How long the steps in a row take about that make a time, in s.
@@ -49,7 +48,7 @@ def main() -> None:
     given = options(__doc__, rounds=15)
     publish(
         "devices",
-        [row for name, ways in MODELS.items() for row in rows(name, ways(), given.rounds)],
+        [row for name, ways in MODELS.items() for row in rows_of(name, ways(), given.rounds)],
         as_json=given.json,
     )
 
@@ -288,23 +287,17 @@ MODELS: dict[str, Callable[[], dict[str, Step]]] = {
 # Measuring.
 
 
-def rows(name: str, ways: Mapping[str, Step], rounds: int) -> list[dict[str, Any]]:
+def rows_of(name: str, ways: Mapping[str, Step], rounds: int) -> list[dict[str, Any]]:
     """By way the median time of a step, and its ratio to JAX by hand, round by round."""
     refuse_other_losses(name, {way: [float(step()) for _ in range(3)] for way, step in ways.items()})
     count = max(2, int(ROW_S / max(in_a_row(step, 2)[0] for step in ways.values())))
-    draws, order = random.Random(0), list(ways)
-    wall: dict[str, list[float]] = {way: [] for way in ways}
-    busy: dict[str, list[float]] = {way: [] for way in ways}
-    for _ in range(rounds):
-        draws.shuffle(order)
-        for way in order:
-            seconds, of_processor = in_a_row(ways[way], count)
-            wall[way].append(seconds)
-            busy[way].append(of_processor)
-    found = []
+    times = in_turn({way: partial(in_a_row, step, count) for way, step in ways.items()}, rounds)
+    wall = {way: [seconds for seconds, _ in found] for way, found in times.items()}
+    busy = {way: [of_processor for _, of_processor in found] for way, found in times.items()}
+    rows = []
     for way in ways:
         ratio, low, high = median_ratio(wall[way], wall["by hand"])
-        found.append(
+        rows.append(
             {
                 "step": name,
                 "way": way,
@@ -316,7 +309,7 @@ def rows(name: str, ways: Mapping[str, Step], rounds: int) -> list[dict[str, Any
                 "processor / by hand": median_ratio(busy[way], busy["by hand"])[0],
             }
         )
-    return found
+    return rows
 
 
 def in_a_row(step: Step, count: int) -> tuple[float, float]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.devices import embedding, halves, refuse_other_losses, rows
+from benchmarks.devices import embedding, halves, refuse_other_losses, rows_of
 
 
 def test_all_ways_train_alike_and_each_has_a_row() -> None:
-    found = rows("halves", halves(4, 8, 1), 1)
-    found += rows("table", embedding(50, 4, 6, 2, 8), 1)
+    found = rows_of("halves", halves(4, 8, 1), 1)
+    found += rows_of("table", embedding(50, 4, 6, 2, 8), 1)
     assert [row["way"] for row in found] == ["dflow", "by hand", "sharded", "one device"] * 2
     assert all(row["ms"] > 0 for row in found)
 
