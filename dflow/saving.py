@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from dflow.generator import Generator
 from dflow.homes import LOCAL
-from dflow.lowering.array_files import ArrayFiles, read_arrays, write_arrays
+from dflow.lowering.array_files import ArrayFiles, own_copy, read_arrays, write_arrays
 from dflow.optimizer import Optimizer
 from dflow.restore_report import DIFFERENCES, RestoreReport
 from dflow.tracing.container import Resource, resources_in
@@ -228,10 +227,12 @@ def _described(type: ArrayType, impl: str) -> str:
 def _read(files: ArrayFiles, variables: Mapping[str, Variable]) -> dict[str, jax.Array]:
     """The values, by the variables' keys, each as its variable is sharded now and in memory of its own."""
     shardings = LOCAL.store.shardings(variable.key for variable in variables.values())
-    read = files.read({name: shardings[variable.key] for name, variable in variables.items()})
+    read = files.each({name: shardings[variable.key] for name, variable in variables.items()})
     # Those without a sharding may be in the memory that was read into.
-    own = {name: jnp.array(value) if shardings[variables[name].key] is None else value for name, value in read.items()}
-    return {variable.key: own[name] for name, variable in variables.items()}
+    return {
+        variables[name].key: own_copy(value) if shardings[variables[name].key] is None else value
+        for name, value in read
+    }
 
 
 def _differs(files: ArrayFiles, report: RestoreReport, refused: list[str]) -> str:

@@ -8,6 +8,7 @@ its own name where a path may be called so; the manifest knows where.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -18,6 +19,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -27,6 +29,7 @@ import numpy as np
 import tensorstore
 from jax.sharding import SingleDeviceSharding
 
+from dflow.lowering.crc32c import crc32c
 from dflow.lowering.whole_folder import present, whole_folder, write_file
 from dflow.tracing.errors import CheckpointError, NoCheckpoint, ParseError
 from dflow.tracing.source import at, caller
@@ -39,6 +42,14 @@ _VERSION = 1
 #: The size that chunks are kept below, in bytes, and how much may be on its way to the disk at once.
 _CHUNK_BYTES = 64 << 20
 _IN_FLIGHT_BYTES = 256 << 20
+
+#: Up to this size, in bytes, an array is written without TensorStore, which takes a millisecond and more for each.
+_SMALL_BYTES = 4096
+#: From this size on a chunk is flushed as soon as it is written, while the next ones are copied.
+_FLUSHED_BYTES = 1 << 20
+
+#: One for all, since each context has threads of its own.
+_CONTEXT = tensorstore.Context({"file_io_concurrency": {"limit": 4}})
 
 _GROUP = {"zarr_format": 3, "node_type": "group", "attributes": {}}
 _PART = re.compile(r"[A-Za-z0-9_-](?:[A-Za-z0-9_.-]*[A-Za-z0-9_-])?")
@@ -94,6 +105,24 @@ def _write(path: Path, content: Any) -> None:
 
 
 @dataclass(frozen=True)
+class _Reading:
+    """Memory of NumPy's that is being read into: what TensorStore allocates costs the system more time to give."""
+
+    array: Any
+    done: Any
+
+    @staticmethod
+    def of(store: Any) -> _Reading:
+        array = np.empty(store.shape, store.dtype.numpy_dtype)
+        here = store[tensorstore.d[:].translate_to[0]] if array.ndim else store
+        return _Reading(array, tensorstore.array(array, copy=False).write(here))
+
+    def result(self) -> Any:
+        self.done.result()
+        return self.array
+
+
+@dataclass(frozen=True)
 class ArrayFiles:
     """A folder of arrays that has been written: what is in it; the arrays are read when they are asked for."""
 
@@ -110,9 +139,23 @@ class ArrayFiles:
         Of a sharded array each device's part is read by itself; PRNG keys are JAX arrays in any case. Raises
         CheckpointError, which names the array, for one that is missing, damaged or not what the manifest says.
         """
+        return dict(self.each(shardings))
+
+    def each(self, shardings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        """As `read`, one by one: while one is looked at the next are on their way, up to a bound in bytes."""
         opening = {name: self._open(name) for name in shardings}
-        started = {name: self._started(name, opening[name], sharding) for name, sharding in shardings.items()}
-        return {name: self._finished(name, started[name], sharding) for name, sharding in shardings.items()}
+        started: deque[tuple[str, Any]] = deque()
+        in_flight = 0
+        for name, sharding in shardings.items():
+            started.append((name, self._started(name, opening.pop(name), sharding)))
+            in_flight += self.types[name].size_bytes
+            while in_flight > _IN_FLIGHT_BYTES:
+                first, reading = started.popleft()
+                in_flight -= self.types[first].size_bytes
+                yield first, self._finished(first, reading, shardings[first])
+        while started:
+            first, reading = started.popleft()
+            yield first, self._finished(first, reading, shardings[first])
 
     def is_replaced(self) -> bool:
         """Whether another folder has taken the place since this one was looked at."""
@@ -128,17 +171,18 @@ class ArrayFiles:
             )
         dtype, shape = _stored_type(self.types[name])
         spec = _spec(self.path / self._places[name]) | {"open": True, "fill_missing_data_reads": False}
-        return tensorstore.open(spec, dtype=dtype, shape=shape)
+        return tensorstore.open(spec, dtype=dtype, shape=shape, context=_CONTEXT)
 
     def _started(self, name: str, opening: Any, sharding: Any) -> Any:
         """What is being read: the whole, or the pieces that the devices need."""
         with self._unless_damaged(name):
             store = opening.result()
             if sharding is None or jnp.issubdtype(self.types[name].dtype, jax.dtypes.extended):
-                return store.read()
+                return _Reading.of(store)
             indices = sharding.addressable_devices_indices_map(self.types[name].shape).values()
             return {
-                _bounds(index): store[index].read() for index in {_bounds(index): index for index in indices}.values()
+                _bounds(index): _Reading.of(store[index])
+                for index in {_bounds(index): index for index in indices}.values()
             }
 
     def _finished(self, name: str, started: Any, sharding: Any) -> Any:
@@ -150,7 +194,7 @@ class ArrayFiles:
             pieces = {bounds: _restored(type, piece.result()) for bounds, piece in started.items()}
         places = sharding.addressable_devices_indices_map(type.shape)
         # Not the memory that was read into: a program may overwrite the array's.
-        parts = [_own_copy(pieces[_bounds(index)], _on(sharding, device)) for device, index in places.items()]
+        parts = [own_copy(pieces[_bounds(index)], _on(sharding, device)) for device, index in places.items()]
         return jax.make_array_from_single_device_arrays(type.shape, sharding, parts)
 
     @contextmanager
@@ -194,7 +238,8 @@ def _on(sharding: Any, device: Any) -> Any:
     return SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
 
 
-def _own_copy(value: Any, sharding: Any) -> jax.Array:
+def own_copy(value: Any, sharding: Any = None) -> jax.Array:
+    """A JAX array in memory of its own, at a sharding if given."""
     copy: jax.Array = jax.device_put(value, sharding, may_alias=False)
     return copy
 
@@ -276,6 +321,28 @@ class _Stored:
             if shard.replica_id == 0:
                 yield shard.index, shard.data
 
+    def chunks(self) -> Iterator[tuple[_Index, Any]]:
+        """The pieces cut into chunks, as they are stored."""
+        stored = _stored_dtype(self.value.dtype)
+        for index, piece in self.pieces():
+            data = np.asarray(piece)
+            data = data if data.dtype == stored else np.asarray(data, order="C").view(stored)
+            first = [part.start or 0 for part in index]
+            sizes = [range(0, size, step) for size, step in zip(data.shape, self.chunk_shape(), strict=True)]
+            for starts in itertools.product(*sizes):
+                inner = tuple(
+                    slice(start, start + step) for start, step in zip(starts, self.chunk_shape(), strict=True)
+                )
+                outer = tuple(
+                    slice(begin + part.start, begin + min(part.stop, size))
+                    for begin, part, size in zip(first, inner, data.shape, strict=True)
+                )
+                yield outer, data[inner]
+
+    def is_small(self) -> bool:
+        """Whether it is one chunk of few bytes."""
+        return self.value.nbytes <= _SMALL_BYTES and self.chunk_shape() == tuple(max(1, n) for n in self.value.shape)
+
     def chunk_shape(self) -> tuple[int, ...]:
         """The shape of a device's part, cut along its first dimensions until it is small enough."""
         shape = whole = self.value.shape
@@ -322,25 +389,50 @@ def _restored(type: ArrayType, data: Any) -> Any:
 
 
 def _write_pieces(folder: Path, parts: Mapping[str, _Stored], places: Mapping[str, str]) -> None:
+    large = {name: part for name, part in parts.items() if not part.is_small()}
     with ExitStack() as stack:
-        opening = {name: _create(folder, name, places[name], part) for name, part in parts.items()}
+        opening = {name: _create(folder, name, places[name], part) for name, part in large.items()}
         # Whatever fails, nothing goes on writing after that.
         stack.callback(_await_all, opening.values())
         started: deque[tuple[str, Any, int]] = deque()
         stack.callback(lambda: _await_all(written for _, written, _ in started))
         in_flight = 0
-        for name, part in parts.items():
-            stored = _stored_dtype(part.value.dtype)
-            for index, piece in part.pieces():
-                data = np.asarray(piece)
-                data = data if data.dtype == stored else np.asarray(data, order="C").view(stored)
+        for name, part in large.items():
+            for index, data in part.chunks():
                 started.append((name, _started(name, opening[name], index, data, folder), data.nbytes))
                 in_flight += data.nbytes
                 while in_flight > _IN_FLIGHT_BYTES:
                     in_flight -= _finished(started[0], folder)
                     started.popleft()
+        for name in parts.keys() - large.keys():
+            with _unless_refused(name, folder):
+                _write_small(folder / places[name], parts[name])
         for written in started:
             _finished(written, folder)
+
+
+def _write_small(place: Path, part: _Stored) -> None:
+    """What TensorStore would write, of an array of one chunk."""
+    place.mkdir()
+    shape = list(part.value.shape)
+    _write(place / "zarr.json", _zarr_file(_stored_dtype(part.value.dtype)) | {"shape": shape} | _zarr_metadata(part))
+    for _, data in part.chunks():
+        content = data.tobytes()
+        checksum = crc32c(content).to_bytes(4, "little")
+        (place / ".".join(["c", *("0" for _ in shape)])).write_bytes(content + checksum)
+
+
+@cache
+def _zarr_file(dtype: Any) -> dict[str, Any]:
+    """What TensorStore writes to tell of an array of this dtype."""
+    store: Any = tensorstore.open(
+        {"driver": "zarr3", "kvstore": "memory://", "create": True},
+        dtype=dtype,
+        shape=(),
+        context=tensorstore.Context(),
+    ).result()
+    file: dict[str, Any] = json.loads(store.kvstore["zarr.json"])
+    return file
 
 
 def _await_all(futures: Iterable[Any]) -> None:
@@ -349,9 +441,10 @@ def _await_all(futures: Iterable[Any]) -> None:
 
 
 def _create(folder: Path, name: str, place: str, part: _Stored) -> Any:
-    spec = _spec(folder / place) | {"create": True, "metadata": _zarr_metadata(part)}
+    spec = _spec(folder / place, flushed=part.value.nbytes >= _FLUSHED_BYTES)
+    spec |= {"create": True, "metadata": _zarr_metadata(part)}
     with _unless_refused(name, folder):
-        return tensorstore.open(spec, dtype=_stored_dtype(part.value.dtype), shape=part.value.shape)
+        return tensorstore.open(spec, dtype=_stored_dtype(part.value.dtype), shape=part.value.shape, context=_CONTEXT)
 
 
 def _started(name: str, opening: Any, index: _Index, data: Any, folder: Path) -> Any:
@@ -381,11 +474,11 @@ def _first_line(error: Exception) -> str:
     return re.split(r" \[(?:tensorstore_spec|source locations)|\n", str(error))[0][:300]
 
 
-def _spec(path: Path) -> dict[str, Any]:
+def _spec(path: Path, flushed: bool = False) -> dict[str, Any]:
     # The folder is flushed as a whole before it appears.
     return {
         "driver": "zarr3",
-        "kvstore": {"driver": "file", "path": f"{path}/", "file_io_sync": False},
+        "kvstore": {"driver": "file", "path": f"{path}/", "file_io_sync": flushed},
         "store_data_equal_to_fill_value": True,
     }
 
@@ -395,6 +488,8 @@ def _zarr_metadata(part: _Stored) -> dict[str, Any]:
     to_bytes = {"name": "bytes", "configuration": {"endian": "little"}} if wide else {"name": "bytes"}
     return {
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": part.chunk_shape()}},
+        # Every folder is one more to make, to flush and to remove.
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
         "codecs": [to_bytes, {"name": "crc32c"}],
     }
 

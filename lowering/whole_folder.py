@@ -16,7 +16,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ _busy: set[Path] = set()
 
 #: How many files are flushed at a time.
 _FLUSHES = 16
+#: How many folders are removed at a time.
+_REMOVALS = 4
 
 _AT_FDCWD = -100
 _EXCHANGE = 2
@@ -60,7 +62,7 @@ def whole_folder(path: str | os.PathLike[str], *, marker: str, overwrite: bool =
                 _appear(staging, place)
     finally:
         try:
-            shutil.rmtree(staging, ignore_errors=True)
+            _remove(staging)
         finally:
             _busy.discard(staging)
 
@@ -118,8 +120,8 @@ def _replace(staging: Path, place: Path) -> None:
         os.rename(staging, place)
     _sync(place.parent)
     # What was there before now has the other name.
-    shutil.rmtree(staging, ignore_errors=True)
-    shutil.rmtree(_aside(place), ignore_errors=True)
+    _remove(staging)
+    _remove(_aside(place))
 
 
 def _aside(place: Path) -> Path:
@@ -166,6 +168,23 @@ def _exchange(one: Path, other: Path) -> bool:
     if failed and ctypes.get_errno() not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
         raise CheckpointError(f"{other} cannot be replaced: {os.strerror(ctypes.get_errno())}{at(caller())}")
     return not failed
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder, if it is there; some parts at a time, since a disk may let each wait for milliseconds."""
+    walked = list(os.walk(folder, topdown=False))
+    with ThreadPoolExecutor(_REMOVALS) as pool:
+        list(pool.map(_remove_part, walked))
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_part(part: tuple[str, list[str], list[str]]) -> None:
+    """Remove the files of a folder, and itself where no folder is left in it."""
+    inner, _, files = part
+    with suppress(OSError):
+        for name in files:
+            os.unlink(os.path.join(inner, name))
+        os.rmdir(inner)
 
 
 def _flush(folder: Path) -> None:

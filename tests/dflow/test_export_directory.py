@@ -158,8 +158,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str, str]] = {
         f"JAX {jax.__version__} cannot read the program 'serve'",
         "load it with JAX 99.1, or export it again; JAX says:",
     ),
-    "an array that is missing": (removed("variables/layer/w/c"), "'layer/w'", COPY_AGAIN),
-    "an array with a wrong bit": (flipped("constants/TABLE/c/0/0"), "'TABLE'", COPY_AGAIN),
+    "an array that is missing": (removed("variables/layer/w/c.0"), "'layer/w'", COPY_AGAIN),
+    "an array with a wrong bit": (flipped("constants/TABLE/c.0.0"), "'TABLE'", COPY_AGAIN),
     "a variable that is not there": (
         changed("manifest.json", lambda m: m["variables"].update(v={"type": "f32[]", "trainable": True})),
         "there is no array 'v'",

@@ -250,7 +250,7 @@ def test_a_checkpoint_is_replaced_when_that_is_asked_for_alone(tmp_path: Path) -
 def test_a_damaged_array_changes_no_variable(tmp_path: Path) -> None:
     a, b = dflow.Variable(jnp.ones(3), name="a"), dflow.Variable(jnp.ones(3), name="b")
     dflow.save(tmp_path / "c", [a, b])
-    file = tmp_path / "c" / "b" / "c" / "0"
+    file = tmp_path / "c" / "b" / "c.0"
     content = bytearray(file.read_bytes())
     content[2] ^= 4
     file.write_bytes(content)
