@@ -21,7 +21,6 @@ from dflow.lowering.channel import Channel, StepId
 from dflow.lowering.loops import PENDING, Loop, OnItem
 from dflow.lowering.plan import Branch, Call, Copy, Item, Read, Recv, Scan, Send, UseResource, While
 from dflow.lowering.program import Program
-from dflow.lowering.resource_use import ResourceUse
 from dflow.lowering.store import Store
 from dflow.lowering.waiters import Cancel
 from dflow.lowering.waits import Schedule, gives
@@ -60,9 +59,13 @@ class Execution:
         self._schedule, self._programs, self._store, self._channel = schedule, programs, store, channel
         self._step, self._on_done, self._submit = step, on_done, submit
         self._slots: list[Any] = [None] * plan.slots
-        for slot, value in (*schedule.scalars, *zip(plan.feeds, feeds, strict=True)):
+        for slot, value in schedule.scalars:
             self._slots[slot] = value
-        self._pending = {slot for slot, value in zip(plan.feeds, feeds, strict=True) if value is PENDING}
+        pending = []
+        for slot, value in zip(plan.feeds, feeds, strict=True):
+            self._slots[slot] = value
+            if value is PENDING and slot not in pending:
+                pending.append(slot)
         self._lock = threading.Lock()
         self._on_item = on_item
         self._waiting, self._uses = list(schedule.waiting), list(schedule.uses)
@@ -70,7 +73,7 @@ class Execution:
         self._has_started = False
         for index, count in (held or {}).items():
             self._waiting[index] += count
-        for slot in self._pending:
+        for slot in pending:
             self._wait_for_feed(slot, 1)
         self._ended = False
         self._outcome: Outcome | None = None
@@ -88,12 +91,11 @@ class Execution:
         return ready
 
     def start(self) -> None:
-        """Run what can run, on this thread; receives first, so that values find their waiter."""
+        """Run what can run, on this thread."""
         with self._lock:
-            ready = [index for index, count in enumerate(self._waiting) if count == 0]
+            ready = [index for index in self._schedule.at_once if self._waiting[index] == 0]
             self._has_started = True
             complete = self._left == 0
-        ready.sort(key=lambda index: not isinstance(self._schedule.plan.items[index], Recv))
         if complete:
             self._complete()
         self._run(ready)
@@ -193,7 +195,7 @@ class Execution:
             self._slots[slot] = value
 
     def _use_resource(self, item: UseResource, index: int) -> None:
-        use = ResourceUse(item.op, item.count, item.timeout_s, item.cancel_pending, item.line)
+        use = self._schedule.uses_of_resources[index]
         operands = [self._slots[slot] for slot in item.takes]
         held = self._store.resource(item.key)
         self._cancel_at_end(index, held.start(use, operands, lambda results: self._arrived(index, item.gives, results)))

@@ -220,7 +220,9 @@ class Loop:
 
         def go_on() -> None:
             # Waits for the device, so it is nothing for the thread that brings the outcome.
-            self._is_wanted = bool(np.asarray(wanted))
+            is_wanted = bool(np.asarray(wanted))
+            with self._lock:
+                self._is_wanted = is_wanted
             self.start()
 
         self._soon(go_on)

@@ -62,7 +62,7 @@ class HeldQueue:
     def _results(self, use: ResourceUse, elements: Sequence[tuple[Any, ...]]) -> Sequence[jax.Array]:
         match use.op:
             case "queue.dequeue":
-                return [jnp.asarray(array) for array in elements[0]]
+                return [array if isinstance(array, jax.Array) else jnp.asarray(array) for array in elements[0]]
             case "queue.dequeue_many":
                 return self._stacked(elements, use.count)
             case "queue.dequeue_up_to":

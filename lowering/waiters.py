@@ -13,7 +13,6 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -163,13 +162,23 @@ def _tell(told: Iterable[tuple[Waiter, Answer]]) -> None:
 
 def wait(start: Callable[[OnDone], Cancel]) -> tuple[Any, ...]:
     """Wait for what `start` asks for. Raises its error; interrupted, it ends the wait."""
-    done: Future[Answer] = Future()
-    cancel = start(done.set_result)
+    answers: list[Answer] = []
+    done = threading.Lock()
+    done.acquire()
+
+    def on_done(answer: Answer) -> None:
+        answers.append(answer)
+        done.release()
+
+    cancel = start(on_done)
     try:
-        answer = done.result()
+        # Most have their answer by now. A lock is lighter than a Future, which makes one and more.
+        if not answers:
+            done.acquire()
     except BaseException as error:
         cancel(error)
         raise
+    (answer,) = answers
     if isinstance(answer, BaseException):
         raise answer
     return answer

@@ -13,6 +13,7 @@ import numpy as np
 
 from dflow.lowering.devices import device_named
 from dflow.lowering.plan import Branch, Call, Copy, Item, Plan, Read, Recv, Scalar, Scan, Send, UseResource, While
+from dflow.lowering.resource_use import ResourceUse
 from dflow.tracing import ops
 from dflow.tracing.types import parse_dtype
 
@@ -34,7 +35,8 @@ _IN_ORDER = ((Role.WRITES, Role.RELEASES), (Role.ACQUIRES, Role.USES))
 
 
 class Schedule:
-    """The order of a plan's items. `waiting` is how many items each waits for, `dependents` are those that wait for it.
+    """The order of a plan's items. `waiting` is how many items each waits for, `dependents` are those that wait for it,
+    and `at_once` those that wait for none, receives first, so that values find their waiter.
 
     `takers` are the items that take a slot; `bodies` the schedules of the plans that branches and loops run. `awaited`
     says of a copy for what it waits until it is computed, and `lets_go` of each item which slots nobody may need after
@@ -54,6 +56,13 @@ class Schedule:
         for index in sorted(range(len(needs)), key=lambda index: not isinstance(plan.items[index], Copy | Send)):
             for producer in needs[index]:
                 self.dependents[producer].append(index)
+        ready = [index for index, count in enumerate(self.waiting) if count == 0]
+        self.at_once = sorted(ready, key=lambda index: not isinstance(plan.items[index], Recv))
+        self.uses_of_resources = {
+            index: ResourceUse(item.op, item.count, item.timeout_s, item.cancel_pending, item.line)
+            for index, item in enumerate(plan.items)
+            if isinstance(item, UseResource)
+        }
         self.awaited = {index: found for index in range(len(needs)) if (found := self._awaited_by(index))}
         self.lets_go = [self._let_go_by(index) for index in range(len(needs))]
         self.uses = [0] * plan.slots
