@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +12,7 @@ from dflow.lowering.passes.base import run_passes
 from dflow.lowering.passes.choose import Choose, may_choose
 from dflow.lowering.passes.place import Place
 from dflow.lowering.pipeline import ALONE, pipeline
+from dflow.lowering.placement.instance import Price
 from dflow.tracing.device import choice_among, choices_in
 from dflow.tracing.errors import DeviceError
 from dflow.tracing.graph import Graph
@@ -103,3 +105,29 @@ def test_what_is_chosen_keeps_what_is_said_and_the_meaning(graph: Graph, data: s
             assert after.device in {f"/device:{device}" for device in open_to or DEVICES}
     lowered = run_passes(graph, pipeline(ALONE, (ALONE,), DEVICES, GivenCosts()), check=True)
     assert_same_meaning(graph, lowered, some_inputs(graph), some_state(graph))
+
+
+@dataclasses.dataclass(frozen=True)
+class Slow(GivenCosts):
+    """Costs that take as long to find out as they may."""
+
+    now: list[float] = dataclasses.field(default_factory=lambda: [0.0])
+
+    def prices(self, parts: Sequence[Graph], names: Sequence[str], budget_s: float) -> list[Price]:
+        self.now[0] += budget_s
+        return super().prices(parts, names, budget_s)
+
+
+@pytest.mark.parametrize(("budget_s", "search_s"), [(2.0, 0.6), (10.0, 1.0)])
+def test_pricing_and_search_share_one_budget(budget_s: float, search_s: float) -> None:
+    rows = "".join(dot(f"n{number}", "x", "auto") for number in range(20))
+    graph = parse("graph(%x: f32[64,64]) {\n" + rows + f"  return {', '.join(f'%n{n}' for n in range(20))}\n}}")
+    costs = Slow()
+
+    def clock() -> float:
+        costs.now[0] += 0.01
+        return costs.now[0]
+
+    decision = Choose(PLACE, costs, budget_s, clock).decide(graph)
+    assert decision.pricing_s == pytest.approx(0.7 * budget_s, abs=0.05)
+    assert decision.search_s == pytest.approx(search_s, abs=0.1)
