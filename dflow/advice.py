@@ -5,7 +5,6 @@ The errors stay JAX's, in class and words, so that a program which catches them 
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from typing import Any
 
 import jax
 
+from dflow.tracing.near_names import did_you_mean
 from dflow.tracing.source import at, caller, raised_at
 
 _CONCRETE = (
@@ -62,6 +62,6 @@ def _near_options(jit: Callable[..., Any], options: Any) -> str | None:
     known = [name for name in inspect.signature(jit).parameters if name != "fun"]
     for option in options:
         if option not in known:
-            near = difflib.get_close_matches(option, known)
-            return f"  near it are {', '.join(near)}" if near else f"  the options are {', '.join(known)}"
+            otherwise = f"the options are {', '.join(known)}"
+            return f"  {did_you_mean(option, known, otherwise)}"
     return None

@@ -245,7 +245,7 @@ CASES: dict[str, tuple[Callable[[Made], Any], type[BaseException], str, str]] = 
         lambda made: dflow.jit(lambda x: x, static_argnum=0),
         TypeError,
         "jit() got an unexpected keyword argument 'static_argnum'",
-        "near it are static_argnums, static_argnames",
+        "did you mean static_argnums or static_argnames",
     ),
     "a value that leaked from a trace": (
         leak,
