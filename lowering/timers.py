@@ -15,6 +15,9 @@ from collections.abc import Callable
 
 LOGGER = logging.getLogger("dflow")
 
+#: How long the thread waits at most until it looks again, in s: no system waits without end for a number.
+_LONGEST_S = 3600.0
+
 
 class Timer:
     """A call to come. `stop` may be called from any thread, also when the call has been made."""
@@ -39,12 +42,13 @@ class Timers:
         self._thread: threading.Thread | None = None
 
     def start(self, delay_s: float, call: Callable[[], None]) -> Timer:
-        """Have `call` called once, in `delay_s`."""
+        """Have `call` called once, in `delay_s`; an infinite delay has it never called."""
         timer = Timer(self, call)
         with self._changed:
             entry = (time.monotonic() + delay_s, next(self._serials), timer)
             heapq.heappush(self._heap, entry)
-            if self._thread is None:
+            if self._thread is None or not self._thread.is_alive():
+                # None, or one that the system refused to start.
                 self._thread = threading.Thread(target=self._watch, name="dflow timers", daemon=True)
                 self._thread.start()
             if self._heap[0] is entry:
@@ -71,7 +75,7 @@ class Timers:
             call = self._next_call()
             try:
                 call()
-            except Exception:
+            except BaseException:
                 LOGGER.exception("what was to be done at a deadline failed; the other deadlines stand")
 
     def _next_call(self) -> Callable[[], None]:
@@ -79,7 +83,7 @@ class Timers:
             while True:
                 left_s = self._heap[0][0] - time.monotonic() if self._heap else None
                 if left_s is None or left_s > 0:
-                    self._changed.wait(left_s)
+                    self._changed.wait(None if left_s is None else min(left_s, _LONGEST_S))
                     continue
                 timer = heapq.heappop(self._heap)[2]
                 if timer.call is None:

@@ -7,6 +7,7 @@ executor runs in the order of the program; elsewhere they act at once. Its ops m
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -84,14 +85,19 @@ class HostResource:
         return results
 
     def timeout(self, timeout_s: Any) -> dict[str, Any]:
-        """The attributes that say how long an op may wait. Raises the class's error for what is no number."""
+        """The attributes that say how long an op may wait; infinity is without end.
+
+        Raises the class's error for what is no number, NaN too.
+        """
         try:
             seconds = float(timeout_s)
         except (TypeError, ValueError):
+            seconds = math.nan
+        if math.isnan(seconds):
             raise self.error(
                 f"{self.title} was given timeout_s={number_text(timeout_s)}{at(caller())}\n"
                 "  give a number of seconds that is known when the program is traced"
-            ) from None
+            )
         return {} if seconds == DEFAULT_TIMEOUT_S else {"timeout_s": seconds}
 
 

@@ -277,6 +277,12 @@ CASES: dict[str, tuple[Callable[[Made], Any], type[BaseException], str, str]] = 
         "queue 'queue' was given timeout_s=None",
         "give a number of seconds that is known when the program is traced",
     ),
+    "a deadline that is not a number": (
+        lambda made: made.queue.dequeue(timeout_s=float("nan")),
+        ValueError,
+        "queue 'queue' was given timeout_s=nan",
+        "give a number of seconds that is known when the program is traced",
+    ),
     "a deadline that is traced": (
         lambda made: dflow.jit(lambda t: made.queue.dequeue(timeout_s=t))(1.0),
         ValueError,
