@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 import dflow
 from dflow.lowering.passes.base import run_passes
 from dflow.lowering.pipeline import pipeline
+from dflow.tracing.host_resource import HostResource
 from dflow.tracing.interpret import interpret
-from dflow.tracing.queues import Queue
 from dflow.tracing.text import parse, text
 from dflow.tracing.trace import trace
 from dflow.tracing.verify import verify
@@ -23,11 +23,14 @@ from tests.programs.draw import programs
 from tests.programs.machines import AtOnce, Traced
 from tests.programs.made import (
     ARGUMENTS,
+    accumulator_of,
+    cell_of_accumulator,
     cells_of,
+    cells_of_queues,
     contents,
-    models_of,
+    contents_of_model,
+    model_of,
     plain,
-    queue_cells_of,
     queues_of,
     variables_of,
 )
@@ -39,21 +42,32 @@ TIMES = 2
 Outcome = tuple[list[Any], list[Any], list[Any], list[Any]]
 
 
+def resources_of(program: Program) -> tuple[Any, Any, Any]:
+    """What a machine runs a program over."""
+    return variables_of(program), queues_of(program), accumulator_of(program)
+
+
+def hosts_of(machine: Traced) -> list[Any]:
+    """The queues of a machine, and its accumulator."""
+    return [*machine.queues, *[machine.accumulator] * (machine.accumulator is not None)]
+
+
 def by_reference(program: Program) -> list[Outcome]:
-    """What each run gives, shows, and leaves in the variables and the queues."""
-    machine = Reference(cells_of(program), queue_cells_of(queues_of(program)))
+    """What each run gives, shows, and leaves in the variables, the queues and the accumulator."""
+    machine = Reference(cells_of(program), cells_of_queues(program), cell_of_accumulator(program))
+    models = [cell.model for cell in hosts_of(machine)]
     outcomes = []
     for _ in range(TIMES):
         machine.seen.clear()
         outputs = program(machine, *map(jnp.asarray, ARGUMENTS))
-        held = [[plain(element) for element in cell.model.elements] for cell in machine.queues]
+        held = [*map(contents_of_model, models)]
         outcomes.append((plain(outputs), [*machine.seen], plain(cell.value for cell in machine.variables), held))
     return outcomes
 
 
 def by_running(program: Program, how: str) -> list[Outcome]:
-    """The same of the program over variables and queues of this process."""
-    machine = (AtOnce if how == "at once" else Traced)(variables_of(program), queues_of(program))
+    """The same of the program over variables, queues and an accumulator of this process."""
+    machine = (AtOnce if how == "at once" else Traced)(*resources_of(program))
     donated = {"compiled": (), "donating": (0, 1)}.get(how)
     fn: Any = lambda x, y: program(machine, x, y)  # noqa: E731
     step = fn if how == "at once" else dflow.jit(fn, donate_argnums=donated or ())
@@ -62,22 +76,22 @@ def by_running(program: Program, how: str) -> list[Outcome]:
         machine.seen.clear()
         outputs = step(*map(jnp.array, ARGUMENTS))
         jax.effects_barrier()
-        held = [contents(queue) for queue in machine.queues]
+        held = [*map(contents, hosts_of(machine))]
         outcomes.append((plain(outputs), [*machine.seen], plain(v.read() for v in machine.variables), held))
     return outcomes
 
 
 def by_graphs(program: Program) -> tuple[list[Outcome], list[Outcome]]:
     """The same of the program's graph, interpreted as it was traced and as it is after every pass."""
-    machine = Traced(variables_of(program), queues_of(program))
+    machine = Traced(*resources_of(program))
     traced = trace(lambda x, y: program(machine, x, y), ARGUMENTS, {})
     verify(traced.graph)
     lowered = run_passes(traced.graph, pipeline(), check=True)
     for graph in (traced.graph, lowered):
         assert text(parse(text(graph))) == text(graph)
-    models = dict(zip(machine.queues, models_of(machine.queues), strict=True))
+    models = {resource: model_of(resource) for resource in hosts_of(machine)}
     names = {resource: ref.name for ref, resource in zip(traced.graph.refs, traced.variables, strict=True)}
-    first = {name: models[r] if isinstance(r, Queue) else r.read() for r, name in names.items()}
+    first = {name: models[r] if isinstance(r, HostResource) else r.read() for r, name in names.items()}
 
     def runs(graph: Any) -> list[Outcome]:
         state, outcomes = first, []
@@ -86,8 +100,7 @@ def by_graphs(program: Program) -> tuple[list[Outcome], list[Outcome]]:
             outputs, state = interpret(graph, [*traced.constants, *map(jnp.asarray, ARGUMENTS)], state)
             jax.effects_barrier()
             values = [state[names[v]] if v in names else v.read() for v in machine.variables]
-            left = [state[names[q]] if q in names else models[q] for q in machine.queues]
-            held = [[plain(element) for element in model.elements] for model in left]
+            held = [contents_of_model(state[names[r]] if r in names else model) for r, model in models.items()]
             outcomes.append((plain(outputs), [*machine.seen], plain(values), held))
         return outcomes
 
@@ -102,24 +115,45 @@ def meaning(program: Program) -> list[Outcome]:
         reject()
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.filterwarnings("ignore:.*makes a new function of it each time")
-@settings(max_examples=examples(40))
-@given(program=programs(queues=True, logs=True), donates=st.booleans())
-def test_a_compiled_program_does_what_jax_alone_would_do(program: Program, donates: bool) -> None:
+def check_compiled(program: Program, how: str) -> None:
     wanted = meaning(program)
     traced, lowered = by_graphs(program)
     assert traced == wanted, "the graph, interpreted"
     assert lowered == wanted, "the graph after the pipeline, interpreted"
-    assert by_running(program, "donating" if donates else "compiled") == wanted, "compiled"
+    assert by_running(program, how) == wanted, how
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.filterwarnings("ignore:.*makes a new function of it each time")
-@settings(max_examples=examples(25))
-@given(program=programs(most=3, queues=True, logs=True))
-def test_an_eager_program_does_what_jax_alone_would_do(program: Program) -> None:
+def check_eager(program: Program) -> None:
     wanted = meaning(program)
     assert by_running(program, "at once") == wanted, "at once"
     with dflow.eager():
         assert by_running(program, "eager") == wanted, "eager"
+
+
+ANY = programs(host_state="some", logs=True)
+#: Few statements of the others are of host state, and fewer of those are in loops and branches.
+OF_HOST_STATE = programs(most=4, host_state="mostly")
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore:.*makes a new function of it each time")
+@settings(max_examples=examples(40))
+@given(program=ANY, donates=st.booleans())
+def test_a_compiled_program_does_what_jax_alone_would_do(program: Program, donates: bool) -> None:
+    check_compiled(program, "donating" if donates else "compiled")
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore:.*makes a new function of it each time")
+@settings(max_examples=examples(40))
+@given(program=OF_HOST_STATE)
+def test_a_compiled_program_of_queues_and_an_accumulator_does_what_its_models_do(program: Program) -> None:
+    check_compiled(program, "compiled")
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore:.*makes a new function of it each time")
+@settings(max_examples=examples(30))
+@given(program=programs(most=3, host_state="some", logs=True) | programs(most=3, host_state="mostly"))
+def test_an_eager_program_does_what_jax_alone_would_do(program: Program) -> None:
+    check_eager(program)

@@ -2,7 +2,8 @@
 
 What may stand at a place depends on what is around it: under a batch, in a derivative or in a function with a rule of
 its own, some things are errors. Programs of one thread must not wait for ever, so what they do to a queue keeps within
-what it holds: the number of elements in each queue is followed, and a body leaves each queue as full as it found it.
+what it holds: the number of elements in each queue is followed, and a body leaves each queue as full as it found it. So
+it is for the gradients of an accumulator.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from dflow.tracing.queue_settings import QueueKind
 from dflow.tracing.updates import KINDS as UPDATES
 from tests.programs.machines import KINDS, MOST_TURNS
 from tests.programs.statements import (
+    Apply,
+    Ask,
     Batch,
     Call,
     Cond,
@@ -31,6 +34,7 @@ from tests.programs.statements import (
     Size,
     Statement,
     Take,
+    TakeSum,
     Write,
 )
 
@@ -60,8 +64,11 @@ class Place:
     depth: int = 2
     devices: tuple[str, ...] = ()
     queues: tuple[QueueKind, ...] = ()
-    #: How many elements each queue holds, as the program is drawn.
-    held: list[int] = field(default_factory=list)
+    #: How many elements each queue holds as the program is drawn, and last how many gradients the accumulator.
+    held: list[int] = field(default_factory=lambda: [0])
+    accumulates: bool = False
+    #: Whether most statements are of queues and the accumulator.
+    mostly_host_state: bool = False
     logs: bool = False
     writes: bool = True
     batched: bool = False
@@ -74,6 +81,11 @@ class Place:
 
     def kinds(self) -> list[str]:
         """The kinds of statements, the likelier ones more often."""
+        of_queues = ["put", "take", "size"] * bool(self.queues)
+        of_accumulator = ["apply", "take sum", "ask"] * self.accumulates
+        if self.mostly_host_state and (of_queues or of_accumulator):
+            nested = ["loop", "loop", "cond", "call", "derive"] * (self.depth > 0)
+            return ["op", "read", "write", *of_queues * 3, *of_accumulator * 3, *nested * 2]
         nested = ["loop", "cond", "call", "derive"] + ["batch"] * 2 * (not self.batched)
         if self.devices:  # Often within loops, which only two of them divide.
             nested += ["on"] * (1 if self.depth > 1 else 6)
@@ -81,7 +93,8 @@ class Place:
             *["op", "op", "read", "gather"],
             *["write"] * 4 * self.writes,
             *["log"] * self.logs,
-            *["put", "take", "size"] * bool(self.queues),
+            *of_queues,
+            *of_accumulator,
             *nested * 2 * (self.depth > 0),
         ]
 
@@ -108,6 +121,16 @@ def _statement(draw: st.DrawFn, place: Place) -> Statement:
             return Log(draw(_index))
         case "put" | "take" | "size":
             return draw(_queue_statement(kind, place))
+        case "apply":
+            count, age = draw(st.integers(0, 2)), draw(st.integers(-1, 1))
+            place.held[-1] += count if age <= 0 else 0
+            return Apply(draw(_index), count, age)
+        case "take sum" if place.held[-1]:
+            wanted = draw(st.integers(1, place.held[-1]))
+            place.held[-1] = 0
+            return TakeSum(wanted)
+        case "take sum" | "ask":
+            return Ask(draw(st.sampled_from(["step", "count", "dropped", "set_step"])))
         case "on":
             return On(draw(st.sampled_from(place.devices)), draw(_statements(replace(place, depth=place.depth - 1))))
     return draw(_nested(kind, replace(place, depth=place.depth - 1)))
@@ -129,8 +152,8 @@ def _queue_statement(draw: st.DrawFn, kind: str, place: Place) -> Statement:
 
 @st.composite
 def _nested(draw: st.DrawFn, kind: str, place: Place) -> Statement:
-    alone = replace(place, logs=False, queues=())
-    # What is differentiated may use a queue, but not in a loop or a branch.
+    alone = replace(place, logs=False, queues=(), accumulates=False)
+    # What is differentiated may use a queue or an accumulator, but not in a loop or a branch.
     place = alone if place.derived else place
     match kind:
         case "loop":
@@ -177,10 +200,16 @@ def _statements(draw: st.DrawFn, place: Place, most: int = 2) -> tuple[Statement
 
 @st.composite
 def _body(draw: st.DrawFn, place: Place, most: int = 2) -> tuple[Statement, ...]:
-    """Statements that leave every queue as full as they found it."""
+    """Statements that leave every queue as full as they found it, and the accumulator with as many gradients."""
     before = list(place.held)
     statements = list(draw(_statements(place, most)))
-    for queue, (now, then) in enumerate(zip(place.held, before, strict=True)):
+    *_, gradients = place.held
+    if gradients > before[-1]:
+        statements.append(TakeSum(gradients))
+        gradients = 0
+    if gradients < before[-1]:
+        statements.append(Apply(0, before[-1] - gradients, 0))
+    for queue, (now, then) in enumerate(zip(place.held[:-1], before[:-1], strict=True)):
         if now > then:
             statements.append(Take(queue, now - then, "one by one"))
         elif now < then:
@@ -195,14 +224,26 @@ def programs(
     devices: Sequence[str] = (),
     most: int = 5,
     *,
-    queues: bool = False,
+    host_state: str = "none",
     logs: bool = False,
 ) -> Program:
     """Programs over one to three variables that may run any number of times; parts of them under one of `devices`.
 
-    With `queues`, over up to two queues too; with `logs`, some show values to the world outside.
+    With `host_state`, "some" or "mostly", over up to two queues and perhaps an accumulator too; with `logs`, some show
+    values to the world outside.
     """
     types = tuple(draw(st.lists(st.sampled_from(TYPES), min_size=1, max_size=3)))
-    kinds = tuple(draw(st.lists(st.sampled_from(QueueKind), max_size=2))) if queues else ()
-    place = Place(devices=tuple(devices), queues=kinds, held=[FULL] * len(kinds), logs=logs)
-    return Program(types, draw(_body(place, most)), kinds)
+    mostly = host_state == "mostly"
+    kinds: tuple[QueueKind, ...] = ()
+    if host_state != "none":
+        kinds = tuple(draw(st.lists(st.sampled_from(QueueKind), min_size=int(mostly), max_size=2)))
+    accumulates = mostly or (host_state == "some" and draw(st.booleans()))
+    place = Place(
+        devices=tuple(devices),
+        queues=kinds,
+        held=[*[FULL] * len(kinds), 0],
+        accumulates=accumulates,
+        mostly_host_state=mostly,
+        logs=logs,
+    )
+    return Program(types, draw(_body(place, most)), kinds, accumulates)

@@ -16,7 +16,10 @@ from jax.experimental import io_callback
 
 import dflow
 from dflow.tracing.device import device
+from dflow.tracing.row_gradient import RowGradient
 from tests.programs.statements import (
+    Apply,
+    Ask,
     Batch,
     Call,
     Cond,
@@ -31,6 +34,7 @@ from tests.programs.statements import (
     Size,
     Statement,
     Take,
+    TakeSum,
     Write,
 )
 
@@ -61,6 +65,10 @@ _BOOL_KINDS = {"assign_sub": "assign", "scatter_add": "scatter_update", "scatter
 
 def _small(x: Any) -> Any:
     return jnp.where(jnp.abs(x) <= 1, x, -jnp.ones_like(x))
+
+
+def _spread(number: Any) -> Any:
+    return jnp.broadcast_to(number.astype(jnp.float32), SHAPE)
 
 
 def as_value(array: Any) -> Any:
@@ -98,10 +106,16 @@ def parity(value: Any, count: int) -> Any:
 
 
 class Traced:
-    """A program with JAX's control flow, over variables and queues; shows what is logged to `seen`."""
+    """A program with JAX's control flow, over variables, queues and an accumulator; logs to `seen`."""
 
-    def __init__(self, variables: Sequence[Any], queues: Sequence[Any] = (), seen: list[Any] | None = None) -> None:
-        self.variables, self.queues = list(variables), list(queues)
+    def __init__(
+        self,
+        variables: Sequence[Any],
+        queues: Sequence[Any] = (),
+        accumulator: Any = None,
+        seen: list[Any] | None = None,
+    ) -> None:
+        self.variables, self.queues, self.accumulator = list(variables), list(queues), accumulator
         self.seen: list[Any] = [] if seen is None else seen
 
     def run(self, statements: Sequence[Statement], stack: Sequence[Any], shared: int | None = None) -> list[Any]:
@@ -139,7 +153,20 @@ class Traced:
             case Take():
                 return [self._taken(statement)]
             case Size(queue):
-                return [jnp.broadcast_to(self.queues[queue].size().astype(jnp.float32), SHAPE)]
+                return [_spread(self.queues[queue].size())]
+            case Apply(value, count, age):
+                fresh = [self._applied(pick(value) + index, age) for index in range(count)]
+                return [_spread(sum(fresh, jnp.int32(0)))]
+            case TakeSum(count):
+                vector, rows = self.accumulator.take(count)
+                # A sum that tells the order.
+                return [as_value(vector + 2 * rows.indices[:3] + rows.rows[:3, 0] * jnp.arange(1, 4))]
+            case Ask("set_step"):
+                self.accumulator.set_step(self.accumulator.step + 1)
+                return []
+            case Ask(what):
+                number = self.accumulator.step if what == "step" else getattr(self.accumulator, what)()
+                return [_spread(number)]
             case On(name, body):
                 with device(name):
                     return self.run(body, stack, shared)[len(stack) :]
@@ -215,6 +242,12 @@ class Traced:
         # A sum that tells the order.
         return as_value(sum((n * one for n, one in enumerate(whole, 1)), jnp.zeros(SHAPE, jnp.int32)))
 
+    def _applied(self, value: Any, age: int) -> Any:
+        """Apply a vector, and rows at indices below 3 that depend on it; 1 where they are fresh."""
+        vector = value.astype(jnp.int32)
+        rows = RowGradient(vector[:2] % 3, vector[1:, None], (5, 1))
+        return jnp.asarray(self.accumulator.apply((vector, rows), self.accumulator.step - age), jnp.int32)
+
     def _loop(self, loop: Loop, start: Any, last: Any, inner: Callable[..., Any]) -> list[Any]:
         def step(c: Any, x: Any) -> Any:
             y = inner(loop.body, c, x)
@@ -256,7 +289,7 @@ class Traced:
 
     def within(self) -> Traced:
         """What runs the body of a derivative, whose values are abstract."""
-        return Traced(self.variables, self.queues, self.seen)
+        return Traced(self.variables, self.queues, self.accumulator, self.seen)
 
     def log(self, value: Any) -> None:
         """Show a value."""

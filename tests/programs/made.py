@@ -1,8 +1,7 @@
-"""Variables, queues and cells for a program, and what they hold, to compare."""
+"""Variables, queues, an accumulator and cells for a program, and what they hold, to compare."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,12 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflow.homes import LOCAL
+from dflow.tracing.accumulator_model import AccumulatorModel
+from dflow.tracing.accumulators import ConditionalAccumulator
+from dflow.tracing.host_resource import HostResource
 from dflow.tracing.queue_model import QueueModel
 from dflow.tracing.queue_settings import QueueKind
 from dflow.tracing.queues import FIFOQueue, PriorityQueue, Queue, RandomShuffleQueue
 from dflow.tracing.resources import Variable
+from dflow.tracing.row_gradient import RowGradient
 from tests.programs.draw import CAPACITY, FULL, HELD_BACK
-from tests.programs.reference import Cell, QueueCell
+from tests.programs.reference import AccumulatorCell, Cell, QueueCell
 from tests.programs.statements import Program
 
 #: The arguments that programs are run on.
@@ -61,14 +64,31 @@ def queues_of(program: Program) -> list[Queue]:
     return made
 
 
-def models_of(queues: Sequence[Queue]) -> list[QueueModel]:
-    """A model of each queue, as it is at first."""
-    return [QueueModel(queue.settings, first_elements()) for queue in queues]
+def accumulator_of(program: Program) -> ConditionalAccumulator | None:
+    """A new accumulator of nothing, for a program that has one."""
+    if not program.accumulates:
+        return None
+    rows = RowGradient(jax.ShapeDtypeStruct((4,), jnp.int32), jax.ShapeDtypeStruct((4, 1), jnp.int32), (5, 1))
+    return ConditionalAccumulator((jax.ShapeDtypeStruct((3,), jnp.int32), rows), name="gradients", reduction="sum")
 
 
-def queue_cells_of(queues: Sequence[Queue]) -> list[QueueCell]:
+def model_of(resource: HostResource) -> QueueModel | AccumulatorModel:
+    """A model of a queue or an accumulator, as it is at first."""
+    if isinstance(resource, Queue):
+        return QueueModel(resource.settings, first_elements())
+    assert isinstance(resource, ConditionalAccumulator)
+    return AccumulatorModel(resource.type, resource.settings)
+
+
+def cells_of_queues(program: Program) -> list[QueueCell]:
     """A cell for each queue, as it is at first."""
-    return [*map(QueueCell, models_of(queues))]
+    return [QueueCell(QueueModel(queue.settings, first_elements())) for queue in queues_of(program)]
+
+
+def cell_of_accumulator(program: Program) -> AccumulatorCell | None:
+    """A cell for the accumulator, as it is at first."""
+    accumulator = accumulator_of(program)
+    return accumulator and AccumulatorCell(AccumulatorModel(accumulator.type, accumulator.settings))
 
 
 def first_elements() -> list[tuple[Any, Any]]:
@@ -81,6 +101,15 @@ def plain(values: Any) -> list[Any]:
     return [np.asarray(value).tolist() for value in values]
 
 
-def contents(queue: Queue) -> list[Any]:
-    """What a queue of this process holds, first in first."""
-    return [plain(element) for element in LOCAL.store.resource(queue.key).contents()]
+def contents(resource: HostResource) -> list[Any]:
+    """What a queue of this process holds, first in first; of an accumulator the numbers that it knows."""
+    if isinstance(resource, ConditionalAccumulator):
+        return plain([resource.step, resource.count(), resource.dropped()])
+    return [plain(element) for element in LOCAL.store.resource(resource.key).contents()]
+
+
+def contents_of_model(model: QueueModel | AccumulatorModel) -> list[Any]:
+    """The same of a model."""
+    if isinstance(model, AccumulatorModel):
+        return [model.step, len(model.gradients), model.dropped]
+    return [plain(element) for element in model.elements]

@@ -13,7 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dflow.tracing.accumulator_model import AccumulatorModel
 from dflow.tracing.queue_model import QueueModel
+from dflow.tracing.row_gradient import RowGradient
 from tests.programs.machines import AtOnce, ruled, with_rule
 
 _AXIS = "batch"
@@ -116,7 +118,7 @@ class QueueCell:
 
     def enqueue(self, element: Any) -> None:
         """Put an element in; what it depends on does not matter to who takes it out."""
-        self.model.enqueue([tuple(np.asarray(jax.lax.stop_gradient(part)) for part in element)])
+        self.model.enqueue([tuple(map(_number, element))])
 
     def enqueue_many(self, elements: Any) -> None:
         """Put elements in."""
@@ -138,6 +140,44 @@ class QueueCell:
     def size(self) -> Any:
         """The number of elements."""
         return jnp.int32(len(self.model.elements))
+
+
+class AccumulatorCell:
+    """An accumulator of one user, of a vector and of rows."""
+
+    def __init__(self, model: AccumulatorModel) -> None:
+        self.model = model
+
+    def apply(self, gradient: tuple[Any, RowGradient], step: Any) -> bool:
+        """Give a gradient; what it depends on does not matter to who takes the sum."""
+        vector, rows = gradient
+        return self.model.apply((_number(vector), _number(rows.indices), _number(rows.rows)), int(step))
+
+    def take(self, count: int) -> tuple[Any, RowGradient]:
+        """The sum."""
+        vector, indices, rows = self.model.take(count)
+        return vector, RowGradient(indices, rows, (5, 1))
+
+    def set_step(self, step: Any) -> None:
+        """Set the step."""
+        self.model.step = int(step)
+
+    @property
+    def step(self) -> Any:
+        """The step."""
+        return jnp.int32(self.model.step)
+
+    def count(self) -> Any:
+        """How many gradients are there."""
+        return jnp.int32(len(self.model.gradients))
+
+    def dropped(self) -> Any:
+        """How many were stale."""
+        return jnp.int32(self.model.dropped)
+
+
+def _number(value: Any) -> np.ndarray:
+    return np.asarray(jax.lax.stop_gradient(value))
 
 
 class Reference(AtOnce):

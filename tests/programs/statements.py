@@ -83,6 +83,29 @@ class Size:
 
 
 @dataclass(frozen=True)
+class Apply:
+    """Give the accumulator `count` gradients made of a value, of `age` steps ago, and push how many were fresh."""
+
+    value: int
+    count: int
+    age: int
+
+
+@dataclass(frozen=True)
+class TakeSum:
+    """Take the sum of `count` gradients or more."""
+
+    count: int
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Push a number that the accumulator knows: its "step", "count" or "dropped"; or "set_step" to the next."""
+
+    what: str
+
+
+@dataclass(frozen=True)
 class Loop:
     """Run `body` `turns` times, by `how`, from a value; push what the loop gives.
 
@@ -146,16 +169,38 @@ class Derive:
     body: tuple[Statement, ...]
 
 
-Statement = Op | Read | Gather | Write | Log | Put | Take | Size | Loop | Cond | Call | On | Batch | Derive
+Statement = (
+    Op
+    | Read
+    | Gather
+    | Write
+    | Log
+    | Put
+    | Take
+    | Size
+    | Apply
+    | TakeSum
+    | Ask
+    | Loop
+    | Cond
+    | Call
+    | On
+    | Batch
+    | Derive
+)
 
 
 @dataclass(frozen=True)
 class Program:
-    """A function of two values over a variable for each of `types` (dtype, shape) and a queue for each of `queues`."""
+    """A function of two values over a variable for each of `types` (dtype, shape) and a queue for each of `queues`.
+
+    One that `accumulates` has an accumulator too, of a vector and of rows.
+    """
 
     types: tuple[tuple[str, tuple[int, ...]], ...]
     statements: tuple[Statement, ...]
     queues: tuple[QueueKind, ...] = ()
+    accumulates: bool = False
 
     def __call__(self, machine: Any, x: Any, y: Any) -> tuple[Any, ...]:
         """Run on a machine: the last four values, enough to see most mistakes, few enough to leave dead ops."""
