@@ -23,9 +23,10 @@ from dflow.export_format import (
 )
 from dflow.export_trace import Made, Options, make
 from dflow.homes import LOCAL
-from dflow.lowering.export import PLATFORMS, exported
+from dflow.lowering.export import exported
 from dflow.tracing.errors import ExportError
 from dflow.tracing.jax_frontend import is_tracing
+from dflow.tracing.platforms import LOWERED_PLATFORMS
 from dflow.tracing.resources import Variable
 from dflow.tracing.source import at, caller
 from dflow.tracing.types import array_type_of
@@ -192,8 +193,10 @@ def chosen(name: str | None, among: Sequence[str]) -> str:
 
 def _check_platforms(platforms: Any) -> None:
     given = isinstance(platforms, tuple | list) and len(platforms) > 0
-    if not given or not all(platform in PLATFORMS for platform in platforms):
-        raise ExportError(f"platforms={platforms!r}{at(caller())}\n  give one or more of {', '.join(PLATFORMS)}")
+    if not given or not all(platform in LOWERED_PLATFORMS for platform in platforms):
+        raise ExportError(
+            f"platforms={platforms!r}{at(caller())}\n  give one or more of {', '.join(LOWERED_PLATFORMS)}"
+        )
 
 
 def _name_of(fn: Any) -> str:

@@ -68,8 +68,8 @@ R = TypeVar("R")
 _LOOK_AT_GRAPHS = CONFIG.check or CONFIG.dump is not None
 
 
-class _Entering(threading.local):
-    depth = 0
+class _Entries(threading.local):
+    count = 0
 
 
 class Function(Generic[P, R]):
@@ -91,7 +91,7 @@ class Function(Generic[P, R]):
         # The code of a wrapper is that of many functions.
         code = None if hasattr(fn, "__wrapped__") else getattr(fn, "__code__", None)
         self._log = TraceLog(getattr(self, "__name__", type(fn).__name__), code, caller())
-        self._entering = _Entering()
+        self._entries = _Entries()
         with _warned_of_already(options):
             self._jitted: Any = jax_jit(self._recorded(guarded=True), **options)
             # What is traced within another trace, or by hand, shares no cache with calls, whose types are known first.
@@ -173,7 +173,7 @@ class Function(Generic[P, R]):
 
         @functools.wraps(self.fn)
         def recorded(*args: P.args, **kwargs: P.kwargs) -> R:
-            if guarded and not self._entering.depth:
+            if guarded and not self._entries.count:
                 raise NotEntered
             started = time.perf_counter()
             with advised_trace():
@@ -186,11 +186,11 @@ class Function(Generic[P, R]):
         return recorded
 
     def _entered(self, do: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        self._entering.depth += 1
+        self._entries.count += 1
         try:
             return do(*args, **kwargs)
         finally:
-            self._entering.depth -= 1
+            self._entries.count -= 1
 
     def _called_otherwise(self, args: Any, kwargs: Any) -> R:
         if jit_disabled():

@@ -17,7 +17,7 @@ from dflow.tracing import ops
 from dflow.tracing.device_name import short_device_name
 from dflow.tracing.effects import Effect
 from dflow.tracing.graph import Graph, Node, Operand, Value
-from dflow.tracing.types import RefType, TokenType
+from dflow.tracing.types import TokenType
 
 #: A value that more boxes take is set aside.
 MOST_TAKERS = 6
@@ -132,7 +132,7 @@ class _Drawer:
         self._aside = {value for value, count in counts.items() if count > MOST_TAKERS} | {*graph.refs}
 
     def drawing(self) -> Drawing:
-        inputs = [value for value in self._graph.inputs if not _is_ref(value) and value not in self._aside]
+        inputs = [value for value in self._graph.inputs if not value.is_variable and value not in self._aside]
         boxes = [Box("input", f"%{value.name}", str(value.type), (repr(value),)) for value in inputs]
         made = dict(zip(inputs, itertools.count(), strict=False))
         edges: list[Edge] = []
@@ -228,14 +228,10 @@ def _operand(operand: Operand) -> str:
 
 
 def _device(node: Node) -> str | None:
-    where = [value.device for value in node.values if _is_ref(value)]
+    where = [value.device for value in node.values if value.is_variable]
     device = node.device if node.device is not None or not where else where[0]
     return None if device is None else short_device_name(device)
 
 
 def _where(value: Value) -> str:
     return repr(value) if value.device is None else f"{value!r} on {short_device_name(value.device)}"
-
-
-def _is_ref(value: Value) -> bool:
-    return isinstance(value.type, RefType)

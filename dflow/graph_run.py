@@ -43,13 +43,13 @@ class Part:
         bound = _with_calls_opened(bound, [*feeds], "fed")
         self._fed = {name: _value(bound, name) for name in feeds}
         first = {value: _fitting(value, feeds[name]) for name, value in self._fed.items()}
-        bound, self._copies = _on_copies(bound, {value: array for value, array in first.items() if _is_ref(value)})
+        bound, self._copies = _on_copies(bound, {value: array for value, array in first.items() if value.is_variable})
         self._lock = threading.Lock() if self._copies else nullcontext()
         self._fetched = [_value(bound, name) for name in fetches]
-        fed = [value for value in first if not _is_ref(value)]
+        fed = [value for value in first if not value.is_variable]
         graph = part_of(bound.graph, list(dict.fromkeys(self._fetched)), fed)
         self._arrays = bound.arrays
-        self._inputs = [value for value in graph.inputs if not _is_ref(value)]
+        self._inputs = [value for value in graph.inputs if not value.is_variable]
         if absent := [value for value in self._inputs if value not in self._arrays and value not in fed]:
             raise GraphTypeError(f"{absent[0]!r} is needed and has no value{at(caller())}\n  give it in feeds")
         if unbound := [ref for ref in graph.refs if ref not in bound.variables]:
@@ -88,10 +88,6 @@ def _showing(part: Graph, outputs: Sequence[Operand]) -> Graph:
     }
     shown = (reads[value].outputs[0] if value in reads else value for value in outputs)
     return Graph(part.inputs, (*part.nodes, *reads.values()), tuple(shown))
-
-
-def _is_ref(value: Value) -> bool:
-    return isinstance(value.type, RefType)
 
 
 def _named(bound: Bound) -> dict[str, Value]:

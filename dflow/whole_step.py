@@ -33,7 +33,7 @@ class NotEntered(BaseException):
     """Ends a trace for argument types whose step is not known yet."""
 
 
-class _Entering(threading.local):
+class _Pending(threading.local):
     step: PureStep | None = None
     out_tree: Any = None
 
@@ -50,7 +50,7 @@ class WholeStep:
         self._place = step.device
         self._keeps = step.keeps
         self._static = static_arguments(function)
-        self._entering = _Entering()
+        self._entering = _Pending()
 
         def traced(written: Any, read: Any, constants: Any, /, *args: Any, **kwargs: Any) -> Any:
             return self._traced(written, read, constants, args, kwargs)

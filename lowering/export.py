@@ -39,9 +39,6 @@ from dflow.tracing.resources import Variable
 from dflow.tracing.source import Loc, at
 from dflow.tracing.types import ArrayType, array_type_of, dtype_name
 
-#: What programs can be made for.
-PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
-
 
 @dataclass(frozen=True)
 class Arguments:

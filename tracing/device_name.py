@@ -10,7 +10,8 @@ from __future__ import annotations
 import re
 
 from dflow.tracing.errors import DeviceError
-from dflow.tracing.task_name import PLATFORMS, full_task_name, short_task_name
+from dflow.tracing.platforms import PLATFORMS
+from dflow.tracing.task_name import full_task_name, short_task_name
 
 _LOCAL = re.compile(rf"(?:/device:|/)?({'|'.join(PLATFORMS)}):([0-9]+)", re.IGNORECASE)
 _WITH_TASK = re.compile(rf"(.+?[0-9])/(?:device:)?((?:{'|'.join(PLATFORMS)}):[0-9]+)", re.IGNORECASE)

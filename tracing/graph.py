@@ -19,7 +19,7 @@ import numpy as np
 from dflow.tracing.effects import Effect
 from dflow.tracing.op import OpDef
 from dflow.tracing.source import Loc
-from dflow.tracing.types import HANDLES, ArrayType, TokenType, Type
+from dflow.tracing.types import HANDLES, ArrayType, RefType, TokenType, Type
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -29,6 +29,11 @@ class Value:
     name: str
     type: Type
     device: str | None = None
+
+    @property
+    def is_variable(self) -> bool:
+        """Whether it stands for a variable, rather than for an array or a queue."""
+        return isinstance(self.type, RefType)
 
     def __repr__(self) -> str:
         return f"%{self.name}: {self.type}"

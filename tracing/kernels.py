@@ -18,21 +18,13 @@ from dflow.tracing.errors import KernelError
 from dflow.tracing.jax_frontend import trace_context
 from dflow.tracing.kernel_choice import Choice, Implementation
 from dflow.tracing.near_names import refuse_keywords
+from dflow.tracing.platforms import PLATFORMS
 from dflow.tracing.resources import is_variable, read
 from dflow.tracing.source import Loc, at, caller
 from dflow.tracing.types import ArrayType, array_type_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-#: The platforms that an implementation may be for, and what each is called when programs are lowered.
-PLATFORMS: Mapping[str, tuple[str, ...]] = {
-    "cpu": ("cpu",),
-    "cuda": ("cuda",),
-    "rocm": ("rocm",),
-    "gpu": ("cuda", "rocm"),
-    "tpu": ("tpu",),
-}
 
 
 class Registered(NamedTuple):

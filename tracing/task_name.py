@@ -9,12 +9,10 @@ from __future__ import annotations
 import re
 
 from dflow.tracing.errors import DeviceError
+from dflow.tracing.platforms import PLATFORMS
 
 _FULL = re.compile(r"/job:([A-Za-z][A-Za-z0-9_]*)/task:([0-9]+)")
 _SHORT = re.compile(r"([A-Za-z][A-Za-z0-9_]*):([0-9]+)")
-
-#: What devices are of: names that no job may have.
-PLATFORMS = ("cpu", "gpu", "tpu", "cuda", "rocm")
 
 
 def task_name(job: str, index: int) -> str:

@@ -586,7 +586,19 @@ def test_a_dump_has_one_file_a_pass(tmp_path: Path) -> None:
     folders = sorted(folder.name for folder in tmp_path.iterdir())
     assert folders == ["000-step", "001-step"]
     files = sorted(file.name for file in (tmp_path / "000-step").iterdir())
-    stages = ["traced", "prune", "merge", "choose", "place", "fold", "partition", "order", "cluster", "donate"]
+    stages = [
+        "traced",
+        "prune",
+        "merge",
+        "choose",
+        "place",
+        "fold",
+        "partition",
+        "order",
+        "cluster",
+        "schedule",
+        "donate",
+    ]
     assert files == [f"{number:02d}-{stage}.graph" for number, stage in enumerate(stages)]
     traced = (tmp_path / "000-step" / "00-traced.graph").read_text()
     assert "var.assign_add(%v" in traced

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -15,21 +12,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 import dflow
 from dflow.lowering.array_files import read_arrays, write_arrays
+from tests.several_devices import HERE, run_there
 
-DEVICES = 8
-DEADLINE_S = 300.0
-ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}"}
-
-if jax.device_count() < DEVICES:
+if not HERE:
 
     def test_in_a_process_of_several_devices() -> None:
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
-        root = Path(__file__).parents[2]
-        environment = {**os.environ, **ENVIRONMENT}
-        done = subprocess.run(
-            command, cwd=root, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+        run_there(__file__)
 
 else:
 

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,9 +13,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import dflow
+from tests.several_devices import DEADLINE_S, DEVICES, HERE, run_there
 
-DEVICES = 8
-DEADLINE_S = 570.0
 #: What needs several devices too: one process runs all of it.
 OTHERS = [
     "tests/dflow/device_scopes_.py",
@@ -29,26 +24,13 @@ OTHERS = [
     "tests/benchmarks/devices_.py",
     "tests/test_docs.py::test_the_snippets_of_a_page_run_and_print_what_it_says[devices.md]",
 ]
-ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}"}
 X = np.arange(64, dtype=np.float32).reshape(16, 4)
 
-if jax.device_count() < DEVICES:
+if not HERE:
 
     @pytest.mark.timeout(DEADLINE_S + 30)
     def test_in_a_process_of_several_devices() -> None:
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, *OTHERS]
-        root = Path(__file__).parents[2]
-        done = subprocess.run(
-            command,
-            cwd=root,
-            env={**os.environ, **ENVIRONMENT},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=DEADLINE_S,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout
+        run_there(__file__, *OTHERS)
 
 else:
     MESH = jax.make_mesh((DEVICES,), ("d",), axis_types=(AxisType.Auto,))

@@ -1,11 +1,7 @@
-"""Arrays over several devices, meshes, shard_map and pmap. In a process of one device it starts one that has four."""
+"""Arrays over several devices, meshes, shard_map and pmap. In a process of one device it starts another."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,10 +11,10 @@ from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.dflow.jit_surface.comparison import Program, same_as_jax_jit
+from tests.several_devices import HERE, run_there
 
+#: How many of those that are there meshes have.
 DEVICES = 4
-DEADLINE_S = 300.0
-ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}"}
 
 
 def mesh(*shape: int, kind: AxisType = AxisType.Auto) -> jax.sharding.Mesh:
@@ -185,19 +181,9 @@ WITHOUT_STATE = (
     "keys over devices",
 )
 
-if jax.device_count() >= DEVICES:
+if HERE:
     test_the_same_as_jax_jit = same_as_jax_jit(PROGRAMS, only_without_state=WITHOUT_STATE)
 else:
 
     def test_in_a_process_of_several_devices() -> None:
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__],
-            cwd=Path(__file__).parents[3],
-            env={**os.environ, **ENVIRONMENT},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=DEADLINE_S,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout
+        run_there(__file__)
