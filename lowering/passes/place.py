@@ -13,18 +13,18 @@ goes straight to the device that takes it; where several do, to the default one 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from dflow.lowering.devices import no_device
-from dflow.tracing.device import WITH_CALLER, WITH_STATE, choices_in
-from dflow.tracing.device_name import device_name, short_device_name, split_device_name, task_of
+from dflow.lowering.passes.stated import Stated
+from dflow.tracing.device import WITH_STATE
+from dflow.tracing.device_name import device_name, task_of
 from dflow.tracing.errors import DeviceError
 from dflow.tracing.graph import Graph, Node, Value
 from dflow.tracing.ops import CONTROL_OPS
 from dflow.tracing.source import at
-from dflow.tracing.types import HOST_HANDLES, ArrayType, RefType
+from dflow.tracing.types import HOST_HANDLES, ArrayType
 
 
 @dataclass(frozen=True)
@@ -42,65 +42,18 @@ class Place:
     is_of_whole: ClassVar[bool] = True
 
     def __call__(self, graph: Graph) -> Graph:
-        return _Placing(self, self._used(graph)).graph(graph)
-
-    def full(self, device: str | None, what: str, node: Node | None = None) -> str | None:
-        """A stated device in full; None for any of the caller's."""
-        task, local = split_device_name(device or WITH_CALLER)
-        if device in (None, WITH_CALLER, WITH_STATE, self.local):
-            return None
-        where = at(node.loc) if node is not None else ""
-        if choices_in(device) is not None:
-            raise DeviceError(
-                f"%{what} is to be where a step is shortest, and on a cluster that is not chosen{where}\n"
-                "  name a task, or a device of this process"
-            )
-        if local and task not in ("", self.local):
-            raise DeviceError(
-                f"%{what} is placed on {device}, and a task chooses among its devices itself{where}\n"
-                f"  name the task alone, {short_device_name(task)}"
-            )
-        if local and local not in self.devices:
-            fact, remedy = no_device(local, self.devices)
-            raise DeviceError(f"%{what} is placed on {local}, but {fact}{where}\n  {remedy}")
-        if not local and task not in self.tasks:
-            offered = ", ".join(map(short_device_name, self.tasks))
-            raise DeviceError(
-                f"%{what} is placed on {device}, but no task offers it; the tasks are {offered}{where}\n"
-                "  name one of these, or start more tasks"
-            )
-        return device_name(self.local, local) if local else task
-
-    def _used(self, graph: Graph) -> tuple[str, ...]:
-        """The caller's devices that a graph with its bodies names; with them the default one, where it is needed."""
-        named = [self.full(*one) for one in _stated(graph)]
-        used = dict.fromkeys(device for device in named if device and device != task_of(device))
-        if used and None in named:
-            used[device_name(self.local, self.devices[0])] = None
-        return tuple(used)
-
-
-def _stated(graph: Graph) -> Iterator[tuple[str | None, str, Node | None]]:
-    """Where each variable is, and where each node is said to be that says so; by whom."""
-    for ref in graph.refs:
-        if isinstance(ref.type, RefType):
-            yield ref.device, ref.name, None
-    for node in graph.nodes:
-        if node.device not in (None, WITH_STATE) and not any(ref is not None for _, ref in node.effects):
-            yield node.device, node.outputs[0].name, node
-        if node.op in CONTROL_OPS:
-            for body in node.bodies:
-                yield from _stated(body)
+        stated = Stated(self.local, self.tasks, self.devices)
+        return _Placing(stated, stated.used(graph)).graph(graph)
 
 
 class _Placing:
     """One run over a graph whose caller uses the devices `used`; none of them where nothing names one."""
 
-    def __init__(self, place: Place, used: Sequence[str]) -> None:
-        self._place, self._local, self._used = place, place.local, used
+    def __init__(self, stated: Stated, used: Sequence[str]) -> None:
+        self._stated, self._local, self._used = stated, stated.local, used
         self._default = self._local
         if used:
-            first = device_name(self._local, place.devices[0])
+            first = device_name(self._local, stated.devices[0])
             self._default = used[0] if len(used) == 1 else first
 
     def graph(self, graph: Graph) -> Graph:
@@ -131,7 +84,7 @@ class _Placing:
         return Graph(tuple(inputs.get(value, value) for value in graph.inputs), nodes, outputs)
 
     def _of_ref(self, ref: Value) -> str:
-        device = self._place.full(ref.device, ref.name)
+        device = self._stated.full(ref.device, ref.name)
         if isinstance(ref.type, HOST_HANDLES):
             return device or self._local
         return device or self._default
@@ -166,7 +119,7 @@ class _Placing:
         return device is not None and device != self._local and self._is_here(device)
 
     def _devices(self, graph: Graph, refs: Mapping[Value, Value]) -> dict[int, str]:
-        many = len(self._place.tasks) > 1 or len(self._used) > 1
+        many = len(self._stated.tasks) > 1 or len(self._used) > 1
         fed = _places_fed(graph, refs, self._local) if many else {}
         placed: dict[int, str | None] = {}
         for node in graph.nodes:
@@ -178,7 +131,7 @@ class _Placing:
             elif node.device == WITH_STATE:
                 placed[id(node)] = self._with_state(node, fed, graph, placed) or self._beside(node, graph, placed)
             elif node.device is not None:
-                placed[id(node)] = self._place.full(node.device, node.outputs[0].name, node) or self._default
+                placed[id(node)] = self._stated.full(node.device, node.outputs[0].name, node) or self._default
             else:
                 placed[id(node)] = self._beside(node, graph, placed)
         for node in reversed(graph.nodes):

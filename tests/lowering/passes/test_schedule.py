@@ -20,7 +20,7 @@ from dflow.tracing.types import RefType, TokenType
 from dflow.tracing.verify import verify
 from tests.effort import examples
 from tests.golden import GoldenCase, golden_cases, read_golden
-from tests.lowering.meaning import DEVICES, PLACES, TASKS, WORKER, assert_same_meaning, check_pass, chooser
+from tests.lowering.meaning import DEVICES, PLACES, PS_0, TASKS, WORKER, assert_same_meaning, check_pass, chooser
 from tests.lowering.stateful_graphs import INT, stateful_graphs
 
 ANY_SIZE = Schedule(least_bytes=0)
@@ -45,8 +45,8 @@ class _WithBodies:
 
 @st.composite
 def alternating(draw: st.DrawFn) -> Graph:
-    """A number on its way over the devices, changed on each by variables, arguments and what was made on the way."""
-    places = st.sampled_from(ON_DEVICES)
+    """A number on its way over devices and a task, changed by variables, arguments and what was made on the way."""
+    places = st.sampled_from([*ON_DEVICES, *ON_DEVICES, PS_0] if draw(st.booleans()) else ON_DEVICES)
     fresh = FreshNames()
     refs = [Value(fresh("w"), RefType(INT), draw(places)) for _ in range(3)]
     number, *others = arrays = [Value(fresh("x"), INT) for _ in range(3)]
@@ -73,7 +73,7 @@ def clustered() -> st.SearchStrategy[Graph]:
     return programs.map(lambda graph: run_passes(graph, CLUSTERED))
 
 
-@settings(max_examples=examples(150))
+@settings(max_examples=examples(80))
 @given(before=clustered(), seed=st.integers(0, 2**16))
 def test_copies_wait_for_calls_and_nothing_else_changes(before: Graph, seed: int) -> None:
     after = ANY_SIZE(before)
@@ -91,7 +91,7 @@ def test_copies_wait_for_calls_and_nothing_else_changes(before: Graph, seed: int
     event(f"delayed: {len(delayed(after)) > 0}")
 
 
-@settings(max_examples=examples(150))
+@settings(max_examples=examples(80))
 @given(before=clustered())
 def test_by_the_timeline_no_call_is_later_and_no_device_holds_more(before: Graph) -> None:
     after = ANY_SIZE(before)
@@ -103,7 +103,27 @@ def test_by_the_timeline_no_call_is_later_and_no_device_holds_more(before: Graph
     assert new.step_ns == old.step_ns
     assert old.peak_bytes.keys() == new.peak_bytes.keys()
     assert all(new.peak_bytes[device] <= held for device, held in old.peak_bytes.items())
+    for node in before.nodes:
+        for value in node.array_outputs if node.op is not ops.dev_copy else ():
+            free = old.free_until.get(value, 0)
+            assert max(new.last_use(value), free) <= max(old.last_use(value), free), value
     event(f"less memory: {any(new.peak_bytes[device] < held for device, held in old.peak_bytes.items())}")
+
+
+@settings(max_examples=examples(80))
+@given(before=clustered())
+def test_a_copy_waits_for_no_other_task_that_its_users_do_not_wait_for(before: Graph) -> None:
+    after = ANY_SIZE(before)
+    waits: dict[Value, set[str]] = {}
+    for node in before.nodes:
+        own = {node.attributes["edge"]} if node.op is ops.net_recv else set[str]()
+        found = own.union(*(waits.get(value, set()) for value in (*node.values, *node.after)))
+        waits.update(dict.fromkeys(node.outputs, found))
+    for copy in delayed(after):
+        (copied,) = copy.outputs
+        for user in after.uses[copied]:
+            needed = set[str]().union(*(waits.get(value, set()) for value in (*user.values, *user.after)))
+            assert waits[copy.after[0]] <= needed
 
 
 def delayed(graph: Graph) -> list[Node]:

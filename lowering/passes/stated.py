@@ -1,0 +1,75 @@
+"""Which devices a graph names: each in full, or why it cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from dflow.lowering.devices import no_device
+from dflow.tracing.device import WITH_CALLER, WITH_STATE, choices_in
+from dflow.tracing.device_name import device_name, short_device_name, split_device_name, task_of
+from dflow.tracing.errors import DeviceError
+from dflow.tracing.graph import Graph, Node
+from dflow.tracing.ops import CONTROL_OPS
+from dflow.tracing.source import at
+from dflow.tracing.types import RefType
+
+
+@dataclass(frozen=True)
+class Stated:
+    """What a graph may name: `tasks`, of which `local` is the caller's, and the caller's `devices`, default first."""
+
+    local: str
+    tasks: tuple[str, ...]
+    devices: tuple[str, ...]
+
+    def full(self, device: str | None, what: str, node: Node | None = None) -> str | None:
+        """A stated device in full; None for any of the caller's.
+
+        Raises DeviceError for a task or device that is not there, which says that `what` is placed on it.
+        """
+        task, local = split_device_name(device or WITH_CALLER)
+        if device in (None, WITH_CALLER, WITH_STATE, self.local):
+            return None
+        where = at(node.loc) if node is not None else ""
+        if choices_in(device) is not None:
+            raise DeviceError(
+                f"%{what} is to be where a step is shortest, and on a cluster that is not chosen{where}\n"
+                "  name a task, or a device of this process"
+            )
+        if local and task not in ("", self.local):
+            raise DeviceError(
+                f"%{what} is placed on {device}, and a task chooses among its devices itself{where}\n"
+                f"  name the task alone, {short_device_name(task)}"
+            )
+        if local and local not in self.devices:
+            fact, remedy = no_device(local, self.devices)
+            raise DeviceError(f"%{what} is placed on {local}, but {fact}{where}\n  {remedy}")
+        if not local and task not in self.tasks:
+            offered = ", ".join(map(short_device_name, self.tasks))
+            raise DeviceError(
+                f"%{what} is placed on {device}, but no task offers it; the tasks are {offered}{where}\n"
+                "  name one of these, or start more tasks"
+            )
+        return device_name(self.local, local) if local else task
+
+    def used(self, graph: Graph) -> tuple[str, ...]:
+        """The caller's devices that a graph with its bodies names; with them the default one, where it is needed."""
+        named = [self.full(*one) for one in _stated(graph)]
+        used = dict.fromkeys(device for device in named if device and device != task_of(device))
+        if used and None in named:
+            used[device_name(self.local, self.devices[0])] = None
+        return tuple(used)
+
+
+def _stated(graph: Graph) -> Iterator[tuple[str | None, str, Node | None]]:
+    """Where each variable is, and where each node is said to be that says so; by whom."""
+    for ref in graph.refs:
+        if isinstance(ref.type, RefType):
+            yield ref.device, ref.name, None
+    for node in graph.nodes:
+        if node.device not in (None, WITH_STATE) and not any(ref is not None for _, ref in node.effects):
+            yield node.device, node.outputs[0].name, node
+        if node.op in CONTROL_OPS:
+            for body in node.bodies:
+                yield from _stated(body)
