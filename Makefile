@@ -21,7 +21,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test lint format types layers pytest nightly golden array-api-suite jax-suite bench gpu-check wheel pins clean
+.PHONY: help setup demo test checks lint format types layers pytest nightly golden array-api-suite jax-suite bench gpu-check wheel pins clean
 
 help:  ## list the targets
 	@echo 'make TARGET [PYTHON=python3] [VENV=.venv]; needs Python 3.11 or newer and pip; set-up is done on first use'
@@ -33,7 +33,9 @@ setup: $(STAMP)  ## make the virtual environment with every pinned dependency an
 demo: $(STAMP)  ## train a digit classifier on a cluster of 2 parameter servers and 3 workers on this machine
 	$(VENV)/bin/dflow launch --ps 2 --workers 3 examples/digits.py
 
-test: lint types layers wheel pytest  ## run every check: lint, types, layers, wheel, pytest
+test: checks pytest  ## run every check: lint, types, layers, wheel, pytest
+
+checks: lint types layers wheel  ## all of them but the tests
 
 lint: $(STAMP)  ## ruff: rules and format
 	$(PY) -m ruff check .
