@@ -113,7 +113,7 @@ def jvp(
     _check_function("jvp", fun)
     wrt, tree = _flat_variables("jvp", variables)
     along = _flat_like("the directions", directions, tree)
-    leaves, in_tree = jax.tree_util.tree_flatten(tuple(primals))
+    leaves, in_tree = _flat_arguments("jvp", tuple(primals))
     moved = _flat_like("the tangents", tuple(tangents), in_tree)
     for variable, direction in zip(wrt, along, strict=True):
         _check_fits(f"the direction of variable {variable.name!r}", direction, variable.type)
@@ -132,7 +132,7 @@ def vjp(fun: Callable[..., Any], *primals: Any, variables: Any = None) -> tuple[
     """
     _check_function("vjp", fun)
     wrt, tree = _flat_variables("vjp", variables)
-    leaves, in_tree = jax.tree_util.tree_flatten(primals)
+    leaves, in_tree = _flat_arguments("vjp", primals)
     pure = _Pure(lambda *new: (fun(*jax.tree_util.tree_unflatten(in_tree, new)), None), wrt, leaves)
     value, pull, after = jax.vjp(pure.values_first, pure.start, leaves, has_aux=True)
     pure.write_back(after)
@@ -298,6 +298,17 @@ def _flat_variables(function: str, variables: Any) -> tuple[list[Any], Any]:
     return wrt, tree
 
 
+def _flat_arguments(function: str, arguments: Any) -> tuple[list[Any], Any]:
+    for leaf in jax.tree_util.tree_leaves(arguments, is_leaf=is_variable):
+        if is_variable(leaf):
+            raise GraphTypeError(
+                f"an argument to differentiate holds variable {leaf.name!r}, which is no value{at(caller())}\n"
+                f"  name the variables: dflow.{function}(function, variables=...), or pass dflow.read(variables)"
+            )
+    leaves, tree = jax.tree_util.tree_flatten(arguments)
+    return leaves, tree
+
+
 def _flat_like(what: str, value: Any, tree: Any) -> list[Any]:
     given: Any = jax.tree_util.tree_structure(value)
     if given != tree:
@@ -366,13 +377,7 @@ def _pick(
             raise GraphTypeError(f"argnums has {number} but the function was given {len(args)} arguments{at(caller())}")
     numbers = [number % len(args) for number in numbers]
     chosen: Any = tuple(args[number] for number in numbers)
-    for leaf in jax.tree_util.tree_leaves(chosen, is_leaf=is_variable):
-        if is_variable(leaf):
-            raise GraphTypeError(
-                f"an argument to differentiate holds variable {leaf.name!r}, which is no value{at(caller())}\n"
-                "  name the variables instead: dflow.grad(function, variables), or pass dflow.read(variables)"
-            )
-    leaves, tree = jax.tree_util.tree_flatten(chosen[0] if isinstance(argnums, int) else chosen)
+    leaves, tree = _flat_arguments(function, chosen[0] if isinstance(argnums, int) else chosen)
     for leaf in leaves:
         _check_floating("an argument to differentiate", array_type_of(leaf).dtype)
 

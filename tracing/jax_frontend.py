@@ -9,6 +9,7 @@ derivatives let them through. What is taken from `jax._src`, and the public form
 - a trace's context and source lines of an equation: needed to bind it again as it was traced; no public form;
 - whether a trace is running: `jax.core.trace_state_clean` was removed from the public names;
 - how a call is lowered for several platforms: the public form cannot keep a platform to its own function;
+- which of JAX's transforms asks for leaves: it has no hook, so the frame that asks is looked at;
 - whether a backend is up: every public function that would tell starts one;
 - the table of lowerings and the PRNG implementations, to read a graph's text: `jax.extend` lists part of the
   primitives, and no implementation.
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,9 +27,11 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cache, cached_property
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import jax
+from jax._src import api as jax_api
 from jax._src import config as jax_config
 from jax._src import core as jax_core
 from jax._src import effects as jax_effects
@@ -211,6 +215,48 @@ def line_of_tracer(tracer: Any) -> Loc | None:
     """The user's line that made a value of a trace, or None when the trace did not keep it."""
     info = getattr(tracer, "_line_info", None)
     return None if info is None else Origin(None, info).loc
+
+
+#: JAX's functions of trees that its transforms look for leaves by.
+_LOOKING = frozenset(("tree_leaves", "tree_flatten", "flatten"))
+
+#: What differentiates what it finds, by the name of its code in JAX's file of transforms.
+_DIFFERENTIATING = {
+    "value_and_grad_f": "jax.grad or jax.value_and_grad",
+    "vjp": "jax.vjp",
+    "_jvp": "jax.jvp",
+    "linearize": "jax.linearize",
+    "linear_transpose": "jax.linear_transpose",
+    "jacfun": "a Jacobian (jax.jacfwd, jax.jacrev, jax.hessian)",
+}
+
+
+def register_leafless(cls: type[Any], refusal: Callable[[str, Any], Exception]) -> None:
+    """Make a class of resources a pytree without leaves, which nothing may differentiate.
+
+    refusal  gives the error, from what differentiates and the resource
+
+    By handle, since JAX keeps the trees of arguments for as long as a function lives. The rule runs at every call of
+    a compiled function, so it takes no more than a name to see that nobody looks for leaves to differentiate.
+    """
+
+    def flatten(resource: Any) -> tuple[tuple[()], Handle]:
+        if sys._getframe(1).f_code.co_name in _LOOKING:
+            transform = _differentiating(sys._getframe(1).f_back)
+            if transform is not None:
+                raise refusal(transform, resource)
+        return (), resource.handle
+
+    jax.tree_util.register_pytree_node(cls, flatten, lambda handle, _: handle.variable)
+
+
+def _differentiating(frame: FrameType | None) -> str | None:
+    """What differentiates the tree that a function of trees was given by this frame; None where nothing does."""
+    if frame is not None and frame.f_code.co_name == "tree_map":
+        frame = frame.f_back
+    if frame is None or frame.f_code.co_name not in _DIFFERENTIATING:
+        return None
+    return _DIFFERENTIATING[frame.f_code.co_name] if frame.f_code.co_filename == jax_api.__file__ else None
 
 
 def forget_failed_dispatch(jitted: Any) -> None:

@@ -21,7 +21,7 @@ from dflow.tracing.container import contained, join
 from dflow.tracing.context import ForgettingHome, Home, current_home
 from dflow.tracing.errors import ContainerError, VariableError, VariableShapeError
 from dflow.tracing.given_value import Initial, given_array, initial_type
-from dflow.tracing.jax_frontend import Handle, is_tracing
+from dflow.tracing.jax_frontend import Handle, is_tracing, register_leafless
 from dflow.tracing.row_gradient import RowGradient
 from dflow.tracing.source import as_code, at, caller
 from dflow.tracing.state_primitives import gather_p, name_p, read_p, update_p
@@ -455,8 +455,17 @@ for _name in ("neg", "pos", "abs", "invert"):
     setattr(Variable, f"__{_name}__", _unary(getattr(operator, _name)))
 
 
-# By handle, since JAX keeps the trees of arguments for as long as a function lives.
-jax.tree_util.register_pytree_node(Variable, lambda variable: ((), variable.handle), lambda handle, _: handle.variable)
+def _differentiated(transform: str, variable: Variable) -> VariableError:
+    code = as_code(variable.name)
+    return VariableError(
+        f"variable {variable.name!r} is among what {transform} differentiates, but it is no value: its gradient would "
+        f"be the variable itself{at(caller())}\n"
+        f"  use dflow.grad(lambda: loss({code}), {code})(), or dflow's value_and_grad, vjp, jvp or hvp, which take "
+        f"variables;\n  or pass the value, {code}.read(); dflow.read(tree) gives all values of a pytree"
+    )
+
+
+register_leafless(Variable, _differentiated)
 
 
 def is_variable(value: Any) -> bool:
