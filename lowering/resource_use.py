@@ -44,13 +44,22 @@ class Held(Protocol):
 def giving(on_results: OnResults, made: Callable[[tuple[Any, ...]], Sequence[Any]]) -> OnDone:
     """A callback that gives what is made of the answer; or the error, also that of making it."""
 
+    def results_of(answer: Answer) -> Results:
+        if isinstance(answer, BaseException):
+            return answer
+        try:
+            return tuple(made(answer))
+        except Exception as error:
+            return error
+
     def on_done(answer: Answer) -> None:
-        if not isinstance(answer, BaseException):
-            try:
-                answer = tuple(made(answer))
-            except Exception as error:
-                answer = error
-        on_results(answer)
+        try:
+            results = results_of(answer)
+        except BaseException:
+            # An interrupt of this thread is nothing to the one who waits.
+            on_results(results_of(answer))
+            raise
+        on_results(results)
 
     return on_done
 

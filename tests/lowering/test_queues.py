@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+import linecache
 import queue as stdlib_queue
+import sys
 import threading
+from collections.abc import Callable, Iterator
 from functools import partial
+from types import FrameType
+from typing import Any
 
 import pytest
 
+from dflow.lowering import waiters
 from dflow.lowering.queues import SharedQueue
+from dflow.lowering.resource_use import Results, giving
 from dflow.lowering.waiters import Answer, wait
 from dflow.tracing.errors import DeadlineExceeded, QueueClosed, QueueError, StepCancelled
 from dflow.tracing.queue_settings import QueueKind, QueueSettings
@@ -115,6 +123,108 @@ def test_an_interrupt_in_a_callback_is_raised_when_the_others_were_told() -> Non
     with pytest.raises(KeyboardInterrupt):
         put(queue, 1, 2)
     assert answers == [((2,),)]
+
+
+def _interrupted_at(line: int, use: Callable[[], None]) -> bool:
+    """Whether `use` came to its line of that number in the file of the waiters, and was interrupted before it."""
+    left = line
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal left
+        if frame.f_code.co_filename != waiters.__file__:
+            return None
+        # At the end of a `with` block no signal comes, but a tracer would, and leave the lock held.
+        if event == "line" and not linecache.getline(waiters.__file__, frame.f_lineno).lstrip().startswith("with "):
+            left -= 1
+            if left == 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        use()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def _each_interrupt(
+    use: Callable[[SharedQueue, list[Answer]], Callable[[], None]],
+) -> Iterator[tuple[SharedQueue, list[Answer]]]:
+    """A queue for three, and what its waiters were told, after `use` was interrupted at each of its lines in turn."""
+    for line in itertools.count(1):
+        queue, answers = fifo(3), list[Answer]()
+        was_interrupted = _interrupted_at(line, use(queue, answers))
+        yield queue, answers
+        if not was_interrupted:
+            assert line > 10
+            return
+
+
+def test_an_interrupt_of_who_enqueues_loses_no_element_and_leaves_nobody_waiting() -> None:
+    def use(queue: SharedQueue, answers: list[Answer]) -> Callable[[], None]:
+        queue.dequeue(1, answers.append, WAIT_S)
+        return lambda: put(queue, 1)
+
+    for queue, answers in _each_interrupt(use):
+        got = list(answers)
+        put(queue, 2)
+        assert (answers, queue.contents()) == (([((1,),)], [(2,)]) if got else ([((2,),)], []))
+
+
+def test_an_interrupt_of_who_enqueues_for_several_tells_them_all_or_none() -> None:
+    def use(queue: SharedQueue, answers: list[Answer]) -> Callable[[], None]:
+        for _ in range(3):
+            queue.dequeue(1, answers.append, WAIT_S)
+        return lambda: put(queue, 1, 2, 3)
+
+    for queue, answers in _each_interrupt(use):
+        assert answers in ([], [((1,),), ((2,),), ((3,),)])
+        put(queue, 4, 5, 6)
+        assert len(answers) == 3
+
+
+def test_an_interrupt_of_who_dequeues_leaves_nobody_in_line() -> None:
+    def use(queue: SharedQueue, answers: list[Answer]) -> Callable[[], None]:
+        def dequeue() -> None:
+            with pytest.raises(DeadlineExceeded):
+                take(queue, timeout_s=0)
+
+        return dequeue
+
+    for queue, _ in _each_interrupt(use):
+        put(queue, 1)
+        assert queue.contents() == [(1,)]
+
+
+def test_an_interrupt_of_who_closes_the_queue_tells_all_who_wait() -> None:
+    def use(queue: SharedQueue, answers: list[Answer]) -> Callable[[], None]:
+        for _ in range(2):
+            queue.dequeue(1, answers.append, WAIT_S)
+        return queue.close
+
+    for queue, answers in _each_interrupt(use):
+        queue.close()
+        assert [type(answer) for answer in answers] == [QueueClosed] * 2
+
+
+def test_who_waits_is_told_though_the_thread_that_makes_its_results_is_interrupted() -> None:
+    queue, results = fifo(1), list[Results]()
+    calls = itertools.count()
+
+    def made(answer: tuple[Any, ...]) -> Any:
+        if next(calls) == 0:
+            raise KeyboardInterrupt
+        return answer
+
+    queue.dequeue(1, giving(results.append, made), WAIT_S)
+    with pytest.raises(KeyboardInterrupt):
+        put(queue, 1)
+    assert results == [((1,),)]
 
 
 def test_who_waits_and_who_comes_later_are_told_when_it_was_forgotten() -> None:
