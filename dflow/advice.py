@@ -5,15 +5,19 @@ The errors stay JAX's, in class and words, so that a program which catches them 
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 
 from dflow.tracing.near_names import did_you_mean
 from dflow.tracing.source import at, caller, raised_at
+
+_Given = ParamSpec("_Given")
+_Result = TypeVar("_Result")
 
 _CONCRETE = (
     jax.errors.ConcretizationTypeError,
@@ -28,6 +32,26 @@ _NOT_KNOWN = (
 )
 
 _NOT_HASHABLE = "  give it as something hashable, such as a tuple, a frozenset or a frozen dataclass"
+
+
+_NOT_MAPPED = (
+    "  what was loaded from an export is a program for one shape, or for some sizes: jax.vmap does not map it. Export\n"
+    "  jax.vmap of the function, or call it for one after the other, by jax.lax.map"
+)
+
+
+def suggests_keywords(fn: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
+    """The function, whose error about a keyword that it does not have names those near it."""
+    known = frozenset(inspect.signature(fn).parameters)
+
+    @functools.wraps(fn)
+    def called(*args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
+        if known.issuperset(kwargs):
+            return fn(*args, **kwargs)
+        with advised_options(fn, kwargs):
+            return fn(*args, **kwargs)
+
+    return called
 
 
 @contextmanager
@@ -56,6 +80,12 @@ def advise_on_static(error: ValueError) -> None:
     """Add to an error about a static argument; another error is left as it is."""
     if str(error).startswith("Non-hashable static arguments"):
         error.add_note(f"{at(caller()).lstrip(chr(10))}\n{_NOT_HASHABLE}")
+
+
+def advise_on_mapping(error: NotImplementedError) -> None:
+    """Add to an error about a loaded function that was mapped; another error is left as it is."""
+    if "call_exported" in str(error):
+        error.add_note(f"{at(caller()).lstrip(chr(10))}\n{_NOT_MAPPED}")
 
 
 def _near_options(jit: Callable[..., Any], options: Any) -> str | None:

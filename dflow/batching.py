@@ -10,10 +10,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from dflow.advice import suggests_keywords
 from dflow.tracing.errors import InputError
 from dflow.tracing.source import at, caller
 
 
+@suggests_keywords
 def batches(
     data: Any,
     size: int,

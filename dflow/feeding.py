@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from dflow.advice import suggests_keywords
 from dflow.homes import LOCAL
 from dflow.lowering.queue_ops import HeldQueue
 from dflow.lowering.resource_use import ResourceUse
@@ -46,6 +47,7 @@ _numbers = itertools.count()
 _running: weakref.WeakSet[Feed] = weakref.WeakSet()
 
 
+@suggests_keywords
 def feed(
     iterable: Iterable[Any],
     queue: Queue,

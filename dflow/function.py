@@ -26,7 +26,7 @@ import jax
 import numpy as np
 from jax import jit as jax_jit  # JAX's own for good, also where a program has put `dflow.jit` in its place
 
-from dflow.advice import advise_on_static, advised_options, advised_trace
+from dflow.advice import advise_on_mapping, advise_on_static, advised_options, advised_trace
 from dflow.config import CONFIG
 from dflow.eager_mode import call_eagerly, eager
 from dflow.graph_dump import dumper
@@ -199,6 +199,9 @@ class Function(Generic[P, R]):
             return self._planned(args, kwargs)
         try:
             return cast(R, self._inner(*args, **kwargs))
+        except NotImplementedError as error:
+            advise_on_mapping(error)
+            raise
         except PlainJitError:
             stage = self._inner.trace(*args, **kwargs)
             return cast(R, hoisted(stage, jax.tree_util.tree_leaves(self._static.split(args, kwargs)[:2])))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 
+from dflow.advice import suggests_keywords
 from dflow.export_format import (
     CONSTANTS,
     VARIABLES,
@@ -112,6 +114,7 @@ class Loaded:
         return f"<Loaded {', '.join(self.signatures)}>"
 
 
+@suggests_keywords
 def load(path: Any, *, prefix: str = "") -> Loaded:
     """The functions that `dflow.export(...).save(path)` wrote, over new variables that hold what was saved.
 
@@ -124,7 +127,10 @@ def load(path: Any, *, prefix: str = "") -> Loaded:
     manifest = read_manifest(place)
     _check_precision(place, manifest)
     contents = {name: read_program(place, name, signature) for name, signature in manifest.signatures.items()}
-    programs = {name: _program(place, name, content, manifest) for name, content in contents.items()}
+    programs = {
+        name: _told(name, manifest.signatures[name].vjp_order, _program(place, name, content, manifest))
+        for name, content in contents.items()
+    }
     values = read_values(place, VARIABLES, manifest.variables)
     large = read_values(place, CONSTANTS, manifest.constants)
     constants = {name: jnp.asarray(value) for name, value in large.items()}
@@ -180,6 +186,26 @@ def _program(place: Path, name: str, content: bytes, manifest: Manifest) -> expo
         ) from error
 
 
+def _told(name: str, order: int, program: export.Exported) -> export.Exported:
+    """The program, which says when it is differentiated more often than it was exported for."""
+    often = "more often" if order else "once"
+    fields = [field.name for field in dataclasses.fields(export.Exported)]
+
+    class Program(export.Exported):
+        def vjp(self) -> export.Exported:
+            if self.has_vjp():
+                return made(super().vjp())
+            raise ExportError(
+                f"{name} was exported with vjp_order={order}, and is differentiated {often}{at(caller())}\n"
+                f"  export it with vjp_order={order + 1}"
+            )
+
+    def made(one: export.Exported) -> export.Exported:
+        return Program(**{field: getattr(one, field) for field in fields})
+
+    return made(program)
+
+
 def _numbers(version: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", version)]
 
@@ -223,6 +249,11 @@ def _told_by_name(name: str, positional: Sequence[Parameter]) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
+        if small := re.search(r"Expected value >= 1 for dimension variable '(\w+)'", str(error)):
+            raise SignatureError(
+                f"{name} was called with the size 0 for {small[1]}, and a letter in a shape is any size from 1"
+                f"{at(caller())}\n  leave out the call for what is empty"
+            ) from None
         found = re.search(r"Found inconsistency between (.*?)(?: Using the following|$)", str(error), re.DOTALL)
         if found is None:
             raise

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from dflow.advice import suggests_keywords
 from dflow.generator import Generator
 from dflow.homes import LOCAL
 from dflow.lowering.array_files import ArrayFiles, own_copy, read_arrays, write_arrays
@@ -35,6 +36,7 @@ Names = Mapping[str, str] | Callable[[str], str]
 _ATTEMPTS = 5
 
 
+@suggests_keywords
 def save(path: str | os.PathLike[str], variables: Any, *, overwrite: bool = False, names: Names | None = None) -> None:
     """Write the values of variables into the folder `path`, all as of one moment.
 
@@ -50,13 +52,15 @@ def save(path: str | os.PathLike[str], variables: Any, *, overwrite: bool = Fals
     Raises CheckpointExists when `path` is there; CheckpointError when two variables have one name, when something
     given is no variable of this process, and when the disk refuses it.
     """
+    place = _local(path, "save")
     named = _named(variables, names, "save")
     values = LOCAL.store.snapshot(entry.variable.key for entry in named.values())
     arrays = {name: values[entry.variable.key] for name, entry in named.items()}
     generators = {name: entry.impl for name, entry in named.items() if entry.impl}
-    write_arrays(_local(path), arrays, {"generators": generators}, overwrite=overwrite)
+    write_arrays(place, arrays, {"generators": generators}, overwrite=overwrite)
 
 
+@suggests_keywords
 def restore(
     path: str | os.PathLike[str],
     variables: Any,
@@ -83,8 +87,8 @@ def restore(
         raise CheckpointError(
             f"restore was given ignore={ignore!r}{at(caller())}\n  give it some of {list(DIFFERENCES)}"
         )
+    place = _local(path, "restore")
     named = _named(variables, names, "restore")
-    place = _local(path)
     for _ in range(_ATTEMPTS):
         files = read_arrays(place)
         report = _compared(files, named)
@@ -194,7 +198,13 @@ def _entry(leaf: Resource | Any, task: str) -> Iterator[_Entry]:
         )
 
 
-def _local(path: str | os.PathLike[str]) -> str:
+def _local(path: str | os.PathLike[str], task: str) -> str:
+    given: Any = path
+    if not isinstance(given, str | bytes | os.PathLike):
+        raise CheckpointError(
+            f"{task} was given a {type(given).__name__} as its path{at(caller())}\n"
+            f"  give the path first, and then the variables: dflow.{task}(path, variables)"
+        )
     text = os.fsdecode(path)
     if "://" in text:
         raise CheckpointError(

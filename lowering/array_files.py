@@ -272,11 +272,17 @@ def _damaged(place: Path) -> CheckpointError:
 
 
 def _neighbours(place: Path) -> str:
+    if below := _folders_in(place):
+        return f"in it there are: {', '.join(below[:20])}; give the path of one of them"
+    return f"in {place.parent} there are: {', '.join(_folders_in(place.parent)[:20]) or 'none'}"
+
+
+def _folders_in(place: Path) -> list[str]:
+    """The folders of arrays in a folder, by name."""
     try:
-        near = sorted(entry.name for entry in place.parent.iterdir() if (entry / MANIFEST).is_file())
+        return sorted(entry.name for entry in place.iterdir() if (entry / MANIFEST).is_file())
     except OSError:
-        near = []
-    return f"in {place.parent} there are: {', '.join(near[:20]) or 'none'}"
+        return []
 
 
 def _array_type(text: str) -> ArrayType:

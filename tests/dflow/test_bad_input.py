@@ -247,6 +247,36 @@ CASES: dict[str, tuple[Callable[[Made], Any], type[BaseException], str, str]] = 
         "jit() got an unexpected keyword argument 'static_argnum'",
         "did you mean static_argnums or static_argnames",
     ),
+    "a wrong keyword of save": (
+        lambda made: dflow.save("nowhere", made.w, overwite=True),  # type: ignore[call-arg]
+        TypeError,
+        "save() got an unexpected keyword argument 'overwite'",
+        "did you mean overwrite?",
+    ),
+    "a wrong keyword of restore": (
+        lambda made: dflow.restore("nowhere", made.w, strct=False),  # type: ignore[call-arg]
+        TypeError,
+        "restore() got an unexpected keyword argument 'strct'",
+        "did you mean strict?",
+    ),
+    "a wrong keyword of load": (
+        lambda made: dflow.load("nowhere", name="a"),  # type: ignore[call-arg]
+        TypeError,
+        "load() got an unexpected keyword argument 'name'",
+        "the options are path, prefix",
+    ),
+    "a wrong keyword of batches": (
+        lambda made: dflow.data.batches([1, 2], 1, suffle=2),  # type: ignore[call-arg]
+        TypeError,
+        "batches() got an unexpected keyword argument 'suffle'",
+        "did you mean shuffle?",
+    ),
+    "a wrong keyword of feed": (
+        lambda made: dflow.data.feed([1, 2], made.queue, thread=2),  # type: ignore[call-arg]
+        TypeError,
+        "feed() got an unexpected keyword argument 'thread'",
+        "did you mean threads?",
+    ),
     "a value that leaked from a trace": (
         leak,
         jax.errors.UnexpectedTracerError,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import threading
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import optax
 import pytest
 
 import dflow
+from dflow.tracing.errors import SignatureError
 
 Pair = namedtuple("Pair", "loss rest")
 BATCH = dflow.spec("b, 3", jnp.float32)
@@ -319,16 +321,34 @@ def test_what_is_loaded_runs_in_loops_and_eagerly_and_is_not_mapped(tmp_path: Pa
     np.testing.assert_array_equal(looped[:, 0], [2, 4, 6])
     with dflow.eager():
         np.testing.assert_array_equal(there.step(ones), [8, 8, 8])
-    with pytest.raises(NotImplementedError, match="call_exported"):
+    with pytest.raises(NotImplementedError, match="call_exported") as refused:
         jax.vmap(there.step)(jnp.ones((4, 2, 3)))
+    assert re.search(r"at .*test_export\.py:\d+\n(?s:.*)jax\.vmap does not map it\. Export", refused.value.__notes__[0])
     np.testing.assert_array_equal(there.variables["total"], [8, 8, 8])
 
 
 def test_without_its_order_of_derivatives_a_loaded_function_has_none(tmp_path: Path) -> None:
     w = dflow.Variable(1.0, name="w")
     there = loaded(dflow.export(lambda x: x * w, dflow.spec("", jnp.float32)), tmp_path)
-    with pytest.raises(ValueError, match="No VJP is available"):
+    wanted = (
+        r"call was exported with vjp_order=0, and is differentiated once\n  at .*:\d+\n  export it with vjp_order=1"
+    )
+    with pytest.raises(dflow.ExportError, match=wanted):
         dflow.grad(there.__call__, list(there.variables.values()))(1.0)
+
+
+def test_past_its_order_of_derivatives_a_loaded_function_says_which_it_needs(tmp_path: Path) -> None:
+    there = loaded(dflow.export(lambda x: x**3, dflow.spec("", jnp.float32), vjp_order=1), tmp_path)
+    assert jax.grad(there.__call__)(2.0) == 12.0
+    with pytest.raises(dflow.ExportError, match=r"vjp_order=1, and is differentiated more often\n.*\n.* vjp_order=2"):
+        jax.grad(jax.grad(there.__call__))(2.0)
+
+
+def test_an_empty_batch_is_refused_by_the_letter_of_its_size(tmp_path: Path) -> None:
+    there = loaded(dflow.export(lambda x: x * 2, BATCH), tmp_path)
+    wanted = r"with the size 0 for b, and a letter in a shape is any size from 1\n  at .*test_export\.py:\d+\n"
+    with pytest.raises(SignatureError, match=wanted):
+        there(jnp.ones((0, 3)))
 
 
 def test_steps_of_several_threads_on_loaded_state_are_each_whole(tmp_path: Path) -> None:

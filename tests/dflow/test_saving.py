@@ -414,3 +414,21 @@ def test_nothing_to_save_and_names_of_nothing_are_refused(tmp_path: Path) -> Non
     ):
         dflow.restore(tmp_path / "c", w, names={"wieght": "v"})
     assert not (tmp_path / "c").exists()
+
+
+def test_a_folder_of_checkpoints_is_told_with_what_can_be_restored(tmp_path: Path) -> None:
+    v = dflow.Variable(1.0, name="v")
+    for step in (1, 2):
+        dflow.save(tmp_path / "run" / f"step_{step}", v)
+    (tmp_path / "run" / "logs").mkdir()
+    wanted = r"run is no checkpoint .*\n.*\n  in it there are: step_1, step_2; give the path of one"
+    with pytest.raises(dflow.NoCheckpoint, match=wanted):
+        dflow.restore(tmp_path / "run", v)
+
+
+@pytest.mark.parametrize("task", ["save", "restore"])
+def test_variables_in_the_place_of_the_path_are_told_so(tmp_path: Path, task: str) -> None:
+    v = dflow.Variable(1.0, name="v")
+    wanted = rf"{task} was given a list as its path\n  at .*test_saving.*\n.*dflow\.{task}\(path, variables\)"
+    with pytest.raises(CheckpointError, match=wanted):
+        getattr(dflow, task)([v], tmp_path / "c")
