@@ -1,15 +1,24 @@
-"""How many records a second go through `dflow.data.feed`, and what does a step cost that takes its batch from it?
+"""What does a training step cost that takes its batch from `dflow.data.feed`, beside one whose batch is there already?
 
-Records of 784 floats in batches of 64. First the feed alone, with a step that only takes; then a step of matrix
-products, in turn: with one batch that is an argument; with batches dequeued that were all in the queue before, nobody
-feeding; and with batches that are fed meanwhile. The input's own work (slicing the batch out
-of an array, copying it) is done by the feed's thread, on the same cores as the step's; it is measured by itself too.
+Records of 784 floats in batches of 64, and a step of matrix products of some tens of ms. The ways, in random order in
+each round: with one batch that is an argument; with batches dequeued that were all in the queue before, nobody feeding;
+fed by `dflow.data.feed` from `batches` (shuffled), whose work is done by the feed's thread on the same cores as the
+step's; fed by a source that only waits, as on a disk or a network, and gives a batch that it has; and, written by hand,
+a thread that puts `jax.device_put` of the same shuffled batches into a `queue.Queue` before the step takes them as
+arguments. Each way's feed is stopped before the next is measured.
+
+By the wall, and by the processors' time of the whole process, which other programs disturb less. By themselves: how
+many records a second a step gets that only takes them, and the input's work for one batch.
 """
 
 from __future__ import annotations
 
+import itertools
+import queue as queues
 import statistics
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -21,41 +30,76 @@ from benchmarks._paired import in_turn, median_ratio, options, publish, seconds_
 
 BATCH, WIDTH, HIDDEN = 64, 784, 1024
 CALLS = 20
+AHEAD = 8
+
+#: How long the source that only waits takes for a batch, in s.
+WAIT_S = 0.005
+
+#: How long a step takes by the wall, in s, and how much time of the processors.
+Took = tuple[float, float]
 
 
 def main() -> None:
     given = options(__doc__, rounds=15, layers=6)
     data = np.random.default_rng(0).normal(size=(4096, WIDTH)).astype(np.float32)
-    queue = dflow.FIFOQueue(8, jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32), name="input")
-    batches = dflow.data.batches(data, BATCH, shuffle=True, epochs=None, drop_remainder=True)
-    source = iter(batches)
+    source = iter(shuffled(data))
     own = statistics.median(seconds_per_call(lambda: jnp.array(next(source)), CALLS) for _ in range(given.rounds))
-    with dflow.data.feed(batches, queue):
-        take = dflow.jit(queue.dequeue)
-        rates = [BATCH / seconds_per_call(lambda: jax.block_until_ready(take()), 200) for _ in range(given.rounds)]
-        ways = steps(queue, jnp.asarray(data[:BATCH]), given.layers)
-        in_turn(ways, 2)
-        found = in_turn(ways, given.rounds)
-    ratio, low, high = median_ratio(found["fed"], found["filled"])
-    row = {
-        "records/s": statistics.median(rates),
-        "input's own work, us a batch": own * 1e6,
-        **{f"{way} ms": statistics.median(times) * 1e3 for way, times in found.items()},
-        "fed / filled": ratio,
+    rate = statistics.median(taken(data) for _ in range(given.rounds))
+    ways = steps(data, given.layers)
+    in_turn(ways, 2)
+    found = in_turn(ways, given.rounds)
+    rows = []
+    for way, base in {"argument": "argument", "filled": "filled", **dict.fromkeys(("fed", "waits"), "filled")}.items():
+        rows.append(row(way, base, found))
+    rows.append(row("by hand", "argument", found))
+    publish("input", rows, as_json=given.json)
+    publish("input_alone", [{"records/s": rate, "input's work, us a batch": own * 1e6}], as_json=given.json)
+
+
+def row(way: str, base: str, found: dict[str, list[Took]]) -> dict[str, Any]:
+    walls = {name: [wall for wall, _ in found[name]] for name in (way, base)}
+    owns = {name: [own for _, own in found[name]] for name in (way, base)}
+    ratio, low, high = median_ratio(walls[way], walls[base])
+    return {
+        "batches": way,
+        "step, ms": statistics.median(walls[way]) * 1e3,
+        "processors, ms": statistics.median(owns[way]) * 1e3,
+        "beside": base,
+        "time / its": ratio,
         "p10": low,
         "p90": high,
-        "fed / argument": median_ratio(found["fed"], found["argument"])[0],
+        "processors / its": median_ratio(owns[way], owns[base])[0],
     }
-    publish("input", [row], as_json=given.json)
 
 
-def steps(queue: Any, batch: jax.Array, layers: int) -> dict[str, Callable[[], float]]:
+def shuffled(data: np.ndarray) -> Any:
+    return dflow.data.batches(data, BATCH, shuffle=True, epochs=None, drop_remainder=True)
+
+
+def waiting(batch: np.ndarray) -> Iterator[np.ndarray]:
+    while True:
+        time.sleep(WAIT_S)
+        yield batch
+
+
+def new_queue() -> dflow.FIFOQueue:
+    return dflow.FIFOQueue(AHEAD, jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32))
+
+
+def taken(data: np.ndarray) -> float:
+    """Records a second that a function gets which only takes them."""
+    queue = new_queue()
+    take = dflow.jit(queue.dequeue)
+    with dflow.data.feed(shuffled(data), queue):
+        return BATCH / seconds_per_call(lambda: jax.block_until_ready(take()), 200)
+
+
+def steps(data: np.ndarray, layers: int) -> dict[str, Callable[[], Took]]:
     keys = jax.random.split(jax.random.key(0), layers + 1)
-    first = dflow.Variable(jax.random.normal(keys[0], (WIDTH, HIDDEN)) * 0.03, name="first")
-    inner = [
-        dflow.Variable(jax.random.normal(key, (HIDDEN, HIDDEN)) * 0.03, name=f"w{n}") for n, key in enumerate(keys[1:])
+    variables = [
+        dflow.Variable(jax.random.normal(key, (HIDDEN if number else WIDTH, HIDDEN)) * 0.03, name=f"w{number}")
+        for number, key in enumerate(keys)
     ]
-    variables = [first, *inner]
 
     def update(x: jax.Array) -> jax.Array:
         def loss() -> jax.Array:
@@ -69,21 +113,43 @@ def steps(queue: Any, batch: jax.Array, layers: int) -> dict[str, Callable[[], f
             variable.assign_sub(1e-3 * gradient)
         return value
 
-    ready = dflow.FIFOQueue(CALLS, queue.spec, name="ready")
+    batch = jnp.asarray(data[:BATCH])
+    ready, queue = dflow.FIFOQueue(CALLS, new_queue().spec), new_queue()
     by_argument = dflow.jit(update)
     from_ready = dflow.jit(lambda: update(ready.dequeue()))
-    fed = dflow.jit(lambda: update(queue.dequeue()))
+    from_queue = dflow.jit(lambda: update(queue.dequeue()))
 
-    def filled() -> float:
+    def filled() -> Took:
         for _ in range(CALLS):
             ready.enqueue(batch)
-        return seconds_per_call(lambda: jax.block_until_ready(from_ready()), CALLS)
+        return timed(from_ready)
+
+    def fed(source: Any) -> Took:
+        with dflow.data.feed(source, queue, close=False):
+            return timed(from_queue)
+
+    def by_hand() -> Took:
+        ahead: queues.Queue[jax.Array] = queues.Queue(AHEAD)
+        elements = itertools.islice(shuffled(data), CALLS)
+        thread = threading.Thread(target=lambda: [ahead.put(jax.device_put(element)) for element in elements])
+        thread.start()
+        took = timed(lambda: by_argument(ahead.get()))
+        thread.join()
+        return took
 
     return {
-        "argument": lambda: seconds_per_call(lambda: jax.block_until_ready(by_argument(batch)), CALLS),
+        "argument": lambda: timed(lambda: by_argument(batch)),
         "filled": filled,
-        "fed": lambda: seconds_per_call(lambda: jax.block_until_ready(fed()), CALLS),
+        "fed": lambda: fed(shuffled(data)),
+        "waits": lambda: fed(waiting(data[:BATCH])),
+        "by hand": by_hand,
     }
+
+
+def timed(step: Callable[[], Any]) -> Took:
+    own = time.process_time()
+    wall = seconds_per_call(lambda: jax.block_until_ready(step()), CALLS)
+    return wall, (time.process_time() - own) / CALLS
 
 
 if __name__ == "__main__":

@@ -99,13 +99,18 @@ def saves(state: Any, folder: Path) -> dict[str, Callable[[], Any]]:
 def restores(state: Any, folder: Path) -> dict[str, Callable[[], Any]]:
     checkpointer = orbax.checkpoint.PyTreeCheckpointer()
     count = LARGE + SMALL
+    firsts = dflow.jit(lambda: [leaf.read().ravel()[0] for leaf in state["large"]])
+
+    def by_dflow() -> None:
+        dflow.restore(folder / "dflow", state)
+        jax.block_until_ready(firsts())
 
     def by_numpy() -> None:
         arrays = [jnp.array(np.load(folder / "numpy" / f"{number}.npy")) for number in range(count)]
         jax.block_until_ready(arrays)
 
     return {
-        "dflow": lambda: dflow.restore(folder / "dflow", state),
+        "dflow": by_dflow,
         "raw": lambda: np.fromfile(folder / "raw", np.uint8),
         "numpy": by_numpy,
         "orbax": lambda: jax.block_until_ready(checkpointer.restore(folder / "orbax")),

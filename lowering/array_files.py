@@ -240,8 +240,8 @@ def _on(sharding: Any, device: Any) -> Any:
 
 def own_copy(value: Any, sharding: Any = None) -> jax.Array:
     """A JAX array in memory of its own, at a sharding if given."""
-    copy: jax.Array = jax.device_put(value, sharding, may_alias=False)
-    return copy
+    # `device_put` aliases memory that is aligned, whatever it is told.
+    return jnp.array(value, copy=True, device=sharding)
 
 
 def _bounds(index: _Index | None) -> tuple[Any, ...]:

@@ -58,6 +58,17 @@ def test_keys_are_read_back_with_their_algorithm(tmp_path: Path, impl: str) -> N
     np.testing.assert_array_equal(jax.random.bits(read["key"]), jax.random.bits(keys[0, 0]))
 
 
+@pytest.mark.parametrize("placed", [False, True])
+def test_a_copy_shares_no_memory_however_that_is_aligned(placed: bool) -> None:
+    raw = np.zeros(4096 + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    aligned = raw[start : start + 4096].view(np.float32)
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0]) if placed else None
+    copy = array_files.own_copy(aligned, sharding).block_until_ready()
+    aligned[:] = 1
+    assert not np.asarray(copy).any()
+
+
 def test_large_arrays_are_cut_into_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(array_files, "_CHUNK_BYTES", 64)
     monkeypatch.setattr(array_files, "_IN_FLIGHT_BYTES", 200)
