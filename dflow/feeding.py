@@ -12,9 +12,9 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import Future
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import cache
+from queue import SimpleQueue
 from typing import Any
 
 import jax
@@ -35,7 +35,7 @@ _FOREVER_S = 1e8
 #: What queues take as it is; all else is made a NumPy array.
 _TAKEN = (jax.Array, np.ndarray, np.generic, Variable, bool, int, float, complex)
 
-#: How long the process waits for each thread when it ends, in s.
+#: How long the process waits for the threads of all feeds when it ends, in s.
 _EXIT_S = 2.0
 
 #: How long leaving a `with` block waits for the threads, in s.
@@ -158,10 +158,7 @@ class Feed:
         Raises DeadlineExceeded, which says what they wait for. An error of the iterable is raised to who dequeues; it
         is in `error`.
         """
-        deadline = time.monotonic() + timeout_s
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        if alive := [thread.name for thread in self._threads if thread.is_alive()]:
+        if alive := _join(self._threads, timeout_s):
             with self._lock:
                 what = "for room in the queue" if self._waiting else "for the iterable or in map"
             raise DeadlineExceeded(
@@ -216,15 +213,16 @@ class Feed:
     def _put(self, arrays: list[Any] | None) -> bool:
         if arrays is None:
             return False
-        done: Future[Any] = Future()
+        # Its `put` is one step, whoever is interrupted that makes room.
+        done: SimpleQueue[Any] = SimpleQueue()
         use = ResourceUse("queue.enqueue", timeout_s=_FOREVER_S, where=self._where)
-        cancel = self._held.start(use, arrays, done.set_result)
+        cancel = self._held.start(use, arrays, done.put)
         with self._lock:
             self._waiting.add(cancel)
             is_stopped = self._is_stopped
         if is_stopped:
             cancel(StepCancelled("stopped"))
-        answer = done.result()
+        answer = done.get()
         with self._lock:
             self._waiting.discard(cancel)
             self._count += not isinstance(answer, BaseException)
@@ -241,8 +239,7 @@ class Feed:
             if self._left:
                 return
         _running.discard(self)
-        if self._is_stopped:
-            self._close_elements()
+        self._close_elements()
         try:
             if self._error is not None:
                 self._held.shared.fail(self._error, self._where)
@@ -253,7 +250,7 @@ class Feed:
             LOGGER.debug("%s was gone before its feed ended", self._title)
 
     def _close_elements(self) -> None:
-        """Have a generator that was stopped run its `finally`."""
+        """Have a generator that has not ended run its `finally`."""
         if isinstance(self._elements, Generator):
             try:
                 self._elements.close()
@@ -289,12 +286,18 @@ def _stop_soon(feed: weakref.ref[Feed]) -> None:
         threading.Thread(target=running.stop, daemon=True).start()
 
 
+def _join(threads: Sequence[threading.Thread], timeout_s: float) -> list[threading.Thread]:
+    """Wait until the threads have ended; those that have not in time."""
+    deadline = time.monotonic() + timeout_s
+    for thread in threads:
+        thread.join(min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX))
+    return [thread for thread in threads if thread.is_alive()]
+
+
 @atexit.register
 def _stop_all() -> None:
     # A thread that runs JAX while the interpreter goes down may crash it.
     feeds = list(_running)
     for running in feeds:
         running.stop()
-    for running in feeds:
-        for thread in running._threads:
-            thread.join(_EXIT_S)
+    _join([thread for running in feeds for thread in running._threads], _EXIT_S)

@@ -24,7 +24,7 @@ from dflow.lowering.program import Program
 from dflow.lowering.store import Store
 from dflow.lowering.waiters import Cancel
 from dflow.lowering.waits import Schedule, gives
-from dflow.tracing.errors import InternalError
+from dflow.tracing.errors import InternalError, StepCancelled
 
 #: What an execution ends with: the fetches, or the error.
 Outcome = tuple[jax.Array, ...] | BaseException
@@ -246,9 +246,13 @@ class Execution:
             # After the end there may be no worker left to submit to.
             if ready and not self._ended:
                 self._submit(lambda: self._run(ready))
-        except Exception as error:
+        except BaseException as error:
             # Whoever brought it has no part in this step, which would wait for ever.
-            self._fail(index, error)
+            if isinstance(error, Exception):
+                self._fail(index, error)
+                return
+            self._fail(index, StepCancelled("the thread that brought what this step waited for was interrupted"))
+            raise
 
     def _fail(self, index: int, error: BaseException) -> None:
         """End with the error of an item, which is named; of a body's, the branch or loop after it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import math
 import subprocess
 import sys
 import threading
@@ -11,6 +12,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -21,6 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dflow
+from dflow import feeding
 from dflow.data import batches, feed
 from tests.effort import examples
 
@@ -209,12 +212,50 @@ def test_an_interrupt_of_who_consumes_ends_the_threads() -> None:
     assert not running.is_running()
 
 
-def test_closing_the_queue_ends_the_feed() -> None:
-    queue = _queue()
-    running = feed(itertools.count(), queue)
+def _closing(queue: dflow.FIFOQueue) -> None:
     queue.close(cancel_pending=True)
+
+
+def _resetting(queue: dflow.FIFOQueue) -> None:
+    dflow.reset_container("input")
+
+
+@pytest.mark.parametrize("end", [_closing, _resetting])
+def test_ending_the_queue_ends_the_feed_and_runs_the_generators_finally(end: Any) -> None:
+    ended = []
+
+    def numbers() -> Iterator[int]:
+        try:
+            yield from itertools.count()
+        finally:
+            ended.append(True)
+
+    with dflow.container("input"):
+        queue = _queue()
+    running = feed(numbers(), queue)
+    _until(lambda: running.count == 4)
+    end(queue)
     running.join(WAIT_S)
-    assert running.error is None
+    assert ended == [True]
+    assert running.error is None or isinstance(running.error, dflow.DflowError)
+
+
+def test_an_error_of_map_runs_the_generators_finally() -> None:
+    ended = []
+
+    def numbers() -> Iterator[int]:
+        try:
+            yield from itertools.count()
+        finally:
+            ended.append(True)
+
+    queue = _queue()
+    running = feed(numbers(), queue, map=lambda number: [].pop())
+    running.join(WAIT_S)
+    with pytest.raises(dflow.FeedError):
+        queue.dequeue()
+    assert ended == [True]
+    assert isinstance(running.error, IndexError)
 
 
 def test_a_queue_that_nobody_has_any_more_ends_its_feed() -> None:
@@ -253,6 +294,13 @@ def test_join_says_what_the_threads_wait_for() -> None:
         says = r"(?s)1 of 1 threads of the feed of queue 'q' have not ended within 0\.01 s; they wait for room.*stop"
         with pytest.raises(dflow.DeadlineExceeded, match=says):
             running.join(0.01)
+
+
+def test_the_end_may_be_waited_for_without_end() -> None:
+    queue = _queue()
+    running = feed(range(3), queue)
+    running.join(math.inf)
+    assert running.count == queue.size() == 3
 
 
 def test_lists_stand_for_tuples_and_foreign_tensors_for_arrays() -> None:
@@ -331,6 +379,29 @@ print(int(queue.dequeue()))
 """
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert (ran.returncode, ran.stdout) == (0, "0\n"), ran.stderr
+
+
+def test_a_process_that_ends_waits_no_longer_for_many_slow_feeds_than_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    release, now = threading.Event(), 0.0
+
+    def slow() -> Iterator[int]:
+        release.wait(WAIT_S)
+        yield 0
+
+    def join(thread: threading.Thread, timeout: float) -> None:
+        nonlocal now
+        now += timeout
+
+    queues = [_queue() for _ in range(3)]
+    feeds = [feed(slow(), queue, threads=2) for queue in queues]
+    with monkeypatch.context() as patched:
+        patched.setattr(feeding, "time", SimpleNamespace(monotonic=lambda: now))
+        patched.setattr(threading.Thread, "join", join)
+        feeding._stop_all()
+    release.set()
+    for running in feeds:
+        running.join(WAIT_S)
+    assert now == pytest.approx(feeding._EXIT_S)
 
 
 def _rows(made: Any) -> list[int]:

@@ -113,20 +113,36 @@ def test_a_wait_that_starts_when_the_execution_has_ended_is_cancelled() -> None:
     assert [str(error) for error in (*ends, *outcomes)] == ["enough", "enough"]
 
 
-def test_a_step_that_cannot_take_what_it_waited_for_ends_with_the_error() -> None:
+def _a_step_that_waits(submit: Any) -> tuple[HeldQueue, list[Any]]:
+    """A queue that a step waits for, with an op after; and what the step ends with."""
     store, outcomes = Store(), list[Any]()
     queue = HeldQueue("q", QueueSettings(QueueKind.FIFO, 1), QueueType((ArrayType(np.dtype("float32"), ()),)))
     store.create_resource("q", queue)
     waits = UseResource("q", "queue.dequeue", gives=(0,))
     schedule = Schedule(Plan(ALONE, 2, (waits, UseResource("q", "queue.size", gives=(1,), after=(0,)))))
+    channel = Mailbox(Mail(), ALONE)
+    Execution(schedule, (), store, channel, StepId(ALONE, 1), (), outcomes.append, submit).start()
+    return queue, outcomes
 
+
+def test_a_step_that_cannot_take_what_it_waited_for_ends_with_the_error() -> None:
     def no_worker(work: Any) -> None:
         raise RuntimeError("the pool is shut down")
 
-    channel = Mailbox(Mail(), ALONE)
-    Execution(schedule, (), store, channel, StepId(ALONE, 1), (), outcomes.append, no_worker).start()
+    queue, outcomes = _a_step_that_waits(no_worker)
     queue.start(ResourceUse("queue.enqueue"), (np.float32(1),), lambda results: None)
     assert [str(outcome) for outcome in outcomes] == ["the pool is shut down"]
+
+
+def test_a_step_ends_when_the_thread_that_brings_what_it_waits_for_is_interrupted() -> None:
+    def interrupted(work: Any) -> None:
+        raise KeyboardInterrupt
+
+    queue, outcomes = _a_step_that_waits(interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        queue.start(ResourceUse("queue.enqueue"), (np.float32(1),), lambda results: None)
+    assert [type(outcome) for outcome in outcomes] == [StepCancelled]
+    assert "the thread that brought what this step waited for was interrupted" in str(outcomes[0])
 
 
 def test_an_unknown_method_is_a_fault() -> None:
