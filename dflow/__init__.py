@@ -25,9 +25,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(name)
     api = importlib.import_module("dflow.api")
     if name != "__all__" and name not in api.__all__:
-        raise AttributeError(
-            f"module 'dflow' has no attribute {name!r}; it has {', '.join(api.__all__)}", name=name, obj=api
-        )
+        near_names = importlib.import_module("dflow.tracing.near_names")
+        near = near_names.did_you_mean(name, api.__all__, f"it has {', '.join(api.__all__)}")
+        raise AttributeError(f"module 'dflow' has no attribute {name!r}; {near}", name=name, obj=api)
     return getattr(api, name)
 
 

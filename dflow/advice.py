@@ -5,19 +5,14 @@ The errors stay JAX's, in class and words, so that a program which catches them 
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import jax
 
-from dflow.tracing.near_names import did_you_mean
+from dflow.tracing.near_names import near_keywords
 from dflow.tracing.source import at, caller, raised_at
-
-_Given = ParamSpec("_Given")
-_Result = TypeVar("_Result")
 
 _CONCRETE = (
     jax.errors.ConcretizationTypeError,
@@ -40,20 +35,6 @@ _NOT_MAPPED = (
 )
 
 
-def suggests_keywords(fn: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
-    """The function, whose error about a keyword that it does not have names those near it."""
-    known = frozenset(inspect.signature(fn).parameters)
-
-    @functools.wraps(fn)
-    def called(*args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
-        if known.issuperset(kwargs):
-            return fn(*args, **kwargs)
-        with advised_options(fn, kwargs):
-            return fn(*args, **kwargs)
-
-    return called
-
-
 @contextmanager
 def advised_trace() -> Iterator[None]:
     """Add to an error about a value that Python asked for while it was traced."""
@@ -71,8 +52,8 @@ def advised_options(jit: Callable[..., Any], options: Any) -> Iterator[None]:
     try:
         yield
     except TypeError as error:
-        remedy = _near_options(jit, options) or "  decorate a function: @dflow.jit, or dflow.jit(function, options)"
-        error.add_note(f"{at(caller()).lstrip(chr(10))}\n{remedy}")
+        remedy = near_keywords(jit, options) or "decorate a function: @dflow.jit, or dflow.jit(function, options)"
+        error.add_note(f"{at(caller()).lstrip(chr(10))}\n  {remedy}")
         raise
 
 
@@ -86,12 +67,3 @@ def advise_on_mapping(error: NotImplementedError) -> None:
     """Add to an error about a loaded function that was mapped; another error is left as it is."""
     if "call_exported" in str(error):
         error.add_note(f"{at(caller()).lstrip(chr(10))}\n{_NOT_MAPPED}")
-
-
-def _near_options(jit: Callable[..., Any], options: Any) -> str | None:
-    known = [name for name in inspect.signature(jit).parameters if name != "fun"]
-    for option in options:
-        if option not in known:
-            otherwise = f"the options are {', '.join(known)}"
-            return f"  {did_you_mean(option, known, otherwise)}"
-    return None

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from dflow.advice import suggests_keywords
 from dflow.tracing.errors import InputError
+from dflow.tracing.near_names import suggests_keywords
 from dflow.tracing.source import at, caller
 
 

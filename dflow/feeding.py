@@ -20,11 +20,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from dflow.advice import suggests_keywords
 from dflow.homes import LOCAL
 from dflow.lowering.queue_ops import HeldQueue
 from dflow.lowering.resource_use import ResourceUse
 from dflow.tracing.errors import DeadlineExceeded, DflowError, InputError, QueueClosed, StepCancelled
+from dflow.tracing.near_names import suggests_keywords
 from dflow.tracing.queues import Queue
 from dflow.tracing.resources import Variable, is_variable
 from dflow.tracing.source import Loc, at, caller

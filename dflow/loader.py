@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 
-from dflow.advice import suggests_keywords
 from dflow.export_format import (
     CONSTANTS,
     VARIABLES,
@@ -37,6 +36,7 @@ from dflow.lowering.devices import default_name
 from dflow.lowering.export import Arguments
 from dflow.lowering.portable_tree import MismatchError, build, flatten, leaves_of, parts_of_type, unplain
 from dflow.tracing.errors import ExportError, SignatureError
+from dflow.tracing.near_names import suggests_keywords
 from dflow.tracing.resources import Variable, is_variable
 from dflow.tracing.source import at, caller
 from dflow.tracing.types import DTYPES, array_type_of, dtype_name

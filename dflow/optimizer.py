@@ -20,6 +20,7 @@ from dflow.tracing.errors import GraphTypeError, VariableError
 from dflow.tracing.given_value import Initial
 from dflow.tracing.graph import Graph, Literal
 from dflow.tracing.jax_frontend import make_jaxpr
+from dflow.tracing.near_names import suggests_keywords
 from dflow.tracing.resources import Variable, is_variable, path_name, read
 from dflow.tracing.row_gradient import is_row_gradient
 from dflow.tracing.row_wise import scales_only
@@ -55,6 +56,7 @@ class Optimizer:
     `transformation` is no transformation.
     """
 
+    @suggests_keywords
     def __init__(
         self, transformation: optax.GradientTransformation, variables: Any, *, name: str | None = None
     ) -> None:
@@ -139,6 +141,12 @@ class Optimizer:
             if isinstance(gradients, tuple) and given.num_leaves > 1 and given.children()[1:] == [self._tree]:
                 raise GraphTypeError(
                     f"apply was given a pair, of which the second part fits the variables{at(caller())}\n{_PAIR}"
+                )
+            held = [leaf for leaf in jax.tree_util.tree_leaves(gradients, is_leaf=is_variable) if is_variable(leaf)]
+            if held:
+                raise GraphTypeError(
+                    f"apply was given variable {held[0].name!r} in the place of a gradient{at(caller())}\n{_REMEDY}, "
+                    "by dflow.grad(loss, variables)"
                 )
             raise GraphTypeError(
                 f"the gradients have the structure {structure_text(given)}, but the variables "

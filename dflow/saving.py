@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 
-from dflow.advice import suggests_keywords
 from dflow.generator import Generator
 from dflow.homes import LOCAL
 from dflow.lowering.array_files import ArrayFiles, own_copy, read_arrays, write_arrays
@@ -25,6 +24,7 @@ from dflow.tracing.device_name import is_on_task
 from dflow.tracing.errors import CheckpointError
 from dflow.tracing.host_resource import HostResource
 from dflow.tracing.jax_frontend import is_tracing
+from dflow.tracing.near_names import suggests_keywords
 from dflow.tracing.resources import Variable
 from dflow.tracing.source import at, caller
 from dflow.tracing.types import ArrayType

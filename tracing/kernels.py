@@ -26,6 +26,8 @@ from dflow.tracing.types import ArrayType, array_type_of
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_BY_KEYWORD = "give what is static by keyword"
+
 
 class Registered(NamedTuple):
     """An implementation as it was registered, from which line."""
@@ -56,8 +58,12 @@ class Kernel(Generic[P, R]):
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Apply it. Arrays and trees of arrays may be given in any way, what is static by keyword."""
         call, leaves = self.call_of(args, kwargs)
-        results = call.choice(*leaves)
-        return cast(R, jax.tree_util.tree_unflatten(call.out_tree(leaves), results))
+        try:
+            results = call.choice(*leaves)
+            return cast(R, jax.tree_util.tree_unflatten(call.out_tree(leaves), results))
+        except TypeError as error:
+            self._advise(error, leaves)
+            raise
 
     def call_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[_Call, list[Any]]:
         """What a call with these arguments chooses among, and its operands. Raises KernelError."""
@@ -70,6 +76,16 @@ class Kernel(Generic[P, R]):
             self._choices[key] = _Call(self.name, self.plain, self.loc, self._registered, in_tree, static)
         return self._choices[key], leaves
 
+    def _advise(self, error: TypeError, leaves: Sequence[Any]) -> None:
+        """Add to an error about a value that the kernel needed while it was traced, if it was given a number."""
+        numbers = [leaf for leaf in leaves if isinstance(leaf, int)]
+        asked = isinstance(error, jax.errors.JAXTypeError) or "concrete values" in str(error)
+        if numbers and asked and not any(_BY_KEYWORD in note for note in getattr(error, "__notes__", ())):
+            where = at(caller()).removeprefix("\n")
+            error.add_note(
+                f"{where}\n  kernel {self.name!r} was given {numbers[0]!r} by position, as an array; {_BY_KEYWORD}"
+            )
+
     def _check_operands(self, leaves: Sequence[Any]) -> None:
         for leaf in leaves:
             try:
@@ -77,7 +93,7 @@ class Kernel(Generic[P, R]):
             except TypeError:
                 raise KernelError(
                     f"kernel {self.name!r} is given {leaf!r} by position, which is no array{at(caller())}\n"
-                    "  give what is static by keyword"
+                    f"  {_BY_KEYWORD}"
                 ) from None
 
     def _static_key(self, static: Mapping[str, Any]) -> Hashable:

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import ParamSpec, TypeVar
 
 from dflow.tracing.source import at, caller
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def did_you_mean(given: str, known: Iterable[str], otherwise: str) -> str:
@@ -20,3 +26,27 @@ def refuse_keywords(name: str, given: Iterable[str], known: Sequence[str], own: 
         if keyword not in known:
             remedy = did_you_mean(keyword, known, f"it takes {', '.join(own)}")
             raise TypeError(f"{name} was given {keyword!r}, which it does not take{at(caller())}\n  {remedy}")
+
+
+def suggests_keywords(fn: Callable[P, R]) -> Callable[P, R]:
+    """The function, whose error about a keyword that it does not have names those near it."""
+    known = frozenset(inspect.signature(fn).parameters)
+
+    @functools.wraps(fn)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        if known.issuperset(kwargs):
+            return fn(*args, **kwargs)
+        try:
+            return fn(*args, **kwargs)
+        except TypeError as error:
+            error.add_note(f"{at(caller()).removeprefix(chr(10))}\n  {near_keywords(fn, kwargs)}")
+            raise
+
+    return called
+
+
+def near_keywords(fn: Callable[..., object], given: Iterable[str]) -> str | None:
+    """What is near to the first keyword that `fn` does not have; None when it has them all."""
+    known = [name for name in inspect.signature(fn).parameters if name not in ("self", "fun")]
+    strange = next((name for name in given if name not in known), None)
+    return None if strange is None else did_you_mean(strange, known, f"the options are {', '.join(known)}")

@@ -122,16 +122,15 @@ class Queue(HostResource):
         return self.use(method, (), attributes)
 
     def _count(self, count: Any) -> int:
+        remedy = "how many must be a number that is known when the program is traced"
         try:
             number = operator.index(count)
+            if number >= 0:
+                return number
+            remedy = "give how many to take, from 0"
         except TypeError:
-            number = -1
-        if number < 0:
-            raise QueueError(
-                f"queue {self.name!r} was asked for {number_text(count)} elements{at(caller())}\n"
-                "  how many must be a number that is known when the program is traced"
-            )
-        return number
+            pass
+        raise QueueError(f"queue {self.name!r} was asked for {number_text(count)} elements{at(caller())}\n  {remedy}")
 
     def _component(self, leaf: Any, padded: bool) -> ArrayType:
         dtype, shape = getattr(leaf, "dtype", None), getattr(leaf, "shape", None)

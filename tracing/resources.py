@@ -22,6 +22,7 @@ from dflow.tracing.context import ForgettingHome, Home, current_home
 from dflow.tracing.errors import ContainerError, VariableError, VariableShapeError
 from dflow.tracing.given_value import Initial, given_array, initial_type
 from dflow.tracing.jax_frontend import Handle, is_tracing, register_leafless
+from dflow.tracing.near_names import suggests_keywords
 from dflow.tracing.row_gradient import RowGradient
 from dflow.tracing.source import as_code, at, caller
 from dflow.tracing.state_primitives import gather_p, name_p, read_p, update_p
@@ -50,6 +51,17 @@ _FIELDS = frozenset(
 )
 
 
+#: What variables have in other frameworks, and how it is written here.
+_ELSEWHERE = {
+    "value": "; its value is {0}.read()",
+    "numpy": "; its value is {0}.read(), and numpy.asarray({0}) in NumPy",
+    "read_value": "; its value is {0}.read()",
+    "eval": "; its value is {0}.read()",
+    "load": "; write {0}.assign(value)",
+    "set_value": "; write {0}.assign(value)",
+}
+
+
 class Variable:
     """A mutable array that traced code reads and writes.
 
@@ -73,6 +85,7 @@ class Variable:
     # NumPy gives way to our reflected operators instead of looping over an object.
     __array_ufunc__ = None
 
+    @suggests_keywords
     def __init__(
         self,
         initial: Initial,
@@ -97,6 +110,11 @@ class Variable:
             raise VariableError(
                 f"near={near!r} is a {type(near).__name__}, not a variable{at(caller())}\n"
                 "  give it the variable whose task this one shall share"
+            )
+        if not isinstance(sharding, jax.sharding.Sharding | None):
+            raise VariableError(
+                f"sharding={sharding!r} is no jax.sharding.Sharding{at(caller())}\n"
+                "  a PartitionSpec needs a mesh beside it: jax.sharding.NamedSharding(mesh, spec)"
             )
         first = initial if dtype is None else _converted(initial, dtype)
         self.serial = next(_serials)
@@ -302,7 +320,8 @@ class Variable:
     def __getattr__(self, name: str) -> Any:
         # What an array has and a variable has not (sum, T, at, astype) is that of its value.
         if name.startswith("_") or name not in _array_attributes():
-            raise AttributeError(f"'Variable' object has no attribute {name!r}", name=name, obj=self)
+            remedy = _ELSEWHERE[name].format(as_code(self.name)) if name in _ELSEWHERE else ""
+            raise AttributeError(f"'Variable' object has no attribute {name!r}{remedy}", name=name, obj=self)
         return getattr(self.read(), name)
 
     def __setattr__(self, name: str, value: Any) -> None:

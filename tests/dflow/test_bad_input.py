@@ -325,6 +325,36 @@ CASES: dict[str, tuple[Callable[[Made], Any], type[BaseException], str, str]] = 
         "queue 'swapped' cannot have the capacity ShapeDtypeStruct(shape=(), dtype=float32)",
         "give a whole number of elements, from 1",
     ),
+    "an option of Variable misspelt": (
+        lambda made: dflow.Variable(0.0, trainabel=False),  # type: ignore[call-arg]
+        TypeError,
+        "unexpected keyword argument 'trainabel'",
+        "did you mean trainable?",
+    ),
+    "an option of Optimizer misspelt": (
+        lambda made: dflow.Optimizer(optax.sgd(0.1), [made.w], nme="sgd"),  # type: ignore[call-arg]
+        TypeError,
+        "unexpected keyword argument 'nme'",
+        "did you mean name?",
+    ),
+    "a sharding without a mesh": (
+        lambda made: dflow.Variable(jnp.zeros(8), sharding=jax.sharding.PartitionSpec("d")),  # type: ignore[arg-type]
+        dflow.VariableError,
+        "is no jax.sharding.Sharding",
+        "jax.sharding.NamedSharding(mesh, spec)",
+    ),
+    "variables for gradients": (
+        lambda made: made.optimizer.apply([made.w]),
+        TypeError,
+        "apply was given variable 'w' in the place of a gradient",
+        "by dflow.grad(loss, variables)",
+    ),
+    "a kernel's static argument by position": (
+        lambda made: dflow.kernel(lambda x, n: x.reshape(n, -1))(jnp.zeros(4), 2),
+        TypeError,
+        "was given 2 by position, as an array",
+        "give what is static by keyword",
+    ),
     "a container that is a number": (
         lambda made: dflow.container(3).__enter__(),  # type: ignore[arg-type]
         ValueError,

@@ -62,9 +62,11 @@ def test_dir_lists_every_public_name() -> None:
     assert dflow.distributed.__all__
 
 
-def test_a_name_that_is_not_there_is_an_attribute_error_that_lists_those_that_are() -> None:
-    with pytest.raises(AttributeError, match=r"module 'dflow' has no attribute 'Varable'; it has .*Variable"):
+def test_a_name_that_is_not_there_is_an_attribute_error_that_tells_those_that_are() -> None:
+    with pytest.raises(AttributeError, match=r"module 'dflow' has no attribute 'Varable'; did you mean Variable"):
         _ = dflow.Varable
+    with pytest.raises(AttributeError, match=r"module 'dflow' has no attribute 'xyz'; it has .*, Variable, .*, jit"):
+        _ = dflow.xyz
     assert not hasattr(dflow, "__wrapped__")
     assert getattr(dflow, "api_of_tomorrow", None) is None
 

@@ -52,6 +52,21 @@ def test_what_an_array_has_is_the_values(v: dflow.Variable) -> None:
         _ = v.nonsense
 
 
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        ("value", r"idiom\.read\(\)"),
+        ("numpy", r"numpy\.asarray\(idiom\)"),
+        ("eval", r"idiom\.read\(\)"),
+        ("load", r"idiom\.assign\(value\)"),
+    ],
+)
+def test_what_variables_have_elsewhere_is_told_as_it_is_written_here(v: dflow.Variable, name: str, way: str) -> None:
+    assert not hasattr(v, name)
+    with pytest.raises(AttributeError, match=f"'Variable' object has no attribute '{name}'.*{way}"):
+        getattr(v, name)
+
+
 def test_length_is_the_shapes(v: dflow.Variable) -> None:
     assert len(v) == 3
     with pytest.raises(TypeError, match="is a scalar, f32\\[\\], and has no len"):
