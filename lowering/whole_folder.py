@@ -14,14 +14,16 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dflow.tracing.errors import CheckpointError, CheckpointExists
 from dflow.tracing.source import at, caller
+
+Part = TypeVar("Part")
 
 _numbers = itertools.count()
 #: What this process is writing now.
@@ -173,8 +175,7 @@ def _exchange(one: Path, other: Path) -> bool:
 def _remove(folder: Path) -> None:
     """Remove a folder, if it is there; some parts at a time, since a disk may let each wait for milliseconds."""
     walked = list(os.walk(folder, topdown=False))
-    with ThreadPoolExecutor(_REMOVALS) as pool:
-        list(pool.map(_remove_part, walked))
+    _do_all(_remove_part, walked, _REMOVALS)
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -191,8 +192,21 @@ def _flush(folder: Path) -> None:
     """Have the disk hold all of a folder, files and entries; many at a time, which the disk takes together."""
     walked = list(os.walk(folder))
     paths = [Path(inner, name) for inner, _, files in walked for name in files] + [Path(inner) for inner, *_ in walked]
-    with ThreadPoolExecutor(_FLUSHES) as pool:
-        list(pool.map(_sync, paths))
+    _do_all(_sync, paths, _FLUSHES)
+
+
+def _do_all(work: Callable[[Part], None], parts: Sequence[Part], at_a_time: int) -> None:
+    with ThreadPoolExecutor(at_a_time) as pool:
+        try:
+            done = [pool.submit(work, part) for part in parts]
+        except RuntimeError:
+            # The process ends, or has too many threads.
+            done = []
+        for one in done:
+            one.result()
+    if not done:
+        for part in parts:
+            work(part)
 
 
 def _sync(path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -432,3 +434,29 @@ def test_variables_in_the_place_of_the_path_are_told_so(tmp_path: Path, task: st
     wanted = rf"{task} was given a list as its path\n  at .*test_saving.*\n.*dflow\.{task}\(path, variables\)"
     with pytest.raises(CheckpointError, match=wanted):
         getattr(dflow, task)([v], tmp_path / "c")
+
+
+def test_a_process_saves_overwrites_and_restores_as_it_ends(tmp_path: Path) -> None:
+    script = """
+import atexit, sys, jax.numpy as jnp, dflow
+small, large = dflow.Variable(jnp.zeros(3), name="small"), dflow.Variable(jnp.zeros((512, 1024)), name="large")
+
+@atexit.register
+def last():
+    for number in (1.0, 2.0):
+        for variable in (small, large):
+            variable.assign(variable.read() * 0 + number)
+        dflow.save(sys.argv[1], [small, large], overwrite=True)
+    small.assign(jnp.zeros(3))
+    dflow.restore(sys.argv[1], [small, large])
+    print(small.read())
+"""
+    place = tmp_path / "saved"
+    ran = subprocess.run(
+        [sys.executable, "-c", script, str(place)], capture_output=True, text=True, timeout=60.0, check=False
+    )
+    assert (ran.stdout, ran.stderr) == ("[2. 2. 2.]\n", "")
+    small, large = dflow.Variable(jnp.zeros(3), name="small"), dflow.Variable(jnp.zeros((512, 1024)), name="large")
+    dflow.restore(place, [small, large])
+    np.testing.assert_array_equal(large.read(), np.full((512, 1024), 2.0, np.float32))
+    assert [entry.name for entry in tmp_path.iterdir()] == ["saved"]
