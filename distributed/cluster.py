@@ -224,7 +224,7 @@ class Cluster:
 
     def _register(self, compiled: Compiled, given_up: Sequence[int]) -> Mapping[str, int]:
         handles = {task: self._register_remote(task, plan) for task, plan in compiled.remote.items()}
-        programs = [program.compile() for program in lower_programs(compiled.local, given_up)]
+        programs = [program.compile() for program in lower_programs(compiled.local, self._server.store, given_up)]
         handles[self.task] = self._server.register(compiled.local.plan, programs)
         return handles
 

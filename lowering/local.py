@@ -19,6 +19,7 @@ from dflow.lowering.channel import Deliver, StepId
 from dflow.lowering.compile import Compiled, TaskPlan, make_plans
 from dflow.lowering.devices import device_named, devices_in_order, local_name
 from dflow.lowering.execute import Execution, Outcome
+from dflow.lowering.kept_places import kept_places
 from dflow.lowering.passes.base import Observer, run_passes
 from dflow.lowering.passes.choose import BUDGET_S
 from dflow.lowering.pipeline import ALONE, pipeline
@@ -195,12 +196,15 @@ class PlannedStep:
         ):
             return None
         literals = [literal.array for literal in self.compiled.literals]
+        store = self.store
 
         def fn(
             written: Sequence[Any], read: Sequence[Any], constants: Sequence[Any], leaves: Sequence[Any]
         ) -> tuple[list[Any], list[Any]]:
             slots = dict(zip(plan.feeds, [*constants, *leaves, *literals], strict=True))
-            results = programs[0].fn(*written, *read, *(slots[slot] for slot in call.takes))
+            # Looked up in each trace, of which there is another when the places of the variables are others.
+            places = list(store.shardings(call.writes).values())
+            results = kept_places(programs[0].fn, places)(*written, *read, *(slots[slot] for slot in call.takes))
             slots.update(zip(call.gives, results[len(written) :], strict=True))
             return results[: len(written)], [slots[slot] for slot in plan.fetches]
 
@@ -210,7 +214,7 @@ class PlannedStep:
         """Lower the programs, for other platforms than this process's if they are named."""
         traced, local = self.traced, self.compiled.local
         donated = [len(traced.constants) + leaf for leaf in traced.donated]
-        programs = lower_programs(local, donated, traced.name, traced.compiler_options, platforms)
+        programs = lower_programs(local, self.store, donated, traced.name, traced.compiler_options, platforms)
         literals = [literal.array for literal in self.compiled.literals]
         return LoweredStep(local.plan, programs, self.store, traced.constants, literals, donated)
 
@@ -327,6 +331,7 @@ def _with_bodies(graph: Graph) -> Iterator[Node]:
 
 def lower_programs(
     task_plan: TaskPlan,
+    store: Store,
     given_up: Collection[int] = (),
     name: str = "step",
     compiler_options: dict[str, Any] | None = None,
@@ -334,6 +339,7 @@ def lower_programs(
 ) -> list[LoweredProgram]:
     """Lower a plan's programs, under a name that compilation logs and profiles show.
 
+    What they write stays spread as the variables in the `store` are.
     They are for this process, or for other platforms if they are named. Feeds numbered in `given_up` are the caller's
     to lose: they are donated to the one call that takes them.
     """
@@ -347,6 +353,7 @@ def lower_programs(
             donated[item.program] = [state + place for place, slot in enumerate(item.takes) if slot in slots]
     devices = {item.program: device_named(item.device) for item in calls_in(plan) if item.device}
     keeping = {item.program for item in calls_in(plan) if item.keeps}
+    variables = {item.program: (*item.writes, *item.reads) for item in calls_in(plan)}
     return [
         lower_program(
             pure.fn,
@@ -358,6 +365,7 @@ def lower_programs(
             devices.get(number),
             platforms,
             number in keeping,
+            list(store.shardings(variables[number]).values()),
         )
         for number, (pure, lost) in enumerate(zip(task_plan.programs, donated, strict=True))
     ]

@@ -13,8 +13,9 @@ from typing import Any
 import jax
 from jax import export
 from jax import jit as jax_jit
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Sharding, SingleDeviceSharding
 
+from dflow.lowering.kept_places import is_spread, kept_places
 from dflow.tracing.jax_frontend import uninterrupted
 from dflow.tracing.types import ArrayType
 
@@ -118,19 +119,26 @@ def lower_program(
     device: jax.Device | None = None,
     platforms: tuple[str, ...] | None = None,
     keeps: bool = False,
+    places: Sequence[Sharding | None] = (),
 ) -> LoweredProgram:
     """Lower `fn` for this process, or for `platforms`.
 
     The written arguments are donated, unless it `keeps` them, and so are those numbered in `given_up`. On a `device` it
-    runs there, wherever its arguments lie; given none, where they lie.
+    runs there, wherever its arguments lie; given none, where they lie. Of the first arguments, which are variables,
+    `places` says where they are; those over several devices are left there.
     """
+    fn = kept_places(fn, places[:writes])
     fn.__name__ = name
     donated = (*(() if keeps else range(writes)), *given_up)
     options: dict[str, Any] = {"compiler_options": compiler_options}
     if device is not None:
         options["in_shardings" if types else "out_shardings"] = SingleDeviceSharding(device)
     jitted = jax_jit(fn, donate_argnums=donated, keep_unused=True, **options)
-    stage = jitted.trace(*(type.struct for type in types)).lower(lowering_platforms=platforms)
+    structs = [type.struct for type in types]
+    for number, place in enumerate(places):
+        if is_spread(place):
+            structs[number] = jax.ShapeDtypeStruct(structs[number].shape, structs[number].dtype, sharding=place)
+    stage = jitted.trace(*structs).lower(lowering_platforms=platforms)
     return LoweredProgram(stage, writes, jitted, device, keeps)
 
 

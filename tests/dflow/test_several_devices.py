@@ -111,6 +111,53 @@ else:
             assert w.read().sharding.is_equivalent_to(ROWS, 2)
             np.testing.assert_array_equal(w, X - times * 0.5 * X)
 
+    EXPLICIT = jax.make_mesh((4, 2), ("d", "m"), axis_types=(AxisType.Explicit,) * 2)
+    MIXED = jax.make_mesh((4, 2), ("d", "m"), axis_types=(AxisType.Auto, AxisType.Explicit))
+    SPREAD = {
+        "rows": ROWS,
+        "everywhere": WHOLE,
+        "both": NamedSharding(EXPLICIT, PartitionSpec("d", "m")),
+        "mixed": NamedSharding(MIXED, PartitionSpec("d", "m")),
+    }
+    ASSIGNED: dict[str, Callable[[Any, Any], Any]] = {
+        "an argument": lambda w, x: x,
+        "zeros": lambda w, x: jnp.zeros_like(x),
+        "random numbers": lambda w, x: jax.random.normal(jax.random.key(0), x.shape),
+        "a product": lambda w, x: x @ x[:4],
+        "its rows backwards": lambda w, x: w[::-1] + x,
+    }
+
+    @pytest.mark.parametrize("has_parts", [False, True], ids=["one call", "several parts"])
+    @pytest.mark.parametrize("assigned", ASSIGNED.values(), ids=ASSIGNED)
+    @pytest.mark.parametrize("sharding", SPREAD.values(), ids=SPREAD)
+    def test_what_a_step_assigns_is_spread_as_its_variable_is(sharding: Any, assigned: Any, has_parts: bool) -> None:
+        w = dflow.Variable(jax.device_put(X, sharding), name="w")
+        queue = dflow.FIFOQueue(9, jax.ShapeDtypeStruct((), jnp.float32))
+
+        @dflow.jit
+        def step(x: Any) -> None:
+            if has_parts:
+                queue.enqueue(x.sum())
+                x = x + queue.dequeue()
+            w.assign(assigned(w.read(), x))
+
+        want = X
+        for _ in range(3):
+            step(X)
+            want = np.asarray(assigned(jnp.asarray(want), X + X.sum() if has_parts else X))
+            assert w.read().sharding.is_equivalent_to(sharding, 2)
+            np.testing.assert_allclose(w, want, rtol=1e-5)
+
+    def test_a_variable_that_a_step_spreads_first_stays_spread_so() -> None:
+        w = dflow.Variable(X, name="w")
+        step = dflow.jit(w.assign)
+        step(jax.device_put(X, ROWS))
+        assert w.read().sharding.is_equivalent_to(ROWS, 2)
+        for x in [X, jax.device_put(X, WHOLE), jax.device_put(X, NamedSharding(MESH, PartitionSpec(None, None)))]:
+            step(x + 1)
+            assert w.read().sharding.is_equivalent_to(ROWS, 2)
+            np.testing.assert_array_equal(w, X + 1)
+
     def test_shard_map_inside_and_outside_of_state() -> None:
         w = dflow.Variable(2.0, name="w")
 

@@ -87,7 +87,7 @@ class Cluster:
         self.compiled: Compiled = make_plans(lowered, WORKER, keys)
         parts: dict[str, TaskPlan] = {WORKER: self.compiled.local, **self.compiled.remote}
         self._parts = {
-            task: (Schedule(part.plan), [program.compile() for program in lower_programs(part)])
+            task: (Schedule(part.plan), [program.compile() for program in lower_programs(part, self.stores[task])])
             for task, part in parts.items()
         }
         self._steps = 0

@@ -79,7 +79,7 @@ class Run:
                 self.store.create_resource(ref.name, self.queues[ref.name])
         part = make_plans(graph, ALONE, {ref: ref.name for ref in graph.refs}).local
         self.plan = part.plan
-        programs = [program.compile() for program in lower_programs(part)]
+        programs = [program.compile() for program in lower_programs(part, self.store)]
         feeds = [jnp.int32(number) for number in inputs]
         mailbox = Mailbox(Mail(), ALONE)
         self.execution = Execution(
