@@ -14,6 +14,12 @@ from dflow.tracing.errors import InputError
 from dflow.tracing.near_names import suggests_keywords
 from dflow.tracing.source import at, caller
 
+#: A batch begins with room for so much of each array, in bytes, and doubles it; most begin with room for all.
+_AT_ONCE_BYTES = 1 << 26
+
+#: What nobody can write to.
+_FIXED = (jax.Array, np.generic, bool, int, float, complex, str, bytes)
+
 
 @suggests_keywords
 def batches(
@@ -35,7 +41,8 @@ def batches(
     epochs   how often to go through the data; None is without end
     drop_remainder  whether to leave out what does not fill a batch at the end of an epoch, as queues of one shape need
 
-    The result may be iterated over again, from the beginning. Raises InputError for what cannot be used so.
+    An element is copied before the next is asked for, so an iterable may give one buffer again and again. The result
+    may be iterated over again, from the beginning. Raises InputError for what cannot be used so.
     """
     made = Batches(data, size, shuffle, seed, epochs, drop_remainder)
     _check(made)
@@ -72,8 +79,10 @@ class Batches:
 
     def _epoch(self, random: np.random.Generator) -> Iterator[Any]:
         if not _is_of_arrays(self.data):
-            elements = iter(self.data) if self.shuffle is False else _drawn(self.data, int(self.shuffle), random)
-            yield from map(_stacked, self._grouped(elements))
+            elements = iter(self.data)
+            if self.shuffle is not False:
+                elements = _drawn(map(_own, elements), int(self.shuffle), random)
+            yield from self._stacked(elements)
             return
         columns = _columns(self.data)
         tree = jax.tree_util.tree_structure(self.data)
@@ -85,7 +94,15 @@ class Batches:
             rows = np.asarray(group)
             yield jax.tree_util.tree_unflatten(tree, [column[rows] for column in columns])
 
-    def _grouped(self, elements: Iterator[Any]) -> Iterator[list[Any]]:
+    def _stacked(self, elements: Iterator[Any]) -> Iterator[Any]:
+        for first in elements:
+            rows = _Rows(first, self.size)
+            for element in itertools.islice(elements, self.size - 1):
+                rows.add(element)
+            if rows.count == self.size or not self.drop_remainder:
+                yield rows.batch()
+
+    def _grouped(self, elements: Iterator[int]) -> Iterator[list[int]]:
         while group := list(itertools.islice(elements, self.size)):
             if len(group) == self.size or not self.drop_remainder:
                 yield group
@@ -104,8 +121,50 @@ def _drawn(elements: Iterable[Any], size: int, random: np.random.Generator) -> I
     yield from (buffer[place] for place in random.permutation(len(buffer)))
 
 
-def _stacked(group: list[Any]) -> Any:
-    return jax.tree_util.tree_map(lambda *rows: np.stack([np.asarray(row) for row in rows]), *group)
+class _Rows:
+    """A batch while it fills: each element is copied in before the next is asked for, which may reuse its memory."""
+
+    def __init__(self, first: Any, size: int) -> None:
+        leaves, tree = jax.tree_util.tree_flatten(first)
+        self._tree: Any = tree
+        self.count = 1
+        self._columns, self._shapes = [], []
+        for leaf in leaves:
+            row = np.asarray(leaf)
+            column = np.empty((min(size, max(1, _AT_ONCE_BYTES // max(1, row.nbytes))), *row.shape), row.dtype)
+            column[0] = row
+            self._columns.append(column)
+            self._shapes.append(row.shape)
+
+    def add(self, element: Any) -> None:
+        """Copy an element in. Raises InputError when it has another structure than the first, or other shapes."""
+        try:
+            leaves = self._tree.flatten_up_to(element)
+        except ValueError as error:
+            raise InputError(f"an element differs from the first of its batch: {error}{at(caller())}") from None
+        for place, leaf in enumerate(leaves):
+            row, column = np.asarray(leaf), self._columns[place]
+            if row.shape != self._shapes[place]:
+                raise InputError(
+                    f"an element has an array of the shape {row.shape} where the first of its batch has "
+                    f"{self._shapes[place]}{at(caller())}\n  pad them to one shape, or feed them to a PaddingFIFOQueue"
+                )
+            if row.dtype != column.dtype:
+                column = self._columns[place] = column.astype(np.result_type(column.dtype, row.dtype))
+            if self.count == len(column):
+                column = self._columns[place] = np.concatenate([column, np.empty_like(column)])
+            column[self.count] = row
+        self.count += 1
+
+    def batch(self) -> Any:
+        """The elements so far, stacked."""
+        return self._tree.unflatten([column[: self.count] for column in self._columns])
+
+
+def _own(element: Any) -> Any:
+    """The element with arrays that whoever gave it does not write to."""
+    leaves, tree = jax.tree_util.tree_flatten(element)
+    return jax.tree_util.tree_unflatten(tree, [leaf if isinstance(leaf, _FIXED) else np.array(leaf) for leaf in leaves])
 
 
 def _is_of_arrays(data: Any) -> bool:

@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dflow
-from dflow import feeding
+from dflow import batching, feeding
 from dflow.data import batches, feed
 from tests.effort import examples
 
@@ -470,6 +470,59 @@ def test_elements_that_are_trees_are_stacked_leaf_by_leaf() -> None:
     (batch,) = batches([{"x": np.ones(2) * n, "y": n} for n in range(3)], 3)
     assert batch["x"].shape == (3, 2)
     assert batch["y"].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("shuffle", [False, 3, 8])
+def test_an_iterable_may_give_one_buffer_again_and_again(shuffle: int | bool) -> None:
+    class Foreign:
+        """A tensor of another library, which NumPy looks at without a copy."""
+
+        def __init__(self, memory: Any) -> None:
+            self.memory = memory
+
+        def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+            return np.array(self.memory, dtype, copy=copy)
+
+    def rows() -> Iterator[Any]:
+        row, tensor = np.zeros(2, np.float32), Foreign(np.zeros(1))
+        for number in range(8):
+            row[:] = number
+            tensor.memory[:] = number
+            yield {"row": row, "tensor": tensor, "number": number}
+
+    made = list(batches(rows(), 3, shuffle=shuffle))
+    numbers = [batch["number"].tolist() for batch in made]
+    assert [batch["row"][:, 1].tolist() for batch in made] == numbers
+    assert [batch["tensor"][:, 0].tolist() for batch in made] == numbers
+    assert sorted(itertools.chain(*numbers)) == list(range(8))
+    assert shuffle or numbers == [[0, 1, 2], [3, 4, 5], [6, 7]]
+
+
+@given(st.lists(st.sampled_from([1, 2.5, True, np.int8(3), np.float32(4), 5j]), min_size=1), st.integers(1, 9))
+@settings(deadline=None, max_examples=examples(100))
+def test_a_batch_is_what_stacking_its_elements_gives(elements: list[Any], size: int) -> None:
+    for batch, start in zip(batches(elements, size), range(0, len(elements), size), strict=True):
+        stacked = np.stack([np.asarray(element) for element in elements[start : start + size]])
+        assert batch.dtype == stacked.dtype
+        np.testing.assert_array_equal(batch, stacked)
+
+
+def test_a_batch_that_would_be_larger_than_its_data_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batching, "_AT_ONCE_BYTES", 64)
+    (batch,) = batches((np.full(4, number) for number in range(9)), 10**15)
+    assert batch[:, 3].tolist() == list(range(9))
+
+
+@pytest.mark.parametrize(
+    ("second", "says"),
+    [
+        ((np.zeros(3),), r"of the shape \(3,\) where the first of its batch has \(2,\)"),
+        ((np.zeros(2), 1), "differs from the first of its batch"),
+    ],
+)
+def test_elements_that_do_not_stack_are_refused(second: Any, says: str) -> None:
+    with pytest.raises(dflow.InputError, match=says):
+        list(batches([(np.zeros(2),), second], 2))
 
 
 def test_batches_are_fed() -> None:
