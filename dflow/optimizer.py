@@ -80,6 +80,8 @@ class Optimizer:
                 f"an optimizer of variables on other tasks has no name, by which the other processes would find its "
                 f"slots{at(caller())}\n  give it one, name='...', the same in each process"
             )
+        #: Whether the name was given, and not made up.
+        self.is_named = name is not None
         self.name = name or f"optimizer_{next(_counts)}"
         #: The transformation's state, with variables for arrays.
         self.slots = self._make_slots()
@@ -172,6 +174,8 @@ class Optimizer:
             Variable(initial, name=f"{self.name}/{self._slot_name(path, owner)}", near=owner)
             for (path, _), owner, initial in zip(flat, owners, initials, strict=True)
         ]
+        for slot, owner in zip(slots, owners, strict=True):
+            slot.is_named = self.is_named and (owner is None or owner.is_named)
         return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(state), slots)
 
     def _slot_name(self, path: _Path, owner: Variable | None) -> str:

@@ -25,12 +25,14 @@ from dflow.tracing.errors import CheckpointError
 from dflow.tracing.host_resource import HostResource
 from dflow.tracing.jax_frontend import is_tracing
 from dflow.tracing.near_names import suggests_keywords
-from dflow.tracing.resources import Variable
+from dflow.tracing.resources import Variable, is_variable, path_name
 from dflow.tracing.source import at, caller
 from dflow.tracing.types import ArrayType
 
 #: From the name of a variable to the name of its array: a function, or the names that differ.
 Names = Mapping[str, str] | Callable[[str], str]
+
+_Path = tuple[Any, ...]
 
 #: How often a restore begins anew because the checkpoint was replaced while it read.
 _ATTEMPTS = 5
@@ -45,12 +47,15 @@ def save(path: str | os.PathLike[str], variables: Any, *, overwrite: bool = Fals
     names      how an array is called in the file where it is not called as its variable: a function from the
                variable's name, or a dict of those that differ
 
+    A variable, generator or optimizer that was given no name is called by its path in the pytree, its keys and indices
+    joined by `/`: `layers/0/w`.
+
     Other threads may go on training: what is saved is the state between two of their steps. Each array is in zarr's
     format, under its name; zarr, TensorStore and Orbax read the folder. When the call returns, it is on the disk; if
     the process or the machine stops before, `path` is as it was.
 
-    Raises CheckpointExists when `path` is there; CheckpointError when two variables have one name, when something
-    given is no variable of this process, and when the disk refuses it.
+    Raises CheckpointExists when `path` is there; CheckpointError when two variables have one name or one has neither a
+    name nor a key in its path, when something given is no variable of this process, and when the disk refuses it.
     """
     place = _local(path, "save")
     named = _named(variables, names, "save")
@@ -111,9 +116,10 @@ def restore(
 
 @dataclass(frozen=True)
 class _Entry:
-    """A variable to save or restore; `impl` is the algorithm of the generator whose state it is."""
+    """A variable to save or restore, and what it is called; `impl` is the algorithm of the generator it is of."""
 
     variable: Variable
+    name: str
     impl: str = ""
 
 
@@ -125,6 +131,7 @@ def _named(tree: Any, names: Names | None, task: str) -> dict[str, _Entry]:
             f"  call it between steps, or in another thread"
         )
     named: dict[str, _Entry] = {}
+    called: dict[Variable, str] = {}
     for entry in _entries(tree, task):
         variable = entry.variable
         if is_on_task(variable.device) or variable.home is not LOCAL:
@@ -132,7 +139,7 @@ def _named(tree: Any, names: Names | None, task: str) -> dict[str, _Entry]:
                 f"variable {variable.name!r} lives on {variable.device}, and {task} reaches those of this process alone"
                 f"{at(caller())}\n  on a cluster, read the values, dflow.read(variables), and keep the arrays"
             )
-        name = _array_name(variable.name, names)
+        name = called.setdefault(variable, _array_name(entry.name, names))
         if name in named and named[name].variable is not variable:
             raise CheckpointError(
                 f"two variables would be the array {name!r}: {named[name].variable!r}{at(named[name].variable.loc)}\n"
@@ -150,7 +157,7 @@ def _check_used(named: Mapping[str, _Entry], names: Names | None, task: str) -> 
         raise CheckpointError(
             f"{task} was given no variables{at(caller())}\n  give it some, in a pytree or by container"
         )
-    known = {entry.variable.name for entry in named.values()}
+    known = {entry.name for entry in named.values()}
     if isinstance(names, Mapping) and (strange := sorted(set(names) - known)):
         near = difflib.get_close_matches(strange[0], known, n=1)
         raise CheckpointError(
@@ -171,21 +178,23 @@ def _array_name(name: str, names: Names | None) -> str:
 def _entries(tree: Any, task: str) -> Iterator[_Entry]:
     if isinstance(tree, str):
         for resource in resources_in(tree):
-            yield from _entry(resource, task)
+            yield from _entry((), resource, task)
         return
-    leaves = jax.tree_util.tree_leaves(tree, is_leaf=lambda leaf: isinstance(leaf, Variable | Generator | HostResource))
-    for leaf in leaves:
+    flat, _ = jax.tree_util.tree_flatten_with_path(
+        tree, is_leaf=lambda leaf: isinstance(leaf, Variable | Generator | HostResource)
+    )
+    for path, leaf in flat:
         if isinstance(leaf, Optimizer):
-            yield from _entries(leaf.slots, task)
+            yield from _slots(path, leaf, task)
         else:
-            yield from _entry(leaf, task)
+            yield from _entry(path, leaf, task)
 
 
-def _entry(leaf: Resource | Any, task: str) -> Iterator[_Entry]:
+def _entry(path: _Path, leaf: Resource | Any, task: str) -> Iterator[_Entry]:
     if isinstance(leaf, Generator):
-        yield _Entry(leaf.key, leaf.impl)
+        yield _Entry(leaf.key, _name_of(path, leaf.key, "generator", task), leaf.impl)
     elif isinstance(leaf, Variable):
-        yield _Entry(leaf)
+        yield _Entry(leaf, _name_of(path, leaf, "variable", task))
     elif isinstance(leaf, HostResource):
         raise CheckpointError(
             f"{task} was given {leaf.title}, and what is in queues and accumulators is not saved{at(caller())}\n"
@@ -196,6 +205,26 @@ def _entry(leaf: Resource | Any, task: str) -> Iterator[_Entry]:
             f"{task} was given a {type(leaf).__name__} among its variables{at(caller())}\n"
             "  give it variables, generators and optimizers; dflow.variables(tree) makes variables of arrays"
         )
+
+
+def _slots(path: _Path, optimizer: Optimizer, task: str) -> Iterator[_Entry]:
+    flat, _ = jax.tree_util.tree_flatten_with_path(optimizer.slots, is_leaf=is_variable)
+    prefix = _name_of(path, optimizer, "optimizer", task) if flat else ""
+    for inner, slot in flat:
+        yield _Entry(slot, slot.name if slot.is_named else f"{prefix}/{path_name(inner)}")
+
+
+def _name_of(path: _Path, held: Variable | Optimizer, kind: str, task: str) -> str:
+    """The name that was given, or else the path: a name that was made up is another variable's in another program."""
+    if held.is_named:
+        return held.name
+    if not any(isinstance(key, jax.tree_util.DictKey | jax.tree_util.GetAttrKey) for key in path):
+        raise CheckpointError(
+            f"{task} was given {kind} {held.name!r}, whose name is made up and may be that of another in another "
+            f"program{at(caller())}\n"
+            f"  make it with name='...', or give it in a dict by the name to use: dflow.{task}(path, {{'name': ...}})"
+        )
+    return path_name(path)
 
 
 def _local(path: str | os.PathLike[str], task: str) -> str:

@@ -187,6 +187,54 @@ def test_names_map_variables_to_arrays(tmp_path: Path) -> None:
         dflow.save(tmp_path / "d", w, names=lambda _: 3)  # type: ignore[arg-type, return-value]
 
 
+def test_what_has_no_name_goes_by_its_path_whatever_was_made_before_it(tmp_path: Path) -> None:
+    def state(order: list[str]) -> dict[str, Any]:
+        made = {name: dflow.Variable(jnp.full(3, float(ord(name)))) for name in order}
+        optimizer = dflow.Optimizer(optax.adam(0.1), {"a": made["a"], "c": made["c"]})
+        return {"norm": {"a": made["a"], "b": [made["b"]]}, "c": made["c"], "opt": optimizer, "key": dflow.Generator(1)}
+
+    saved = state(["a", "b", "c"])
+    dflow.save(tmp_path / "c", saved)
+    slots = {"opt/0/count", "opt/0/mu/a", "opt/0/mu/c", "opt/0/nu/a", "opt/0/nu/c"}
+    assert set(read_arrays(tmp_path / "c").types) == {"norm/a", "norm/b/0", "c", "key", *slots}
+    restored = state(["c", "b", "a"])
+    for leaf in jax.tree.leaves((restored["norm"], restored["c"]), is_leaf=dflow.is_variable):
+        leaf.assign(jnp.zeros(3))
+    report = dflow.restore(tmp_path / "c", restored)
+    assert set(report.restored) == set(read_arrays(tmp_path / "c").types)
+    _same((restored["norm"], restored["c"]), (saved["norm"], saved["c"]))
+    dflow.restore(tmp_path / "c", {"other": restored["c"]}, names={"other": "norm/a"}, ignore=["unexpected"])
+    assert restored["c"].read().tolist() == [float(ord("a"))] * 3
+
+
+def test_the_slots_of_variables_without_names_go_by_their_paths(tmp_path: Path) -> None:
+    named, unnamed = dflow.Variable(1.0, name="w"), dflow.Variable(2.0)
+    optimizer = dflow.Optimizer(optax.sgd(0.1, momentum=0.9), {"x": named, "y": unnamed}, name="sgd")
+    dflow.save(tmp_path / "c", {"model": {"y": unnamed, "twice": unnamed, "x": named}, "optimizer": optimizer})
+    assert set(read_arrays(tmp_path / "c").types) == {"w", "model/twice", "sgd/0/trace/w", "sgd/0/trace/y"}
+
+
+@pytest.mark.parametrize(
+    ("made", "kind"),
+    [
+        (lambda: dflow.Variable(1.0), "variable"),
+        (lambda: [{"w": dflow.Variable(1.0, name="w")}, dflow.Variable(1.0)], "variable"),
+        (lambda: dflow.Generator(0), "generator"),
+        (lambda: [dflow.Optimizer(optax.adam(0.1), [dflow.Variable(1.0, name="w")])], "optimizer"),
+    ],
+)
+@pytest.mark.parametrize("task", ["save", "restore"])
+def test_what_has_neither_a_name_nor_a_key_is_refused(tmp_path: Path, made: Any, kind: str, task: str) -> None:
+    with pytest.raises(CheckpointError, match=rf"(?s){task} was given {kind} '\w+_\d+', whose name is made up.*'name'"):
+        getattr(dflow, task)(tmp_path / "c", made())
+    with dflow.container("made_up"):
+        kept = made()
+    with pytest.raises(CheckpointError, match="whose name is made up"):
+        getattr(dflow, task)(tmp_path / "c", "made_up")
+    assert kept
+    dflow.reset_container("made_up")
+
+
 def test_two_variables_of_one_name_are_refused(tmp_path: Path) -> None:
     one, two = dflow.Variable(1.0, name="same"), dflow.Variable(2.0, name="same")
     dflow.save(tmp_path / "c", [one, {"again": one}])
