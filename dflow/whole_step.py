@@ -21,7 +21,7 @@ from jax import jit as jax_jit
 
 from dflow.lowering.local import PureStep
 from dflow.lowering.program import awaited
-from dflow.lowering.store import Store
+from dflow.lowering.store import StepState, Store
 from dflow.static_arguments import static_arguments
 from dflow.tracing.jax_frontend import donation_options, forget_failed_dispatch, static_options
 
@@ -43,7 +43,7 @@ class WholeStep:
 
     def __init__(self, store: Store, step: PureStep, function: Any, compiler_options: dict[str, Any] | None) -> None:
         """For the steps that the `jax.jit` function `function` stands for."""
-        self._state = store.state_of(step.writes, step.reads, function.__name__)
+        self._state = StepState(store, step.writes, step.reads, function.__name__, step.keeps)
         self._has_state = bool(step.writes or step.reads)
         self._given = step.constants
         self._constants = step.constants
@@ -76,31 +76,10 @@ class WholeStep:
 
     def __call__(self, args: Any, kwargs: Any) -> Any:
         """Run the step of these arguments. Raises NotEntered when it is none that was entered."""
-        state = self._state
-        if not self._has_state:
-            return self._call([], [], self._constants, *args, **kwargs)[1]
-        if state.written is None or state.wanted:
-            state.ready()
-        try:
-            with state.lock:
-                written = state.written
-                if written is None:
-                    written = state.take()
-                state.written = None
-                call = partial(self._call, **kwargs) if kwargs else self._call
-                # It is C code that puts down what the call gives: an interrupt (Ctrl-C) may be raised right after the
-                # call, when the values from before are gone.
-                given: list[Any] = []
-                try:
-                    given.extend(map(call, (written,), (state.read,), (self._constants,), *zip(args)))
-                finally:
-                    state.written = given[0][0] if given else written
-                    if not given:
-                        state.after_failure()
-                return given[0][1]
-        finally:
-            if state.wanted:
-                state.tell()
+        call = partial(self._call, **kwargs) if kwargs else self._call
+        if self._has_state:
+            return self._state.run(call, self._constants, args)
+        return call([], [], self._constants, *args)[1]
 
     def enter(self, step: PureStep, out_tree: Any, args: Any, kwargs: Any) -> Any:
         """Compile the step of the types of these arguments, and run it."""

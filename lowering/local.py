@@ -75,7 +75,7 @@ class LocalHome:
         make = initial if callable(initial) else lambda: initial
         self.store.create(key, variable.type, make, self._place(variable, near))
         self._named[variable.name] = variable
-        weakref.finalize(variable, self.store.drop, key)
+        weakref.finalize(variable, self.store.drop, key).atexit = False
         return Slot(self._device(key), key)
 
     def _place(self, variable: Variable, near: Variable | None) -> Sharding | None:
@@ -142,7 +142,7 @@ class LocalHome:
     def create_resource(self, resource: HostResource) -> Slot:
         key = f"{resource.name}#{resource.kind}{resource.serial}"
         self.store.create_resource(key, _held(resource))
-        weakref.finalize(resource, self.store.drop_resource, key)
+        weakref.finalize(resource, self.store.drop_resource, key).atexit = False
         return Slot(None, key)
 
     def use_resource(

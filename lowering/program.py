@@ -21,7 +21,7 @@ from dflow.tracing.types import ArrayType
 
 
 class Program:
-    """A compiled computation. The first `writes` of its arguments come back renewed, ahead of its results.
+    """A compiled computation. The written arguments come first, and back renewed ahead of its results.
 
     `compiled` is for arguments where its compilation expects them. Those that lie elsewhere are moved to its `device`,
     if it has one; else, and for those on several devices, `by_placement` compiles as often as needed.
@@ -30,14 +30,13 @@ class Program:
     def __init__(
         self,
         compiled: Any,
-        writes: int,
         by_placement: Callable[..., Any] | None = None,
         device: jax.Device | None = None,
         keeps: bool = False,
     ) -> None:
         #: As it was compiled ahead of calls, to be asked for its text, cost and memory.
         self.compiled = compiled
-        self.writes = writes
+        self.keeps = keeps
         elsewhere = by_placement if device is None else _moving(compiled, device)
         self._elsewhere = awaited(elsewhere) if keeps and elsewhere is not None else elsewhere
         self._call = awaited(compiled) if keeps else uninterrupted(compiled)
@@ -93,20 +92,19 @@ def _lie_apart(args: Sequence[Any], compiled: Any) -> bool:
 
 @dataclass(frozen=True)
 class LoweredProgram:
-    """A computation of which the StableHLO is known; `writes` as in `Program`.
+    """A computation of which the StableHLO is known.
 
     One that `keeps` overwrites none of its arguments, and is waited for: it may fail as it runs.
     """
 
     stage: jax.stages.Lowered
-    writes: int
     jitted: Callable[..., Any]
     device: jax.Device | None = None
     keeps: bool = False
 
     def compile(self, compiler_options: dict[str, Any] | None = None) -> Program:
         """Compile it for this process."""
-        return Program(self.stage.compile(compiler_options), self.writes, self.jitted, self.device, self.keeps)
+        return Program(self.stage.compile(compiler_options), self.jitted, self.device, self.keeps)
 
 
 def lower_program(
@@ -139,7 +137,7 @@ def lower_program(
         if is_spread(place):
             structs[number] = jax.ShapeDtypeStruct(structs[number].shape, structs[number].dtype, sharding=place)
     stage = jitted.trace(*structs).lower(lowering_platforms=platforms)
-    return LoweredProgram(stage, writes, jitted, device, keeps)
+    return LoweredProgram(stage, jitted, device, keeps)
 
 
 def export_program(fn: Callable[..., Any], types: Sequence[ArrayType], name: str = "program") -> bytes:
@@ -155,4 +153,4 @@ def load_program(blob: bytes | bytearray | memoryview, writes: int) -> Program:
     exported = export.deserialize(bytearray(blob))
     jitted = jax_jit(exported.call, donate_argnums=tuple(range(writes)), keep_unused=True)
     structs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in exported.in_avals]
-    return Program(jitted.lower(*structs).compile(), writes)
+    return Program(jitted.lower(*structs).compile())

@@ -436,7 +436,7 @@ def test_all_devices_are_given_their_work_before_any_is_waited_for() -> None:
             begun.append(device)
             return [Unready()]
 
-        return Program(run, 0)
+        return Program(run)
 
     programs = [program(item.device) for item in plan.items if isinstance(item, Call)]
     outcomes: list[Any] = []

@@ -317,7 +317,7 @@ def test_a_step_cancelled_while_it_runs_does_nothing_more(cluster: Cluster) -> N
         return [w + x]
 
     adds = (Call(0, ("w",), (), (0,), ()), Call(1, ("w",), (), (0,), (), after=(0,)))
-    programs = [Program(add_and_cancel, 1), Program(lambda w, x: [w + x], 1)]
+    programs = [Program(add_and_cancel, 1), Program(lambda w, x: [w + x])]
     handle = cluster.ps.register(Plan(PS, 1, adds, feeds=(0,), fetches=()), programs)
     with pytest.raises(errors.StepCancelled, match="the worker gave up"):
         start(cluster.ps, handle, step, jnp.ones(3)).result(DEADLINE_S)
@@ -441,7 +441,7 @@ def test_closing_a_task_fails_what_it_has_not_begun(make_cluster: MakeCluster) -
         return [w + x]
 
     plan = Plan(PS, 1, (Call(0, ("w",), (), (0,), ()),), feeds=(0,), fetches=())
-    handle = cluster.ps.register(plan, [Program(slow, 1)])
+    handle = cluster.ps.register(plan, [Program(slow)])
     running = [start(cluster.ps, handle, next_step(), jnp.ones(3)) for _ in range(3)]
     assert began.wait(DEADLINE_S)
     cluster.ps.close()

@@ -86,7 +86,7 @@ def calls(log: list[int], count: int) -> list[Program]:
         log.append(index)
         return [jnp.float32(index)]
 
-    return [Program(functools.partial(run, index), 0) for index in range(count)]
+    return [Program(functools.partial(run, index)) for index in range(count)]
 
 
 def call(program: int, *takes: int, gives: int, after: Sequence[int] = ()) -> Call:
@@ -158,7 +158,7 @@ def test_a_value_is_let_go_of_when_all_that_take_it_are_done() -> None:
         made.append(weakref.ref(result))
         return [result]
 
-    task = Task(Program(run, 0))
+    task = Task(Program(run))
     items = call(0, gives=0), call(0, 0, gives=1), call(0, 0, gives=2, after=[1]), call(0, 2, gives=3, after=[2])
     task.start(*items, fetches=(1,))
     assert alive == [[], [True], [True, True], [False, True, True]]
@@ -174,7 +174,7 @@ def test_a_result_that_nobody_takes_is_let_go_of_at_once() -> None:
         made.append(weakref.ref(result))
         return [result]
 
-    task = Task(Program(run, 0))
+    task = Task(Program(run))
     task.start(call(0, gives=0), call(0, gives=1, after=[0]))
     assert task.outcomes == [()]
 
@@ -197,7 +197,7 @@ def test_a_copy_on_the_cpu_waits_for_what_it_comes_after_when_all_else_has_been_
         log.append(name)
         return [Computed(log)]
 
-    task = Task(*(Program(functools.partial(run, name), 0) for name in ("before", "beside", "user")))
+    task = Task(*(Program(functools.partial(run, name)) for name in ("before", "beside", "user")))
     copy = Copy("cpu:0", 0, 2, (0,))
     items = call(0, 0, gives=1), copy, call(1, 1, gives=3), call(2, 2, gives=4)
     task.start(*items, feeds={0: ONE}, fetches=(2,))
@@ -213,7 +213,7 @@ def test_what_a_copy_waits_for_may_have_failed() -> None:
         def block_until_ready(self) -> Computed:
             raise ValueError("computed in vain")
 
-    task = Task(Program(lambda *_: [Failed([])], 0))
+    task = Task(Program(lambda *_: [Failed([])]))
     task.start(call(0, gives=1), Copy("cpu:0", 0, 2, (0,)), feeds={0: ONE}, fetches=(2,))
     task.work()
     with pytest.raises(ValueError, match="computed in vain"):
@@ -300,7 +300,7 @@ def failing(error: BaseException) -> Program:
     def fail(*_: Any) -> Any:
         raise error
 
-    return Program(fail, 0)
+    return Program(fail)
 
 
 @pytest.mark.parametrize("error", [ValueError("bad"), KeyboardInterrupt("stop")], ids=["error", "interrupt"])

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from dflow.lowering import store as store_module
 from dflow.lowering.program import Program, lower_program
-from dflow.lowering.store import Store
+from dflow.lowering.store import StepState, Store
 from dflow.tracing.errors import DeadlineExceeded, VariableError, VariableShapeError
 from dflow.tracing.types import ArrayType
 from tests.effort import examples
@@ -41,8 +41,7 @@ def new_store(**values: Any) -> Store:
 
 def in_store(store: Store, key: str) -> jax.Array:
     """The array that the store holds, which no one has been handed."""
-    (held,) = store.claim([key])
-    return held.value
+    return store.buffer(key)
 
 
 ADD = lower_program(lambda w, x: [w + x], [F32, F32], 1).compile()
@@ -435,7 +434,7 @@ def test_a_program_that_fails_leaves_the_values() -> None:
         raise RuntimeError("out of memory")
 
     with pytest.raises(RuntimeError, match="out of memory"):
-        store.call(Program(fail, 1), ["w"], [], [ONES])
+        store.call(Program(fail), ["w"], [], [ONES])
     with pytest.raises(VariableError, match="no variable 'v' is held here"):
         store.call(ADD, ["w"], ["v"], [ONES])
     assert store.read("w").tolist() == [1.0] * 3
@@ -448,7 +447,7 @@ def test_a_program_that_fails_as_it_runs_is_named_as_the_reason_why_a_value_is_l
 
     store = new_store(w=1.0, v=2.0)
     with pytest.raises(RuntimeError, match="out of memory"):
-        store.call(Program(fails, 1), ["w"], [], [])
+        store.call(Program(fails), ["w"], [], [])
     for use in (lambda: store.read("w"), lambda: store.update("w", "assign_add", ONES)):
         with pytest.raises(
             VariableError, match=r"value of variable 'w' was lost, since a step .* failed[\s\S]*assign it"
@@ -471,7 +470,7 @@ class Held:
             return [value + 1]
 
         self.pool = ThreadPoolExecutor(1)
-        self.done = self.pool.submit(store.call, Program(run, 1), [key], [], [])
+        self.done = self.pool.submit(store.call, Program(run), [key], [], [])
         assert self.begun.wait(WAIT_S)
 
     def end(self) -> None:
@@ -496,15 +495,16 @@ def test_nobody_waits_for_a_step_but_who_asks_for_its_variables() -> None:
 
 def test_who_waits_for_a_step_too_long_is_told_which(monkeypatch: pytest.MonkeyPatch) -> None:
     store = new_store(w=1.0)
-    state = store.state_of(["w"], [], "train")
+    state = StepState(store, ["w"], [], "train", keeps=False)
     held, busy = Held(store, "w"), threading.Barrier(2)
 
+    def program(written: Any, read: Any, constants: Any) -> Any:
+        busy.wait(WAIT_S)
+        busy.wait(WAIT_S)
+        return written, None
+
     def call() -> None:
-        with state.lock:
-            state.take()
-            state.written = None
-            busy.wait(WAIT_S)
-            busy.wait(WAIT_S)
+        state.run(program, (), ())
 
     monkeypatch.setattr(store_module, "STEP_S", 0.0)
     with pytest.raises(DeadlineExceeded, match=r"'w' is asked for, but a call of part of a function, .* within 0 s"):
@@ -520,7 +520,7 @@ def test_who_waits_for_a_step_too_long_is_told_which(monkeypatch: pytest.MonkeyP
             ):
                 use()
         with pytest.raises(DeadlineExceeded, match=r"train has been in a call on another thread for 0 s"):
-            state.ready()
+            call()
         busy.wait(WAIT_S)
         called.result(WAIT_S)
 
@@ -529,21 +529,16 @@ def test_who_waits_for_a_step_too_long_is_told_which(monkeypatch: pytest.MonkeyP
 def test_who_wants_many_variables_gets_them_between_steps_that_never_rest(keeps: bool) -> None:
     store, stop = new_store(w=0.0, v=0.0), threading.Event()
 
+    def renewed(written: Any, read: Any, constants: Any) -> Any:
+        return list(ADD(*written, ONES)), None
+
     def train(key: str) -> int:
-        state, calls = store.state_of([key], []), 0
+        state, calls = StepState(store, [key], [], "train", keeps=False), 0
         while not stop.is_set():
-            if not keeps:
+            if keeps:
+                state.run(renewed, (), ())
+            else:
                 store.call(ADD, [key], [], [ONES])
-                calls += 1
-                continue
-            if state.written is None or state.wanted:
-                state.ready()
-            with state.lock:
-                written = state.take() if state.written is None else state.written
-                state.written = None
-                state.written = list(ADD(*written, ONES))
-            if state.wanted:
-                state.tell()
             calls += 1
         return calls
 
@@ -582,20 +577,14 @@ def test_what_is_dropped_while_a_step_has_it_goes_after_the_step() -> None:
     assert "w" not in store
 
 
-def test_a_variable_is_not_given_out_while_a_step_has_its_value() -> None:
-    store = new_store(w=1.0)
-    state = store.state_of(["w"], [])
-    with state.lock:
-        state.take()
-        state.written = None
-        with pytest.raises(VariableError, match=r"within the very step that uses it[\s\S]*pass the callback"):
-            store.read("w")
-
-
 def test_a_step_takes_a_copy_of_what_has_been_handed_out() -> None:
     store = new_store(w=1.0)
-    given = store.snapshot(["w"])["w"]
-    state = store.state_of(["w"], [])
-    with state.lock:
-        assert pointer(state.take()[0]) != pointer(given)
+    given, taken = store.snapshot(["w"])["w"], list[jax.Array]()
+
+    def program(written: Any, read: Any, constants: Any) -> Any:
+        taken.extend(written)
+        return written, None
+
+    StepState(store, ["w"], [], "step", keeps=False).run(program, (), ())
+    assert pointer(taken[0]) != pointer(given)
     assert store.read("w").tolist() == [1.0] * 3
