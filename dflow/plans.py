@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -58,11 +59,17 @@ def plan_of_runner(runner: Runner, traced: Traced, variables: tuple[Any, ...]) -
 
 
 class Plans:
-    """The plans of one function; None stands for a call that JAX runs. A plan is gone with what was passed to it."""
+    """The plans of one function; None stands for a call that JAX runs. A plan is gone with what was passed to it.
+
+    Invariant, by which no two functions wait for each other: a finalizer never waits for the lock, and a plan, with
+    what it keeps alive, is freed by who has let go of it.
+    """
 
     def __init__(self) -> None:
         self._by_key: dict[Hashable, Plan | None] = {}
         self._finalizers: dict[Hashable, list[weakref.finalize[..., Any]]] = {}
+        #: What is to be forgotten when the lock may be had.
+        self._dropped: deque[Hashable] = deque()
         #: Finalizers run wherever garbage is collected, on a thread that holds the lock too.
         self._lock = threading.RLock()
         #: What calls every call so far, if one thing does.
@@ -81,19 +88,21 @@ class Plans:
     def put(self, key: Hashable, plan: Plan | None, passed: Iterable[Any] = ()) -> None:
         """Keep a plan as long as the variables and queues `passed` live."""
         with self._lock:
+            before = self._by_key.get(key)
             self._by_key[key] = plan
             for resource in passed:
                 # Weakly, for a variable may outlive the function.
                 finalizer = weakref.finalize(resource, _drop, weakref.ref(self), key)
                 finalizer.atexit = False
                 self._finalizers.setdefault(key, []).append(finalizer)
-            self._settle()
+            gone = before, self._settle()
+        del before, gone
+        self._sweep()
 
     def clear(self) -> None:
         """Forget all."""
-        with self._lock:
-            for key in list(self._by_key):
-                self.drop(key)
+        for key in list(self._by_key):
+            self.drop(key)
 
     def whole_like(self, step: PureStep) -> WholeStep | None:
         """What calls a step over the same variables and constants already."""
@@ -101,16 +110,30 @@ class Plans:
         return next((whole for whole in wholes if whole.takes(step)), None)
 
     def drop(self, key: Hashable) -> None:
-        """Forget a plan."""
-        with self._lock:
-            self._by_key.pop(key, None)
-            for finalizer in self._finalizers.pop(key, ()):
-                finalizer.detach()
-            self._settle()
+        """Forget a plan, now or when a call on another thread that is about to keep or forget one has done so."""
+        self._dropped.append(key)
+        self._sweep()
 
-    def _settle(self) -> None:
+    def _sweep(self) -> None:
+        """Forget what was dropped. Who has the lock does it after letting go."""
+        while self._dropped and self._lock.acquire(blocking=False):
+            gone: list[Any] = []
+            try:
+                while self._dropped:
+                    key = self._dropped.popleft()
+                    gone += key, self._by_key.pop(key, None), self._settle()
+                    for finalizer in self._finalizers.pop(key, ()):
+                        finalizer.detach()
+            finally:
+                self._lock.release()
+            del gone
+
+    def _settle(self) -> WholeStep | None:
+        """Say what calls every call now; what it was, for the caller to free."""
+        before = self.whole
         wholes = [None if plan is None else plan.whole for plan in list(self._by_key.values())]
         self.whole = wholes[0] if wholes and all(whole is wholes[0] for whole in wholes) else None
+        return before
 
 
 def _drop(plans: weakref.ref[Plans], key: Hashable) -> None:

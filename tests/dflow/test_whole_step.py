@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from jax.experimental import io_callback
 
 import dflow
-from dflow.plans import Plans
+from dflow.plans import UNKNOWN, Plan, Plans
 from tests.effort import examples
 
 THREADS, CALLS = 4, 50
@@ -315,6 +315,72 @@ def test_a_step_whose_callback_raises_leaves_the_variables_it_writes(value: Call
         assert raised.value.__context__ is None or "NotEntered" not in repr(raised.value.__context__)
         jax.effects_barrier()
         assert v.read().tolist() == u.read().tolist() == [0, 0, 0]
+
+
+class Resource:
+    """Something passed to a function, which is gone when another is."""
+
+    def __init__(self, meet: Callable[[], Any] = lambda: None) -> None:
+        self._meet = meet
+
+    def __del__(self) -> None:
+        self._meet()
+
+
+class MeetingKey:
+    """The types of a call, whose hash is asked for as a plan is put: meanwhile garbage is collected."""
+
+    def __init__(self, collect: Callable[[], Any]) -> None:
+        self._collect = [collect]
+
+    def __hash__(self) -> int:
+        while self._collect:
+            self._collect.pop()()
+        return 1
+
+
+def both_end(first: Callable[[], Any], second: Callable[[], Any]) -> bool:
+    threads = [threading.Thread(target=work, daemon=True) for work in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return not any(thread.is_alive() for thread in threads)
+
+
+def plan_of(*resources: Any) -> Plan:
+    return Plan(lambda *_: None, resources, frozenset())
+
+
+def test_plans_that_keep_alive_what_others_were_made_for_are_forgotten_at_once() -> None:
+    one, other, meeting = Plans(), Plans(), threading.Barrier(2, timeout=30)
+    passed = {"one": Resource(), "other": Resource()}
+    kept = {"one": Resource(meeting.wait), "other": Resource(meeting.wait)}
+    one.put("passed", plan_of(kept["one"]), [passed["one"]])
+    other.put("kept", plan_of(), [kept["one"]])
+    other.put("passed", plan_of(kept["other"]), [passed["other"]])
+    one.put("kept", plan_of(), [kept["other"]])
+    kept.clear()
+    assert both_end(lambda: passed.pop("one"), lambda: passed.pop("other"))
+    assert not one
+    assert not other
+
+
+def test_garbage_collected_as_a_plan_is_kept_waits_for_no_other_function() -> None:
+    one, other, meeting = Plans(), Plans(), threading.Barrier(2, timeout=30)
+    passed = {"one": Resource(), "other": Resource()}
+    one.put("passed", plan_of(), [passed["one"]])
+    other.put("passed", plan_of(), [passed["other"]])
+
+    def collect(name: str) -> None:
+        meeting.wait()
+        del passed[name]
+        meeting.wait()
+
+    for_one, for_other = MeetingKey(lambda: collect("other")), MeetingKey(lambda: collect("one"))
+    assert both_end(lambda: one.put(for_one, None), lambda: other.put(for_other, None))
+    assert one.get("passed") is other.get("passed") is UNKNOWN
+    assert one.get(for_one) is other.get(for_other) is None
 
 
 def test_plans_come_and_go_from_several_threads() -> None:
