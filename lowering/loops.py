@@ -25,7 +25,7 @@ from jax import jit as jax_jit
 
 from dflow.lowering.plan import Scan, While
 from dflow.lowering.waits import Schedule, may_conflict
-from dflow.tracing.types import parse_type
+from dflow.tracing.types import key_implementation, parse_type
 
 #: What a run of a body ends with: what it gives, or the error.
 Outcome = Sequence[Any] | BaseException
@@ -260,6 +260,7 @@ class _Stack:
 
     def __init__(self, type: str, length: int) -> None:
         row: Any = parse_type(type)
+        self._type = row
         self._is_plain = not jnp.issubdtype(row.dtype, jax.dtypes.extended)
         self._array = jnp.zeros((length, *row.shape), row.dtype) if self._is_plain else None
         self._rows: dict[int, Any] = {}
@@ -272,7 +273,17 @@ class _Stack:
             self._rows[number] = _beside(row, first)
 
     def whole(self) -> Any:
-        return self._array if self._is_plain else jnp.stack([row for _, row in sorted(self._rows.items())])
+        if self._is_plain:
+            return self._array
+        if not self._rows:
+            return _no_keys(self._type)
+        return jnp.stack([row for _, row in sorted(self._rows.items())])
+
+
+def _no_keys(row: Any) -> Any:
+    """The stack of no rows of keys."""
+    data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((0, *row.shape), row.dtype))
+    return jax.random.wrap_key_data(jnp.zeros(data.shape, data.dtype), impl=key_implementation(row.dtype))
 
 
 def _beside(row: Any, held: Any) -> Any:

@@ -260,6 +260,25 @@ def test_keys_pass_through_loops() -> None:
     assert step(first).tolist() == jax.random.key_data(jnp.stack([first, jax.random.split(first)[0]])).tolist()
 
 
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+@pytest.mark.parametrize("shape", [(), (2, 3)], ids=str)
+def test_a_loop_of_no_turns_stacks_no_keys(impl: str, shape: tuple[int, ...]) -> None:
+    queue = dflow.FIFOQueue(1, F32)
+    keys = jnp.broadcast_to(jax.random.key(0, impl=impl), shape)
+
+    @dflow.jit
+    def step(xs: Any) -> Any:
+        def turn(carry: Any, x: Any) -> Any:
+            queue.enqueue(x)
+            return carry + x, (keys, x)
+
+        return jax.lax.scan(turn, 0.0, xs)
+
+    last, (stacked, rows) = step(jnp.zeros(0))
+    assert (last, rows.shape) == (0, (0,))
+    assert (stacked.shape, stacked.dtype) == ((0, *shape), keys.dtype)
+
+
 def test_variables_and_queues_share_a_body() -> None:
     queue, total = numbers(1, 2, 3), dflow.Variable(0.0, name="total")
 
