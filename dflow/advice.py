@@ -5,12 +5,15 @@ The errors stay JAX's, in class and words, so that a program which catches them 
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import jax
 
+from dflow.tracing.loops import NOT_REVERSED, REVERSED
 from dflow.tracing.near_names import near_keywords
 from dflow.tracing.source import at, caller, raised_at
 
@@ -18,12 +21,18 @@ _CONCRETE = (
     jax.errors.ConcretizationTypeError,
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
+    jax.errors.NonConcreteBooleanIndexError,
 )
 
 _NOT_KNOWN = (
     "  the values of variables and arguments are not known while a function is traced: choose by jax.lax.cond or\n"
     "  jnp.where, loop by jax.lax.fori_loop, name what Python needs in static_argnames, or look at real values in\n"
     "  `with dflow.eager():`"
+)
+
+_NO_ARRAY = (
+    "  to this function a variable is no array: pass its value, w.read(), or dflow.read(tree); functions of jax.numpy\n"
+    "  and dflow.lax take variables"
 )
 
 _NOT_HASHABLE = "  give it as something hashable, such as a tuple, a frozenset or a frozen dataclass"
@@ -35,32 +44,61 @@ _NOT_MAPPED = (
 )
 
 
+#: What JAX says of an argument that is neither an array nor static, with where it was passed.
+_NO_ARGUMENT = re.compile(
+    r"^Error interpreting argument to .* was passed to the function at path ([\w.\[\]']+)\.", re.DOTALL
+)
+
+
 @contextmanager
 def advised_trace() -> Iterator[None]:
-    """Add to an error about a value that Python asked for while it was traced."""
+    """Add to an error of traced code that JAX raised, where something can be said of it."""
     try:
         yield
-    except _CONCRETE as error:
-        if not any(_NOT_KNOWN in note for note in getattr(error, "__notes__", ())):
-            error.add_note(f"{at(raised_at(error) or caller()).lstrip(chr(10))}\n{_NOT_KNOWN}")
+    except (TypeError, ValueError, IndexError) as error:
+        remedy = next((remedy for is_meant, remedy in _REMEDIES if is_meant(error)), None)
+        if remedy is not None and not any(remedy in note for note in getattr(error, "__notes__", ())):
+            error.add_note(f"{at(raised_at(error) or caller()).lstrip(chr(10))}\n{remedy}")
         raise
 
 
+def _of_variables(error: Exception) -> bool:
+    return str(error).startswith("vmap wrapped function must be passed") and "<Variable" in str(error)
+
+
+#: What is said of which errors, the first that is meant.
+_REMEDIES: tuple[tuple[Callable[[Exception], bool], str], ...] = (
+    (lambda error: isinstance(error, _CONCRETE), _NOT_KNOWN),
+    (lambda error: str(error).startswith("Shapes must be 1D sequences of concrete values"), _NOT_KNOWN),
+    (lambda error: str(error).startswith("Triggering __jax_array__()"), _NO_ARRAY),
+    (_of_variables, _NO_ARRAY),
+    (lambda error: str(error).startswith(NOT_REVERSED), REVERSED),
+)
+
+
 @contextmanager
-def advised_options(jit: Callable[..., Any], options: Any) -> Iterator[None]:
-    """Add to an error about what `jit` was called with."""
+def advised_options(jit: Callable[..., Any], fn: Any, options: Any) -> Iterator[None]:
+    """Add to an error about what `jit` was called with: `fn` and the options."""
     try:
         yield
+    except ValueError as error:
+        if str(error).startswith("Jitted function has invalid argnames"):
+            known = inspect.signature(fn).parameters
+            error.add_note(f"{at(caller()).lstrip(chr(10))}\n  the parameters are {', '.join(known)}")
+        raise
     except TypeError as error:
         remedy = near_keywords(jit, options) or "decorate a function: @dflow.jit, or dflow.jit(function, options)"
         error.add_note(f"{at(caller()).lstrip(chr(10))}\n  {remedy}")
         raise
 
 
-def advise_on_static(error: ValueError) -> None:
-    """Add to an error about a static argument; another error is left as it is."""
+def advise_on_arguments(error: TypeError | ValueError) -> None:
+    """Add to an error about an argument that is no array, or static and not hashable; another is left as it is."""
     if str(error).startswith("Non-hashable static arguments"):
         error.add_note(f"{at(caller()).lstrip(chr(10))}\n{_NOT_HASHABLE}")
+    if (found := _NO_ARGUMENT.search(str(error))) is not None:
+        name = found[1] if found[1].isidentifier() else "..."
+        error.add_note(f"{at(caller()).lstrip(chr(10))}\n  name it static: dflow.jit(fn, static_argnames={name!r})")
 
 
 def advise_on_mapping(error: NotImplementedError) -> None:

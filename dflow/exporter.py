@@ -26,6 +26,7 @@ from dflow.homes import LOCAL
 from dflow.lowering.export import exported
 from dflow.tracing.errors import ExportError
 from dflow.tracing.jax_frontend import is_tracing
+from dflow.tracing.near_names import keywords_of, refuse_keywords
 from dflow.tracing.platforms import LOWERED_PLATFORMS
 from dflow.tracing.resources import Variable
 from dflow.tracing.source import at, caller
@@ -104,6 +105,9 @@ class Exported:
         return stored
 
 
+_OPTIONS = ("platforms", "vjp_order", "disabled_checks")
+
+
 def export(
     fn: Callable[..., Any] | Mapping[str, Any],
     /,
@@ -132,6 +136,8 @@ def export(
     _check_platforms(platforms)
     options = Options(tuple(platforms), vjp_order, tuple(disabled_checks))
     if not isinstance(fn, Mapping):
+        if callable(fn):
+            refuse_keywords("export", named_specs, [*_OPTIONS, *keywords_of(fn, named_specs)], _OPTIONS)
         return Exported({_name_of(fn): make(_name_of(fn), fn, specs, named_specs, options)})
     if specs or named_specs or not fn:
         what = "arguments are given beside them" if fn else "there is none"
@@ -195,7 +201,7 @@ def _check_platforms(platforms: Any) -> None:
     given = isinstance(platforms, tuple | list) and len(platforms) > 0
     if not given or not all(platform in LOWERED_PLATFORMS for platform in platforms):
         raise ExportError(
-            f"platforms={platforms!r}{at(caller())}\n  give one or more of {', '.join(LOWERED_PLATFORMS)}"
+            f"platforms={platforms!r}{at(caller())}\n  give one or more of {', '.join(LOWERED_PLATFORMS)}, in a list"
         )
 
 

@@ -26,7 +26,7 @@ import jax
 import numpy as np
 from jax import jit as jax_jit  # JAX's own for good, also where a program has put `dflow.jit` in its place
 
-from dflow.advice import advise_on_mapping, advise_on_static, advised_options, advised_trace
+from dflow.advice import advise_on_arguments, advise_on_mapping, advised_options, advised_trace
 from dflow.config import CONFIG
 from dflow.eager_mode import call_eagerly, eager
 from dflow.graph_dump import dumper
@@ -79,7 +79,7 @@ class Function(Generic[P, R]):
     """
 
     def __init__(self, fn: Callable[P, R], options: Mapping[str, Any]) -> None:
-        with advised_options(jax_jit, options):
+        with advised_options(jax_jit, fn, options):
             named: Any = jax_jit(fn, **options)  # refuses what JAX refuses, in JAX's words
         functools.update_wrapper(self, named, updated=())
         self.__dict__.update(getattr(fn, "__dict__", {}), __wrapped__=fn)
@@ -112,8 +112,8 @@ class Function(Generic[P, R]):
                 return cast(R, self._jitted(*args, **kwargs))
         except (NotEntered, PlainJitError):  # types not seen yet, or seen by another thread this moment
             forget_failed_dispatch(self._jitted if whole is None else whole.jitted)
-        except ValueError as error:
-            advise_on_static(error)
+        except (TypeError, ValueError) as error:
+            advise_on_arguments(error)
             raise
         return self._planned(args, kwargs)
 
@@ -234,8 +234,8 @@ class Function(Generic[P, R]):
         try:
             with watched_for_leaks():
                 stage = self._entered(self._jitted.trace, args, kwargs)
-        except ValueError as error:
-            advise_on_static(error)
+        except (TypeError, ValueError) as error:
+            advise_on_arguments(error)
             raise
         jaxpr, consts = closed_parts(stage.jaxpr)
         needed = touches_state(jaxpr.effects) or holds_device(jaxpr)

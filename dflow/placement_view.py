@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -35,7 +34,7 @@ from dflow.tracing.effects import Effect
 from dflow.tracing.errors import DeviceError
 from dflow.tracing.graph import Graph, Node
 from dflow.tracing.jax_frontend import runs_plainly
-from dflow.tracing.near_names import refuse_keywords
+from dflow.tracing.near_names import keywords_of, refuse_keywords
 from dflow.tracing.resources import Variable
 from dflow.tracing.source import at, caller
 from dflow.tracing.trace import Traced
@@ -165,7 +164,7 @@ def explain_placement(
     _check_figures(rounds, budget_s)
     if not callable(fn):
         raise TypeError(f"explain_placement was given {fn!r}, which is no function{at(caller())}")
-    refuse_keywords("explain_placement", kwargs, [*_OPTIONS, *_keywords(fn, kwargs)], _OPTIONS)
+    refuse_keywords("explain_placement", kwargs, [*_OPTIONS, *keywords_of(fn, kwargs)], _OPTIONS)
     with jax.disable_jit(False):  # in `dflow.eager()` too it is about what is compiled
         return _explained(fn, args, kwargs, rounds, LOCAL.placement_s if budget_s is None else budget_s)
 
@@ -185,17 +184,6 @@ def _explained(fn: Callable[..., Any], args: Any, kwargs: Any, rounds: int, budg
         rehearsed.follow(traced, settled(graph, decision))
         measured_s = rehearsed.step_s(args, kwargs, rounds)
     return explained(traced.name, graph, decision, measured_s)
-
-
-def _keywords(fn: Callable[..., Any], given: Iterable[str]) -> Iterable[str]:
-    """The keywords that a function takes; those given, where it takes any or tells nobody."""
-    try:
-        parameters = inspect.signature(fn).parameters.values()
-    except (TypeError, ValueError):  # a builtin
-        return given
-    if any(each.kind is each.VAR_KEYWORD for each in parameters):
-        return given
-    return [each.name for each in parameters if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)]
 
 
 def _check_figures(rounds: int, budget_s: float | None) -> None:

@@ -21,6 +21,7 @@ from dflow.tracing.discharge import Border, State, evaluate
 from dflow.tracing.errors import GraphTypeError, VariableError
 from dflow.tracing.jax_frontend import is_tracing, make_jaxpr
 from dflow.tracing.lookups import Lookups, lookup_sites, row_gradient
+from dflow.tracing.loops import NOT_REVERSED, REVERSED
 from dflow.tracing.resources import Variable, is_variable, name
 from dflow.tracing.row_gradient import RowGradient
 from dflow.tracing.source import at, caller
@@ -235,7 +236,11 @@ class _Pure:
 
         taps = [jnp.zeros(site.rows.shape, site.rows.dtype) for site in self._sites]
         differentiate = jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)
-        (value, (aux, after, indices)), grads = differentiate(self.start, self._picked, taps)
+        try:
+            (value, (aux, after, indices)), grads = differentiate(self.start, self._picked, taps)
+        except ValueError as error:
+            _advise(error)
+            raise
         self.write_back(after)
         whole = dict(zip(self._whole, grads[0], strict=True))
         by_variable = [
@@ -264,6 +269,12 @@ class _Pure:
     def flat_result(self, tree: Any) -> list[Any]:
         """The leaves of something that has the structure of the results."""
         return _flat_like("the cotangent", tree, self._tree)
+
+
+def _advise(error: ValueError) -> None:
+    """Add to JAX's error about a loop that has no gradient, unless that was done for a gradient within."""
+    if str(error).startswith(NOT_REVERSED) and not any(REVERSED in note for note in getattr(error, "__notes__", ())):
+        error.add_note(f"{at(caller())}\n{REVERSED}".removeprefix("\n"))
 
 
 def _finished(variable: Variable, gradient: Any) -> Any:

@@ -13,6 +13,13 @@ from dflow.tracing.errors import DflowError, GraphTypeError
 from dflow.tracing.jax_frontend import accesses, make_jaxpr
 from dflow.tracing.source import at, caller
 
+#: What JAX says of a loop whose number of turns is not known, and what is to be done.
+NOT_REVERSED = "Reverse-mode differentiation does not work for lax.while_loop"
+REVERSED = (
+    "  write dflow.while_loop(cond, body, init, max_iters=...), which has a gradient, or loop by jax.lax.scan or a\n"
+    "  fori_loop between numbers that are known when it is traced"
+)
+
 
 def while_loop(cond: Callable[[Any], Any], body: Callable[[Any], Any], init: Any, *, max_iters: int) -> Any:
     """`jax.lax.while_loop` with a bound on its turns, so that `grad` and `vjp` go through it.

@@ -28,6 +28,17 @@ def refuse_keywords(name: str, given: Iterable[str], known: Sequence[str], own: 
             raise TypeError(f"{name} was given {keyword!r}, which it does not take{at(caller())}\n  {remedy}")
 
 
+def keywords_of(fn: Callable[..., object], given: Iterable[str]) -> Iterable[str]:
+    """The keywords that a function takes; those given, where it takes any or tells nobody."""
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):  # a builtin
+        return given
+    if any(each.kind is each.VAR_KEYWORD for each in parameters):
+        return given
+    return [each.name for each in parameters if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)]
+
+
 def suggests_keywords(fn: Callable[P, R]) -> Callable[P, R]:
     """The function, whose error about a keyword that it does not have names those near it."""
     known = frozenset(inspect.signature(fn).parameters)

@@ -54,6 +54,10 @@ def unhashable(fn: Callable[..., Any], first: Any) -> Any:
     return jitted(1.0, config={"a": 1})
 
 
+def unbounded(x: Any) -> Any:
+    return jax.lax.while_loop(lambda y: y < 3.0, lambda y: y * 2.0 + 1.0, x)
+
+
 def closed(made: Made) -> None:
     made.queue.close()
     made.queue.enqueue(1.0)
@@ -354,6 +358,66 @@ CASES: dict[str, tuple[Callable[[Made], Any], type[BaseException], str, str]] = 
         TypeError,
         "was given 2 by position, as an array",
         "give what is static by keyword",
+    ),
+    "an option of export misspelt": (
+        lambda made: dflow.export(lambda x: x, SPEC, platform=("cpu",)),
+        TypeError,
+        "export was given 'platform', which it does not take",
+        "did you mean platforms?",
+    ),
+    "a static argument misspelt": (
+        lambda made: dflow.jit(lambda x, mode: x + made.w, static_argnames="mod"),
+        ValueError,
+        "Jitted function has invalid argnames {'mod'}",
+        "the parameters are x, mode",
+    ),
+    "text for an array": (
+        lambda made: dflow.jit(lambda x, mode: x + made.w)(1.0, "fast"),
+        TypeError,
+        "The problematic value is of type <class 'str'>",
+        "name it static: dflow.jit(fn, static_argnames='mode')",
+    ),
+    "text for an array, after arrays": (
+        lambda made: [dflow.jit(lambda x, mode: x + made.w)(1.0, mode) for mode in (1.0, "fast")],
+        TypeError,
+        "The problematic value is of type <class 'str'>",
+        "name it static: dflow.jit(fn, static_argnames='mode')",
+    ),
+    "a traced shape": (
+        lambda made: dflow.jit(lambda n: made.w.reshape(n, -1))(3),
+        TypeError,
+        "Shapes must be 1D sequences of concrete values",
+        "name what Python needs in static_argnames",
+    ),
+    "a traced mask": (
+        lambda made: dflow.jit(lambda: made.w.read()[made.w > 0])(),
+        IndexError,
+        "Array boolean indices must be concrete",
+        "jnp.where",
+    ),
+    "a variable for a function of jax.lax": (
+        lambda made: dflow.jit(lambda: jax.lax.add(made.w, made.w))(),
+        ValueError,
+        "Triggering __jax_array__()",
+        "pass its value, w.read()",
+    ),
+    "a variable alone for vmap": (
+        lambda made: dflow.jit(lambda: jax.vmap(lambda row: row + 1)(made.w))(),
+        ValueError,
+        "vmap wrapped function must be passed at least one argument containing an array",
+        "pass its value, w.read()",
+    ),
+    "a gradient through a loop without a bound": (
+        lambda made: dflow.grad(lambda: unbounded(made.w.sum()), made.w)(),
+        ValueError,
+        "Reverse-mode differentiation does not work for lax.while_loop",
+        "dflow.while_loop(cond, body, init, max_iters=...)",
+    ),
+    "a traced gradient through a loop without a bound": (
+        lambda made: dflow.jit(jax.grad(unbounded))(1.0),
+        ValueError,
+        "Reverse-mode differentiation does not work for lax.while_loop",
+        "dflow.while_loop(cond, body, init, max_iters=...)",
     ),
     "a container that is a number": (
         lambda made: dflow.container(3).__enter__(),  # type: ignore[arg-type]
