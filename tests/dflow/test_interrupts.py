@@ -53,6 +53,7 @@ def signalled(work: Callable[[], Any], place: int, handler: Callable[[], Any]) -
         return trace
 
     gc.disable()  # finalizers would be counted too
+    sys._getframe().f_trace_opcodes = True  # on some frame before, or Python 3.12 traces none
     sys.settrace(trace)
     try:
         work()
