@@ -15,6 +15,9 @@ from tests.effort import DEFAULT_EXAMPLES, examples
 # Read by JAX when a test first imports it: tests compare numbers bit by bit, so they run where CI runs them.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+# Seldom, for they take a tenth of the time of tests that trace as much as these.
+gc.set_threshold(50_000, 20, 20)
+
 pytest.register_assert_rewrite("tests.golden")
 
 hypothesis.settings.register_profile("dev", deadline=None, max_examples=examples(DEFAULT_EXAMPLES))

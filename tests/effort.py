@@ -1,25 +1,32 @@
 """How many random cases the tests try: each says how many in `make test`, and one factor multiplies them all.
 
-`DFLOW_TEST_EFFORT` is the factor, a positive whole number; 1 without it. `make nightly` runs with a larger one.
+`DFLOW_TEST_EFFORT` is the factor, a positive number such as `5` or `1/3`; 1 without it. `make nightly` runs with a
+larger one, and CI with a smaller on the second Python, whose random cases are the very ones of the first.
 """
 
 from __future__ import annotations
 
+import math
 import os
+from fractions import Fraction
 
 VARIABLE = "DFLOW_TEST_EFFORT"
 #: What Hypothesis tries where a test does not say.
 DEFAULT_EXAMPLES = 100
 
 
-def factor() -> int:
-    """The factor. Raises ValueError when the environment has no positive whole number for it."""
+def factor() -> Fraction:
+    """The factor. Raises ValueError when the environment has no positive number for it."""
     given = os.environ.get(VARIABLE, "1")
-    if not given.isascii() or not given.isdigit() or int(given) < 1:
-        raise ValueError(f"{VARIABLE} is {given!r}, not a positive whole number")
-    return int(given)
+    try:
+        found = Fraction(given)
+    except (ValueError, ZeroDivisionError):
+        found = Fraction(0)
+    if found <= 0:
+        raise ValueError(f"{VARIABLE} is {given!r}, not a positive number")
+    return found
 
 
 def examples(count: int) -> int:
     """How many cases a test tries that tries `count` in `make test`."""
-    return count * factor()
+    return math.ceil(count * factor())
