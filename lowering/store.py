@@ -36,20 +36,20 @@ from dflow.tracing.updates import looked_up, operand_types, updated
 
 Found = TypeVar("Found")
 
+#: The place of a variable that a step only reads.
+_READ = -1
+
 
 @dataclass(slots=True, eq=False)
 class _Held:
     value: jax.Array
     type: ArrayType
     lent: bool = False
-    #: The step that may have the value now, and at which place of what it writes, or that it only reads.
+    #: The step that may have the value now, and at which place of what it writes.
     at: StepState | None = None
-    place: int = -1
+    place: int = _READ
     #: Until when it is known that someone waits for the step, by the monotonic clock.
     wanted: float = 0.0
-
-
-_READ = -1
 
 
 #: A variable of this size is made before the next one is begun.
@@ -220,8 +220,8 @@ class Store:
     def snapshot(self, keys: Iterable[str]) -> dict[str, jax.Array]:
         """The values as of one moment, between two programs; they stay valid, and are not the caller's to donate.
 
-        Nothing is copied here: the next program that would overwrite one of the buffers gets a copy instead. Raises
-        VariableError.
+        Nothing is copied here, but for a callback of the very step that writes it: the next program that would
+        overwrite one of the buffers gets a copy instead. Raises VariableError.
         """
         keys = list(keys)
 
@@ -230,9 +230,9 @@ class Store:
             for number, held in enumerate(map(self._find, keys)):
                 owner = _owner(held)
                 if owner is None or owner.given is None:
-                    held.lent = True
                     if owner is not None:
-                        owner.put_back(but=held)
+                        owner.put_back()
+                    held.lent = True
                 elif held.place == _READ:
                     held.lent = True
                 else:  # asked for by a callback of the step or a handler of a signal
@@ -547,11 +547,11 @@ class StepState:
             return None
         return written
 
-    def put_back(self, but: _Held | None = None) -> None:
-        """Give the store its values again, in its `_alone`; the value of `but` is lent."""
+    def put_back(self) -> None:
+        """Give the store its values again, in its `_alone`."""
         written, read = self.held
         for held, value in zip(written, self.written or (), strict=True):
-            held.value, held.lent = value, held is but
+            held.value, held.lent = value, False
         self.written = None  # from here on the values are the store's
         for held in (*written, *read):
             if held.at is self:
