@@ -10,9 +10,32 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Hashable
-from typing import Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
+_Key = TypeVar("_Key", bound=Hashable, contravariant=True)
+
+
+class EndOfWaits(Protocol[_Key]):
+    """What a channel needs of `Deadlines`; a simulator has one on a clock of its own."""
+
+    timeout_s: float
+
+    def add(self, key: _Key) -> None:
+        """Start the time of `key`."""
+        ...
+
+    def discard(self, key: _Key) -> None:
+        """The wait for `key` has ended."""
+        ...
+
+    def close(self) -> None:
+        """Let nothing expire any more."""
+        ...
+
+
+#: Makes the deadlines of a channel, from how long each wait lasts and what to do with one that is over.
+MakeDeadlines = Callable[[float, Callable[[Any], None]], EndOfWaits[Any]]
 
 
 class Deadlines(Generic[Key]):

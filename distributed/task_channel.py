@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import jax
 
 from dflow.distributed.codec import decode_array, encode_array
-from dflow.distributed.deadlines import Deadlines
+from dflow.distributed.deadlines import Deadlines, EndOfWaits, MakeDeadlines
 from dflow.distributed.messages import EdgeTraffic, Tensor
 from dflow.distributed.peers import Peers
 from dflow.distributed.rendezvous import EndWait, Rendezvous, RendezvousStatistics, describe
@@ -45,13 +45,13 @@ class _Receiver:
 class TaskChannel:
     """The channel of the task `name`; see `lowering.channel.Channel`. Any method may be called from any thread."""
 
-    def __init__(self, name: str, peers: Peers, *, wait_timeout_s: float) -> None:
+    def __init__(self, name: str, peers: Peers, *, wait_timeout_s: float, deadlines: MakeDeadlines = Deadlines) -> None:
         self._name = name
         self._peers = peers
         self._lock = threading.Lock()
         self._rendezvous: Rendezvous[_Receiver, jax.Array] = Rendezvous()
         self._receivers: dict[_Wait, _Receiver] = {}
-        self._deadlines: Deadlines[_Wait] = Deadlines(wait_timeout_s, self._expire)
+        self._deadlines: EndOfWaits[_Wait] = deadlines(wait_timeout_s, self._expire)
         self._traffic: dict[tuple[str, str], _Total] = {}
 
     def send(self, step: StepId, edge: str, destination: str, value: jax.Array) -> None:

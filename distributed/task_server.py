@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,6 +27,7 @@ import jax
 from jax import export
 
 from dflow.distributed.codec import decode_array, encode_array, parse_dtype
+from dflow.distributed.deadlines import Deadlines, MakeDeadlines
 from dflow.distributed.messages import (
     AnyMessage,
     CancelStep,
@@ -84,7 +85,8 @@ class TaskStatistics:
 class TaskServer:
     """The task `name`, listening at `address` from construction on.
 
-    raises  what `Transport.listen` raises
+    pool, deadlines  where its work is done and its waits end, instead of on threads of its own
+    raises           what `Transport.listen` raises
     """
 
     def __init__(
@@ -95,6 +97,8 @@ class TaskServer:
         store: Store | None = None,
         address: str = "127.0.0.1:0",
         settings: TaskSettings | None = None,
+        pool: Executor | None = None,
+        deadlines: MakeDeadlines = Deadlines,
     ) -> None:
         self.name = name
         self.store = store or Store()
@@ -103,9 +107,9 @@ class TaskServer:
         self._runs: dict[StepId, _Run] = {}
         self._live: dict[str, TaskInfo] = {}
         self._plans = PlanRegistry(name)
-        self._pool = ThreadPoolExecutor(settings.threads, thread_name_prefix=f"dflow {name}")
+        self._pool = pool or ThreadPoolExecutor(settings.threads, thread_name_prefix=f"dflow {name}")
         self._peers = Peers(transport, name=name, handler=self, connect_timeout_s=settings.connect_timeout_s)
-        self._channel = TaskChannel(name, self._peers, wait_timeout_s=settings.wait_timeout_s)
+        self._channel = TaskChannel(name, self._peers, wait_timeout_s=settings.wait_timeout_s, deadlines=deadlines)
         self._listener = transport.listen(address, name=name, handler=self)
 
     @property
