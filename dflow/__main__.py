@@ -126,38 +126,38 @@ def _launch(options: argparse.Namespace) -> int:
         return 2
     stop = StopSignal()
     from dflow.distributed.launcher import LaunchPlan, launch
-    from dflow.distributed.transport.tcp import TcpTransport
+    from dflow.distributed.transport.sockets import SocketTransport
     from dflow.status_view import make_console, make_view
 
     plan = LaunchPlan(options.ps, options.workers, options.script, tuple(options.arguments))
     with make_view(make_console()) as view:
-        return launch(stop, plan, view, TcpTransport())
+        return launch(stop, plan, view, SocketTransport())
 
 
 def _coordinator(options: argparse.Namespace) -> int:
     stop = _become_server()
     from dflow.distributed.coordinator import serve_coordinator
-    from dflow.distributed.transport.tcp import TcpTransport
+    from dflow.distributed.transport.sockets import SocketTransport
 
     return serve_coordinator(
-        stop, TcpTransport(), options.address, dict(options.jobs), heartbeat_timeout_s=options.heartbeat_timeout
+        stop, SocketTransport(), options.address, dict(options.jobs), heartbeat_timeout_s=options.heartbeat_timeout
     )
 
 
 def _task(options: argparse.Namespace) -> int:
     stop = _become_server()
     from dflow.distributed.stock_task import serve_task
-    from dflow.distributed.transport.tcp import TcpTransport
+    from dflow.distributed.transport.sockets import SocketTransport
 
-    return serve_task(stop, TcpTransport(), task_name(options.job, options.index), options.coordinator)
+    return serve_task(stop, SocketTransport(), task_name(options.job, options.index), options.coordinator)
 
 
 def _status(options: argparse.Namespace) -> int:
     from dflow.distributed.coordinator_client import CoordinatorClient
-    from dflow.distributed.transport.tcp import TcpTransport
+    from dflow.distributed.transport.sockets import SocketTransport
     from dflow.status_view import closing_tables, make_console, progress_line
 
-    client = CoordinatorClient(TcpTransport(), options.coordinator, name="status", timeout_s=5.0)
+    client = CoordinatorClient(SocketTransport(), options.coordinator, name="status", timeout_s=5.0)
     status = client.status(timeout_s=5.0)
     client.close()
     console = make_console()

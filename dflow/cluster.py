@@ -7,7 +7,7 @@ import os
 from dflow.distributed import lifeline
 from dflow.distributed.alone import Alone
 from dflow.distributed.cluster import Cluster, ClusterSettings
-from dflow.distributed.transport.tcp import TcpTransport
+from dflow.distributed.transport.sockets import SocketTransport
 from dflow.homes import LOCAL
 from dflow.tracing.errors import ConfigError
 
@@ -35,7 +35,7 @@ def connect(
     number = index if index is not None else _index_from_environment()
     return Cluster(
         address,
-        TcpTransport(),
+        SocketTransport(),
         job=job or (os.environ.get("DFLOW_JOB") if coordinator is None else None) or "worker",
         index=number,
         store=LOCAL.store,

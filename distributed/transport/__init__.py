@@ -1,1 +1,1 @@
-"""Ways to move messages between tasks: `tcp` between processes, `memory` within one; both obey `base`."""
+"""Ways to move messages between tasks: `sockets` between processes, `memory` within one; both obey `base`."""

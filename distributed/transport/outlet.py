@@ -1,7 +1,7 @@
-"""Sending frames over a socket, whole and in order, without ever making a reader thread wait.
+"""Sending frames over a stream, whole and in order, without ever making a reader thread wait.
 
 Why: if the reader threads of two tasks both waited for room to send to each other, neither would read again. So a
-thread that reads sends only what the socket takes at once; the rest is sent by a thread started for it.
+thread that reads sends only what the stream takes at once; the rest is sent by a thread started for it.
 
 Invariants: frames are never interleaved (`_sending` is held from the first byte of a frame to its last, and may be
 passed to the finishing thread). Frames sent by reader threads leave in the order they were sent: while any is
@@ -11,24 +11,21 @@ queued, later ones queue behind it. The queue is bounded by `Limits.max_unsent`,
 from __future__ import annotations
 
 import collections
-import itertools
-import socket
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from dflow.distributed.transport.base import Limits
 from dflow.distributed.transport.exchange import Frame, on_reader_thread
 from dflow.distributed.transport.framing import pack_header
+from dflow.distributed.transport.stream import Parts, Stream, without
 from dflow.tracing.errors import TransportClosed
-
-Parts = list[memoryview]
 
 
 class Outlet:
     """The sending half of a connection; `on_failure` is told why when a queued frame could not be sent."""
 
-    def __init__(self, sock: socket.socket, limits: Limits, on_failure: Callable[[str], None]) -> None:
-        self._sock = sock
+    def __init__(self, stream: Stream, limits: Limits, on_failure: Callable[[str], None]) -> None:
+        self._stream = stream
         self._limits = limits
         self._on_failure = on_failure
         self._sending = threading.Lock()
@@ -60,7 +57,7 @@ class Outlet:
                 self._enqueue(parts)
                 return
         try:
-            rest = _without(parts, self._send_some(parts, socket.MSG_DONTWAIT))
+            rest = without(parts, _sent(self._stream.send_now, parts))
         except BaseException:
             self._sending.release()
             raise
@@ -106,25 +103,14 @@ class Outlet:
 
     def _send_all(self, parts: Parts) -> None:
         while parts:
-            sent = self._send_some(parts, 0)
+            sent = _sent(self._stream.send, parts)
             if sent == 0:
                 raise TransportClosed(f"the other side took no byte for {self._limits.stall_timeout_s:g} s")
-            parts = _without(parts, sent)
-
-    def _send_some(self, parts: Parts, flags: int) -> int:
-        try:
-            return self._sock.sendmsg(parts, (), flags)
-        except BlockingIOError:
-            return 0
-        except OSError as error:
-            raise TransportClosed(error.strerror or str(error)) from error
+            parts = without(parts, sent)
 
 
-def _without(parts: Iterable[memoryview], sent_bytes: int) -> Parts:
-    """What is left of `parts` once their first `sent_bytes` are gone; empty parts are left out."""
-    rest: Parts = []
-    for part, end in zip(parts, itertools.accumulate(map(len, parts)), strict=True):
-        start = max(0, len(part) - (end - sent_bytes))
-        if start < len(part):
-            rest.append(part[start:])
-    return rest
+def _sent(send: Callable[[Parts], int], parts: Parts) -> int:
+    try:
+        return send(parts)
+    except OSError as error:
+        raise TransportClosed(error.strerror or str(error)) from error

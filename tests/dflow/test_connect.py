@@ -9,7 +9,7 @@ from dflow.distributed import lifeline
 from dflow.distributed.alone import Alone
 from dflow.distributed.cluster import Cluster
 from dflow.distributed.coordinator import Coordinator
-from dflow.distributed.transport.tcp import TcpTransport
+from dflow.distributed.transport.sockets import SocketTransport
 from dflow.tracing.errors import ConfigError, DeadlineExceeded
 
 SETTINGS = dflow.ClusterSettings(join_timeout_s=0.2)
@@ -43,7 +43,7 @@ def test_alone_takes_the_calls_that_a_cluster_takes() -> None:
 
 
 def test_the_environment_says_where_and_who(monkeypatch: pytest.MonkeyPatch) -> None:
-    coordinator = Coordinator(TcpTransport(), "127.0.0.1:0", {"evaluator": 4})
+    coordinator = Coordinator(SocketTransport(), "127.0.0.1:0", {"evaluator": 4})
     for name, value in zip(VARIABLES, (coordinator.address, "evaluator", "3"), strict=True):
         monkeypatch.setenv(name, value)
     cluster = dflow.connect()
@@ -55,7 +55,7 @@ def test_the_environment_says_where_and_who(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_arguments_come_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    coordinator = Coordinator(TcpTransport(), "127.0.0.1:0", {"worker": 3})
+    coordinator = Coordinator(SocketTransport(), "127.0.0.1:0", {"worker": 3})
     for name, value in zip(VARIABLES, ("127.0.0.1:1", "evaluator", "0"), strict=True):
         monkeypatch.setenv(name, value)
     cluster = dflow.connect(coordinator.address, index=2)
@@ -65,7 +65,7 @@ def test_arguments_come_before_the_environment(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_job_given_comes_before_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    coordinator = Coordinator(TcpTransport(), "127.0.0.1:0", {"evaluator": 1})
+    coordinator = Coordinator(SocketTransport(), "127.0.0.1:0", {"evaluator": 1})
     for name, value in zip(VARIABLES, (coordinator.address, "worker", "0"), strict=True):
         monkeypatch.setenv(name, value)
     cluster = dflow.connect(job="evaluator")

@@ -7,7 +7,7 @@ from dflow import __version__
 from dflow.__main__ import main
 from dflow.distributed.coordinator import LISTENING, Coordinator
 from dflow.distributed.coordinator_client import CoordinatorClient
-from dflow.distributed.transport.tcp import TcpTransport
+from dflow.distributed.transport.sockets import SocketTransport
 from tests.distributed.processes import Spawned
 
 
@@ -44,8 +44,8 @@ def test_bad_options_are_refused_with_the_remedy(
 
 
 def test_status_shows_a_running_cluster(capsys: pytest.CaptureFixture[str]) -> None:
-    coordinator = Coordinator(TcpTransport(), "127.0.0.1:0", {"ps": 2})
-    client = CoordinatorClient(TcpTransport(), coordinator.address, name="ps:0")
+    coordinator = Coordinator(SocketTransport(), "127.0.0.1:0", {"ps": 2})
+    client = CoordinatorClient(SocketTransport(), coordinator.address, name="ps:0")
     client.join("/job:ps/task:0", "here:1")
     assert main(["status", "--coordinator", coordinator.address]) == 0
     output = capsys.readouterr().out
@@ -64,7 +64,7 @@ def test_a_coordinator_says_first_where_it_listens_and_ends_quietly_at_sigterm(t
     with Spawned("-m", "dflow", "coordinator", "--job", "ps=1", cwd=tmp_path) as spawned:
         [line] = spawned.read_until(LISTENING)
         assert spawned.lines == [line]
-        client = CoordinatorClient(TcpTransport(), line.removeprefix(LISTENING).strip(), name="tool")
+        client = CoordinatorClient(SocketTransport(), line.removeprefix(LISTENING).strip(), name="tool")
         assert client.status().expected == ("/job:ps/task:0",)
         client.close()
         spawned.process.send_signal(signal.SIGTERM)

@@ -23,7 +23,7 @@ from dflow.distributed.cluster import Cluster, ClusterSettings
 from dflow.distributed.coordinator import Coordinator
 from dflow.distributed.stock_task import StockTask
 from dflow.distributed.transport.memory import MemoryNetwork
-from dflow.distributed.transport.tcp import TcpTransport
+from dflow.distributed.transport.sockets import SocketTransport
 from dflow.lowering.store import Store
 from dflow.testing import MemoryCluster, memory_cluster
 from dflow.tracing.errors import (
@@ -490,8 +490,8 @@ def test_variables_of_two_clusters_in_one_function(worker: Cluster) -> None:
     ids=["http", "zeros", "ones", "counting"],
 )
 def test_nonsense_at_a_task_ends_its_own_connection_alone(nonsense: bytes) -> None:
-    coordinator = Coordinator(TcpTransport(), "127.0.0.1:0", {"ps": 1, "worker": 1})
-    task = StockTask(TcpTransport(), "/job:ps/task:0", coordinator.address)
+    coordinator = Coordinator(SocketTransport(), "127.0.0.1:0", {"ps": 1, "worker": 1})
+    task = StockTask(SocketTransport(), "/job:ps/task:0", coordinator.address)
     worker = dflow.connect(coordinator.address, index=0, settings=SOON)
     assert isinstance(worker, Cluster)
     _, step = one_variable(worker)

@@ -13,7 +13,7 @@ from dflow.distributed.messages import ClaimSteps, EdgeTraffic, Heartbeat, Roste
 from dflow.distributed.traffic_totals import EDGES_TOLD
 from dflow.distributed.transport.base import Transport
 from dflow.distributed.transport.memory import MemoryNetwork
-from dflow.distributed.transport.tcp import TcpTransport
+from dflow.distributed.transport.sockets import SocketTransport
 from dflow.tracing.errors import (
     DeadlineExceeded,
     InternalError,
@@ -56,7 +56,7 @@ class Cluster:
 
 @pytest.fixture(params=["memory", "tcp"])
 def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    made = Cluster(MemoryNetwork(), "") if request.param == "memory" else Cluster(TcpTransport(), "127.0.0.1:0")
+    made = Cluster(MemoryNetwork(), "") if request.param == "memory" else Cluster(SocketTransport(), "127.0.0.1:0")
     yield made
     made.close()
 

@@ -13,11 +13,11 @@ CONNECT = """
 import os, signal, subprocess, sys, threading
 from dflow.distributed.coordinator_client import CoordinatorClient
 from dflow.distributed.lifeline import watch
-from dflow.distributed.transport.tcp import TcpTransport
+from dflow.distributed.transport.sockets import SocketTransport
 watch()
 index = int(os.environ["DFLOW_INDEX"])
 task = f"/job:{os.environ['DFLOW_JOB']}/task:{index}"
-client = CoordinatorClient(TcpTransport(), os.environ["DFLOW_COORDINATOR"], name=task)
+client = CoordinatorClient(SocketTransport(), os.environ["DFLOW_COORDINATOR"], name=task)
 client.join(task, f"nowhere:{index}")
 """
 WAIT = (

@@ -7,7 +7,7 @@ import pytest
 
 from dflow.distributed.coordinator import Coordinator
 from dflow.distributed.coordinator_client import CoordinatorClient
-from dflow.distributed.transport.tcp import TcpTransport
+from dflow.distributed.transport.sockets import SocketTransport
 from tests.distributed.processes import DEADLINE_S, Spawned
 from tests.distributed.test_launcher import CONNECT, launch
 
@@ -16,7 +16,7 @@ PS0 = "/job:ps/task:0"
 
 @pytest.fixture
 def coordinator() -> Iterator[Coordinator]:
-    made = Coordinator(TcpTransport(), "127.0.0.1:0", {"ps": 1})
+    made = Coordinator(SocketTransport(), "127.0.0.1:0", {"ps": 1})
     yield made
     made.close()
 
@@ -28,7 +28,7 @@ def spawn(coordinator: Coordinator, tmp_path: Path) -> Spawned:
 
 def joined(coordinator: Coordinator) -> CoordinatorClient:
     """A client that has seen the task join."""
-    client = CoordinatorClient(TcpTransport(), coordinator.address, name="test")
+    client = CoordinatorClient(SocketTransport(), coordinator.address, name="test")
     client.join("/job:worker/task:0", "nowhere:0")
     client.wait_for_tasks([PS0], timeout_s=DEADLINE_S)
     return client
@@ -53,7 +53,7 @@ def test_it_ends_with_the_coordinator(coordinator: Coordinator, tmp_path: Path) 
 
 
 def test_a_name_that_is_taken_is_an_error(coordinator: Coordinator, tmp_path: Path) -> None:
-    client = CoordinatorClient(TcpTransport(), coordinator.address, name="test")
+    client = CoordinatorClient(SocketTransport(), coordinator.address, name="test")
     client.join(PS0, "elsewhere:1")
     with spawn(coordinator, tmp_path) as task:
         status, output = task.finish()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from dflow.distributed.messages import AnyMessage, Failure, Ok
 from dflow.distributed.transport.base import Handler, Limits, Peer, Responder, Transport
 from dflow.distributed.transport.memory import MemoryNetwork
-from dflow.distributed.transport.tcp import TcpTransport
+from dflow.distributed.transport.sockets import SocketTransport
 
 DEADLINE_S = 30.0
 
@@ -26,7 +26,8 @@ class Kind:
 
 KINDS = {
     "memory": Kind(MemoryNetwork, free="", nobody="nowhere"),
-    "tcp": Kind(TcpTransport, free="127.0.0.1:0", nobody="127.0.0.1:1"),
+    "tcp": Kind(SocketTransport, free="127.0.0.1:0", nobody="127.0.0.1:1"),
+    "unix": Kind(SocketTransport, free="unix:", nobody="unix:/nowhere"),
 }
 
 

@@ -1,13 +1,15 @@
-"""What only TCP can get wrong: bytes that are no frames, slow peers, addresses."""
+"""What only sockets can get wrong: bytes that are no frames, slow peers, addresses, strangers."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import queue
 import socket
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -15,10 +17,13 @@ from hypothesis import strategies as st
 
 from dflow.distributed.codec import encode_message
 from dflow.distributed.messages import PROTOCOL_VERSION, AnyMessage, Hello, Ok, Tensor
+from dflow.distributed.transport.addresses import Address
 from dflow.distributed.transport.base import Limits, Peer, Responder
 from dflow.distributed.transport.exchange import Frame, Kind
 from dflow.distributed.transport.framing import HEADER, MAGIC, FrameReader, pack_header
-from dflow.distributed.transport.tcp import TcpListener, TcpTransport
+from dflow.distributed.transport.security import SameMachine, Secured
+from dflow.distributed.transport.sockets import SocketListener, SocketTransport
+from dflow.distributed.transport.stream import SocketStream
 from dflow.tracing import errors
 from tests.distributed.transports import DEADLINE_S, Recorder, echo, reach
 from tests.effort import examples
@@ -42,13 +47,13 @@ def header(magic: bytes = MAGIC, kind: int = 1, payload: int = 0, meta: int = 0,
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[TcpListener]:
-    listener = TcpTransport(LIMITS).listen("127.0.0.1:0", name="server", handler=Recorder(echo))
+def server() -> Iterator[SocketListener]:
+    listener = SocketTransport(LIMITS).listen("127.0.0.1:0", name="server", handler=Recorder(echo))
     yield listener
     listener.close()
 
 
-def dial(listener: TcpListener) -> socket.socket:
+def dial(listener: SocketListener) -> socket.socket:
     host, port = listener.address.split(":")
     return socket.create_connection((host, int(port)), timeout=DEADLINE_S)
 
@@ -72,8 +77,8 @@ def send(sock: socket.socket, data: bytes, *, ends: bool = False) -> None:
             sock.shutdown(socket.SHUT_WR)
 
 
-def still_serves(listener: TcpListener) -> bool:
-    peer = reach(TcpTransport(LIMITS), listener.address, Recorder())
+def still_serves(listener: SocketListener) -> bool:
+    peer = reach(SocketTransport(LIMITS), listener.address, Recorder())
     try:
         return peer.call(Ok(), b"abc", timeout_s=DEADLINE_S).payload == b"abc"
     finally:
@@ -109,7 +114,7 @@ AFTER_HELLO = {
 
 
 @pytest.mark.parametrize("data", BEFORE_HELLO.values(), ids=BEFORE_HELLO)
-def test_a_stranger_that_does_not_say_hello_is_shut_out(server: TcpListener, data: bytes) -> None:
+def test_a_stranger_that_does_not_say_hello_is_shut_out(server: SocketListener, data: bytes) -> None:
     with dial(server) as sock:
         send(sock, data)
         read_until_closed(sock)
@@ -117,7 +122,7 @@ def test_a_stranger_that_does_not_say_hello_is_shut_out(server: TcpListener, dat
 
 
 @pytest.mark.parametrize("data", AFTER_HELLO.values(), ids=AFTER_HELLO)
-def test_a_frame_that_is_none_ends_its_connection_alone(server: TcpListener, data: bytes) -> None:
+def test_a_frame_that_is_none_ends_its_connection_alone(server: SocketListener, data: bytes) -> None:
     with dial(server) as sock:
         send(sock, HELLO + data)
         read_until_closed(sock)
@@ -130,7 +135,7 @@ def test_a_frame_that_is_none_ends_its_connection_alone(server: TcpListener, dat
     head=st.sampled_from([b"", MAGIC, OK, header(meta=9), frame(Tensor("o", 1, "e", "float32", (2,)), bytes(7))]),
     tail=st.binary(max_size=300),
 )
-def test_any_bytes_leave_the_server_serving(server: TcpListener, hello: bool, head: bytes, tail: bytes) -> None:
+def test_any_bytes_leave_the_server_serving(server: SocketListener, hello: bool, head: bytes, tail: bytes) -> None:
     with dial(server) as sock:
         send(sock, (HELLO if hello else b"") + head + tail, ends=True)
         read_until_closed(sock)
@@ -138,14 +143,14 @@ def test_any_bytes_leave_the_server_serving(server: TcpListener, hello: bool, he
 
 
 @pytest.mark.parametrize("length", range(1, len(OK), 5))
-def test_a_frame_that_breaks_off_ends_its_connection(server: TcpListener, length: int) -> None:
+def test_a_frame_that_breaks_off_ends_its_connection(server: SocketListener, length: int) -> None:
     with dial(server) as sock:
         send(sock, HELLO + OK[:length], ends=True)
         read_until_closed(sock)
     assert still_serves(server)
 
 
-def test_a_wrong_payload_size_shifts_the_frames_and_is_noticed(server: TcpListener) -> None:
+def test_a_wrong_payload_size_shifts_the_frames_and_is_noticed(server: SocketListener) -> None:
     meta = encode_message(Ok())
     with dial(server) as sock:
         send(sock, HELLO + header(meta=len(meta), payload=3) + meta + b"12345678" + bytes(HEADER.size))
@@ -158,8 +163,8 @@ def reasons(caplog: pytest.LogCaptureFixture) -> str:
     return "\n".join(record.getMessage() for record in caplog.records)
 
 
-def listen(limits: Limits, recorder: Recorder | None = None) -> TcpListener:
-    return TcpTransport(limits).listen("127.0.0.1:0", name="server", handler=recorder or Recorder(echo))
+def listen(limits: Limits, recorder: Recorder | None = None) -> SocketListener:
+    return SocketTransport(limits).listen("127.0.0.1:0", name="server", handler=recorder or Recorder(echo))
 
 
 def test_the_reason_is_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -196,13 +201,13 @@ def test_a_frame_that_stalls_ends_its_connection() -> None:
     listener.close()
 
 
-class _SlowSocket:
-    """A socket on which nothing came three times, and then a frame."""
+class _SlowStream:
+    """A stream on which nothing came three times, and then a frame."""
 
     def __init__(self, data: bytes) -> None:
         self.script: list[bytes | None] = [None, None, None, data]
 
-    def recv_into(self, view: memoryview) -> int:
+    def receive_into(self, view: memoryview) -> int:
         data = self.script.pop(0)
         if data is None:
             raise BlockingIOError
@@ -214,7 +219,7 @@ class _SlowSocket:
 
 
 def test_an_idle_connection_outlives_the_stall_timeout() -> None:
-    reader = FrameReader(_SlowSocket(OK), LIMITS)  # type: ignore[arg-type]
+    reader = FrameReader(_SlowStream(OK), LIMITS)  # type: ignore[arg-type]
     assert reader.read() == Frame(Kind.REQUEST, 1, encode_message(Ok()), b"")
 
 
@@ -246,12 +251,12 @@ def test_too_many_unread_replies_end_the_connection() -> None:
 def test_no_more_connections_than_allowed(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "dflow")
     listener = listen(Limits(max_connections=2))
-    first, second = (reach(TcpTransport(), listener.address, Recorder()) for _ in range(2))
+    first, second = (reach(SocketTransport(), listener.address, Recorder()) for _ in range(2))
     with dial(listener) as sock:
         assert read_until_closed(sock) == b""
     assert "refused: 2 of 2 connections are in use" in reasons(caplog)
     first.close()
-    third = reach(TcpTransport(), listener.address, Recorder())
+    third = reach(SocketTransport(), listener.address, Recorder())
     assert third.call(Ok(), timeout_s=DEADLINE_S).message == Ok()
     assert second.call(Ok(), timeout_s=DEADLINE_S).message == Ok()
     listener.close()
@@ -270,7 +275,7 @@ def test_a_server_of_another_version_is_refused_at_once() -> None:
         thread.start()
         expected = f"ps at 127.0.0.1:.* new speaks protocol version {PROTOCOL_VERSION + 1} and this side version"
         with pytest.raises(errors.WireError, match=expected):
-            TcpTransport().connect(
+            SocketTransport().connect(
                 f"127.0.0.1:{sock.getsockname()[1]}", name="me", handler=Recorder(), who="ps", timeout_s=DEADLINE_S
             )
         thread.join(DEADLINE_S)
@@ -280,9 +285,9 @@ def test_connecting_waits_for_the_listener_to_appear() -> None:
     with socket.create_server(("127.0.0.1", 0)) as sock:
         address = f"127.0.0.1:{sock.getsockname()[1]}"
     peers: list[Peer] = []
-    thread = threading.Thread(target=lambda: peers.append(reach(TcpTransport(), address, Recorder())))
+    thread = threading.Thread(target=lambda: peers.append(reach(SocketTransport(), address, Recorder())))
     thread.start()
-    listener = TcpTransport().listen(address, name="late", handler=Recorder())
+    listener = SocketTransport().listen(address, name="late", handler=Recorder())
     thread.join(DEADLINE_S)
     assert peers[0].name == "late"
     listener.close()
@@ -291,29 +296,23 @@ def test_connecting_waits_for_the_listener_to_appear() -> None:
 @pytest.mark.parametrize("address", ["0.0.0.0:0", "192.0.2.1:80", "example.com:80", "[::]:0", ":0"])
 def test_only_loopback_is_used(address: str) -> None:
     with pytest.raises(errors.SecurityError, match="not a loopback address, and encryption is not built yet"):
-        TcpTransport().listen(address, name="me", handler=Recorder())
+        SocketTransport().listen(address, name="me", handler=Recorder())
     with pytest.raises(errors.SecurityError, match="not a loopback address, and encryption is not built yet"):
-        TcpTransport().connect(address, name="me", handler=Recorder(), who="ps", timeout_s=DEADLINE_S)
-
-
-@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.1:", "127.0.0.1:-1", "127.0.0.1:65536", "localhost:http"])
-def test_an_address_that_cannot_be_read_is_refused(address: str) -> None:
-    with pytest.raises(ValueError, match="is not of the form 'host:port'"):
-        TcpTransport().listen(address, name="me", handler=Recorder())
+        SocketTransport().connect(address, name="me", handler=Recorder(), who="ps", timeout_s=DEADLINE_S)
 
 
 def test_localhost_is_loopback() -> None:
-    listener = TcpTransport().listen("localhost:0", name="server", handler=Recorder())
+    listener = SocketTransport().listen("localhost:0", name="server", handler=Recorder())
     assert listener.address.startswith("127.0.0.1:")
-    assert reach(TcpTransport(), listener.address, Recorder()).name == "server"
+    assert reach(SocketTransport(), listener.address, Recorder()).name == "server"
     listener.close()
 
 
-def test_an_interrupted_send_ends_the_connection(server: TcpListener, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_send_ends_the_connection(server: SocketListener, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(self: object, parts: list[memoryview]) -> None:
         raise KeyboardInterrupt
 
-    peer = reach(TcpTransport(), server.address, Recorder())
+    peer = reach(SocketTransport(), server.address, Recorder())
     monkeypatch.setattr("dflow.distributed.transport.outlet.Outlet._send_all", interrupted)
     with pytest.raises(KeyboardInterrupt):
         peer.notify(Ok())
@@ -324,10 +323,60 @@ def test_responses_after_the_asker_left_are_dropped() -> None:
     held: queue.SimpleQueue[Responder] = queue.SimpleQueue()
     recorder = Recorder(lambda peer, message, payload, responder: held.put(responder))
     listener = listen(Limits(), recorder)
-    peer = reach(TcpTransport(), listener.address, Recorder())
+    peer = reach(SocketTransport(), listener.address, Recorder())
     peer.start(Ok())
     responder = held.get(timeout=DEADLINE_S)
     peer.close()
     recorder.close_reason()
     responder.reply(Ok())
+    listener.close()
+
+
+def test_a_unix_socket_lives_in_a_folder_of_this_user_alone_until_it_is_closed() -> None:
+    listener = SocketTransport().listen("unix:", name="server", handler=Recorder())
+    path = Path(listener.address.removeprefix("unix:"))
+    assert path.is_socket()
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    listener.close()
+    assert not path.parent.exists()
+
+
+def test_a_path_whose_listener_has_died_is_used_again(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/socket"
+    dead = socket.socket(socket.AF_UNIX)
+    dead.bind(f"{tmp_path}/socket")
+    dead.close()
+    listener = SocketTransport().listen(address, name="server", handler=Recorder())
+    assert reach(SocketTransport(), address, Recorder()).name == "server"
+    listener.close()
+
+
+def test_a_unix_socket_is_for_processes_of_one_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    listener = SocketTransport().listen("unix:", name="server", handler=Recorder())
+    monkeypatch.setattr("dflow.distributed.transport.security.peer_uid", lambda sock: os.geteuid() + 1)
+    with pytest.raises(errors.SecurityError, match=r"ps at unix:.* of user \d+ and this one of user \d+; run both"):
+        SocketTransport().connect(listener.address, name="me", handler=Recorder(), who="ps", timeout_s=DEADLINE_S)
+    listener.close()
+
+
+class _NamedAlice(SameMachine):
+    """Whoever comes has proved to be Alice."""
+
+    def secure_server(self, sock: socket.socket, address: Address, timeout_s: float) -> Secured:
+        return Secured(SocketStream(sock), "alice")
+
+    def may_be_called(self, identity: str, name: str) -> None:
+        if identity and name != identity:
+            raise errors.SecurityError(f"{identity} may not call itself {name}")
+
+
+def test_a_name_that_the_policy_refuses_is_shut_out(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "dflow")
+    recorder = Recorder(echo)
+    listener = SocketTransport(None, _NamedAlice()).listen("127.0.0.1:0", name="server", handler=recorder)
+    assert reach(SocketTransport(), listener.address, Recorder(), name="alice").call(Ok(), timeout_s=DEADLINE_S)
+    bob = Recorder()
+    reach(SocketTransport(), listener.address, bob, name="bob")
+    assert bob.close_reason()
+    assert "alice may not call itself bob" in reasons(caplog)
     listener.close()

@@ -1,57 +1,61 @@
-"""Connections between processes over TCP.
+"""Connections between processes over sockets.
 
-Why: this is how the tasks of a cluster reach each other. One thread reads each connection; see `framing` for the
-bytes and `outlet` for sending.
+Why: this is how the tasks of a cluster reach each other. One thread reads each connection; see `families` for the
+kinds of sockets, `framing` for the bytes, `outlet` for sending and `security` for who is let in.
 
-Invariants: nothing but a `Hello` of this protocol version is taken from a connection before it is a peer. A frame
-that is malformed, oversized or late ends its own connection with a logged reason and nothing else. Only loopback
-addresses are used, since nothing here encrypts.
+Invariants: the policy secures a connection before anything is read from it as a frame, and nothing but a `Hello` of
+this protocol version is taken from it before it is a peer; both together within `Limits.hello_timeout_s`. A frame
+that is malformed, oversized or late ends its own connection with a logged reason and nothing else.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import socket
 import threading
 import time
-from typing import NamedTuple
 
 from dflow.distributed.codec import decode_message, encode_message
 from dflow.distributed.messages import PROTOCOL_VERSION, Hello
+from dflow.distributed.transport.addresses import Address, parse_address
 from dflow.distributed.transport.base import Handler, Limits
 from dflow.distributed.transport.exchange import LOGGER, Exchange, Frame, Kind, become_reader
-from dflow.distributed.transport.framing import FrameReader, read_first, set_stall_timeout
+from dflow.distributed.transport.families import Bound, bind, dial, send_at_once
+from dflow.distributed.transport.framing import Deadline, FrameReader, read_first
 from dflow.distributed.transport.outlet import Outlet
+from dflow.distributed.transport.security import SameMachine, Secured, SecurityPolicy
+from dflow.distributed.transport.stream import Stream
 from dflow.tracing.errors import DeadlineExceeded, DflowError, SecurityError, TransportClosed, WireError
 
 _FIRST_RETRY_S = 0.02
 _LONGEST_RETRY_S = 0.5
 
 
-class TcpTransport:
-    """TCP on this machine's loopback addresses, written "127.0.0.1:4321"; port 0 listens on a free one."""
+class SocketTransport:
+    """Sockets, to whom `security` lets through; see `addresses` for how addresses are written."""
 
-    def __init__(self, limits: Limits | None = None) -> None:
+    def __init__(self, limits: Limits | None = None, security: SecurityPolicy | None = None) -> None:
         self._limits = limits or Limits()
+        self._security = security or SameMachine()
 
-    def listen(self, address: str, *, name: str, handler: Handler) -> TcpListener:
+    def listen(self, address: str, *, name: str, handler: Handler) -> SocketListener:
         """Take connections at `address`; see `base.Transport.listen`."""
-        place = _parse_loopback(address)
-        sock = socket.create_server((place.host, place.port), family=place.family, backlog=128)
-        return TcpListener(sock, name, handler, self._limits)
+        place = parse_address(address)
+        self._security.may_listen(place)
+        return SocketListener(bind(place), name, handler, self._limits, self._security)
 
     def connect(self, address: str, *, name: str, handler: Handler, who: str, timeout_s: float) -> Exchange:
         """Connect to `address`, retrying while nothing answers there; see `base.Transport.connect`."""
-        place = _parse_loopback(address)
+        place = parse_address(address)
+        self._security.may_connect(place)
         deadline = time.monotonic() + timeout_s
         retry_s = _FIRST_RETRY_S
         while True:
             left_s = max(deadline - time.monotonic(), 0.001)
             try:
-                return _connect_once(place, name, handler, self._limits, left_s)
-            except WireError as error:
-                raise WireError(f"{who} at {address} cannot be spoken to: {error}") from error
+                return self._connect_once(place, name, handler, left_s)
+            except (WireError, SecurityError) as error:
+                raise type(error)(f"{who} at {address} cannot be spoken to: {error}") from error
             except (OSError, TransportClosed, DeadlineExceeded) as error:
                 if time.monotonic() + retry_s >= deadline:
                     raise DeadlineExceeded(
@@ -61,17 +65,34 @@ class TcpTransport:
             time.sleep(retry_s)
             retry_s = min(2 * retry_s, _LONGEST_RETRY_S)
 
+    def _connect_once(self, place: Address, name: str, handler: Handler, timeout_s: float) -> Exchange:
+        deadline = Deadline.after(min(timeout_s, self._limits.hello_timeout_s))
+        sock = dial(place, timeout_s)
+        try:
+            send_at_once(sock)
+            secured = self._security.secure_client(sock, place, deadline.left_s)
+            peer = _shake_hands(secured, self._security, name, handler, self._limits, deadline)
+        except BaseException:
+            sock.close()
+            raise
 
-class TcpListener:
+        def read() -> None:
+            with contextlib.closing(secured.stream):
+                _read_all(secured.stream, peer, self._limits)
+
+        threading.Thread(target=read, name=f"dflow read {peer.name}", daemon=True).start()
+        return peer
+
+
+class SocketListener:
     """A listening socket and the connections it accepted; see `base.Listener`."""
 
-    def __init__(self, sock: socket.socket, name: str, handler: Handler, limits: Limits) -> None:
-        self._sock = sock
+    def __init__(self, bound: Bound, name: str, handler: Handler, limits: Limits, security: SecurityPolicy) -> None:
+        self._bound = bound
         self._name = name
         self._handler = handler
         self._limits = limits
-        host, port = sock.getsockname()[:2]
-        self._address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self._security = security
         self._lock = threading.Lock()
         self._is_closed = False
         self._strangers: set[socket.socket] = set()
@@ -80,8 +101,8 @@ class TcpListener:
 
     @property
     def address(self) -> str:
-        """The address to connect to, with the real port."""
-        return self._address
+        """The address to connect to, with the real port or path."""
+        return str(self._bound.address)
 
     def close(self) -> None:
         """Stop listening and end every connection made here."""
@@ -90,8 +111,9 @@ class TcpListener:
                 return
             self._is_closed = True
             strangers, peers = list(self._strangers), list(self._peers)
-        _shut_down(self._sock)
-        self._sock.close()
+        _shut_down(self._bound.sock)
+        self._bound.sock.close()
+        self._bound.clean_up()
         for sock in strangers:
             _shut_down(sock)
         for peer in peers:
@@ -100,15 +122,16 @@ class TcpListener:
     def _accept_all(self) -> None:
         while True:
             try:
-                sock, source = self._sock.accept()
+                sock, source = self._bound.sock.accept()
             except OSError as error:
                 if self._is_closed:
                     return
                 LOGGER.warning("%s: a connection could not be accepted: %s", self._name, error)
                 time.sleep(_FIRST_RETRY_S)
                 continue
-            if self._admit(sock, str(source)):
-                reader = threading.Thread(target=self._serve, args=(sock, str(source)), daemon=True)
+            where = str(source or self._bound.address)
+            if self._admit(sock, where):
+                reader = threading.Thread(target=self._serve, args=(sock, where), daemon=True)
                 reader.name = f"dflow read {self._name}"
                 reader.start()
 
@@ -127,10 +150,15 @@ class TcpListener:
 
     def _serve(self, sock: socket.socket, source: str) -> None:
         peer = None
+        deadline = Deadline.after(self._limits.hello_timeout_s)
+        stream: Stream | None = None
         try:
-            peer = _shake_hands(sock, self._name, self._handler, self._limits, self._limits.hello_timeout_s)
+            send_at_once(sock)
+            secured = self._security.secure_server(sock, self._bound.address, deadline.left_s)
+            stream = secured.stream
+            peer = _shake_hands(secured, self._security, self._name, self._handler, self._limits, deadline)
             if self._promote(sock, peer):
-                _read_all(sock, peer, self._limits)
+                _read_all(stream, peer, self._limits)
         except (DflowError, OSError) as error:
             LOGGER.warning("%s: connection from %s closed: %s", self._name, source, _reason(error))
         finally:
@@ -138,6 +166,8 @@ class TcpListener:
                 self._strangers.discard(sock)
                 if peer is not None:
                     self._peers.discard(peer)
+            if stream is not None:
+                stream.close()
             sock.close()
 
     def _promote(self, sock: socket.socket, peer: Exchange) -> bool:
@@ -149,72 +179,34 @@ class TcpListener:
             return not self._is_closed
 
 
-class _TcpLink:
-    """A socket as a `Link`; it knows the exchange it serves once that is made."""
+class _StreamLink:
+    """A stream as a `Link`; it knows the exchange it serves once that is made."""
 
-    def __init__(self, sock: socket.socket, limits: Limits) -> None:
-        self._sock = sock
-        self._outlet = Outlet(sock, limits, self._fail)
+    def __init__(self, stream: Stream, limits: Limits) -> None:
+        self._stream = stream
+        self._outlet = Outlet(stream, limits, self._fail)
         self.exchange: Exchange | None = None
 
     def send(self, frame: Frame) -> None:
         self._outlet.send(frame)
 
     def close(self) -> None:
-        _shut_down(self._sock)
+        self._stream.shut_down()
 
     def _fail(self, reason: str) -> None:
         if self.exchange is not None:
             self.exchange.close(reason)
 
 
-class _Place(NamedTuple):
-    host: str
-    port: int
-    family: socket.AddressFamily
-
-
-def _parse_loopback(address: str) -> _Place:
-    host, colon, port = address.rpartition(":")
-    host = {"localhost": "127.0.0.1"}.get(host, host.removeprefix("[").removesuffix("]"))
-    if not colon or not (port.isascii() and port.isdigit() and int(port) < 1 << 16):
-        raise ValueError(f"address {address!r} is not of the form 'host:port', such as '127.0.0.1:4321'")
-    try:
-        parsed = ipaddress.ip_address(host)
-    except ValueError:
-        parsed = None
-    if parsed is None or not parsed.is_loopback:
-        raise SecurityError(
-            f"address {address!r} is not a loopback address, and encryption is not built yet; "
-            "use 127.0.0.1, ::1 or localhost"
-        )
-    return _Place(host, int(port), socket.AF_INET if parsed.version == 4 else socket.AF_INET6)
-
-
-def _connect_once(place: _Place, name: str, handler: Handler, limits: Limits, timeout_s: float) -> Exchange:
-    sock = socket.create_connection((place.host, place.port), timeout=timeout_s)
-    try:
-        if sock.getsockname() == sock.getpeername():
-            raise ConnectionRefusedError("nothing listens there (the port was free, and connected to itself)")
-        peer = _shake_hands(sock, name, handler, limits, min(timeout_s, limits.hello_timeout_s))
-    except BaseException:
-        sock.close()
-        raise
-
-    def read() -> None:
-        with contextlib.closing(sock):
-            _read_all(sock, peer, limits)
-
-    threading.Thread(target=read, name=f"dflow read {peer.name}", daemon=True).start()
-    return peer
-
-
-def _shake_hands(sock: socket.socket, name: str, handler: Handler, limits: Limits, timeout_s: float) -> Exchange:
-    """Tell the other side who this is and learn who it is; returns with the socket ready for frames."""
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    link = _TcpLink(sock, limits)
+def _shake_hands(
+    secured: Secured, security: SecurityPolicy, name: str, handler: Handler, limits: Limits, deadline: Deadline
+) -> Exchange:
+    """Tell the other side who this is and learn who it is; returns with the stream ready for frames."""
+    stream = secured.stream
+    link = _StreamLink(stream, limits)
+    stream.set_timeout(deadline.left_s)
     link.send(Frame(Kind.NOTIFY, 0, encode_message(Hello(name)), b""))
-    hello = decode_message(read_first(sock, limits, timeout_s).meta)
+    hello = decode_message(read_first(stream, limits, deadline).meta)
     if not isinstance(hello, Hello):
         raise WireError(f"the first message is a {type(hello).__name__}; a connection starts with a Hello")
     if hello.version != PROTOCOL_VERSION:
@@ -222,15 +214,16 @@ def _shake_hands(sock: socket.socket, name: str, handler: Handler, limits: Limit
             f"{hello.name} speaks protocol version {hello.version} and this side version {PROTOCOL_VERSION}; "
             "install the same dflow on both"
         )
-    set_stall_timeout(sock, limits.stall_timeout_s)
+    security.may_be_called(secured.identity, hello.name)
+    stream.set_timeout(limits.stall_timeout_s)
     link.exchange = Exchange(link, local=name, remote=hello.name, handler=handler, limits=limits)
     return link.exchange
 
 
-def _read_all(sock: socket.socket, peer: Exchange, limits: Limits) -> None:
+def _read_all(stream: Stream, peer: Exchange, limits: Limits) -> None:
     """Hand every frame of the connection to its exchange, and close that when the frames end."""
     become_reader()
-    reader = FrameReader(sock, limits)
+    reader = FrameReader(stream, limits)
     reason = "the other side closed the connection"
     try:
         while (frame := reader.read()) is not None:

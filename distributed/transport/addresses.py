@@ -1,0 +1,72 @@
+"""Where a task can be reached, as text and as values.
+
+Why: to everyone but the transport an address is text that is passed on; this file alone reads it. An address is
+`host:port`, `[host]:port` for an IPv6 address, or `unix:/path`. `unix:` without a path listens at a new one, in a
+folder that only this user can enter.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from dataclasses import dataclass
+
+#: Linux's `sockaddr_un` holds so many bytes of path, and a zero.
+MAX_UNIX_PATH_BYTES = 107
+
+_UNIX = "unix:"
+
+
+@dataclass(frozen=True)
+class TcpAddress:
+    """A host, by number or name, and a port; port 0 listens on a free one."""
+
+    host: str
+    port: int
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can be reached by it."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True)
+class UnixAddress:
+    """A socket in the file system; an empty path listens in a new folder."""
+
+    path: str
+
+    def __str__(self) -> str:
+        return _UNIX + self.path
+
+
+Address = TcpAddress | UnixAddress
+
+
+def parse_address(text: str) -> Address:
+    """The address that `text` says; raises ValueError if it says none."""
+    if text.startswith(_UNIX):
+        return _parse_path(text.removeprefix(_UNIX))
+    host, colon, port = text.rpartition(":")
+    if not colon or not (port.isascii() and port.isdigit() and int(port) < 1 << 16):
+        raise ValueError(f"address {text!r} is not of the form 'host:port', such as '127.0.0.1:4321', or 'unix:/path'")
+    host = host.removeprefix("[").removesuffix("]")
+    return TcpAddress("127.0.0.1" if host == "localhost" else host, int(port))
+
+
+def _parse_path(path: str) -> UnixAddress:
+    size_bytes = len(os.fsencode(path))
+    if size_bytes > MAX_UNIX_PATH_BYTES:
+        raise ValueError(
+            f"the path of a Unix socket takes at most {MAX_UNIX_PATH_BYTES} bytes but {path!r} takes {size_bytes}; "
+            "use a shorter one"
+        )
+    if path and not os.path.isabs(path):
+        raise ValueError(f"the path of a Unix socket starts with '/' but this is {path!r}")
+    return UnixAddress(path)

@@ -1,0 +1,96 @@
+"""The kinds of sockets: how to listen and connect by each; nothing else differs between them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import tempfile
+from collections.abc import Callable
+from typing import NamedTuple
+
+from dflow.distributed.transport.addresses import Address, TcpAddress, UnixAddress
+
+_BACKLOG = 128
+
+
+class Bound(NamedTuple):
+    """A listening socket, where it can be reached, and what to do once it is closed."""
+
+    sock: socket.socket
+    address: Address
+    clean_up: Callable[[], None]
+
+
+def bind(address: Address) -> Bound:
+    """Listen at `address`.
+
+    raises  OSError if the address is taken
+    """
+    return _bind_unix(address) if isinstance(address, UnixAddress) else _bind_tcp(address)
+
+
+def dial(address: Address, timeout_s: float) -> socket.socket:
+    """A connection to `address`; raises OSError."""
+    if isinstance(address, UnixAddress):
+        return _dial_unix(address, timeout_s)
+    sock = socket.create_connection((address.host, address.port), timeout=timeout_s)
+    if sock.getsockname() == sock.getpeername():
+        sock.close()
+        raise ConnectionRefusedError("nothing listens there (the port was free, and connected to itself)")
+    return sock
+
+
+def send_at_once(sock: socket.socket) -> None:
+    """Let small frames leave without waiting for more."""
+    if sock.family != socket.AF_UNIX:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def _bind_tcp(address: TcpAddress) -> Bound:
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    sock = socket.create_server((address.host, address.port), family=family, backlog=_BACKLOG)
+    host, port = sock.getsockname()[:2]
+    return Bound(sock, TcpAddress(host, port), lambda: None)
+
+
+def _bind_unix(address: UnixAddress) -> Bound:
+    folder = "" if address.path else tempfile.mkdtemp(prefix="dflow-")
+    path = address.path or os.path.join(folder, "socket")
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        _remove_if_dead(path)
+        sock.bind(path)
+        sock.listen(_BACKLOG)
+    except BaseException:
+        sock.close()
+        raise
+
+    def clean_up() -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        if folder:
+            os.rmdir(folder)
+
+    return Bound(sock, UnixAddress(path), clean_up)
+
+
+def _dial_unix(address: UnixAddress, timeout_s: float) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.settimeout(timeout_s)
+        sock.connect(address.path)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _remove_if_dead(path: str) -> None:
+    """Free a path at which a process listened that is no more."""
+    try:
+        _dial_unix(UnixAddress(path), 1.0).close()
+    except ConnectionRefusedError:
+        os.unlink(path)
+    except OSError:
+        pass

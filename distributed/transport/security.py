@@ -1,0 +1,105 @@
+"""Who may be spoken to: what has to be true of a connection before its first message is believed.
+
+Why: the transport carries bytes to whoever answers; whether that is one of us is decided here, by one object that
+the transport is given. A policy may encrypt the connection, or put a question over it first.
+
+Invariants: a policy is asked before every listening and connecting, and nothing is read from a connection as a frame
+until `secure_client` or `secure_server` has returned for it. Without a policy stated, `SameMachine` holds.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from typing import NamedTuple, Protocol
+
+from dflow.distributed.transport.addresses import Address, UnixAddress
+from dflow.distributed.transport.stream import SocketStream, Stream
+from dflow.tracing.errors import SecurityError
+
+_CREDENTIALS = struct.Struct("3i")
+
+
+class Secured(NamedTuple):
+    """A connection that may be used. `identity` is whom the peer has proved to be; empty if only that it may come."""
+
+    stream: Stream
+    identity: str
+
+
+class SecurityPolicy(Protocol):
+    """What the transport asks before it trusts a connection."""
+
+    def may_listen(self, address: Address) -> None:
+        """Raise SecurityError, with the remedy, if this address may not be listened on."""
+        ...
+
+    def may_connect(self, address: Address) -> None:
+        """Raise SecurityError, with the remedy, if this address may not be connected to."""
+        ...
+
+    def secure_client(self, sock: socket.socket, address: Address, timeout_s: float) -> Secured:
+        """Make a connection to `address` trustworthy, within `timeout_s`; the socket is blocking and just connected.
+
+        raises  SecurityError if it is refused for good, so that a retry is of no use; OSError, TransportClosed or
+                DeadlineExceeded
+        """
+        ...
+
+    def secure_server(self, sock: socket.socket, address: Address, timeout_s: float) -> Secured:
+        """Make a connection that was accepted at `address` trustworthy; raises what `secure_client` raises."""
+        ...
+
+    def may_be_called(self, identity: str, name: str) -> None:
+        """Raise SecurityError if whoever proved to be `identity` may not call itself `name` in its `Hello`."""
+        ...
+
+
+class SameMachine:
+    """Loopback addresses, and Unix sockets whose other end is a process of this user; nothing is encrypted."""
+
+    def may_listen(self, address: Address) -> None:
+        """Refuse what other machines can reach."""
+        _refuse_remote(address)
+
+    def may_connect(self, address: Address) -> None:
+        """Refuse other machines."""
+        _refuse_remote(address)
+
+    def secure_client(self, sock: socket.socket, address: Address, timeout_s: float) -> Secured:
+        """Take the connection as it is, if its other end is this user's."""
+        return _of_same_user(sock, address)
+
+    def secure_server(self, sock: socket.socket, address: Address, timeout_s: float) -> Secured:
+        """Take the connection as it is, if its other end is this user's."""
+        return _of_same_user(sock, address)
+
+    def may_be_called(self, identity: str, name: str) -> None:
+        """Any name will do."""
+
+
+def peer_uid(sock: socket.socket) -> int:
+    """The user of the process at the other end of a connected Unix socket."""
+    size = _CREDENTIALS.size
+    _, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    return int(uid)
+
+
+def _of_same_user(sock: socket.socket, address: Address) -> Secured:
+    if isinstance(address, UnixAddress):
+        uid, mine = peer_uid(sock), os.geteuid()
+        if uid != mine:
+            raise SecurityError(
+                f"the process at the other end of {address} is of user {uid} and this one of user {mine}; "
+                "run both as one user"
+            )
+    return Secured(SocketStream(sock), "")
+
+
+def _refuse_remote(address: Address) -> None:
+    if not isinstance(address, UnixAddress) and not address.is_loopback:
+        raise SecurityError(
+            f"address {str(address)!r} is not a loopback address, and encryption is not built yet; "
+            "use 127.0.0.1, ::1 or localhost"
+        )
