@@ -10,17 +10,22 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from types import TracebackType
 from typing import Self
 
+from msgspec.structs import replace as replace_struct
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from dflow.distributed.launcher import LaunchView, TaskRow
+from dflow.distributed.launching.run_logs import RunLogs
 from dflow.distributed.membership import FINISHED, NORMAL_ENDS
 from dflow.distributed.messages import EdgeTraffic, Status, TaskInfo, VariableInfo
+from dflow.launch_table import launch_table
 from dflow.tracing.errors import DeviceError
 from dflow.tracing.task_name import short_task_name, split_task_name
 
@@ -30,6 +35,7 @@ PLAIN_LINE_S = 2.0
 #: Characters in a line of a table where there is no terminal to ask.
 PLAIN_WIDTH = 120
 RATE_WINDOW_S = 5.0
+NO_ANSWER = "the coordinator does not answer"
 _COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_red")
 _LETTER = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
 
@@ -131,11 +137,13 @@ def grouped_traffic(traffic: Iterable[EdgeTraffic]) -> list[TrafficRow]:
 
 
 class TerminalView:
-    """The launcher's view on a terminal: tasks' lines above a line of progress."""
+    """The launcher's view on a terminal: tasks' lines scroll above a table of the tasks and a line of progress."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._rate = StepRate()
+        self._rates: dict[str, StepRate] = {}
+        self._newest_rates: dict[str, float] = {}
         self._live = Live(Text("starting"), console=console, refresh_per_second=8, transient=True)
 
     def __enter__(self) -> Self:
@@ -153,21 +161,33 @@ class TerminalView:
         text.append_text(Text.from_ansi(line))
         self._console.print(text, soft_wrap=True)
 
-    def show_status(self, status: Status) -> None:
-        """Renew the progress."""
-        self._live.update(
-            Text(progress_line(status, self._rate.add(status)), style="bold", overflow="ellipsis", no_wrap=True)
-        )
+    def show_status(self, status: Status | None, rows: Sequence[TaskRow]) -> None:
+        """Renew the table and the progress."""
+        text = progress_line(status, self._rate.add(status)) if status is not None else NO_ANSWER
+        line = Text(text, style="bold", overflow="ellipsis", no_wrap=True)
+        if status is not None:
+            self._newest_rates = self._worker_rates(status)
+        table = launch_table(rows, self._newest_rates, most=max(self._console.height // 2, 4))
+        self._live.update(Group(table, line))
 
     def show_event(self, text: str) -> None:
         """Print the text above the progress."""
-        self._console.print(Text(f"dflow: {text}", style="bold red"), soft_wrap=True)
+        self._console.print(Text(f"dflow: {text}", style="bold"), soft_wrap=True)
 
     def show_end(self, status: Status | None, ends: Mapping[str, str]) -> None:
         """Print the tables in the place of the progress."""
         self._live.stop()
         if status is not None:
             self._console.print(closing_tables(status, ends))
+
+    def _worker_rates(self, status: Status) -> dict[str, float]:
+        """Steps per second of each worker, by short name."""
+        rates = {}
+        for worker in status.workers:
+            name = short_task_name(worker.task)
+            own = replace_struct(status, steps_done=worker.steps, steps_total=max(status.steps_total, 1))
+            rates[name] = self._rates.setdefault(name, StepRate()).add(own)
+        return rates
 
 
 class PlainView:
@@ -190,8 +210,10 @@ class PlainView:
         """Print the line."""
         self._print(f"[{task}] {line}")
 
-    def show_status(self, status: Status) -> None:
-        """Print the progress when the last one is old enough."""
+    def show_status(self, status: Status | None, rows: Sequence[TaskRow]) -> None:
+        """Print the progress when the last one is old enough; the tasks are told of by events alone."""
+        if status is None:
+            return
         rate = self._rate.add(status)
         if status.now_s - self._shown_at_s >= PLAIN_LINE_S:
             self._shown_at_s = status.now_s
@@ -208,6 +230,32 @@ class PlainView:
 
     def _print(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+class LoggedView:
+    """A view that keeps what it shows in the logs of the run too; the launcher's own words are in `launcher.log`."""
+
+    def __init__(self, view: LaunchView, logs: RunLogs) -> None:
+        self._view = view
+        self._logs = logs
+
+    def show_line(self, task: str, line: str) -> None:
+        """Log and show the line."""
+        self._logs.write(task, line)
+        self._view.show_line(task, line)
+
+    def show_status(self, status: Status | None, rows: Sequence[TaskRow]) -> None:
+        """Show it."""
+        self._view.show_status(status, rows)
+
+    def show_event(self, text: str) -> None:
+        """Log the text, and show it."""
+        self._logs.write("launcher", f"{datetime.now().isoformat(timespec='seconds')} {text}")
+        self._view.show_event(text)
+
+    def show_end(self, status: Status | None, ends: Mapping[str, str]) -> None:
+        """Show it."""
+        self._view.show_end(status, ends)
 
 
 def make_console() -> Console:

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 TAIL_LINES = 20
 #: A descendant that made a session of its own may hold the output open; its lines are not waited for longer.
@@ -27,6 +27,7 @@ class ChildProcess:
 
     `lifeline`  the read end of the launcher's pipe, which the child inherits under the same number
     `on_line`   called with each line of output, without its end, from a thread of its own
+    `cores`     the cores that it and all that it starts are kept on; none given, those of this process
     """
 
     def __init__(
@@ -36,6 +37,8 @@ class ChildProcess:
         environment: Mapping[str, str],
         lifeline: int,
         on_line: Callable[[str], None],
+        *,
+        cores: Collection[int] = (),
     ) -> None:
         self.name = name
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
@@ -51,6 +54,10 @@ class ChildProcess:
             pass_fds=(lifeline,),
             start_new_session=True,
         )
+        if cores:
+            # Its interpreter has no thread but the first yet, whose cores later ones take over.
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(self._process.pid, cores)
         self._reader = threading.Thread(target=self._read, name=f"dflow output {name}", daemon=True)
         self._reader.start()
 

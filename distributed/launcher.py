@@ -1,10 +1,11 @@
-"""A cluster on this machine: a coordinator, ps tasks, and a script once per worker, each a process of its own.
+"""A cluster started and watched: a coordinator, stock tasks, and a script once per worker, each a process of its own.
 
 Invariants:
 - whatever happens, each process that was started has ended and is reaped before `launch` returns;
 - when the launcher is killed instead, every child that watches its lifeline ends;
-- a worker that dies does not end the run; the coordinator or a ps task that dies ends it;
-- ps tasks and the coordinator are told to end only after all workers have.
+- a task that fails is started again as its job's policy says, and only then counts as ended; a worker that has ended
+  does not end the run, while the coordinator or a stock task that has ended does;
+- stock tasks and the coordinator are told to end only after all workers have.
 
 The exit status is 0 when at least one worker finished and none failed by itself, 130 after SIGINT or SIGTERM, else 1.
 A worker killed by a signal has not failed by itself: others do its steps. One that never joined the cluster has failed.
@@ -12,41 +13,40 @@ A worker killed by a signal has not failed by itself: others do its steps. One t
 
 from __future__ import annotations
 
-import os
 import signal
-import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
-from dflow.distributed.child_process import ChildProcess, describe_end
+from dflow.distributed.child_process import describe_end
 from dflow.distributed.coordinator import LISTENING
 from dflow.distributed.coordinator_client import CoordinatorClient
-from dflow.distributed.lifeline import LIFELINE_VARIABLE
+from dflow.distributed.launching.launch_plan import COORDINATOR, LaunchPlan
+from dflow.distributed.launching.place import Place, Running
+from dflow.distributed.launching.restarts import Restarts
 from dflow.distributed.messages import Status
 from dflow.distributed.stop_signal import StopSignal
 from dflow.distributed.transport.base import Transport
 from dflow.tracing.errors import DeadlineExceeded, TransportClosed
-from dflow.tracing.task_name import short_task_name, task_name
+from dflow.tracing.task_name import short_task_name, split_task_name
 
 START_S = 60.0
 POLL_S = 0.2
 STATUS_S = 2.0
 #: How long a process that was asked to end may take before it is killed.
 GRACE_S = 5.0
-_COORDINATOR = "coordinator"
 
 
 @dataclass(frozen=True)
-class LaunchPlan:
-    """What to start: `ps` stock tasks, and `script` with `arguments` once for each of `workers`."""
+class TaskRow:
+    """A task as its launcher sees it: `task` is its short name, `restarts` how often it was started again."""
 
-    ps: int
-    workers: int
-    script: str
-    arguments: tuple[str, ...] = ()
-    python: str = sys.executable
+    task: str
+    state: str
+    restarts: int
+    last_line: str
 
 
 class LaunchView(Protocol):
@@ -56,8 +56,8 @@ class LaunchView(Protocol):
         """A process printed a line; `task` is its short name."""
         ...
 
-    def show_status(self, status: Status) -> None:
-        """How far the run is, about five times a second."""
+    def show_status(self, status: Status | None, rows: Sequence[TaskRow]) -> None:
+        """How far the run is, about five times a second; no status while the coordinator does not answer."""
         ...
 
     def show_event(self, text: str) -> None:
@@ -69,9 +69,9 @@ class LaunchView(Protocol):
         ...
 
 
-def launch(stop: StopSignal, plan: LaunchPlan, view: LaunchView, transport: Transport) -> int:
-    """Run the plan to its end, or until `stop`, and return the exit status."""
-    launched = _Launch(stop, plan, view, transport)
+def launch(stop: StopSignal, plan: LaunchPlan, place: Place, view: LaunchView, transport: Transport) -> int:
+    """Run the plan to its end, or until `stop`, and return the exit status; closes the place."""
+    launched = _Launch(stop, plan, place, view, transport)
     try:
         return launched.run()
     except _Interrupted as interrupted:
@@ -92,144 +92,191 @@ class _Fault(Exception):
     """The run cannot go on; the text says why."""
 
 
+class _Task:
+    """One task: its newest process, or when the next is due, or how it has ended."""
+
+    def __init__(self, task: str) -> None:
+        self.task = task
+        self.job = task if task == COORDINATOR else split_task_name(task)[0]
+        self.name = short_task_name(task)
+        self.running: Running | None = None
+        self.started_s = 0.0
+        self.due_s = 0.0
+        self.status: int | None = None
+        self.end = ""
+
+    @property
+    def is_over(self) -> bool:
+        return self.status is not None
+
+
 class _Launch:
-    def __init__(self, stop: StopSignal, plan: LaunchPlan, view: LaunchView, transport: Transport) -> None:
+    def __init__(
+        self, stop: StopSignal, plan: LaunchPlan, place: Place, view: LaunchView, transport: Transport
+    ) -> None:
         self._plan = plan
+        self._place = place
         self._view = view
         self._transport = transport
         self._stop = stop
-        self._lifeline, self._held = os.pipe()
-        self._children: dict[str, ChildProcess] = {}
-        self._ends: dict[str, str] = {}
+        self._restarts = Restarts(plan.restarts)
+        self._coordinator = _Task(COORDINATOR)
+        self._servers = [_Task(task) for task in plan.servers]
+        self._workers = [_Task(task) for task in plan.workers]
         self._address = ""
         self._client: CoordinatorClient | None = None
         self._status: Status | None = None
 
+    @property
+    def _everyone(self) -> list[_Task]:
+        return [self._coordinator, *self._servers, *self._workers]
+
     def run(self) -> int:
         """Start everything, wait for the workers, end the rest, and show what came of it."""
         self._start_coordinator()
-        servers = [task_name("ps", index) for index in range(self._plan.ps)]
-        workers = [task_name("worker", index) for index in range(self._plan.workers)]
-        for index, task in enumerate(servers):
-            self._start_server(task, index)
-        for index, task in enumerate(workers):
-            self._start_worker(task, index)
-        statuses = self._wait_for_workers(workers, (*servers, _COORDINATOR))
+        for task in (*self._servers, *self._workers):
+            self._start(task)
+        while not all(task.is_over for task in self._workers):
+            self._wait()
+            for task in self._everyone:
+                self._look_at(task)
+            self._poll_status()
         self._poll_status()
-        self._end(self._children[task] for task in servers)
+        self._end(self._servers)
         self._poll_status()
-        self._view.show_end(self._status, self._ends)
-        return self._verdict(statuses)
+        self._view.show_end(self._status, {task.task: task.end for task in self._workers})
+        return self._verdict([task.status for task in self._workers if task.status is not None])
 
     def end(self) -> None:
         """End every process that is left."""
         if self._client is not None:
             self._client.close()
-        self._end(self._children.values())
-        os.close(self._held)
-        os.close(self._lifeline)
+        self._end(self._everyone)
+        self._place.close()
 
     def _start_coordinator(self) -> None:
-        jobs = {"ps": self._plan.ps, "worker": self._plan.workers}
-        counts = [word for job, count in jobs.items() for word in ("--job", f"{job}={count}")]
-        self._start(_COORDINATOR, self._own_command("coordinator", *counts), _server_environment())
+        self._start(self._coordinator)
         deadline = time.monotonic() + START_S
         while not self._address:
-            self._check([_COORDINATOR])
+            self._wait()
+            self._look_at(self._coordinator)
             if time.monotonic() > deadline:
                 raise _Fault(f"the coordinator did not say within {START_S:g} s where it listens; see its output above")
         self._client = CoordinatorClient(self._transport, self._address, name="launcher", timeout_s=START_S)
 
-    def _start_server(self, task: str, index: int) -> None:
-        command = self._own_command("task", "--job", "ps", "--index", str(index), "--coordinator", self._address)
-        self._start(task, command, _server_environment())
+    def _start(self, task: _Task) -> None:
+        program = self._plan.program(task.task, self._address)
+        on_line = (
+            self._take_coordinators_line if task is self._coordinator else partial(self._view.show_line, task.name)
+        )
+        task.running = self._place.start(program, on_line)
+        task.started_s = time.monotonic()
 
-    def _start_worker(self, task: str, index: int) -> None:
-        role = {"DFLOW_COORDINATOR": self._address, "DFLOW_JOB": "worker", "DFLOW_INDEX": str(index)}
-        command = [self._plan.python, self._plan.script, *self._plan.arguments]
-        self._start(task, command, {**os.environ, **role})
+    def _take_coordinators_line(self, line: str) -> None:
+        if line.startswith(LISTENING):
+            self._address = line.removeprefix(LISTENING)
+        else:
+            self._view.show_line(COORDINATOR, line)
 
-    def _own_command(self, *words: str) -> list[str]:
-        return [self._plan.python, "-P", "-m", "dflow", *words]
-
-    def _start(self, task: str, command: list[str], environment: Mapping[str, str]) -> None:
-        ours = {LIFELINE_VARIABLE: str(self._lifeline), "PYTHONUNBUFFERED": "1"}
-        name = short_task_name(task)
-
-        def on_line(line: str) -> None:
-            if task == _COORDINATOR and not self._address and line.startswith(LISTENING):
-                self._address = line.removeprefix(LISTENING)
-            else:
-                self._view.show_line(name, line)
-
-        self._children[task] = ChildProcess(name, command, {**environment, **ours}, self._lifeline, on_line)
-
-    def _wait_for_workers(self, workers: Iterable[str], servers: Iterable[str]) -> list[int]:
-        """The exit status of each worker, in order of ending; raises when one of `servers` ends first."""
-        running, statuses = set(workers), []
-        while running:
-            self._check(servers)
-            for task in sorted(running):
-                status = self._children[task].poll()
-                if status is None:
-                    continue
-                running.discard(task)
-                statuses.append(status)
-                self._ends[task] = describe_end(status)
-                if status == 0 and not self._has_joined(task):
-                    statuses[-1] = 1
-                    self._ends[task] = "it never joined the cluster"
-                    self._view.show_event(
-                        f"{short_task_name(task)} finished and had never joined the cluster, so it worked alone: "
-                        "its script has to call dflow.connect()"
-                    )
-                if status != 0:
-                    rest = f"; {len(running)} of {self._plan.workers} workers go on" if running else ""
-                    self._view.show_event(f"{short_task_name(task)} ended: {self._ends[task]}{rest}")
-            self._poll_status()
-        return statuses
-
-    def _has_joined(self, task: str) -> bool:
-        """Whether the task was ever in the cluster, as far as the coordinator can be asked."""
-        self._poll_status()
-        return self._status is None or any(info.task == task for info in self._status.tasks)
-
-    def _check(self, servers: Iterable[str]) -> None:
-        """Wait a moment; raises when a signal came or one of `servers` has ended."""
+    def _wait(self) -> None:
+        """Wait a moment; raises when a signal came."""
         which = self._stop.wait(POLL_S)
         if which is not None:
             raise _Interrupted(signal.Signals(which).name if which else "a fault")
-        for task in servers:
-            child = self._children[task]
-            status = child.poll()
-            if status is not None:
-                last = "".join(f"\n  {line}" for line in child.tail) or " none"
-                raise _Fault(
-                    f"{child.name} ended ({describe_end(status)}) while workers needed it, so the run ends; "
-                    f"its last lines:{last}"
-                )
+
+    def _look_at(self, task: _Task) -> None:
+        """Start the task again when that is due, and take note of its end."""
+        if task.is_over:
+            return
+        if task.running is None:
+            if time.monotonic() >= task.due_s:
+                self._start(task)
+                self._say_what_is_lost(task)
+            return
+        status = task.running.poll()
+        if status is None:
+            return
+        if task in self._workers:
+            self._worker_ended(task, status)
+        else:
+            self._server_ended(task, status, task.running.tail)
+
+    def _worker_ended(self, task: _Task, status: int) -> None:
+        if status == 0 and not self._has_joined(task):
+            task.status, task.end = 1, "it never joined the cluster"
+            self._view.show_event(
+                f"{task.name} finished and had never joined the cluster, so it worked alone: "
+                "its script has to call dflow.connect()"
+            )
+        elif not self._is_started_again(task, status):
+            task.status, task.end = status, describe_end(status)
+            running = sum(not worker.is_over for worker in self._workers)
+            if status != 0:
+                rest = f"; {running} of {len(self._workers)} workers go on" if running else ""
+                self._view.show_event(f"{task.name} ended: {task.end}{rest}")
+
+    def _server_ended(self, task: _Task, status: int, tail: Sequence[str]) -> None:
+        # It was not the launcher that told it to end, so an end with status 0 is a failure too.
+        if not self._is_started_again(task, status or 1):
+            last = "".join(f"\n  {line}" for line in tail) or " none"
+            raise _Fault(
+                f"{task.name} ended ({describe_end(status)}) while workers needed it, so the run ends; "
+                f"its last lines:{last}"
+            )
+
+    def _is_started_again(self, task: _Task, status: int) -> bool:
+        now_s = time.monotonic()
+        pause_s = self._restarts.pause_s(task.task, task.job, status, now_s - task.started_s)
+        if pause_s is None:
+            return False
+        task.running, task.due_s = None, now_s + pause_s
+        self._view.show_event(
+            f"{task.name} ended: {describe_end(status)}; it is started again in {pause_s:g} s "
+            f"(restart {self._restarts.standing(task.task, task.job)})"
+        )
+        return True
+
+    def _say_what_is_lost(self, task: _Task) -> None:
+        if task in self._servers:
+            self._view.show_event(
+                f"{task.name} runs again and is empty: the variables that it held are lost, and a worker whose steps "
+                "use them fails, until it is started again and makes them anew"
+            )
+
+    def _has_joined(self, task: _Task) -> bool:
+        """Whether the task was ever in the cluster, as far as the coordinator can be asked."""
+        self._poll_status()
+        return self._status is None or any(info.task == task.task for info in self._status.tasks)
 
     def _poll_status(self) -> None:
-        if self._client is None:
-            return
-        try:
-            self._status = self._client.status(timeout_s=STATUS_S)
-        except (DeadlineExceeded, TransportClosed):
-            return  # busy, or dead, which `_check` finds
-        self._view.show_status(self._status)
+        answered = False
+        if self._client is not None:
+            try:
+                self._status = self._client.status(timeout_s=STATUS_S)
+                answered = True
+            except (DeadlineExceeded, TransportClosed):
+                pass  # busy, or dead, which `_look_at` finds
+        self._view.show_status(self._status if answered else None, self._rows())
 
-    def _end(self, children: Iterable[ChildProcess]) -> None:
+    def _rows(self) -> list[TaskRow]:
+        live = {info.task for info in self._status.tasks if info.left_at_s is None} if self._status else set()
+        live.add(COORDINATOR)
+        return [
+            TaskRow(task.name, _state(task, task.task in live), self._restarts.count(task.task), _last_line(task))
+            for task in self._everyone
+        ]
+
+    def _end(self, tasks: Iterable[_Task]) -> None:
         """End the processes: by SIGTERM, and by SIGKILL those that take too long or when a second signal comes."""
-        ending = list(children)
-        for child in ending:
-            child.terminate()
+        running = [task.running for task in tasks if task.running is not None]
+        for each in running:
+            each.terminate()
         deadline = time.monotonic() + GRACE_S
-        running = ending
-        while running := [child for child in running if child.poll() is None]:
+        while running := [each for each in running if each.poll() is None]:
             if time.monotonic() > deadline or self._stop.wait(POLL_S / 8) is not None:
                 break
-        for child in running:
-            child.kill()
+        for each in running:
+            each.kill()
 
     def _verdict(self, statuses: list[int]) -> int:
         if 0 not in statuses:
@@ -238,6 +285,14 @@ class _Launch:
         return 1 if any(status > 0 for status in statuses) else 0
 
 
-def _server_environment() -> dict[str, str]:
-    """Servers compute little, and must not take an accelerator from the workers, unless the user says so."""
-    return {"JAX_PLATFORMS": "cpu", **os.environ}
+def _state(task: _Task, is_live: bool) -> str:
+    if task.is_over:
+        return task.end
+    if task.running is None:
+        return f"again in {max(task.due_s - time.monotonic(), 0):.0f} s"
+    return "running" if is_live else "starting"
+
+
+def _last_line(task: _Task) -> str:
+    tail = task.running.tail if task.running is not None else ()
+    return tail[-1] if tail else ""

@@ -146,7 +146,7 @@ def test_output_to_a_file_is_plain_and_progress_comes_every_two_seconds() -> Non
     with view:
         view.show_line("worker:0", "[red]as it is[/red]")
         for tenth in range(20, 45):
-            view.show_status(status(now_s=tenth / 10))
+            view.show_status(status(now_s=tenth / 10), ())
         view.show_event("worker:0 ended")
         view.show_end(None, {})
     assert isinstance(console.file, io.StringIO)
@@ -162,7 +162,7 @@ def test_a_terminal_gets_a_live_line_and_the_tables_after_it() -> None:
     assert isinstance(view, TerminalView)
     with view:
         view.show_line("worker:0", "hello")
-        view.show_status(status())
+        view.show_status(status(), ())
         view.show_end(status(results={"accuracy": 0.5}), {})
     assert isinstance(console.file, io.StringIO)
     text = console.file.getvalue()

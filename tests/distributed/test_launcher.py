@@ -3,6 +3,7 @@
 import os
 import signal
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -29,10 +30,12 @@ threading.Event().wait()
 )
 
 
-def launch(tmp_path: Path, script: str, workers: int = 1, *arguments: str, ps: int = 0) -> Spawned:
+def launch(
+    tmp_path: Path, script: str, workers: int = 1, *arguments: str, ps: int = 0, options: Sequence[str] = ()
+) -> Spawned:
     (tmp_path / "script.py").write_text(textwrap.dedent(script))
-    counts = ("--ps", str(ps), "--workers", str(workers))
-    return Spawned("-m", "dflow", "launch", *counts, "script.py", *arguments, cwd=tmp_path)
+    words = ("--ps", str(ps), "--workers", str(workers), "--logs", str(tmp_path / "logs"), *options)
+    return Spawned("-m", "dflow", "launch", *words, "script.py", *arguments, cwd=tmp_path)
 
 
 def pids(launched: Spawned, count: int) -> list[int]:
@@ -185,3 +188,100 @@ def test_a_missing_script_is_said_before_anything_starts(tmp_path: Path) -> None
         status, output = launched.finish()
     assert status == 2
     assert "there is no script 'nothing.py' in" in output
+
+
+def test_a_worker_that_fails_is_started_again_and_its_end_is_what_counts(tmp_path: Path) -> None:
+    script = (
+        CONNECT
+        + """
+from pathlib import Path
+if not Path("been here").exists():
+    Path("been here").touch()
+    print("the first time")
+    os.kill(os.getpid(), signal.SIGKILL)
+print("the second time")
+client.leave()
+"""
+    )
+    with launch(tmp_path, script, options=["--restart", "on-failure:2"]) as launched:
+        status, output = launched.finish()
+    assert status == 0, output
+    assert "dflow: worker:0 ended: killed by SIGKILL; it is started again in 1 s (restart 1 of 2)" in output
+    assert "[worker:0] the second time" in output
+    assert (tmp_path / "logs/worker-0.log").read_text() == "the first time\nthe second time\n"
+    assert "it is started again in 1 s (restart 1 of 2)" in (tmp_path / "logs/launcher.log").read_text()
+
+
+def test_restarts_come_to_an_end(tmp_path: Path) -> None:
+    with launch(tmp_path, "raise SystemExit(3)", options=["--restart", "on-failure:1"]) as launched:
+        status, output = launched.finish()
+    assert status == 1, output
+    assert output.count("is started again") == 1
+    assert "dflow: worker:0 ended: exit status 3\n" in output
+    assert "none of 1 workers finished" in output
+
+
+def test_a_signal_comes_through_while_a_restart_is_due(tmp_path: Path) -> None:
+    with launch(tmp_path, "raise SystemExit(3)", options=["--restart", "on-failure:9"]) as launched:
+        launched.read_until("restart 2 of 9")
+        launched.process.send_signal(signal.SIGTERM)
+        status, output = launched.finish()
+    assert status == 130, output
+
+
+def test_a_dead_ps_task_ends_the_run_unless_it_may_come_back_empty(tmp_path: Path) -> None:
+    script = (
+        CONNECT
+        + """
+lives = []
+both = threading.Event()
+def note(roster):
+    lives[:] = [info for info in roster.tasks if info.task == "/job:ps/task:0"]
+    if len(lives) == 2:
+        both.set()
+client.call_on_roster(note)
+roster = client.wait_for_tasks(["/job:ps/task:0"], timeout_s=60)
+siblings = open(f"/proc/{os.getppid()}/task/{os.getppid()}/children").read().split()
+[ps] = [pid for pid in siblings if b"task" in open(f"/proc/{pid}/cmdline", "rb").read().split(bytes(1))]
+os.kill(int(ps), signal.SIGKILL)
+assert both.wait(60)
+client.leave()
+""".replace("import os,", "from pathlib import Path\nimport os,")
+    ).replace("import os,", "from pathlib import Path\nimport os,", 1)
+    with launch(tmp_path, script, ps=1) as launched:
+        status, output = launched.finish()
+    assert status == 1, output
+    assert "ps:0 ended (killed by SIGKILL) while workers needed it, so the run ends" in output
+    with launch(tmp_path, script, ps=1, options=["--restart", "ps=on-failure"]) as launched:
+        status, output = launched.finish()
+    assert status == 0, output
+    assert "ps:0 ended: killed by SIGKILL; it is started again in 1 s (restart 1 of 3)" in output
+    assert "ps:0 runs again and is empty: the variables that it held are lost" in output
+
+
+def test_other_jobs_run_the_script_too_each_in_its_environment(tmp_path: Path) -> None:
+    script = CONNECT + "print(os.environ['DFLOW_JOB'], index, 'has', os.environ.get('A'))\nclient.leave()"
+    options = ["--job", "evaluator=1", "--env", "A=some", "--env", "worker:1:A=more"]
+    with launch(tmp_path, script, 2, options=options) as launched:
+        status, output = launched.finish()
+    assert status == 0, output
+    for line in ("[worker:0] worker 0 has some", "[worker:1] worker 1 has more", "[evaluator:0] evaluator 0 has some"):
+        assert line in output
+
+
+def test_a_worker_can_be_kept_on_its_own_cores(tmp_path: Path) -> None:
+    cores = os.sched_getaffinity(0)
+    script = CONNECT + "print('cores', os.sched_getaffinity(0), os.environ['NPROC'])\nclient.leave()"
+    with launch(tmp_path, script, len(cores), options=["--cpus-per-worker", "1"]) as launched:
+        status, output = launched.finish()
+    assert status == 0, output
+    for index, core in enumerate(sorted(cores)):
+        assert f"[worker:{index}] cores {{{core}}} 1\n" in output
+
+
+def test_more_than_the_machine_has_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with launch(tmp_path, "", 2, options=["--cpus-per-worker", "4096"]) as launched:
+        status, output = launched.finish()
+    assert status == 2
+    assert "2 tasks with 4096 cores each need 8192, but this process may use" in output
+    assert not (tmp_path / "logs").exists()

@@ -1,0 +1,88 @@
+"""What each of several processes on one machine gets of its GPUs and cores, so that none takes what others need.
+
+Why: without it each process takes memory on every GPU and starts as many threads as there are cores; the second process
+then fails for want of memory, or all are slow.
+
+What a user has set in the environment stays as it is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dflow.tracing.errors import ConfigError
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+_MEMORY = "XLA_CLIENT_MEM_FRACTION"
+_OLD_MEMORY = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+#: Of a GPU's memory, what all that share it may take together.
+SHARED_MEMORY = 0.9
+#: What tells XLA's own pool, and the libraries of linear algebra, how many threads to start.
+_THREADS = ("NPROC", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one process gets: `environment` to be added to its own, and the `cores` it is kept on (none: on all)."""
+
+    environment: Mapping[str, str] = field(default_factory=dict)
+    cores: tuple[int, ...] = ()
+
+
+def visible_gpus(environment: Mapping[str, str], device_files: Path = Path("/dev")) -> tuple[str, ...]:
+    """The GPUs that a process with this environment may use, as `CUDA_VISIBLE_DEVICES` names them."""
+    if environment.get("JAX_PLATFORMS", "").split(",")[0] in ("cpu", "tpu"):
+        return ()
+    said = environment.get(VISIBLE)
+    if said is not None:
+        names = [name.strip() for name in said.split(",")]
+        return tuple(name for name in names if name and not name.startswith("-"))
+    count = sum(re.fullmatch(r"nvidia[0-9]+", path.name) is not None for path in device_files.glob("nvidia*"))
+    return tuple(str(number) for number in range(count))
+
+
+def gpu_shares(gpus: Sequence[str], tasks: int, per_task: int | None, given: Mapping[str, str]) -> list[dict[str, str]]:
+    """For each of `tasks` processes, the environment that gives it its GPUs.
+
+    per_task  GPUs of each process, which no other gets; 0 keeps all of them to the CPU. None deals the GPUs evenly,
+              and where there are fewer than processes, several share one and its memory
+    given     the environment they have already
+    raises    ConfigError when there are too few GPUs, with both numbers
+    """
+    if per_task == 0:
+        return [{VISIBLE: "", "JAX_PLATFORMS": "cpu"}] * tasks
+    if per_task is not None and per_task * tasks > len(gpus):
+        raise ConfigError(
+            f"{tasks} tasks with {per_task} GPUs each need {per_task * tasks}, but this process sees {len(gpus)}"
+            f"{': ' + ', '.join(gpus) if gpus else ''}\n  start fewer workers, or give each fewer GPUs"
+        )
+    if not gpus or (tasks == 1 and per_task is None):
+        return [{}] * tasks
+    each = per_task or len(gpus) // tasks
+    if each:
+        return [{VISIBLE: ",".join(gpus[each * number : each * (number + 1)])} for number in range(tasks)]
+    sharers = -(-tasks // len(gpus))
+    memory = {} if given.keys() & {_MEMORY, _OLD_MEMORY} else {_MEMORY: f"{SHARED_MEMORY / sharers:.3f}"}
+    return [{VISIBLE: gpus[number % len(gpus)], **memory} for number in range(tasks)]
+
+
+def core_shares(cores: Sequence[int], tasks: int, per_task: int | None, given: Mapping[str, str]) -> list[Share]:
+    """For each of `tasks` processes, the threads it starts and the cores it is kept on.
+
+    per_task  cores of each process, which no other gets. None keeps nobody to any core, and lets each of several
+              processes start an even part of as many threads as there are cores, at least one
+    raises    ConfigError when there are too few cores, with both numbers
+    """
+    if per_task is None:
+        threads = str(max(1, len(cores) // tasks)) if tasks > 1 else ""
+        return [Share({name: threads for name in _THREADS if threads and name not in given})] * tasks
+    if per_task * tasks > len(cores):
+        raise ConfigError(
+            f"{tasks} tasks with {per_task} cores each need {per_task * tasks}, but this process may use {len(cores)}"
+            "\n  start fewer workers, or give each fewer cores"
+        )
+    own = [tuple(cores[per_task * number : per_task * (number + 1)]) for number in range(tasks)]
+    return [Share({name: str(per_task) for name in _THREADS if name not in given}, mine) for mine in own]

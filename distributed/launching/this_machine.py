@@ -1,0 +1,41 @@
+"""This machine as a place for tasks: each is a child process, which ends with the launcher however that ends."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+
+from dflow.distributed.child_process import ChildProcess
+from dflow.distributed.launching.place import TaskProgram
+from dflow.distributed.launching.shares import Share
+from dflow.distributed.lifeline import LIFELINE_VARIABLE
+from dflow.tracing.task_name import short_task_name
+
+_WHOLE = Share()
+
+
+class ThisMachine:
+    """Starts programs here, with `python` and the environment of this process.
+
+    `shares`  what each task gets of the machine's GPUs and cores, by full name; a task without one gets everything
+    """
+
+    def __init__(self, shares: Mapping[str, Share] | None = None, python: str = sys.executable) -> None:
+        self._shares = shares or {}
+        self._python = python
+        self._lifeline, self._held = os.pipe()
+
+    def start(self, program: TaskProgram, on_line: Callable[[str], None]) -> ChildProcess:
+        """Start a child process; see `place.Place`."""
+        share = self._shares.get(program.task, _WHOLE)
+        ours = {LIFELINE_VARIABLE: str(self._lifeline), "PYTHONUNBUFFERED": "1"}
+        environment = {**program.defaults, **os.environ, **share.environment, **program.environment, **ours}
+        command = [self._python, *program.words]
+        name = short_task_name(program.task)
+        return ChildProcess(name, command, environment, self._lifeline, on_line, cores=share.cores)
+
+    def close(self) -> None:
+        """Let go of the children: one that still runs ends now."""
+        os.close(self._held)
+        os.close(self._lifeline)
