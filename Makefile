@@ -13,7 +13,7 @@ SERIES := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2]
 PY := $(VENV)/bin/python
 # One stamp a Python: asked for another one, make sets the environment up again.
 STAMP := $(VENV)/.installed-$(SERIES)
-EXTRAS := examples,models,dev
+EXTRAS := examples,models,security,dev
 # JAX ended its support of Python 3.11 at 0.10.2; every later Python takes the newer line.
 PINS := constraints/python$(if $(filter 3.11,$(SERIES)),3.11,3.12).txt
 

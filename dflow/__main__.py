@@ -48,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_coordinator(commands)
     _add_status(commands)
     _add_show(commands)
+    _add_certs(commands)
     return parser
 
 
@@ -165,6 +166,45 @@ def _add_show(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser.set_defaults(run=_show)
 
 
+def _add_certs(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    text = "make the certificates, or the secret, by which machines of a cluster know each other"
+    parser = commands.add_parser("certs", help=text, description=f"{text.capitalize()}; nothing is overwritten.")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="action")
+
+    init = actions.add_parser("init", help="make an authority that issues certificates")
+    init.add_argument("directory", type=Path, metavar="DIR", help="where its key and certificate go")
+    init.add_argument("--days", type=_at_least_one, default=3650, metavar="N", help="default: 3650")
+    init.set_defaults(run=_certs_init)
+
+    issue = actions.add_parser("issue", help="issue a certificate for a task, a job, the coordinator or a tool")
+    issue.add_argument("directory", type=Path, metavar="DIR", help="the directory that `dflow certs init` wrote")
+    issue.add_argument(
+        "--name",
+        dest="names",
+        action="append",
+        required=True,
+        metavar="NAME",
+        help="worker:3 for one task, worker for every task of a job, coordinator, or what a tool calls itself, such as "
+        "status; once for each",
+    )
+    where = issue.add_mutually_exclusive_group(required=True)
+    where.add_argument(
+        "--host",
+        dest="hosts",
+        action="append",
+        default=[],
+        metavar="HOST",
+        help="a DNS name or IP address by which others reach it; once for each",
+    )
+    where.add_argument("--any-host", action="store_true", help="wherever it will run, when that is not known")
+    issue.add_argument("--days", type=_at_least_one, default=365, metavar="N", help="default: 365")
+    issue.set_defaults(run=_certs_issue)
+
+    secret = actions.add_parser("secret", help="write a shared secret to a file")
+    secret.add_argument("file", type=Path, metavar="FILE", help="the file to make")
+    secret.set_defaults(run=_certs_secret)
+
+
 def _add_coordinator_address(parser: argparse.ArgumentParser) -> None:
     known = os.environ.get(COORDINATOR_VARIABLE)
     parser.add_argument(
@@ -261,6 +301,27 @@ def _show(options: argparse.Namespace) -> int:
     from dflow.export_format import listing, read_manifest
 
     print(listing(read_manifest(options.path)))
+    return 0
+
+
+def _certs_init(options: argparse.Namespace) -> int:
+    from dflow.certs import init_authority
+
+    print(init_authority(options.directory, days=options.days))
+    return 0
+
+
+def _certs_issue(options: argparse.Namespace) -> int:
+    from dflow.certs import issue_to
+
+    print(issue_to(options.directory, options.names, options.hosts, days=options.days))
+    return 0
+
+
+def _certs_secret(options: argparse.Namespace) -> int:
+    from dflow.certs import make_secret
+
+    print(make_secret(options.file))
     return 0
 
 

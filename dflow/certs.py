@@ -1,0 +1,86 @@
+"""`dflow certs`: the files that let the machines of a cluster know each other.
+
+Invariants: nothing is overwritten; a private key or a secret is never readable by anyone but its owner, from the moment
+it is there, and is never printed.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shlex
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from dflow.distributed.transport.certificates import KeyPair, issue_certificate, make_authority
+from dflow.distributed.transport.challenge import MIN_SECRET_BYTES
+from dflow.distributed.transport.identity import parse_identity
+from dflow.distributed.transport.private_files import read_private
+
+#: A certificate for some host is also good for a process that dials its own machine.
+_THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
+_AUTHORITY = "ca.pem"
+_AUTHORITY_KEY = "ca.key"
+
+
+def init_authority(directory: Path, *, days: int) -> str:
+    """Make an authority in `directory`; what to tell the user.
+
+    raises  FileExistsError when one is there; ConfigError without `cryptography`
+    """
+    pair = make_authority("dflow cluster", datetime.now(UTC), timedelta(days=days))
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _write(directory / _AUTHORITY_KEY, pair.key, 0o600)
+    _write(directory / _AUTHORITY, pair.certificate, 0o644)
+    folder = shlex.quote(str(directory))
+    return (
+        f"made an authority in {directory}, good for {days} days\n"
+        f"  next, for each machine: dflow certs issue {folder} --name worker:0 --host HOST\n"
+        f"  keep {directory / _AUTHORITY_KEY} off the machines of the cluster: who has it can let anyone in"
+    )
+
+
+def issue_to(directory: Path, names: Sequence[str], hosts: Sequence[str], *, days: int) -> str:
+    """Issue a certificate by the authority in `directory`, into a folder of its own there; what to tell the user.
+
+    `hosts`  where it may be served, besides the machine itself; none for anywhere
+    raises   FileExistsError when there is one of that name; FileNotFoundError without an authority; ValueError for
+             what is no name or no host; SecurityError when others may read the authority's key
+    """
+    identities = [parse_identity(name) for name in names]
+    served_at = [*hosts, *_THIS_MACHINE] if hosts else []
+    authority = KeyPair((directory / _AUTHORITY).read_bytes(), read_private(directory / _AUTHORITY_KEY))
+    pair = issue_certificate(authority, identities, served_at, datetime.now(UTC), timedelta(days=days))
+    folder = directory / "-".join(str(identity).replace(":", "-") for identity in identities)
+    if folder.exists():
+        raise FileExistsError(f"{folder} is there, and is not overwritten; remove it first")
+    folder.mkdir(mode=0o700)
+    _write(folder / "key.pem", pair.key, 0o600)
+    _write(folder / "cert.pem", pair.certificate, 0o644)
+    _write(folder / "ca.pem", authority.certificate, 0o644)
+    where = f"at {', '.join(hosts)}" if hosts else "anywhere"
+    return (
+        f"issued a certificate for {', '.join(map(str, identities))} {where}, good for {days} days\n"
+        f"  copy the folder {folder} to where that runs, and there, with the path it has then, set\n"
+        f"  DFLOW_TLS_CERT={folder / 'cert.pem'} DFLOW_TLS_KEY={folder / 'key.pem'} DFLOW_TLS_CA={folder / 'ca.pem'}"
+    )
+
+
+def make_secret(path: Path) -> str:
+    """Write a new shared secret; what to tell the user. Raises FileExistsError when there is such a file."""
+    _write(path, secrets.token_hex(MIN_SECRET_BYTES).encode() + b"\n", 0o600)
+    return (
+        f"wrote a secret to {path}\n"
+        f"  copy it to each machine, readable by its user alone, and there set DFLOW_SECRET_FILE={path}\n"
+        "  who has it can join under any name; certificates (`dflow certs init`) hold each to its own"
+    )
+
+
+def _write(path: Path, data: bytes, mode: int) -> None:
+    try:
+        opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    except FileExistsError:
+        raise FileExistsError(f"{path} is there, and is not overwritten; remove it first, or name another") from None
+    with os.fdopen(opened, "wb") as file:
+        file.write(data)

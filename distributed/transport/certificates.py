@@ -1,0 +1,161 @@
+"""Making keys and certificates, as PEM.
+
+Why P-256: every TLS library takes it, those in FIPS mode included. Certificates state what they are for as strictly as
+Python's `ssl` can ask: an authority that signs tasks and nothing else, and tasks that are at once client and server.
+
+Needs the package `cryptography`, which the extra `security` brings; it is imported when a certificate is made.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import ipaddress
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING
+
+from dflow.distributed.transport.identity import Identity
+from dflow.tracing.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+
+#: A certificate is good from this long before it was made, since clocks differ.
+SKEW = timedelta(hours=1)
+_HOST = re.compile(r"(?!.*\.\.)[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
+
+
+@dataclass(frozen=True, repr=False)
+class KeyPair:
+    """A certificate and its private key, both PEM; no `repr` shows the key."""
+
+    certificate: bytes
+    key: bytes
+
+
+def make_authority(name: str, now: datetime, valid: timedelta) -> KeyPair:
+    """An authority, which signs the certificates of tasks; raises ConfigError without `cryptography`."""
+    _require_cryptography()
+    from cryptography import x509
+
+    key, subject = _new_key(), _named(name)
+    builder = _builder(subject, subject, key, now, valid)
+    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+    return _signed(builder.add_extension(_usage(signs=True), critical=True), key, key)
+
+
+def issue_certificate(
+    authority: KeyPair, identities: Sequence[Identity], hosts: Sequence[str], now: datetime, valid: timedelta
+) -> KeyPair:
+    """A certificate for tasks, signed by `authority`.
+
+    `hosts`  DNS names and IP addresses where it may be served; none for anywhere
+    raises   ValueError for what is no host, or when the authority ends earlier; ConfigError without `cryptography`
+    """
+    _require_cryptography()
+    from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+    issuer = x509.load_pem_x509_certificate(authority.certificate)
+    issuer_key = load_pem_private_key(authority.key, None)
+    if not isinstance(issuer_key, ec.EllipticCurvePrivateKey):
+        raise ValueError("the authority's key is not of the kind that `dflow certs init` makes")
+    if now + valid > issuer.not_valid_after_utc:
+        raise ValueError(
+            f"the authority ends on {issuer.not_valid_after_utc:%Y-%m-%d}, before a certificate of {valid.days} days "
+            "would; ask for fewer days, or make a new authority"
+        )
+    key = _new_key()
+    names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(identity.uri) for identity in identities]
+    names += map(_general_name, hosts)
+    builder = _builder(_named(str(identities[0])), issuer.subject, key, now, valid)
+    builder = _for_tasks(builder.add_extension(x509.SubjectAlternativeName(names), critical=False))
+    known = x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key())
+    return _signed(builder.add_extension(known, critical=False), key, issuer_key)
+
+
+def self_signed(now: datetime, valid: timedelta) -> KeyPair:
+    """A certificate that nobody vouches for; raises ConfigError without `cryptography`."""
+    _require_cryptography()
+    key, subject = _new_key(), _named("dflow")
+    return _signed(_for_tasks(_builder(subject, subject, key, now, valid)), key, key)
+
+
+def _require_cryptography() -> None:
+    if importlib.util.find_spec("cryptography") is None:
+        raise ConfigError("making keys needs the package `cryptography`\n  pip install 'dflow[security]'")
+
+
+def _new_key() -> EllipticCurvePrivateKey:
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    return ec.generate_private_key(ec.SECP256R1())
+
+
+def _named(name: str) -> x509.Name:
+    from cryptography import x509
+
+    return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name[:64])])
+
+
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: EllipticCurvePrivateKey, now: datetime, valid: timedelta
+) -> x509.CertificateBuilder:
+    from cryptography import x509
+
+    builder = x509.CertificateBuilder(issuer, subject, key.public_key(), x509.random_serial_number())
+    builder = builder.not_valid_before(now - SKEW).not_valid_after(now + valid)
+    return builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+
+
+def _for_tasks(builder: x509.CertificateBuilder) -> x509.CertificateBuilder:
+    from cryptography import x509
+    from cryptography.x509.oid import ExtendedKeyUsageOID
+
+    purposes = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+    builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+    builder = builder.add_extension(_usage(signs=False), critical=True)
+    return builder.add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
+
+
+def _usage(*, signs: bool) -> x509.KeyUsage:
+    from cryptography import x509
+
+    return x509.KeyUsage(
+        digital_signature=not signs,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=signs,
+        crl_sign=signs,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _general_name(host: str) -> x509.GeneralName:
+    from cryptography import x509
+
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        pass
+    if not _HOST.fullmatch(host):
+        raise ValueError(f"{host!r} is no host; give a DNS name in ASCII without `*`, or an IP address")
+    return x509.DNSName(host.lower())
+
+
+def _signed(builder: x509.CertificateBuilder, key: EllipticCurvePrivateKey, signer: EllipticCurvePrivateKey) -> KeyPair:
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
+    certificate = builder.sign(signer, hashes.SHA256())
+    return KeyPair(
+        certificate.public_bytes(Encoding.PEM),
+        key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()),
+    )

@@ -1,0 +1,207 @@
+"""TLS 1.3 over a socket, for one thread that receives and others that send meanwhile.
+
+Why not `ssl.SSLSocket`: no two threads may be inside one OpenSSL connection, and a receive that waits would keep all
+others from sending. So OpenSSL works on memory here, under a lock that is never held while waiting, and the socket is
+read and written outside of it.
+
+Invariants: what OpenSSL gave to be sent is sent whole and in order. When the socket takes a record only in part, the
+plaintext of it counts as not sent, and the next `send` or `send_now` has to begin with the same bytes (as `Outlet`
+does), of which the record's are then passed over. Nothing is kept beyond one chunk each way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from dflow.distributed.transport.stream import SocketStream
+from dflow.tracing.errors import DeadlineExceeded, SecurityError, TransportClosed
+
+#: As much is encrypted before it is sent, and received before it is decrypted.
+CHUNK_BYTES = 1 << 18
+#: The largest TLS record.
+_RECORD_BYTES = 1 << 14
+#: A handshake may take so many bytes of the other side; two certificates and their keys are under 4 KiB.
+MAX_HANDSHAKE_BYTES = 1 << 15
+
+
+class TlsStream:
+    """The connection `sock` under `context`; `shake_hands` comes first."""
+
+    def __init__(self, sock: socket.socket, context: ssl.SSLContext, *, is_server: bool) -> None:
+        self._sock = sock
+        self._socket = SocketStream(sock)
+        self._timeout_s = 0.0
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=is_server)
+        self._lock = threading.Lock()
+        self._raw = bytearray()
+        self._unsent = memoryview(b"")
+        self._unsent_plain = 0
+
+    def shake_hands(self, deadline: float) -> None:
+        """Agree on keys, and check the other side's certificate as the context asks.
+
+        `deadline`  by `time.monotonic`
+        raises      SecurityError when one side refuses the other; DeadlineExceeded; TransportClosed; OSError
+        """
+        received = 0
+        while True:
+            try:
+                self._tls.do_handshake()
+                break
+            except ssl.SSLWantReadError:
+                self._flush(deadline)
+                data = _receive_by(self._sock, deadline)
+                received += len(data)
+                if received > MAX_HANDSHAKE_BYTES:
+                    raise SecurityError(f"the TLS handshake takes more than {MAX_HANDSHAKE_BYTES} bytes") from None
+                self._incoming.write(data)
+            except ssl.SSLError as error:
+                with contextlib.suppress(OSError, DeadlineExceeded):
+                    self._flush(deadline)  # the alert, which says to the other side what was wrong
+                raise refusal(error) from error
+        self._flush(deadline)
+        self._raw = bytearray(CHUNK_BYTES)
+
+    def certificate(self) -> bytes:
+        """The other side's certificate, DER; raises SecurityError when it showed none."""
+        certificate = self._tls.getpeercert(binary_form=True)
+        if certificate is None:
+            raise SecurityError("the other side showed no certificate")
+        return certificate
+
+    def alternative_names(self) -> tuple[tuple[str, str], ...]:
+        """The names in the other side's certificate, once it is verified, as (kind, name)."""
+        found: Any = (self._tls.getpeercert() or {}).get("subjectAltName", ())
+        return tuple((kind, name) for kind, name in found)
+
+    def send(self, parts: Sequence[memoryview]) -> int:
+        """Send some of `parts`, waiting for room; see `Stream.send`."""
+        return self._send(parts, 0, CHUNK_BYTES)
+
+    def send_now(self, parts: Sequence[memoryview]) -> int:
+        """Send what the socket takes at once; see `Stream.send_now`."""
+        return self._send(parts, socket.MSG_DONTWAIT, _RECORD_BYTES)
+
+    def receive_into(self, view: memoryview) -> int:
+        """Receive some bytes, waiting for them; see `Stream.receive_into`.
+
+        raises  BlockingIOError if nothing whole came within the time-out, however slowly bytes dripped in;
+                SecurityError if what came is not what the other side sent, or it refused this side; OSError
+        """
+        patience_ends = 0.0
+        while True:
+            try:
+                with self._lock:
+                    return self._tls.read(len(view), view)  # type: ignore[return-value]
+            except ssl.SSLWantReadError:
+                pass
+            except ssl.SSLZeroReturnError:
+                return 0
+            except ssl.SSLError as error:
+                raise refusal(error) from error
+            now = time.monotonic()
+            patience_ends = patience_ends or now + self._timeout_s
+            if now > patience_ends:
+                raise BlockingIOError(f"no whole TLS record came within {self._timeout_s:g} s")
+            count = self._sock.recv_into(self._raw)
+            if count == 0:
+                return 0
+            with self._lock:
+                self._incoming.write(memoryview(self._raw)[:count])
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """How long `send` and `receive_into` wait from now on."""
+        self._timeout_s = timeout_s
+        self._socket.set_timeout(timeout_s)
+
+    def shut_down(self) -> None:
+        """Wake whoever waits. Nothing is said to the other side, to whom frames tell whether the end is a good one."""
+        self._socket.shut_down()
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close()
+
+    def _send(self, parts: Sequence[memoryview], flags: int, chunk_bytes: int) -> int:
+        taken = 0
+        if self._unsent:
+            if not self._push(flags):
+                return 0
+            taken = self._unsent_plain
+        skip = taken
+        for part in parts:
+            for start in range(skip, len(part), chunk_bytes):
+                chunk = part[start : start + chunk_bytes]
+                with self._lock:
+                    self._tls.write(chunk)
+                    self._unsent = memoryview(self._outgoing.read())
+                self._unsent_plain = len(chunk)
+                if not self._push(flags):
+                    return taken
+                taken += len(chunk)
+            skip = max(0, skip - len(part))
+        return taken
+
+    def _push(self, flags: int) -> bool:
+        """Send what is encrypted already; whether all of it went."""
+        while self._unsent:
+            try:
+                sent = self._sock.send(self._unsent, flags)
+            except BlockingIOError:
+                return False
+            self._unsent = self._unsent[sent:]
+        return True
+
+    def _flush(self, deadline: float) -> None:
+        data = self._outgoing.read()
+        if data:
+            self._sock.settimeout(_left(deadline))
+            try:
+                self._sock.sendall(data)
+            except TimeoutError:
+                raise _late() from None
+
+
+def refusal(error: ssl.SSLError) -> SecurityError:
+    """What a failure of TLS means to the user."""
+    reason = (getattr(error, "verify_message", "") or error.reason or str(error)).replace("_", " ").lower()
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return SecurityError(
+            f"the other side's certificate is refused: {reason}; "
+            "both need certificates that one authority issued by `dflow certs issue`, and clocks that agree"
+        )
+    if "alert" in reason:
+        return SecurityError(f"the other side refused this one during TLS: {reason}; see its log for why")
+    return SecurityError(
+        f"what came is not the TLS 1.3 of the other side ({reason}); are both set up with the same kind of security, "
+        "certificates or a shared secret?"
+    )
+
+
+def _receive_by(sock: socket.socket, deadline: float) -> bytes:
+    sock.settimeout(_left(deadline))
+    try:
+        data = sock.recv(MAX_HANDSHAKE_BYTES)
+    except TimeoutError:
+        raise _late() from None
+    if not data:
+        raise TransportClosed("the other side closed the connection during the TLS handshake")
+    return data
+
+
+def _left(deadline: float) -> float:
+    left_s = deadline - time.monotonic()
+    if left_s <= 0:
+        raise _late()
+    return left_s
+
+
+def _late() -> DeadlineExceeded:
+    return DeadlineExceeded("the TLS handshake did not end in time")

@@ -1,0 +1,84 @@
+"""Who waits at the door, for any order of comings, goings and proofs."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflow.distributed.transport.admission import Admission
+from tests.effort import examples
+
+SOURCES = st.sampled_from(["a", "b", "c"])
+EVENTS = st.lists(st.tuples(st.sampled_from(["arrive", "believe", "leave"]), SOURCES, st.integers(0, 30)), max_size=60)
+LIMITS = st.tuples(st.integers(1, 6), st.integers(1, 5), st.integers(1, 5))
+
+
+@settings(max_examples=examples(300))
+@given(LIMITS, EVENTS)
+def test_the_limits_hold_and_only_strangers_are_evicted(
+    limits: tuple[int, int, int], events: list[tuple[str, str, int]]
+) -> None:
+    connections, strangers, per_source = limits
+    admission = Admission(connections=connections, strangers=strangers, per_source=per_source)
+    waiting: dict[int, str] = {}
+    peers: set[int] = set()
+    for number, (event, source, which) in enumerate(events):
+        match event:
+            case "arrive":
+                decision = admission.arrive(number, source)
+                assert decision.admitted == (len(peers) < connections)
+                assert set(decision.evicted) <= set(waiting)
+                for one in decision.evicted:
+                    del waiting[one]
+                if decision.admitted:
+                    waiting[number] = source
+            case "believe":
+                assert admission.believe(which) == (which in waiting)
+                if waiting.pop(which, None) is not None:
+                    peers.add(which)
+            case _:
+                admission.leave(which)
+                waiting.pop(which, None)
+                peers.discard(which)
+        assert (admission.strangers, admission.peers) == (len(waiting), len(peers))
+        assert len(waiting) <= strangers
+        assert len(waiting) + len(peers) <= connections
+        assert all(list(waiting.values()).count(one) <= per_source for one in waiting.values())
+
+
+def test_the_oldest_of_the_greediest_source_gives_way() -> None:
+    admission = Admission(connections=9, strangers=4, per_source=3)
+    for number, source in enumerate(["quiet", "greedy", "greedy", "greedy"]):
+        assert admission.arrive(number, source).evicted == ()
+    decision = admission.arrive(4, "new")
+    assert decision.evicted == (1,)
+    assert decision.why == "4 connections had not said who they are"
+    assert not admission.believe(1)
+    assert admission.believe(0)
+
+
+def test_one_source_replaces_its_own() -> None:
+    admission = Admission(connections=9, strangers=8, per_source=2)
+    for number in range(2):
+        admission.arrive(number, "greedy")
+    assert admission.arrive(2, "greedy").evicted == (0,)
+    assert admission.arrive(3, "other").evicted == ()
+
+
+def test_a_flood_from_one_source_never_costs_another_its_place() -> None:
+    admission = Admission(connections=100, strangers=8, per_source=4)
+    admission.arrive(0, "honest")
+    for number in range(1, 1000):
+        assert 0 not in admission.arrive(number, "flood").evicted
+    assert admission.believe(0)
+
+
+def test_a_newcomer_is_refused_when_every_connection_is_a_peers() -> None:
+    admission = Admission(connections=2, strangers=2, per_source=2)
+    for number in range(2):
+        admission.arrive(number, "a")
+        admission.believe(number)
+    decision = admission.arrive(2, "b")
+    assert (decision.admitted, decision.why) == (False, "2 of 2 connections are in use")
+    admission.leave(0)
+    assert admission.arrive(3, "b").admitted
