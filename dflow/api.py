@@ -53,6 +53,7 @@ from dflow.tracing.resources import Variable, is_variable, name, read
 from dflow.tracing.row_gradient import RowGradient, is_row_gradient
 from dflow.tracing.turns import parallel_iterations
 from dflow.tracing.variable_trees import assign, trainable_variables, variables
+from dflow.tracing.wire import wire
 
 __all__ = [
     "AccumulatorError",
@@ -138,4 +139,5 @@ __all__ = [
     "variables",
     "vjp",
     "while_loop",
+    "wire",
 ]

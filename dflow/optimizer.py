@@ -27,6 +27,7 @@ from dflow.tracing.row_wise import scales_only
 from dflow.tracing.source import at, caller
 from dflow.tracing.trace import trace
 from dflow.tracing.variable_trees import structure_text
+from dflow.tracing.wire import check_codec, wire
 
 #: A path in a pytree.
 _Path = tuple[Any, ...]
@@ -49,6 +50,7 @@ class Optimizer:
     variables       a pytree of variables; gradients come in the same structure
     name            prefix of the slots' names; given none, one is made up in order of creation, which is refused for
                     variables on other tasks
+    wire            the codec by which gradients go to variables on other tasks, as `dflow.wire` has them
 
     Each array of the transformation's state becomes a variable, on the task of the variable it belongs to where it
     belongs to one (a momentum), initialised there. `apply` runs where the variables live, so that on a cluster only
@@ -58,9 +60,16 @@ class Optimizer:
 
     @suggests_keywords
     def __init__(
-        self, transformation: optax.GradientTransformation, variables: Any, *, name: str | None = None
+        self,
+        transformation: optax.GradientTransformation,
+        variables: Any,
+        *,
+        name: str | None = None,
+        wire: str = "none",
     ) -> None:
         _check_transformation(transformation, variables)
+        check_codec("an optimizer", wire)
+        self._codec = wire
         self._transformation = transformation
         self._variables, tree = jax.tree_util.tree_flatten(variables, is_leaf=is_variable)
         self._tree: Any = tree
@@ -98,7 +107,7 @@ class Optimizer:
 
         Raises GraphTypeError when the structure, or the shape of a gradient, is another than the variables'.
         """
-        given = self._flat(gradients)
+        given = wire(self._flat(gradients), self._codec) if self._codec != "none" else self._flat(gradients)
         with with_state():
             by_row = [is_row_gradient(g) and self._scales[place] for place, g in enumerate(given)]
             arrays = [

@@ -16,6 +16,7 @@ from dflow.tracing.graph import Graph, Node, Operand, Value
 from dflow.tracing.op import OpDef
 from dflow.tracing.types import ArrayType, RefType, array_type_of
 from dflow.tracing.updates import looked_up, updated
+from dflow.tracing.wire_codecs import decoded, encoded
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,14 @@ def _gather(node: Node, values: Sequence[Any], env: dict[Value, Any]) -> None:
     env[node.outputs[0]] = looked_up(*values)
 
 
+def _encode(node: Node, values: Sequence[Any], env: dict[Value, Any]) -> None:
+    env[node.outputs[0]] = encoded(node.attributes["codec"], values[0])
+
+
+def _decode(node: Node, values: Sequence[Any], env: dict[Value, Any]) -> None:
+    env[node.outputs[0]] = decoded(node.attributes["codec"], values[0], node.attributes["type"])
+
+
 def _update(kind: str) -> Callable[[Node, Sequence[Any], dict[Value, Any]], None]:
     def rule(node: Node, values: Sequence[Any], env: dict[Value, Any]) -> None:
         env[_ref(node)] = updated(kind, *values)
@@ -99,5 +108,7 @@ def _ref(node: Node) -> Value:
 _RULES: Mapping[OpDef, Callable[[Node, Sequence[Any], dict[Value, Any]], None]] = {
     ops.var_read: _read,
     ops.var_gather: _gather,
+    ops.net_encode: _encode,
+    ops.net_decode: _decode,
     **{op: _update(kind) for kind, op in ops.UPDATES.items()},
 }

@@ -45,6 +45,7 @@ from dflow.tracing.op import OpDef, numeric
 from dflow.tracing.source import at
 from dflow.tracing.state_primitives import gather_p, name_p, read_p, split_p, update_p
 from dflow.tracing.types import HOST_HANDLES, ArrayType, RefType, TokenType, Type, array_type_of
+from dflow.tracing.wire_codecs import wire_p
 
 _INLINED = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 
@@ -85,6 +86,14 @@ def _wanted_names(jaxpr: Jaxpr) -> dict[Any, str]:
 def holds_device(jaxpr: Jaxpr) -> bool:
     """Whether an op of the jaxpr, or of one within it, was traced under a device scope."""
     return any(True for _ in _scopes(jaxpr))
+
+
+def _holds_wire(jaxpr: Jaxpr) -> bool:
+    """Whether a value of the jaxpr, or of one called within it, is to travel by a codec."""
+    inner = (
+        closed_parts(one.params[CALLS[one.primitive.name]])[0] for one in jaxpr.eqns if one.primitive.name in CALLS
+    )
+    return any(equation.primitive is wire_p for equation in jaxpr.eqns) or any(map(_holds_wire, inner))
 
 
 def _scopes(jaxpr: Jaxpr) -> Iterator[str]:
@@ -191,6 +200,7 @@ class _Builder:
             if (
                 touches_state(equation.effects)
                 or holds_device(jaxpr)
+                or _holds_wire(jaxpr)
                 or (is_called and any(map(is_large, closed_over(jaxpr, consts))))
             ):
                 return self.inline(jaxpr, [*map(self.captured, consts), *inputs], None, names)

@@ -26,6 +26,7 @@ from dflow.tracing.jax_frontend import scan_counts
 from dflow.tracing.queue_model import QueueModel
 from dflow.tracing.source import at
 from dflow.tracing.types import HANDLES
+from dflow.tracing.wire_codecs import LARGEST, float_limits
 
 #: What a queue or an accumulator does, with one user at a time.
 HostModel = QueueModel | AccumulatorModel
@@ -154,6 +155,11 @@ class _Run:
             return []
         if node.op is ops.dev_copy:
             return [self._value(node.inputs[0])]
+        if node.op is ops.net_encode:
+            return [_rounded(node.attributes["codec"], np.asarray(self._value(node.inputs[0])))]
+        if node.op is ops.net_decode:
+            # What is sent is rounded, and otherwise still of its own type.
+            return [self._value(node.inputs[0])]
         if _receives(node):
             return [self._edges.receive(node.attributes["edge"])]
         return self._touch(node)
@@ -244,6 +250,24 @@ def _written_row_by_row(new_row: Callable[[Any, Any], Any], value: Any, indices:
         if 0 <= place < len(value):
             value = value.at[place].set(new_row(value[place], row))
     return value
+
+
+def _rounded(codec: str, value: Any) -> Any:
+    """What is left of an array on its way, element by element in NumPy."""
+    if codec == "bfloat16":
+        return jnp.asarray(value.astype(jnp.bfloat16).astype(value.dtype))
+    wide = value.astype(np.float64 if value.dtype.itemsize > 4 else np.float32)
+    finite = wide[np.isfinite(wide)]
+    scale = wide.dtype.type(max(np.abs(finite).max(initial=0) / LARGEST[codec], np.finfo(wide.dtype).tiny))
+    with np.errstate(all="ignore"):
+        shares = np.where(np.isfinite(wide), np.clip(wide / scale, -LARGEST[codec], LARGEST[codec]), wide)
+        if codec == "int8":
+            small = np.where(np.isfinite(shares), np.round(shares), np.nan)
+        else:
+            small = shares.astype(codec).astype(wide.dtype)
+        most = float(float_limits(value.dtype).max)
+        left = np.where(np.isfinite(small), np.clip(small * scale, -most, most), small)
+        return jnp.asarray(left.astype(value.dtype))
 
 
 def ref_name(operand: Operand) -> str:

@@ -16,6 +16,7 @@ from dflow.tracing.queue_settings import DEFAULT_TIMEOUT_S
 from dflow.tracing.turns import PARALLEL_TURNS
 from dflow.tracing.types import AccumulatorType, ArrayType, QueueType, RefType, RowsType, TokenType, Type, strong
 from dflow.tracing.updates import ASSIGNS, KINDS, indices_refusal, kind_refusal, lookup_type
+from dflow.tracing.wire_codecs import encoded_type
 
 
 @op("var.read", (Effect.READ, 0))
@@ -81,14 +82,30 @@ var_assign, var_assign_add = UPDATES["assign"], UPDATES["assign_add"]
 
 
 @op("net.send", (Effect.SEND, None))
-def net_send(value: ArrayType, /, *, edge: str, destination: str) -> tuple[Type, ...]:
-    """Send `value` over `edge` to the task `destination`."""
+def net_send(value: ArrayType, /, *, edge: str, destination: str, codec: str = "none") -> tuple[Type, ...]:
+    """Send `value`, which a `codec` may have made smaller, over `edge` to the task `destination`."""
     return (TokenType(),)
 
 
 @op("net.recv", (Effect.RECV, None))
-def net_recv(*, edge: str, source: str, type: ArrayType) -> tuple[Type, ...]:
+def net_recv(*, edge: str, source: str, type: ArrayType, codec: str = "none") -> tuple[Type, ...]:
     """The value that the task `source` sends over `edge`."""
+    return (type,)
+
+
+@op("net.encode")
+def net_encode(value: ArrayType, /, *, codec: str) -> tuple[Type, ...]:
+    """What is sent in the place of `value`."""
+    made = encoded_type(codec, value)
+    if made is None:
+        raise GraphTypeError(f"net.encode: {value} is not made smaller by {codec}")
+    return (made,)
+
+
+@op("net.decode")
+def net_decode(sent: ArrayType, /, *, codec: str, type: ArrayType) -> tuple[Type, ...]:
+    """The array of this type that is left of one that was encoded."""
+    _check_given("net.encode", [sent], [encoded_type(codec, type) or type])
     return (type,)
 
 

@@ -25,6 +25,7 @@ from dflow.tracing.graph import Graph, Node, Value
 from dflow.tracing.ops import CONTROL_OPS
 from dflow.tracing.source import at
 from dflow.tracing.types import HOST_HANDLES, ArrayType
+from dflow.tracing.wire_codecs import wire_p
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,12 @@ class _Placing:
         placed: dict[int, str | None] = {}
         for node in graph.nodes:
             touched = [resource for _, resource in node.effects if resource is not None]
-            if node.op in CONTROL_OPS:
+            if node.op.primitive is wire_p:
+                # It says how its operand travels from where that is.
+                [operand] = node.inputs
+                made = graph.producers.get(operand) if isinstance(operand, Value) else None
+                placed[id(node)] = placed[id(made)] if made is not None else self._default
+            elif node.op in CONTROL_OPS:
                 placed[id(node)] = self._local
             elif touched:
                 placed[id(node)] = refs[touched[0]].device
@@ -193,7 +199,8 @@ def _places_fed(graph: Graph, refs: Mapping[Value, Value], local: str) -> Mappin
         places: set[str] = set()
         for value in node.outputs:
             for user in graph.uses.get(value, ()):
-                places |= fed[id(user)] if user.must_run or user.device == WITH_STATE else {local}
+                is_passed_on = user.must_run or user.device == WITH_STATE or user.op.primitive is wire_p
+                places |= fed[id(user)] if is_passed_on else {local}
             places |= {local} if value in outputs else set()
         fed[id(node)] = frozenset(places)
     return fed
