@@ -149,6 +149,13 @@ def _add_coordinator(commands: argparse._SubParsersAction[argparse.ArgumentParse
         metavar="SECONDS",
         help="a task not heard of for so long has left (default: 10)",
     )
+    parser.add_argument(
+        "--state",
+        type=Path,
+        metavar="FILE",
+        help="where its state is kept; started again with the same file and address it goes on where it was "
+        "(default: in memory)",
+    )
     parser.set_defaults(run=_coordinator)
 
 
@@ -268,10 +275,14 @@ def _shares(workers: Sequence[str], options: argparse.Namespace) -> dict[str, Sh
 def _coordinator(options: argparse.Namespace) -> int:
     stop = _become_server()
     from dflow.distributed.coordinator import serve_coordinator
+    from dflow.distributed.coordinator_state import CoordinatorSettings
+    from dflow.distributed.coordinator_store import MemoryStore, SqliteStore
     from dflow.distributed.transport.sockets import SocketTransport
 
+    store = MemoryStore() if options.state is None else SqliteStore(options.state)
+    settings = CoordinatorSettings(heartbeat_timeout_s=options.heartbeat_timeout)
     return serve_coordinator(
-        stop, SocketTransport(), options.address, dict(options.jobs), heartbeat_timeout_s=options.heartbeat_timeout
+        stop, SocketTransport(), options.address, dict(options.jobs), store=store, settings=settings
     )
 
 

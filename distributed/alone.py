@@ -24,7 +24,8 @@ class Alone:
 
     def __init__(self) -> None:
         self._ledger = StepLedger()
-        self._asks = itertools.count()
+        self._claims = itertools.count(1)
+        self._last_claims: dict[str, int] = {}
         #: What the program has reported, by name.
         self.results: dict[str, float] = {}
 
@@ -56,11 +57,13 @@ class Alone:
 
         Raises RemoteError when the run has another number of steps.
         """
-        claim = ClaimSteps(run, self.task, total_steps, done, step_s, dict(metrics), more)
-        [reply] = self._ledger.handle(StepsAsked(next(self._asks), claim))
+        number, last = next(self._claims), self._last_claims.get(run, 0)
+        claim = ClaimSteps(run, self.task, total_steps, number, last, done, step_s, dict(metrics), more)
+        [reply] = self._ledger.handle(StepsAsked(number, claim))
         if isinstance(reply.message, Failure):
             raise error_of(reply.message, short_task_name(self.task))
         assert isinstance(reply.message, Claimed)
+        self._last_claims[run] = number
         return range(reply.message.first, reply.message.first + reply.message.count)
 
     def elect(self, what: str) -> bool:

@@ -3,18 +3,26 @@
 Nothing is decided here; see `coordinator_state`.
 
 Invariants:
-- events are handled one at a time, and the commands of one are carried out before the next is handled, so
-  that every task sees rosters in the order in which they were made;
+- events are handled one at a time, and their commands are carried out in their order, so that every task sees rosters
+  in the order in which they were made;
+- what follows from an event is carried out after what has to last of it was written down; events that came while
+  others were written are written together;
+- when that cannot be written, nothing more is answered, and the coordinator ends;
 - carrying out a command never waits for a peer.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import secrets
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+
+import msgspec
 
 from dflow.distributed.coordinator_events import (
     Asked,
@@ -23,30 +31,39 @@ from dflow.distributed.coordinator_events import (
     Disconnect,
     Event,
     PeerClosed,
+    Persist,
     Reply,
+    Started,
     Ticked,
     Told,
 )
-from dflow.distributed.coordinator_state import CoordinatorState
+from dflow.distributed.coordinator_state import CoordinatorSettings, CoordinatorState
+from dflow.distributed.coordinator_store import CoordinatorStore, MemoryStore
+from dflow.distributed.durable_records import Change
 from dflow.distributed.messages import AnyMessage, Status
 from dflow.distributed.stop_signal import StopSignal
-from dflow.distributed.transport.base import Peer, Responder, Transport
+from dflow.distributed.transport.base import Listener, Peer, Responder, Transport
 from dflow.distributed.transport.exchange import become_reader
-from dflow.tracing.errors import TransportClosed
+from dflow.tracing.errors import InternalError, TransportClosed
 
 NAME = "coordinator"
 #: The first line the process prints, up to the address.
 LISTENING = "dflow coordinator listening on "
+LOGGER = logging.getLogger("dflow")
+_FIRST_START = "shell/first start"
 
 
 class Coordinator:
     """A coordinator that listens until it is closed.
 
-    `jobs`                 the tasks that are expected, as job -> how many
-    `heartbeat_timeout_s`  a task not heard of for so long has left
-    `tick_s`               how often silence is looked for; None leaves that to calls of `tick`
-    `clock`                seconds since any moment
-    raises                 what `transport.listen` raises
+    `jobs`         the tasks that are expected, as job -> how many
+    `store`        where its state is, and is kept; it is closed with the coordinator
+    `settings`     how long it waits
+    `tick_s`       how often silence is looked for; None leaves that to calls of `tick`
+    `clock`        seconds since any moment
+    `wall_clock`   seconds since a moment that is the same after a restart
+    `on_fault`     called once when the coordinator has to end by itself, with the reason
+    raises         what `transport.listen` raises
     """
 
     def __init__(
@@ -55,38 +72,64 @@ class Coordinator:
         address: str,
         jobs: Mapping[str, int],
         *,
-        heartbeat_timeout_s: float = 10.0,
+        store: CoordinatorStore | None = None,
+        settings: CoordinatorSettings | None = None,
         tick_s: float | None = 0.5,
         clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+        on_fault: Callable[[str], None] = lambda fault: None,
     ) -> None:
-        self._state = CoordinatorState(jobs, heartbeat_timeout_s)
+        self._store = store or MemoryStore()
+        rows = self._store.load()
+        self._state = CoordinatorState(jobs, settings or CoordinatorSettings(), rows)
         self._clock = clock
-        self._started_s = clock()
-        self._lock = threading.RLock()
+        now_s = wall_clock()
+        first_s = msgspec.msgpack.decode(rows[_FIRST_START], type=float) if _FIRST_START in rows else now_s
+        self._started_s = clock() - max(now_s - first_s, 0.0)
+        self._on_fault = on_fault
+        self._handling = threading.RLock()
         self._is_handling = False
         self._arrived: deque[Callable[[float], Event]] = deque()
+        self._numbering = threading.Lock()
         self._peers: dict[int, Peer] = {}
         self._numbers: dict[Peer, int] = {}
         self._asks: dict[int, Responder] = {}
         self._last_number = 0
         self._closed = threading.Event()
-        self._listener = transport.listen(address, name=NAME, handler=self)
+        self._listener: Listener | None = None
+        try:
+            if _FIRST_START not in rows:
+                self._store.write([Change(_FIRST_START, msgspec.msgpack.encode(now_s))])
+            self._begin(transport, address)
+        except BaseException:
+            self._store.close()
+            raise
         if tick_s is not None:
             threading.Thread(target=self._tick_every, args=(tick_s,), name="dflow tick", daemon=True).start()
+
+    def _begin(self, transport: Transport, address: str) -> None:
+        faults: list[str] = []
+        self._on_fault, on_fault = faults.append, self._on_fault
+        self._submit(lambda at_s: Started(at_s, secrets.token_hex(8)))
+        if faults:
+            raise OSError(faults[0])
+        self._on_fault = on_fault
+        self._listener = transport.listen(address, name=NAME, handler=self)
 
     @property
     def address(self) -> str:
         """Where tasks connect to."""
+        assert self._listener is not None
         return self._listener.address
 
     def status(self) -> Status:
         """Everything a person would ask."""
-        with self._lock:
+        with self._handling:
             return self._state.status(self._clock() - self._started_s)
 
     def log(self) -> tuple[Event, ...]:
         """The newest events, oldest first."""
-        with self._lock:
+        with self._handling:
             return tuple(self._state.log)
 
     def tick(self) -> None:
@@ -94,29 +137,32 @@ class Coordinator:
         self._submit(Ticked)
 
     def close(self) -> None:
-        """Stop listening and end every connection; a second call does nothing."""
+        """Stop listening, end every connection and let go of the state; a second call does nothing."""
         self._closed.set()
-        self._listener.close()
+        if self._listener is not None:
+            self._listener.close()
+        with self._handling:
+            self._store.close()
 
     def on_call(self, peer: Peer, message: AnyMessage, payload: memoryview, responder: Responder) -> None:
         """Take a request; see `transport.base.Handler`."""
-        with self._lock:
+        with self._numbering:
             number, ask = self._number(peer), self._new_number()
             self._asks[ask] = responder
-            self._submit(lambda at_s: Asked(at_s, number, ask, message))
+        self._submit(lambda at_s: Asked(at_s, number, ask, message))
 
     def on_notify(self, peer: Peer, message: AnyMessage, payload: memoryview) -> None:
         """Take a message that wants no answer."""
-        with self._lock:
+        with self._numbering:
             number = self._number(peer)
-            self._submit(lambda at_s: Told(at_s, number, message))
+        self._submit(lambda at_s: Told(at_s, number, message))
 
     def on_close(self, peer: Peer, reason: str) -> None:
         """Note that a connection has ended."""
-        with self._lock:
+        with self._numbering:
             number = self._number(peer)
             self._peers.pop(self._numbers.pop(peer))
-            self._submit(lambda at_s: PeerClosed(at_s, number, reason))
+        self._submit(lambda at_s: PeerClosed(at_s, number, reason))
 
     def _number(self, peer: Peer) -> int:
         if peer not in self._numbers:
@@ -129,30 +175,63 @@ class Coordinator:
         return self._last_number
 
     def _submit(self, event: Callable[[float], Event]) -> None:
-        """Handle the event now, or after the one being handled when a command of that one caused it."""
-        with self._lock:
-            self._arrived.append(event)
+        """Handle the event before this returns, or after those being handled when a command of one caused it."""
+        self._arrived.append(event)
+        with self._handling:
             if self._is_handling:
                 return
             self._is_handling = True
             try:
-                while self._arrived:
-                    for command in self._state.handle(self._arrived.popleft()(self._clock() - self._started_s)):
-                        self._carry_out(command)
+                while self._arrived and not self._closed.is_set():
+                    self._handle_arrived()
             finally:
                 self._is_handling = False
 
+    def _handle_arrived(self) -> None:
+        """Handle all events that are there, with one write for all of them."""
+        changes: list[Change] = []
+        commands: list[Command] = []
+        for _ in range(len(self._arrived)):
+            for command in self._state.handle(self._arrived.popleft()(self._clock() - self._started_s)):
+                if isinstance(command, Persist):
+                    changes += command.changes
+                else:
+                    commands.append(command)
+        if changes:
+            try:
+                self._store.write(changes)
+            except OSError as error:
+                self._end_by_fault(str(error))
+                return
+        for command in commands:
+            self._carry_out(command)
+
+    def _end_by_fault(self, fault: str) -> None:
+        LOGGER.error("the coordinator ends: %s", fault)
+        self._closed.set()
+        if self._listener is not None:
+            self._listener.close()
+        self._on_fault(fault)
+
     def _carry_out(self, command: Command) -> None:
         match command:
+            case Persist():
+                raise InternalError("what has to last is written before all else")
             case Reply(ask, message):
-                self._asks.pop(ask).reply(message)
+                with self._numbering:
+                    responder = self._asks.pop(ask)
+                responder.reply(message)
             case Broadcast(peers, message):
-                for peer in [self._peers[number] for number in peers if number in self._peers]:
+                with self._numbering:
+                    there = [self._peers[number] for number in peers if number in self._peers]
+                for peer in there:
                     with contextlib.suppress(TransportClosed):  # its end is an event of its own
                         peer.notify(message)
             case Disconnect(number, reason):
-                if number in self._peers:
-                    self._peers[number].close(reason)
+                with self._numbering:
+                    gone = self._peers.get(number)
+                if gone is not None:
+                    gone.close(reason)
 
     def _tick_every(self, tick_s: float) -> None:
         become_reader()
@@ -161,11 +240,19 @@ class Coordinator:
 
 
 def serve_coordinator(
-    stop: StopSignal, transport: Transport, address: str, jobs: Mapping[str, int], *, heartbeat_timeout_s: float = 10.0
+    stop: StopSignal,
+    transport: Transport,
+    address: str,
+    jobs: Mapping[str, int],
+    *,
+    store: CoordinatorStore,
+    settings: CoordinatorSettings,
 ) -> int:
     """Be a coordinator until `stop`; prints its address as the first line; returns the exit status."""
-    coordinator = Coordinator(transport, address, jobs, heartbeat_timeout_s=heartbeat_timeout_s)
+    coordinator = Coordinator(transport, address, jobs, store=store, settings=settings, on_fault=stop.stop)
     print(f"{LISTENING}{coordinator.address}", flush=True)
-    status, _ = stop.wait_for_exit_status()
+    status, fault = stop.wait_for_exit_status()
+    if fault:
+        print(f"dflow coordinator: {fault}", file=sys.stderr)
     coordinator.close()
     return status

@@ -11,6 +11,8 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import itertools
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -72,6 +74,8 @@ class CoordinatorClient(RefuseAll):
         self._traffic: Callable[[], tuple[EdgeTraffic, ...]] = _no_traffic
         self._stopped = threading.Event()
         self._closed = False
+        self._claim_numbers = itertools.count(1)
+        self._last_claims: dict[str, int] = {}
         self.address = address
         self._peer: Peer = transport.connect(
             address, name=name, handler=self, who="the coordinator", timeout_s=timeout_s
@@ -92,7 +96,7 @@ class CoordinatorClient(RefuseAll):
         `traffic`  what the task has sent so far, asked before each heartbeat
         raises     RemoteError when a live task has the name, with both addresses; DeviceError when it is no name
         """
-        roster = self._ask(Join(task, address), Roster, timeout_s)
+        roster = self._ask(Join(task, address, secrets.token_hex(8)), Roster, timeout_s)
         with self._changed:
             self._task, self._traffic = task, traffic
             if not self._roster.tasks:  # else a newer one has overtaken this answer
@@ -107,10 +111,14 @@ class CoordinatorClient(RefuseAll):
             with contextlib.suppress(TransportClosed, DeadlineExceeded):
                 self._peer.notify(Heartbeat(self._task, largest(self._traffic())))
                 self._ask(Leave(self._task, reason), Ok, timeout_s)
+                self._stopped.set()
         self.close(reason)
 
     def close(self, reason: str = "closed by this side") -> None:
         """End the connection, which is a leave with a fault if the task has joined; a second call does nothing."""
+        if self._task and not self._stopped.is_set():
+            with contextlib.suppress(TransportClosed):
+                self._peer.notify(Leave(self._task, reason))
         self._closed = True
         self._stopped.set()
         self._peer.close(reason)
@@ -205,8 +213,11 @@ class CoordinatorClient(RefuseAll):
         for nothing and gets no steps.
         raises  RemoteError when the run has another number of steps; TaskLost when this task has left
         """
-        request = ClaimSteps(run, self._require_task(), total_steps, done, step_s, dict(metrics or {}), more)
+        task, number = self._require_task(), next(self._claim_numbers)
+        last = self._last_claims.get(run, 0)
+        request = ClaimSteps(run, task, total_steps, number, last, done, step_s, dict(metrics or {}), more)
         claimed = self._ask(request, Claimed, timeout_s)
+        self._last_claims[run] = number
         return range(claimed.first, claimed.first + claimed.count)
 
     def elect(self, what: str, *, timeout_s: float = ANSWER_S) -> bool:

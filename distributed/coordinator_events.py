@@ -2,14 +2,26 @@
 
 Events are facts in the past tense, commands are orders; both are frozen and hold no objects of the transport. A
 connection is the number `peer`, a call that wants an answer the number `ask`; the shell gives both out and never
-uses one twice. `at_s` is the time of the event in seconds since the coordinator's start, and never decreases.
+uses one twice. `at_s` is the time of the event in seconds since the coordinator's first start, and never decreases.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dflow.distributed.durable_records import Change
 from dflow.distributed.messages import AnyMessage
+
+
+@dataclass(frozen=True)
+class Started:
+    """The coordinator is up, for the first time or again; the first event of all.
+
+    `cluster` names the cluster from now on, unless it has a name from an earlier start.
+    """
+
+    at_s: float
+    cluster: str
 
 
 @dataclass(frozen=True)
@@ -47,7 +59,14 @@ class Ticked:
     at_s: float
 
 
-Event = Asked | Told | PeerClosed | Ticked
+Event = Started | Asked | Told | PeerClosed | Ticked
+
+
+@dataclass(frozen=True)
+class Persist:
+    """Write all of the changes down, or none, before any later command is carried out."""
+
+    changes: tuple[Change, ...]
 
 
 @dataclass(frozen=True)
@@ -74,4 +93,4 @@ class Disconnect:
     reason: str
 
 
-Command = Reply | Broadcast | Disconnect
+Command = Persist | Reply | Broadcast | Disconnect

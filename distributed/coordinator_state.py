@@ -5,6 +5,8 @@ what one decides follow in the others: a task that leaves gives back its steps a
 
 Invariants:
 - every Asked is answered by exactly one Reply, at once or, for a claim of steps, after a later event;
+- what has to outlive the coordinator is in a Persist before all that follows from it; a state made from what the
+  Persists of another have left answers, after Started, as that one would;
 - a message in the name of a task counts only from the connection over which that task joined;
 - the last `LOG_EVENTS` events are kept in order, without the traffic that heartbeats tell; as long as they are all
   there are, handling them again from the start gives the same commands.
@@ -14,6 +16,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
 
 from dflow.distributed.coordinator_events import (
     Asked,
@@ -22,13 +27,17 @@ from dflow.distributed.coordinator_events import (
     Disconnect,
     Event,
     PeerClosed,
+    Persist,
     Reply,
+    Started,
     Ticked,
     Told,
 )
+from dflow.distributed.durable_records import DurableRecords
 from dflow.distributed.elections import Elections
 from dflow.distributed.membership import (
     ConnectionLost,
+    EndConnection,
     HeartbeatArrived,
     Joined,
     LeaveAsked,
@@ -59,37 +68,71 @@ from dflow.tracing.errors import DeviceError
 from dflow.tracing.task_name import short_task_name, split_task_name
 
 LOG_EVENTS = 10_000
+_RESULT = "result/"
+
+
+@dataclass(frozen=True)
+class CoordinatorSettings:
+    """How long a coordinator waits, in s.
+
+    `heartbeat_timeout_s`  a task not heard of for so long has left; after a restart, each has so long to come back
+    `rejoin_s`             so has one whose connection ended so long ago
+    """
+
+    heartbeat_timeout_s: float = 10.0
+    rejoin_s: float = 1.0
+
+
+class _Result(msgspec.Struct, frozen=True):
+    value: float
 
 
 class CoordinatorState:
     """All that the coordinator of one cluster knows.
 
-    `jobs`                 the tasks that are expected, as job -> how many
-    `heartbeat_timeout_s`  a task not heard of for so long has left
+    `jobs`      the tasks that are expected, as job -> how many
+    `settings`  how long it waits
+    `rows`      what the Persists of an earlier coordinator of this cluster have left
     """
 
-    def __init__(self, jobs: Mapping[str, int], heartbeat_timeout_s: float = 10.0) -> None:
-        self._membership = Membership(jobs, heartbeat_timeout_s)
-        self._directory = VariableDirectory()
-        self._ledger = StepLedger()
-        self._elections = Elections()
+    def __init__(
+        self,
+        jobs: Mapping[str, int],
+        settings: CoordinatorSettings = CoordinatorSettings(),
+        rows: Mapping[str, bytes] | None = None,
+    ) -> None:
+        self._records = records = DurableRecords(rows)
+        self._membership = Membership(jobs, settings.heartbeat_timeout_s, settings.rejoin_s, records)
+        self._directory = VariableDirectory(records)
+        self._ledger = StepLedger(records)
+        self._elections = Elections(records)
         self._traffic = TrafficTotals()
-        self._results: dict[str, float] = {}
+        self._results = {name: result.value for name, result in records.load(_RESULT, _Result)}
         self.log: deque[Event] = deque(maxlen=LOG_EVENTS)
 
     def handle(self, event: Event) -> list[Command]:
         """Take note of the event and say what the shell shall do, in order."""
         self.log.append(_logged(event))
+        commands = self._decide(event)
+        changes = self._records.take_changes()
+        return [Persist(changes), *commands] if changes else commands
+
+    def _decide(self, event: Event) -> list[Command]:
         match event:
+            case Started():
+                return self._follow(self._membership.handle(event))
             case Asked():
                 return self._asked(event)
             case Told(at_s, peer, Heartbeat(task, traffic)):
                 if self._membership.is_live(task, peer):
-                    self._traffic.report(peer, traffic)
+                    self._traffic.report(self._membership.life(task), traffic)
                 return self._follow(self._membership.handle(HeartbeatArrived(at_s, peer, task)))
             case Told(_, _, Report(name, value)):
-                self._results[name] = value
+                self._set_result(name, value)
                 return []
+            case Told(at_s, peer, Leave(task, reason)):
+                is_its_own = self._membership.is_live(task, peer)
+                return self._follow(self._membership.handle(LeaveAsked(at_s, peer, reason))) if is_its_own else []
             case Told():
                 return []
             case PeerClosed(at_s, peer, reason):
@@ -114,21 +157,21 @@ class CoordinatorState:
 
     def _asked(self, event: Asked) -> list[Command]:
         match event.message:
-            case Join(task, address):
-                return self._join(event, task, address)
+            case Join() as join:
+                return self._join(event, join)
             case Leave(task, reason):
                 return self._from_task(event, task) or self._leave(event, reason)
             case ClaimSteps(_, task) as claim:
                 return self._from_task(event, task) or [*self._ledger.handle(StepsAsked(event.ask, claim))]
             case ElectOnce(what, task):
                 return self._from_task(event, task) or [
-                    Reply(event.ask, Elected(self._elections.elect(what, task, event.peer)))
+                    Reply(event.ask, Elected(self._elections.elect(what, task, self._membership.life(task))))
                 ]
             case PlaceVariable(job=job) as request:
                 members = self._membership
                 return [Reply(event.ask, self._directory.place(request, members.available(job), members.jobs()))]
             case Report(name, value):
-                self._results[name] = value
+                self._set_result(name, value)
                 return [Reply(event.ask, Ok())]
             case GetStatus():
                 return [Reply(event.ask, self.status(event.at_s))]
@@ -144,15 +187,21 @@ class CoordinatorState:
         text = f"{type(event.message).__name__} came in the name of {short_task_name(task)} over a connection "
         return [Reply(event.ask, Failure("TaskLost", text + f"that is not its own ({why}); join first"))]
 
-    def _join(self, event: Asked, task: str, address: str) -> list[Command]:
+    def _set_result(self, name: str, value: float) -> None:
+        self._results[name] = value
+        self._records.put(_RESULT + name, _Result(value))
+
+    def _join(self, event: Asked, join: Join) -> list[Command]:
         try:
-            split_task_name(task)
+            split_task_name(join.task)
         except DeviceError as error:
             return [Reply(event.ask, Failure("DeviceError", str(error)))]
-        decided = self._membership.handle(Joined(event.at_s, event.peer, task, address))
+        decided = self._membership.handle(
+            Joined(event.at_s, event.peer, join.task, join.address, join.incarnation, join.cluster)
+        )
         for command in decided:
             if isinstance(command, RefuseJoin):
-                return [Reply(event.ask, Failure("RemoteError", command.text))]
+                return [Reply(event.ask, Failure(command.kind, command.text))]
         return [Reply(event.ask, self._membership.roster()), *self._follow(decided)]
 
     def _leave(self, event: Asked, reason: str) -> list[Command]:
@@ -164,12 +213,12 @@ class CoordinatorState:
         commands: list[Command] = []
         for command in decided:
             match command:
-                case ReleaseTask(task, peer, reason, silent):
-                    self._traffic.leave(peer)
-                    self._elections.leave(peer, reason)
+                case ReleaseTask(task, life, reason):
+                    self._traffic.leave(life)
+                    self._elections.leave(life, reason)
                     commands += self._ledger.handle(WorkerLeft(task, reason))
-                    if silent:
-                        commands.append(Disconnect(peer, reason))
+                case EndConnection(peer, reason):
+                    commands.append(Disconnect(peer, reason))
                 case PublishRoster():
                     commands.append(Broadcast(self._membership.live_peers(), self._membership.roster()))
                 case RefuseJoin():

@@ -8,35 +8,44 @@ Invariants:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
+from dflow.distributed.durable_records import DurableRecords
 from dflow.distributed.membership import NORMAL_ENDS
 
 
-@dataclass
-class _Office:
-    """Who holds it, over which connection, and whether that one has failed."""
+class _Office(msgspec.Struct, frozen=True):
+    """Who holds it, in which of its lives, and whether that one has failed."""
 
     task: str
-    peer: int
+    life: int
     vacant: bool = False
 
 
 class Elections:
-    """The offices of one cluster."""
+    """The offices of one cluster, which last as `records`."""
 
-    def __init__(self) -> None:
-        self._offices: dict[str, _Office] = {}
+    def __init__(self, records: DurableRecords | None = None) -> None:
+        self._records = records or DurableRecords()
+        self._offices = dict(self._records.load(_OFFICE, _Office))
 
-    def elect(self, what: str, task: str, peer: int) -> bool:
-        """Whether the live task behind `peer` is the one for `what`."""
+    def elect(self, what: str, task: str, life: int) -> bool:
+        """Whether the live task, in this one of its lives, is the one for `what`."""
         office = self._offices.get(what)
         if office is None or office.vacant:
-            self._offices[what] = office = _Office(task, peer)
-        return (office.task, office.peer) == (task, peer)
+            office = self._set(what, _Office(task, life))
+        return (office.task, office.life) == (task, life)
 
-    def leave(self, peer: int, reason: str) -> None:
-        """The task behind `peer` is no longer live."""
-        for office in self._offices.values():
-            if office.peer == peer and reason not in NORMAL_ENDS:
-                office.vacant = True
+    def leave(self, life: int, reason: str) -> None:
+        """The task is no longer live."""
+        for what, office in self._offices.items():
+            if office.life == life and reason not in NORMAL_ENDS:
+                self._set(what, msgspec.structs.replace(office, vacant=True))
+
+    def _set(self, what: str, office: _Office) -> _Office:
+        self._offices[what] = office
+        self._records.put(_OFFICE + what, office)
+        return office
+
+
+_OFFICE = "office/"

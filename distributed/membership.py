@@ -3,11 +3,14 @@
 Invariants:
 - at most one live task per name and per connection;
 - a task once joined is listed for ever, and `left` is set exactly when it is no longer live;
-- a task that joins again under its old name is a new entry, and the old one keeps its time and reason;
-- the roster is published after every change and at no other time.
+- a task that joins again in the same incarnation is the member it was, and nobody is told; one of another incarnation
+  is a new entry, and the old one keeps its time and reason;
+- one that was given up may not come back in the same incarnation, since its work has gone to others;
+- the roster is published, with the next version, after every change and at no other time;
+- after a restart, the members are those of before, away until they join again.
 
-A task is live from its Join until it says Leave, its connection ends, or no heartbeat came for
-`heartbeat_timeout_s`. No clock is read: time comes with the events.
+A task is live from its Join until it says Leave, no heartbeat came for `heartbeat_timeout_s`, or its connection ended
+and it was away for `rejoin_s`. No clock is read: time comes with the events.
 """
 
 from __future__ import annotations
@@ -17,7 +20,8 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from dflow.distributed.coordinator_events import Ticked
+from dflow.distributed.coordinator_events import Started, Ticked
+from dflow.distributed.durable_records import DurableRecords
 from dflow.distributed.messages import Roster, TaskInfo
 from dflow.tracing.task_name import short_task_name, split_task_name, task_name
 
@@ -31,12 +35,14 @@ NORMAL_ENDS = frozenset({FINISHED, STOPPED})
 
 @dataclass(frozen=True)
 class Joined:
-    """A task asked to join over the connection `peer`, and listens at `address`."""
+    """A task asked to join over the connection `peer`, and listens at `address`; `cluster` is the one it knows."""
 
     at_s: float
     peer: int
     task: str
     address: str
+    incarnation: str = ""
+    cluster: str = ""
 
 
 @dataclass(frozen=True)
@@ -66,24 +72,32 @@ class LeaveAsked:
     reason: str
 
 
-MembershipEvent = Joined | HeartbeatArrived | ConnectionLost | LeaveAsked | Ticked
+MembershipEvent = Started | Joined | HeartbeatArrived | ConnectionLost | LeaveAsked | Ticked
 
 
 @dataclass(frozen=True)
 class RefuseJoin:
-    """Tell the asker that it may not join; the text has both addresses and the remedy."""
+    """Tell the asker that it may not join; the text has both sides and the remedy. `kind` names the error's class."""
 
     text: str
+    kind: str = "RemoteError"
 
 
 @dataclass(frozen=True)
 class ReleaseTask:
-    """Take back what the task held: it has left. `silent` says that its connection may still be open."""
+    """Take back what the task held in this life: it has left."""
 
     task: str
+    life: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class EndConnection:
+    """The connection may still be open, and is no longer that of a task."""
+
     peer: int
     reason: str
-    silent: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,108 +105,244 @@ class PublishRoster:
     """Send the roster to every live task."""
 
 
-MembershipCommand = RefuseJoin | ReleaseTask | PublishRoster
+MembershipCommand = RefuseJoin | ReleaseTask | EndConnection | PublishRoster
 
 
 @dataclass(frozen=True)
 class _Live:
-    """A live task: its connection, its place in the list of all that joined, and when it was last heard."""
+    """A live task: which of all that joined it is, its connection (None while it is away), and its time.
 
-    peer: int
-    entry: int
-    heard_at_s: float
+    It is given up at `until_s`, for `reason`.
+    """
+
+    life: int
+    peer: int | None
+    until_s: float
+    reason: str
+
+
+class _Identity(msgspec.Struct, frozen=True):
+    """Which cluster this is, and how many times its coordinator has started."""
+
+    cluster: str = ""
+    epoch: int = 0
+
+
+class _Version(msgspec.Struct, frozen=True):
+    """How many times the roster has changed."""
+
+    version: int = 0
 
 
 class Membership:
-    """The tasks of one cluster.
+    """The tasks of one cluster, which last as `records`.
 
     `jobs`                 the tasks that are expected, as job -> how many
     `heartbeat_timeout_s`  a task not heard of for so long has left
+    `rejoin_s`             so has one whose connection ended so long ago
     """
 
-    def __init__(self, jobs: Mapping[str, int], heartbeat_timeout_s: float = 10.0) -> None:
-        self._spec = tuple(task_name(job, index) for job, count in jobs.items() for index in range(count))
+    def __init__(
+        self,
+        jobs: Mapping[str, int],
+        heartbeat_timeout_s: float = 10.0,
+        rejoin_s: float = 1.0,
+        records: DurableRecords | None = None,
+    ) -> None:
         self._timeout_s = heartbeat_timeout_s
+        self._rejoin_s = rejoin_s
+        self._records = records or DurableRecords()
         self._joined: list[TaskInfo] = []
         self._live: dict[str, _Live] = {}
+        self._names_of: dict[int, str] = {}
+        self._lives_of: dict[str, list[int]] = {}
+        self._expected = dict.fromkeys(task_name(job, index) for job, count in jobs.items() for index in range(count))
+        self._identity = next((found for _, found in self._records.load(_IDENTITY, _Identity)), _Identity())
+        self._version = next((found.version for _, found in self._records.load(_VERSION, _Version)), 0)
+        for _, info in self._records.load(_LIFE, TaskInfo):
+            self._add(info)
 
     def handle(self, event: MembershipEvent) -> list[MembershipCommand]:
         """Take note of the event and say what follows from it."""
         match event:
+            case Started():
+                return self._start(event)
             case Joined():
                 return self._join(event)
             case HeartbeatArrived(at_s, peer, task):
                 if self.is_live(task, peer):
-                    self._live[task] = replace(self._live[task], heard_at_s=at_s)
+                    self._hear(task, at_s)
                 return []
-            case ConnectionLost(at_s, peer, reason) | LeaveAsked(at_s, peer, reason):
-                gone = [task for task, live in self._live.items() if live.peer == peer]
-                return self._release(gone, at_s, reason)
+            case LeaveAsked(at_s, peer, reason):
+                gone = self._names_of.get(peer)
+                return self._release([gone] if gone else [], at_s, reason)
+            case ConnectionLost(at_s, peer, reason):
+                gone = self._names_of.pop(peer, None)
+                if gone is not None:
+                    live = self._live[gone]
+                    until_s = min(live.until_s, at_s + self._rejoin_s)
+                    self._live[gone] = replace(live, peer=None, until_s=until_s, reason=reason)
+                return []
             case Ticked(at_s):
-                silent = [task for task, live in self._live.items() if at_s - live.heard_at_s >= self._timeout_s]
-                return self._release(silent, at_s, f"no heartbeat for {self._timeout_s:.1f} s", silent=True)
+                return self._release([task for task, live in self._live.items() if at_s >= live.until_s], at_s)
 
     def is_live(self, task: str, peer: int) -> bool:
         """Whether `task` is live and its connection is `peer`."""
-        return task in self._live and self._live[task].peer == peer
+        return self._names_of.get(peer) == task
+
+    def life(self, task: str) -> int:
+        """The number of the life that the live task `task` leads, which no other task has or had."""
+        return self._live[task].life
 
     def absence(self, task: str) -> str:
         """Why nobody else may speak for `task`: it is live, or when and why it left last, or that it never joined."""
         if task in self._live:
-            return f"{short_task_name(task)} is live over another"
-        for info in reversed(self._joined):
-            if info.task == task and info.left_at_s is not None:
-                return f"{short_task_name(task)} left at {info.left_at_s:.1f} s: {info.left}"
+            live = self._live[task]
+            gone = f"is away since its connection ended: {live.reason}" if live.peer is None else "is live over another"
+            return f"{short_task_name(task)} {gone}"
+        if task in self._lives_of:
+            return self._end_of(self._joined[self._lives_of[task][-1]])
         return f"{short_task_name(task)} has not joined"
 
     def roster(self) -> Roster:
         """All that have joined, in order of joining, and the expected ones that never did."""
-        seen = {info.task for info in self._joined}
-        return Roster(tuple(self._joined), tuple(task for task in self._spec if task not in seen))
+        identity = self._identity
+        return Roster(tuple(self._joined), tuple(self._expected), self._version, identity.cluster, identity.epoch)
 
     def live_peers(self) -> tuple[int, ...]:
-        """The connections of the live tasks, in order of joining."""
-        return tuple(live.peer for live in sorted(self._live.values(), key=lambda live: live.entry))
+        """The connections of the live tasks that are not away, in order of joining."""
+        return tuple(live.peer for live in self._live.values() if live.peer is not None)
 
     def available(self, job: str) -> tuple[str, ...]:
         """The tasks of `job` that are live or still expected, by index."""
-        names = {*self._live, *self.roster().expected}
+        names = {*self._live, *self._expected}
         return tuple(sorted((task for task in names if split_task_name(task)[0] == job), key=split_task_name))
 
     def jobs(self) -> tuple[str, ...]:
         """Every job with a live or expected task."""
-        return tuple(sorted({split_task_name(task)[0] for task in (*self._live, *self.roster().expected)}))
+        return tuple(sorted({split_task_name(task)[0] for task in (*self._live, *self._expected)}))
+
+    def _start(self, event: Started) -> list[MembershipCommand]:
+        known = self._identity
+        self._identity = _Identity(known.cluster or event.cluster, known.epoch + 1)
+        self._records.put(_IDENTITY, self._identity)
+        self._names_of.clear()
+        for task, live in self._live.items():
+            reason = f"it did not come back within {self._timeout_s:.1f} s of the coordinator's restart"
+            self._live[task] = _Live(live.life, None, event.at_s + self._timeout_s, reason)
+        return []
 
     def _join(self, event: Joined) -> list[MembershipCommand]:
         split_task_name(event.task)
         if self.is_live(event.task, event.peer):
             return []
         refusal = self._refusal(event)
-        if refusal:
-            return [RefuseJoin(refusal)]
-        self._live[event.task] = _Live(event.peer, len(self._joined), event.at_s)
-        self._joined.append(TaskInfo(event.task, event.address, event.at_s))
-        return [PublishRoster()]
+        if refusal is not None:
+            return [refusal]
+        held = self._live.get(event.task)
+        if held is not None and self._is_same(event, held):
+            return self._take_back(event, held)
+        commands: list[MembershipCommand] = []
+        if held is not None:
+            commands = self._release_all([event.task], event.at_s, "it has started anew")
+        self._add(TaskInfo(event.task, event.address, event.at_s, incarnation=event.incarnation))
+        self._records.put(self._key(len(self._joined) - 1), self._joined[-1])
+        self._connect(event)
+        return [*commands, self._publish()]
 
-    def _refusal(self, event: Joined) -> str:
-        if event.task in self._live:
-            held = self._joined[self._live[event.task].entry].address
-            return (
-                f"{short_task_name(event.task)} is already live at {held}, so the one at {event.address} may not "
+    def _refusal(self, event: Joined) -> RefuseJoin | None:
+        who, cluster = short_task_name(event.task), self._identity.cluster
+        if event.cluster and event.cluster != cluster:
+            return RefuseJoin(
+                f"{who} is a task of cluster {event.cluster}, and this is the coordinator of {cluster or 'none'}; "
+                "it was started without the state of the first, which `--state FILE` keeps",
+                "TaskLost",
+            )
+        other = self._names_of.get(event.peer)
+        if other is not None:
+            return RefuseJoin(
+                f"this connection has joined as {short_task_name(other)} and may not join as {who} too; "
+                "open another connection"
+            )
+        held = self._live.get(event.task)
+        if held is not None:
+            if held.peer is None or self._is_same(event, held):
+                return None
+            return RefuseJoin(
+                f"{who} is already live at {self._joined[held.life].address}, so the one at {event.address} may not "
                 "join; give it another index, or end the first"
             )
-        for task, live in self._live.items():
-            if live.peer == event.peer:
-                return (
-                    f"this connection has joined as {short_task_name(task)} and may not join as "
-                    f"{short_task_name(event.task)} too; open another connection"
-                )
-        return ""
+        for life in reversed(self._lives_of.get(event.task, [])):
+            info = self._joined[life]
+            if event.incarnation and info.incarnation == event.incarnation:
+                text = f"{self._end_of(info)}; its work has gone to others, so it has to start anew"
+                return RefuseJoin(text, "TaskLost")
+        return None
 
-    def _release(self, tasks: list[str], at_s: float, reason: str, silent: bool = False) -> list[MembershipCommand]:
+    def _is_same(self, event: Joined, held: _Live) -> bool:
+        info = self._joined[held.life]
+        return (info.incarnation, info.address) == (event.incarnation, event.address)
+
+    def _take_back(self, event: Joined, held: _Live) -> list[MembershipCommand]:
+        """The member that was there before comes over another connection, which replaces the old one."""
+        commands: list[MembershipCommand] = []
+        if held.peer is not None:
+            del self._names_of[held.peer]
+            commands = [EndConnection(held.peer, f"{short_task_name(event.task)} has come over another connection")]
+        self._connect(event)
+        return commands
+
+    def _connect(self, event: Joined) -> None:
+        self._names_of[event.peer] = event.task
+        self._live[event.task] = replace(self._live[event.task], peer=event.peer)
+        self._hear(event.task, event.at_s)
+
+    def _hear(self, task: str, at_s: float) -> None:
+        reason = f"no heartbeat for {self._timeout_s:.1f} s"
+        self._live[task] = replace(self._live[task], until_s=at_s + self._timeout_s, reason=reason)
+
+    def _add(self, info: TaskInfo) -> None:
+        """List a task that has joined, which is away for now unless it has left again."""
+        life = len(self._joined)
+        self._joined.append(info)
+        self._lives_of.setdefault(info.task, []).append(life)
+        self._expected.pop(info.task, None)
+        if info.left_at_s is None:
+            self._live[info.task] = _Live(life, None, info.joined_at_s, "")
+
+    def _release(self, tasks: list[str], at_s: float, reason: str = "") -> list[MembershipCommand]:
+        commands = self._release_all(tasks, at_s, reason)
+        return [*commands, self._publish()] if commands else []
+
+    def _release_all(self, tasks: list[str], at_s: float, reason: str = "") -> list[MembershipCommand]:
         commands: list[MembershipCommand] = []
         for task in tasks:
             live = self._live.pop(task)
-            self._joined[live.entry] = msgspec.structs.replace(self._joined[live.entry], left_at_s=at_s, left=reason)
-            commands.append(ReleaseTask(task, live.peer, reason, silent))
-        return [*commands, PublishRoster()] if commands else []
+            why = reason or live.reason
+            info = msgspec.structs.replace(self._joined[live.life], left_at_s=at_s, left=why)
+            self._joined[live.life] = info
+            self._records.put(self._key(live.life), info)
+            commands.append(ReleaseTask(task, live.life, why))
+            if live.peer is not None:
+                del self._names_of[live.peer]
+                if not reason:
+                    commands.append(EndConnection(live.peer, why))
+        return commands
+
+    def _publish(self) -> PublishRoster:
+        self._version += 1
+        self._records.put(_VERSION, _Version(self._version))
+        return PublishRoster()
+
+    @staticmethod
+    def _key(life: int) -> str:
+        return f"{_LIFE}{life:012d}"
+
+    @staticmethod
+    def _end_of(info: TaskInfo) -> str:
+        return f"{short_task_name(info.task)} left at {info.left_at_s or 0.0:.1f} s: {info.left}"
+
+
+_IDENTITY = "identity"
+_LIFE = "life/"
+_VERSION = "roster version"

@@ -126,10 +126,16 @@ class Tensor(Message, frozen=True):
 
 
 class Join(Message, frozen=True):
-    """A task is up and listens at `address`; answered by `Roster`, which is sent again at every change."""
+    """A task is up and listens at `address`; answered by `Roster`, which is sent again at every change.
+
+    `incarnation`  one life of the task: with the same one and the same address it is the member it was before
+    `cluster`      the cluster it was a member of, or empty; a coordinator of another one refuses it
+    """
 
     task: str
     address: str
+    incarnation: str = ""
+    cluster: str = ""
 
 
 class TaskInfo(msgspec.Struct, frozen=True):
@@ -140,13 +146,22 @@ class TaskInfo(msgspec.Struct, frozen=True):
     joined_at_s: float
     left_at_s: float | None = None
     left: str = ""
+    incarnation: str = ""
 
 
 class Roster(Message, frozen=True):
-    """Every task that has joined, and which tasks are still `expected`."""
+    """Every task that has joined, and which tasks are still `expected`.
+
+    `version`  counts the changes; a greater one is newer
+    `cluster`  which cluster this is, the same as long as its coordinator keeps its state
+    `epoch`    counts the starts of the cluster's coordinator
+    """
 
     tasks: tuple[TaskInfo, ...]
     expected: tuple[str, ...]
+    version: int = 0
+    cluster: str = ""
+    epoch: int = 0
 
 
 class EdgeTraffic(msgspec.Struct, frozen=True):
@@ -191,7 +206,9 @@ class ClaimSteps(Message, frozen=True):
     """Ask for steps of a run to do; answered by `Claimed`, which waits while others may yet give steps back.
 
     `run`        names the run; the first to ask fixes `total_steps`
-    `done`       how many steps of the last claim were done
+    `number`     of this claim, greater than those of the task's earlier ones; the same again is answered the same
+    `last`       the number of the last claim whose answer the task has seen, 0 for none
+    `done`       how many steps of that one were done
     `step_s`     median seconds a step took since the last claim (0 when none)
     `metrics`    the newest scalar metrics of the worker
     `more`       false when the worker takes no further part in the run: it is answered at once, with no steps
@@ -200,6 +217,8 @@ class ClaimSteps(Message, frozen=True):
     run: str
     task: str
     total_steps: int
+    number: int
+    last: int = 0
     done: int = 0
     step_s: float = 0.0
     metrics: dict[str, float] = {}

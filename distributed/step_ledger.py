@@ -8,6 +8,8 @@ Invariants, of each run:
 - the steps of a claim that were not reported when its worker leaves, or wants no more, go back to the pool, lowest
   numbers first out;
 - an ask is answered exactly once; it waits only while the pool is empty and another worker holds a claim;
+- a claim that is asked again, by its number, gives the same steps and counts nothing twice; what was given to a claim
+  whose answer the worker never saw goes back with its next one;
 - an answer of no steps means that all steps are done, unless the asker wanted no more.
 """
 
@@ -15,7 +17,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from dflow.distributed.coordinator_events import Reply
+from dflow.distributed.durable_records import DurableRecords
 from dflow.distributed.messages import Claimed, ClaimSteps, Failure, WorkerProgress
 from dflow.tracing.task_name import short_task_name
 
@@ -43,12 +48,48 @@ class WorkerLeft:
 LedgerEvent = StepsAsked | WorkerLeft
 
 
-class StepLedger:
-    """The runs of one cluster, and what each worker has done in them."""
+class _Worker(msgspec.Struct, frozen=True):
+    """What a run knows of a live worker.
 
-    def __init__(self) -> None:
-        self._runs: dict[str, _Run] = {}
-        self._progress: dict[str, WorkerProgress] = {}
+    `number`         of its newest claim
+    `first`, `held`  the steps it holds, given in answer to that one
+    `answered`       whether that one was answered; it waits else
+    `takes_part`     whether it has a share of what remains
+    """
+
+    task: str
+    number: int
+    first: int = 0
+    held: int = 0
+    answered: bool = False
+    takes_part: bool = True
+
+
+class _RunRecord(msgspec.Struct, frozen=True):
+    """A run, without its workers."""
+
+    total_steps: int
+    done: int
+    pool: tuple[tuple[int, int], ...]
+
+
+class _WorkerRecord(msgspec.Struct, frozen=True):
+    run: str
+    worker: _Worker
+
+
+class StepLedger:
+    """The runs of one cluster, and what each worker has done in them, which last as `records`."""
+
+    def __init__(self, records: DurableRecords | None = None) -> None:
+        self._records = records or DurableRecords()
+        self._progress = dict(self._records.load(_PROGRESS, WorkerProgress))
+        self._runs = {
+            name: _Run(name, self._records, known.total_steps, known.done, [range(*part) for part in known.pool])
+            for name, known in self._records.load(_RUN, _RunRecord)
+        }
+        for _, found in self._records.load(_WORKER, _WorkerRecord):
+            self._runs[found.run].note(found.worker)
 
     def handle(self, event: LedgerEvent) -> list[Reply]:
         """Take note of the event and answer every ask that can be answered now."""
@@ -73,34 +114,49 @@ class StepLedger:
         return tuple(self._progress[task] for task in sorted(self._progress))
 
     def _ask(self, ask: int, claim: ClaimSteps) -> list[Reply]:
-        run = self._runs.get(claim.run) or _Run(claim.total_steps)
+        run = self._runs.get(claim.run)
+        if run is None:
+            run = _Run(claim.run, self._records, claim.total_steps, 0, [range(max(claim.total_steps, 0))])
         refusal = run.refusal(claim)
         if refusal:
             return [Reply(ask, Failure("RemoteError", f"run {claim.run!r}: {refusal}"))]
         self._runs[claim.run] = run
+        if run.is_repeated(claim):
+            return run.repeat(claim.task, ask)
         self._note_progress(claim, run.settle(claim))
-        return run.ask(claim.task, ask) if claim.more else run.stop(claim.task, ask)
+        return run.ask(claim, ask)
 
     def _note_progress(self, claim: ClaimSteps, done: int) -> None:
         last = self._progress.get(claim.task, WorkerProgress(claim.task, 0, 0.0, {}))
-        self._progress[claim.task] = WorkerProgress(
+        now = WorkerProgress(
             claim.task, last.steps + done, claim.step_s or last.step_s, {**last.metrics, **claim.metrics}
         )
+        self._progress[claim.task] = now
+        self._records.put(_PROGRESS + claim.task, now)
 
 
 @dataclass
 class _Run:
-    """One run: the pool of steps no one has, the claims, and the asks that wait, by task and in order of asking."""
+    """One run: the pool of steps no one has, its workers, and the asks that wait, by task and in order of asking."""
 
+    name: str
+    records: DurableRecords
     total_steps: int
-    done: int = 0
-    pool: list[range] = field(default_factory=list)
-    claims: dict[str, range] = field(default_factory=dict)
+    done: int
+    pool: list[range]
+    workers: dict[str, _Worker] = field(default_factory=dict)
     waiting: dict[str, int] = field(default_factory=dict)
-    workers: set[str] = field(default_factory=set)
+    holding: set[str] = field(default_factory=set)
+    sharing: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self._give_back(range(self.total_steps))
+        self.pool = [part for part in self.pool if part]
+
+    def note(self, worker: _Worker) -> None:
+        """Take over what is known of a worker."""
+        self.workers[worker.task] = worker
+        (self.holding.add if worker.held else self.holding.discard)(worker.task)
+        (self.sharing.add if worker.takes_part else self.sharing.discard)(worker.task)
 
     def refusal(self, claim: ClaimSteps) -> str:
         """Why this claim contradicts what is known, or empty."""
@@ -112,31 +168,58 @@ class _Run:
                 f"it has {self.total_steps} steps and {who} asks for {claim.total_steps}; "
                 "let all workers ask for the same number, or name another run"
             )
-        held = len(self.claims.get(claim.task, ()))
-        if claim.task not in self.waiting and not 0 <= claim.done <= held:
-            return f"{who} reports {claim.done} steps done of a claim of {held}"
+        worker = self.workers.get(claim.task)
+        newest = worker.number if worker is not None else 0
+        if claim.number < newest:
+            return f"claim {claim.number} of {who} came after its claim {newest}"
+        if not 0 <= claim.last < claim.number or (claim.done and claim.last > newest):
+            return f"{who} reports claim {claim.last} in claim {claim.number}, and its newest is {newest}"
+        held = worker.held if worker is not None and claim.last == newest else None
+        if claim.done < 0 or (held is not None and claim.number > newest and claim.done > held):
+            return f"{who} reports {claim.done} steps done of a claim of {held or 0}"
         return ""
 
-    def settle(self, claim: ClaimSteps) -> int:
-        """Take the worker's last claim back: its first steps are done, the rest go to the pool. The steps done."""
-        held = self.claims.pop(claim.task, None)
-        if held is None:
-            return 0
-        self.done += claim.done
-        self._give_back(held[claim.done :])
-        return claim.done
+    def is_repeated(self, claim: ClaimSteps) -> bool:
+        """Whether this is the worker's newest claim, once more."""
+        worker = self.workers.get(claim.task)
+        return worker is not None and worker.number == claim.number
 
-    def ask(self, task: str, ask: int) -> list[Reply]:
-        """Let the worker wait for steps, and answer all that can be answered."""
-        replies = self._replace(task)
-        self.workers.add(task)
+    def repeat(self, task: str, ask: int) -> list[Reply]:
+        """Answer as the first time; the ask takes the place of the one that waits."""
+        worker = self.workers[task]
+        if worker.answered:
+            return [Reply(ask, Claimed(worker.first, worker.held))]
+        replies = []
+        if task in self.waiting:
+            text = f"{short_task_name(task)} has sent this claim again"
+            replies = [Reply(self.waiting[task], Failure("RemoteError", text))]
         self.waiting[task] = ask
         return replies + self._answer_waiting()
 
-    def stop(self, task: str, ask: int) -> list[Reply]:
-        """Count the worker out, tell it so, and answer all that can be answered now."""
-        self.workers.discard(task)
-        return [*self._replace(task), Reply(ask, Claimed(0, 0)), *self._answer_waiting()]
+    def settle(self, claim: ClaimSteps) -> int:
+        """Take the worker's last claim back: its first steps are done, the rest go to the pool. The steps done.
+
+        When the worker has not seen the answer to the last one, none of them is.
+        """
+        worker = self.workers.get(claim.task)
+        if worker is None or not worker.held:
+            return 0
+        done = claim.done if claim.last == worker.number else 0
+        held = range(worker.first, worker.first + worker.held)
+        self.done += done
+        self._give_back(held[done:])
+        self._save(msgspec.structs.replace(worker, held=0))
+        return done
+
+    def ask(self, claim: ClaimSteps, ask: int) -> list[Reply]:
+        """Let the worker wait for steps, or count it out if it wants no more, and answer all that can be answered."""
+        replies = self._replace(claim.task)
+        self._save(_Worker(claim.task, claim.number, answered=not claim.more, takes_part=claim.more))
+        if claim.more:
+            self.waiting[claim.task] = ask
+        else:
+            replies.append(Reply(ask, Claimed(0, 0)))
+        return replies + self._answer_waiting()
 
     def _replace(self, task: str) -> list[Reply]:
         """Refuse the worker's ask that waits, since a later one came."""
@@ -148,22 +231,26 @@ class _Run:
     def leave(self, task: str, reason: str) -> list[Reply]:
         """Give the worker's unreported steps back, and answer all that can be answered now."""
         replies = []
-        self.workers.discard(task)
         if task in self.waiting:
             text = f"{short_task_name(task)} has left: {reason}"
             replies.append(Reply(self.waiting.pop(task), Failure("TaskLost", text)))
-        self._give_back(self.claims.pop(task, range(0)))
+        worker = self.workers.pop(task, None)
+        if worker is not None:
+            self.holding.discard(task)
+            self.sharing.discard(task)
+            self._give_back(range(worker.first, worker.first + worker.held))
+            self.records.drop(self._key(task))
+            self._save()
         return replies + self._answer_waiting()
 
     def _answer_waiting(self) -> list[Reply]:
         replies = []
         for task, ask in list(self.waiting.items()):
-            if not self.pool and self.claims:
+            if not self.pool and self.holding:
                 break
             steps = self._take()
-            if steps:
-                self.claims[task] = steps
             del self.waiting[task]
+            self._save(msgspec.structs.replace(self.workers[task], first=steps.start, held=len(steps), answered=True))
             replies.append(Reply(ask, Claimed(steps.start, len(steps))))
         return replies
 
@@ -171,7 +258,7 @@ class _Run:
         if not self.pool:
             return range(self.total_steps, self.total_steps)
         remaining = sum(map(len, self.pool))
-        count = max(1, min(LARGEST_CLAIM, remaining // (SHARE_DIVISOR * len(self.workers))))
+        count = max(1, min(LARGEST_CLAIM, remaining // (SHARE_DIVISOR * len(self.sharing))))
         steps, rest = self.pool[0][:count], self.pool[0][count:]
         self.pool[:1] = [rest] if rest else []
         return steps
@@ -185,3 +272,18 @@ class _Run:
             else:
                 merged.append(part)
         self.pool = merged
+
+    def _save(self, worker: _Worker | None = None) -> None:
+        pool = tuple((part.start, part.stop) for part in self.pool)
+        self.records.put(_RUN + self.name, _RunRecord(self.total_steps, self.done, pool))
+        if worker is not None:
+            self.note(worker)
+            self.records.put(self._key(worker.task), _WorkerRecord(self.name, worker))
+
+    def _key(self, task: str) -> str:
+        return f"{_WORKER}{task}\n{self.name}"
+
+
+_PROGRESS = "progress/"
+_RUN = "run/"
+_WORKER = "worker/"

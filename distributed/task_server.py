@@ -211,7 +211,7 @@ class TaskServer:
             before, self._live = self._live, live
         self._peers.set_addresses({task: info.address for task, info in live.items()})
         for task, info in live.items():
-            if task in before and before[task].joined_at_s != info.joined_at_s:
+            if task in before and _life(before[task]) != _life(info):
                 self.task_left(task, "it has started anew")
             self._channel.task_joined(task)
         for task, info in gone.items():
@@ -308,6 +308,11 @@ class TaskServer:
 
 
 _NOTHING = memoryview(b"")
+
+
+def _life(info: TaskInfo) -> tuple[str, float]:
+    """What tells a task from its predecessors of the same name."""
+    return info.incarnation, info.joined_at_s
 
 
 class _Run:

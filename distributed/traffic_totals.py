@@ -25,14 +25,14 @@ class TrafficTotals:
         self._newest: dict[int, tuple[EdgeTraffic, ...]] = {}
         self._kept: tuple[EdgeTraffic, ...] = ()
 
-    def report(self, peer: int, totals: tuple[EdgeTraffic, ...]) -> None:
-        """The task behind `peer` has sent so much since it started."""
+    def report(self, life: int, totals: tuple[EdgeTraffic, ...]) -> None:
+        """A task has sent so much since it started; `life` tells it from its predecessors of the same name."""
         if totals:
-            self._newest[peer] = totals
+            self._newest[life] = totals
 
-    def leave(self, peer: int) -> None:
-        """The task behind `peer` reports no more."""
-        self._kept = _summed((*self._kept, *self._newest.pop(peer, ())))
+    def leave(self, life: int) -> None:
+        """The task reports no more."""
+        self._kept = _summed((*self._kept, *self._newest.pop(life, ())))
 
     def totals(self) -> tuple[EdgeTraffic, ...]:
         """One entry per edge and pair of tasks, in order of first report."""

@@ -12,15 +12,29 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+import msgspec
+
+from dflow.distributed.durable_records import DurableRecords
 from dflow.distributed.messages import Failure, Placed, PlaceVariable, VariableInfo
 
 
-class VariableDirectory:
-    """The placed variables of one cluster."""
+class _Placement(msgspec.Struct, frozen=True):
+    """The `number`-th placement."""
 
-    def __init__(self) -> None:
+    number: int
+    info: VariableInfo
+
+
+class VariableDirectory:
+    """The placed variables of one cluster, which last as `records`."""
+
+    def __init__(self, records: DurableRecords | None = None) -> None:
+        self._records = records or DurableRecords()
         self._placed: dict[str, VariableInfo] = {}
         self._load_bytes: Counter[str] = Counter()
+        known = [placement for _, placement in self._records.load(_PLACED, _Placement)]
+        for placement in sorted(known, key=lambda placement: placement.number):
+            self._add(placement.info)
 
     def place(self, request: PlaceVariable, tasks: Sequence[str], jobs: Sequence[str]) -> Placed | Failure:
         """Find or decide the variable's task.
@@ -39,9 +53,14 @@ class VariableDirectory:
             there = ", ".join(jobs) if jobs else "none"
             return Failure("DeviceError", _NO_TASKS.format(name=request.name, job=request.job, jobs=there))
         task = self._placed[request.near].task if request.near else min(tasks, key=lambda t: self._load_bytes[t])
-        self._placed[request.name] = VariableInfo(request.name, request.dtype, request.shape, request.size_bytes, task)
-        self._load_bytes[task] += request.size_bytes
+        info = VariableInfo(request.name, request.dtype, request.shape, request.size_bytes, task)
+        self._records.put(_PLACED + info.name, _Placement(len(self._placed), info))
+        self._add(info)
         return Placed(task)
+
+    def _add(self, info: VariableInfo) -> None:
+        self._placed[info.name] = info
+        self._load_bytes[info.task] += info.size_bytes
 
     def variables(self) -> tuple[VariableInfo, ...]:
         """Every placed variable, in order of placement."""
@@ -58,6 +77,7 @@ class VariableDirectory:
         )
 
 
+_PLACED = "placed/"
 _NEAR_UNKNOWN = "variable {name!r} was to share the task of {near!r}, which is not placed; place {near!r} first"
 _NO_TASKS = (
     "variable {name!r} was to be placed on job {job!r}, which has no task that is live or expected; "

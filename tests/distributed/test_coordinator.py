@@ -8,7 +8,7 @@ import pytest
 
 from dflow.distributed.coordinator import Coordinator
 from dflow.distributed.coordinator_client import CoordinatorClient
-from dflow.distributed.coordinator_events import Asked, Ticked, Told
+from dflow.distributed.coordinator_events import Asked, Started, Ticked, Told
 from dflow.distributed.messages import ClaimSteps, EdgeTraffic, Heartbeat, Roster
 from dflow.distributed.traffic_totals import EDGES_TOLD
 from dflow.distributed.transport.base import Transport
@@ -173,7 +173,7 @@ def test_a_stranger_cannot_claim_in_the_name_of_a_task(cluster: Cluster) -> None
         cluster.coordinator.address, name="x", handler=cluster.client(), who="the coordinator", timeout_s=SOON_S
     )
     with pytest.raises(TaskLost, match="ClaimSteps came in the name of worker:0"):
-        stranger.call(ClaimSteps("run", WORKER0, 1), timeout_s=SOON_S)
+        stranger.call(ClaimSteps("run", WORKER0, 1, 1), timeout_s=SOON_S)
     stranger.close()
 
 
@@ -194,7 +194,8 @@ def test_the_log_has_every_event_with_its_time(cluster: Cluster) -> None:
     cluster.task(WORKER0)
     cluster.now_s += 2
     cluster.coordinator.tick()
-    joined, ticked = cluster.coordinator.log()
+    started, joined, ticked = cluster.coordinator.log()
+    assert isinstance(started, Started)
     assert isinstance(joined, Asked)
     assert joined.at_s == 0.0
     assert ticked == Ticked(2.0)

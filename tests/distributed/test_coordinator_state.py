@@ -10,6 +10,7 @@ from dflow.distributed.coordinator_events import (
     Disconnect,
     Event,
     PeerClosed,
+    Persist,
     Reply,
     Ticked,
     Told,
@@ -47,6 +48,10 @@ def cluster() -> CoordinatorState:
     return state
 
 
+def replies(commands: Iterable[Command]) -> list[Reply]:
+    return [command for command in commands if isinstance(command, Reply)]
+
+
 def answer(commands: Iterable[Command], ask: int) -> AnyMessage:
     [message] = [command.message for command in commands if isinstance(command, Reply) and command.ask == ask]
     return message
@@ -80,8 +85,8 @@ def test_a_join_that_is_refused_is_told_to_nobody() -> None:
 
 def test_a_silent_task_is_disconnected_and_its_steps_go_to_another() -> None:
     state = cluster()
-    state.handle(Asked(0.0, 10, 2, ClaimSteps("run", WORKER0, 1)))
-    assert state.handle(Asked(0.0, 11, 3, ClaimSteps("run", WORKER1, 1))) == []
+    state.handle(Asked(0.0, 10, 2, ClaimSteps("run", WORKER0, 1, 1)))
+    assert replies(state.handle(Asked(0.0, 11, 3, ClaimSteps("run", WORKER1, 1, 1)))) == []
     state.handle(Told(9.0, 11, Heartbeat(WORKER1)))
     commands = state.handle(Ticked(10.0))
     assert answer(commands, 3) == Claimed(0, 1)
@@ -100,10 +105,14 @@ def test_a_leave_is_answered_and_told_to_the_others() -> None:
 def test_nobody_speaks_for_a_task_that_has_left_or_that_is_another() -> None:
     state = cluster()
     state.handle(PeerClosed(3.0, 10, "reset"))
-    refusal = answer(state.handle(Asked(4.0, 10, 2, ClaimSteps("run", WORKER0, 1))), 2)
+    refusal = answer(state.handle(Asked(3.5, 99, 2, ClaimSteps("run", WORKER0, 1, 1))), 2)
+    assert isinstance(refusal, Failure)
+    assert "worker:0 is away since its connection ended: reset" in refusal.text
+    state.handle(Ticked(4.0))
+    refusal = answer(state.handle(Asked(4.0, 99, 2, ClaimSteps("run", WORKER0, 1, 1))), 2)
     assert isinstance(refusal, Failure)
     assert refusal.kind == "TaskLost"
-    assert "worker:0 left at 3.0 s: reset" in refusal.text
+    assert "worker:0 left at 4.0 s: reset" in refusal.text
     refusal = answer(state.handle(Asked(4.0, 10, 3, ElectOnce("init", WORKER1))), 3)
     assert isinstance(refusal, Failure)
     assert "ElectOnce came in the name of worker:1" in refusal.text
@@ -121,6 +130,7 @@ def test_an_office_goes_on_after_a_failure_and_not_after_a_normal_end() -> None:
     assert answer(state.handle(Asked(1.0, 10, 2, ElectOnce("init", WORKER0))), 2) == Elected(True)
     assert answer(state.handle(Asked(1.0, 11, 3, ElectOnce("init", WORKER1))), 3) == Elected(False)
     state.handle(PeerClosed(2.0, 10, "reset"))
+    state.handle(Ticked(3.0))
     assert answer(state.handle(Asked(3.0, 11, 4, ElectOnce("init", WORKER1))), 4) == Elected(True)
 
 
@@ -136,6 +146,27 @@ def test_traffic_and_results_are_in_the_status_after_the_task_has_left() -> None
     assert (now.now_s, now.traffic, now.results) == (7.0, (sent,), {"accuracy": 0.75})
 
 
+def test_one_that_closes_says_so_without_waiting_for_an_answer() -> None:
+    state = cluster()
+    state.handle(Told(2.0, 11, Leave(WORKER0, "finished")))
+    assert status(state).tasks[0].left == "", "it was said over a connection of another"
+    state.handle(Told(2.0, 10, Leave(WORKER0, "finished")))
+    assert status(state).tasks[0].left == "finished"
+
+
+def test_what_has_to_last_comes_before_all_that_follows_from_it() -> None:
+    state = CoordinatorState({"worker": 2})
+    commands = state.handle(Asked(0.0, 10, 0, Join(WORKER0, "h:0")))
+    assert [type(command) for command in commands] == [Persist, Reply, Broadcast]
+
+
+def test_nothing_is_written_for_heartbeats_traffic_ticks_and_questions() -> None:
+    state = cluster()
+    sent = (EdgeTraffic("w", PS0, WORKER0, 3, 24),)
+    events: list[Event] = [Told(1.0, 10, Heartbeat(WORKER0, sent)), Ticked(2.0), Asked(3.0, 10, 2, GetStatus())]
+    assert not [command for event in events for command in state.handle(event) if isinstance(command, Persist)]
+
+
 def test_a_message_meant_for_a_task_is_refused() -> None:
     refusal = answer(cluster().handle(Asked(1.0, 10, 2, ReadVariable("w"))), 2)
     assert isinstance(refusal, Failure)
@@ -145,7 +176,15 @@ def test_a_message_meant_for_a_task_is_refused() -> None:
 MESSAGES = st.one_of(
     st.builds(Join, st.sampled_from([PS0, WORKER0, WORKER1]), st.just("h:1")),
     st.builds(Leave, st.sampled_from([PS0, WORKER0, WORKER1]), st.just("finished")),
-    st.builds(ClaimSteps, st.just("run"), st.sampled_from([WORKER0, WORKER1]), st.just(9), st.integers(0, 2)),
+    st.builds(
+        ClaimSteps,
+        st.just("run"),
+        st.sampled_from([WORKER0, WORKER1]),
+        st.just(9),
+        st.integers(1, 9),
+        st.integers(0, 9),
+        st.integers(0, 2),
+    ),
     st.builds(ElectOnce, st.just("init"), st.sampled_from([WORKER0, WORKER1])),
     st.builds(PlaceVariable, st.sampled_from("uvw"), st.just("f32"), st.just(()), st.just(4), st.just("ps")),
 )

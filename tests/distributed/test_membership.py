@@ -1,6 +1,8 @@
-from dflow.distributed.coordinator_events import Ticked
+from dflow.distributed.coordinator_events import Started, Ticked
+from dflow.distributed.durable_records import DurableRecords, apply_changes
 from dflow.distributed.membership import (
     ConnectionLost,
+    EndConnection,
     HeartbeatArrived,
     Joined,
     LeaveAsked,
@@ -9,7 +11,7 @@ from dflow.distributed.membership import (
     RefuseJoin,
     ReleaseTask,
 )
-from dflow.distributed.messages import TaskInfo
+from dflow.distributed.messages import Roster, TaskInfo
 
 PS0, WORKER0, WORKER1 = "/job:ps/task:0", "/job:worker/task:0", "/job:worker/task:1"
 
@@ -56,7 +58,8 @@ def test_silence_for_the_timeout_is_a_leave_and_a_heartbeat_puts_it_off() -> Non
     members.handle(HeartbeatArrived(5.0, 8, WORKER1))
     assert members.handle(Ticked(9.9)) == []
     assert members.handle(Ticked(10.0)) == [
-        ReleaseTask(WORKER0, 7, "no heartbeat for 10.0 s", silent=True),
+        ReleaseTask(WORKER0, 0, "no heartbeat for 10.0 s"),
+        EndConnection(7, "no heartbeat for 10.0 s"),
         PublishRoster(),
     ]
     assert members.live_peers() == (8,)
@@ -66,20 +69,114 @@ def test_a_heartbeat_over_another_connection_counts_for_nothing() -> None:
     members = cluster()
     members.handle(Joined(0.0, 7, WORKER0, "h:1"))
     members.handle(HeartbeatArrived(9.0, 8, WORKER0))
-    assert ReleaseTask(WORKER0, 7, "no heartbeat for 10.0 s", silent=True) in members.handle(Ticked(10.0))
+    assert ReleaseTask(WORKER0, 0, "no heartbeat for 10.0 s") in members.handle(Ticked(10.0))
 
 
-def test_a_lost_connection_is_a_leave_at_once_with_its_reason() -> None:
+def test_one_whose_connection_ended_is_away_for_a_while_and_has_then_left_for_that_reason() -> None:
     members = cluster()
     members.handle(Joined(0.0, 7, WORKER0, "h:1"))
-    assert members.handle(ConnectionLost(3.0, 7, "reset")) == [ReleaseTask(WORKER0, 7, "reset"), PublishRoster()]
+    assert members.handle(ConnectionLost(3.0, 7, "reset")) == []
     assert members.handle(ConnectionLost(3.0, 9, "a stranger went")) == []
+    assert members.live_peers() == ()
+    assert members.handle(Ticked(3.9)) == []
+    assert members.handle(Ticked(4.0)) == [ReleaseTask(WORKER0, 0, "reset"), PublishRoster()]
+
+
+def test_to_be_away_puts_the_end_of_a_silent_task_not_off() -> None:
+    members = cluster()
+    members.handle(Joined(0.0, 7, WORKER0, "h:1"))
+    members.handle(ConnectionLost(9.5, 7, "reset"))
+    assert ReleaseTask(WORKER0, 0, "reset") in members.handle(Ticked(10.0))
+
+
+def test_the_same_incarnation_comes_back_as_the_member_it_was_and_nobody_is_told() -> None:
+    members = cluster()
+    members.handle(Joined(0.0, 7, WORKER0, "h:1", "a"))
+    before = members.roster()
+    members.handle(ConnectionLost(3.0, 7, "reset"))
+    assert members.handle(Joined(3.5, 8, WORKER0, "h:1", "a")) == []
+    assert members.is_live(WORKER0, 8)
+    assert members.handle(Ticked(13.4)) == []
+    assert members.roster() == before
+
+
+def test_a_second_connection_of_the_same_incarnation_takes_the_place_of_the_first() -> None:
+    members = cluster()
+    members.handle(Joined(0.0, 7, WORKER0, "h:1", "a"))
+    [end] = members.handle(Joined(1.0, 8, WORKER0, "h:1", "a"))
+    assert end == EndConnection(7, "worker:0 has come over another connection")
+    assert not members.is_live(WORKER0, 7)
+    assert members.handle(ConnectionLost(1.1, 7, "closed")) == []
+    assert members.live_peers() == (8,)
+
+
+def test_another_incarnation_takes_the_place_of_one_that_is_away() -> None:
+    members = cluster()
+    members.handle(Joined(0.0, 7, WORKER0, "h:1", "a"))
+    members.handle(ConnectionLost(3.0, 7, "killed"))
+    assert members.handle(Joined(3.1, 8, WORKER0, "h:2", "b")) == [
+        ReleaseTask(WORKER0, 0, "it has started anew"),
+        PublishRoster(),
+    ]
+    assert [info.incarnation for info in members.roster().tasks] == ["a", "b"]
+    assert members.life(WORKER0) == 1
+
+
+def test_one_that_was_given_up_may_not_come_back_in_that_incarnation() -> None:
+    members = cluster()
+    members.handle(Joined(0.0, 7, WORKER0, "h:1", "a"))
+    members.handle(Ticked(10.0))
+    [refusal] = members.handle(Joined(11.0, 8, WORKER0, "h:1", "a"))
+    assert isinstance(refusal, RefuseJoin)
+    assert refusal.kind == "TaskLost"
+    assert "worker:0 left at 10.0 s: no heartbeat for 10.0 s; its work has gone to others" in refusal.text
+    assert members.handle(Joined(12.0, 8, WORKER0, "h:1", "b")) == [PublishRoster()]
+
+
+def test_a_task_of_another_cluster_is_refused_with_both_names() -> None:
+    members = cluster()
+    members.handle(Started(0.0, "blue"))
+    [refusal] = members.handle(Joined(1.0, 7, WORKER0, "h:1", "a", "red"))
+    assert isinstance(refusal, RefuseJoin)
+    assert refusal.kind == "TaskLost"
+    assert "worker:0 is a task of cluster red, and this is the coordinator of blue" in refusal.text
+    assert members.handle(Joined(1.0, 7, WORKER0, "h:1", "a", "blue")) == [PublishRoster()]
+
+
+def restarted(records: DurableRecords, rows: dict[str, bytes], at_s: float) -> Membership:
+    """The members as another process finds them."""
+    apply_changes(rows, records.take_changes())
+    again = Membership({"ps": 1, "worker": 2}, heartbeat_timeout_s=10.0, records=DurableRecords(rows))
+    again.handle(Started(at_s, "other"))
+    return again
+
+
+def test_after_a_restart_the_members_are_those_of_before_and_have_a_while_to_come_back() -> None:
+    records, rows = DurableRecords(), dict[str, bytes]()
+    members = Membership({"ps": 1, "worker": 2}, records=records)
+    members.handle(Started(0.0, "blue"))
+    members.handle(Joined(1.0, 7, WORKER0, "h:1", "a"))
+    members.handle(Joined(2.0, 8, WORKER1, "h:2", "b"))
+    members.handle(LeaveAsked(3.0, 8, "finished"))
+    before = members.roster()
+    again = restarted(records, rows, 50.0)
+    assert again.roster() == Roster(before.tasks, before.expected, before.version, "blue", 2)
+    assert again.live_peers() == ()
+    assert again.handle(Ticked(59.9)) == []
+    assert again.handle(Joined(59.9, 7, WORKER0, "h:1", "a", "blue")) == []
+    assert again.handle(Ticked(69.8)) == []
+    late = restarted(records, rows, 50.0)
+    assert late.handle(Ticked(60.0)) == [
+        ReleaseTask(WORKER0, 0, "it did not come back within 10.0 s of the coordinator's restart"),
+        PublishRoster(),
+    ]
+    assert late.roster().version == before.version + 1
 
 
 def test_every_leave_is_kept_and_the_task_may_join_again() -> None:
     members = cluster()
     members.handle(Joined(0.0, 7, WORKER0, "h:1"))
-    members.handle(ConnectionLost(3.0, 7, "reset"))
+    members.handle(LeaveAsked(3.0, 7, "reset"))
     members.handle(Joined(4.0, 8, WORKER0, "h:2"))
     members.handle(LeaveAsked(6.0, 8, "finished"))
     assert members.roster().tasks == (
@@ -94,7 +191,7 @@ def test_available_are_the_live_and_the_expected_by_index() -> None:
     members = Membership({"ps": 11})
     members.handle(Joined(0.0, 1, "/job:ps/task:10", "h:1"))
     members.handle(Joined(0.0, 2, "/job:ps/task:3", "h:2"))
-    members.handle(ConnectionLost(1.0, 2, "reset"))
+    members.handle(LeaveAsked(1.0, 2, "reset"))
     assert members.available("ps") == tuple(f"/job:ps/task:{index}" for index in (0, 1, 2, 4, 5, 6, 7, 8, 9, 10))
     assert members.available("worker") == ()
     assert members.jobs() == ("ps",)

@@ -1,21 +1,48 @@
+import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from dflow.distributed.coordinator_events import Reply
 from dflow.distributed.messages import Claimed, ClaimSteps, Failure
-from dflow.distributed.step_ledger import StepLedger, StepsAsked, WorkerLeft
+from dflow.distributed.step_ledger import LedgerEvent, StepLedger, StepsAsked, WorkerLeft
 from tests.effort import examples
 
 A, B, C = (f"/job:worker/task:{index}" for index in range(3))
 
 
 def asked(ask: int, task: str, done: int = 0, total: int = 100, **rest: object) -> StepsAsked:
-    return StepsAsked(ask, ClaimSteps("run", task, total, done, **rest))  # type: ignore[arg-type]
+    return StepsAsked(ask, ClaimSteps("run", task, total, 0, 0, done, **rest))  # type: ignore[arg-type]
+
+
+class Numbered:
+    """A ledger whose workers number their claims and see every answer."""
+
+    def __init__(self) -> None:
+        self.ledger = StepLedger()
+        self.number = 0
+        self.open: dict[int, tuple[str, int]] = {}
+        self.seen: dict[str, int] = {}
+
+    def handle(self, event: LedgerEvent) -> list[Reply]:
+        if isinstance(event, StepsAsked):
+            self.number += 1
+            task = event.claim.task
+            self.open[event.ask] = task, self.number
+            numbered = msgspec.structs.replace(event.claim, number=self.number, last=self.seen.get(task, 0))
+            event = StepsAsked(event.ask, numbered)
+        else:
+            self.seen.pop(event.task, None)
+        replies = self.ledger.handle(event)
+        for reply in replies:
+            task, number = self.open.pop(reply.ask)
+            if isinstance(reply.message, Claimed):
+                self.seen[task] = number
+        return replies
 
 
 def test_one_worker_gets_the_steps_in_order() -> None:
-    ledger, first, sizes = StepLedger(), 0, []
+    ledger, first, sizes = Numbered(), 0, []
     while True:
         [reply] = ledger.handle(asked(0, A, done=sizes[-1] if sizes else 0))
         assert isinstance(reply.message, Claimed)
@@ -24,20 +51,20 @@ def test_one_worker_gets_the_steps_in_order() -> None:
             break
         sizes.append(reply.message.count)
         first += reply.message.count
-    assert first == ledger.steps_done == ledger.steps_total == 100
+    assert first == ledger.ledger.steps_done == ledger.ledger.steps_total == 100
     assert sizes[:4] == [16, 16, 16, 13]
     assert sizes[-1] == 1
 
 
 def test_claims_are_smaller_with_more_workers() -> None:
-    ledger = StepLedger()
+    ledger = Numbered()
     assert ledger.handle(asked(1, A)) == [Reply(1, Claimed(0, 16))]
     assert ledger.handle(asked(2, B)) == [Reply(2, Claimed(16, 84 // 8))]
     assert ledger.handle(asked(3, C)) == [Reply(3, Claimed(26, 74 // 12))]
 
 
 def test_the_unreported_steps_of_a_lost_worker_are_handed_out_again() -> None:
-    ledger = StepLedger()
+    ledger = Numbered()
     ledger.handle(asked(1, A))
     ledger.handle(asked(2, B))
     ledger.handle(WorkerLeft(A, "killed"))
@@ -45,20 +72,20 @@ def test_the_unreported_steps_of_a_lost_worker_are_handed_out_again() -> None:
 
 
 def test_steps_not_done_by_a_live_worker_go_back_too() -> None:
-    ledger = StepLedger()
+    ledger = Numbered()
     ledger.handle(asked(1, A))
     assert ledger.handle(asked(2, A, done=5)) == [Reply(2, Claimed(5, 16))]
 
 
 def test_an_asker_waits_while_others_may_give_steps_back_and_gets_them() -> None:
-    ledger = StepLedger()
+    ledger = Numbered()
     ledger.handle(asked(1, A, total=1))
     assert ledger.handle(asked(2, B, total=1)) == []
     assert ledger.handle(WorkerLeft(A, "killed")) == [Reply(2, Claimed(0, 1))]
 
 
 def test_all_who_wait_are_told_when_the_run_is_complete() -> None:
-    ledger = StepLedger()
+    ledger = Numbered()
     ledger.handle(asked(1, A, total=1))
     ledger.handle(asked(2, B, total=1))
     ledger.handle(asked(3, C, total=1))
@@ -67,14 +94,14 @@ def test_all_who_wait_are_told_when_the_run_is_complete() -> None:
 
 
 def test_a_worker_that_leaves_while_it_waits_is_answered() -> None:
-    ledger = StepLedger()
+    ledger = Numbered()
     ledger.handle(asked(1, A, total=1))
     ledger.handle(asked(2, B, total=1))
     assert ledger.handle(WorkerLeft(B, "reset")) == [Reply(2, Failure("TaskLost", "worker:1 has left: reset"))]
 
 
 def test_a_second_ask_takes_the_place_of_one_that_waits() -> None:
-    ledger = StepLedger()
+    ledger = Numbered()
     ledger.handle(asked(1, A, total=1))
     ledger.handle(asked(2, B, total=1))
     [reply] = ledger.handle(asked(3, B, total=1))
@@ -84,19 +111,19 @@ def test_a_second_ask_takes_the_place_of_one_that_waits() -> None:
 
 
 def test_another_number_of_steps_is_refused_with_both_numbers() -> None:
-    ledger = StepLedger()
+    ledger = Numbered()
     ledger.handle(asked(1, A, total=100))
     [reply] = ledger.handle(asked(2, B, total=50))
     assert isinstance(reply.message, Failure)
     assert "it has 100 steps and worker:1 asks for 50" in reply.message.text
-    [reply] = ledger.handle(StepsAsked(3, ClaimSteps("other", B, -1)))
+    [reply] = ledger.handle(StepsAsked(3, ClaimSteps("other", B, -1, 1)))
     assert isinstance(reply.message, Failure)
     assert "asks for -1 steps" in reply.message.text
-    assert ledger.steps_total == 100
+    assert ledger.ledger.steps_total == 100
 
 
 def test_more_done_than_claimed_is_refused() -> None:
-    ledger = StepLedger()
+    ledger = Numbered()
     ledger.handle(asked(1, A))
     [reply] = ledger.handle(asked(2, A, done=17))
     assert isinstance(reply.message, Failure)
@@ -104,28 +131,28 @@ def test_more_done_than_claimed_is_refused() -> None:
 
 
 def test_a_worker_that_wants_no_more_is_answered_at_once_and_the_others_get_its_rest() -> None:
-    ledger = StepLedger()
+    ledger = Numbered()
     ledger.handle(asked(1, A, total=3))
     ledger.handle(asked(2, B, total=3))
     assert ledger.handle(asked(3, C, total=3)) == [Reply(3, Claimed(2, 1))]
     assert ledger.handle(asked(4, C, total=3, done=1)) == []
     replies = ledger.handle(asked(5, A, total=3, more=False))
     assert replies == [Reply(5, Claimed(0, 0)), Reply(4, Claimed(0, 1))]
-    assert ledger.steps_done == 1
+    assert ledger.ledger.steps_done == 1
 
 
 def test_a_worker_that_wants_no_more_reports_what_it_did_and_no_longer_has_a_share() -> None:
-    ledger = StepLedger()
+    ledger = Numbered()
     ledger.handle(asked(1, A))
     ledger.handle(asked(2, B))
     assert ledger.handle(asked(3, A, done=5, more=False)) == [Reply(3, Claimed(0, 0))]
-    assert ledger.steps_done == ledger.workers()[0].steps == 5
+    assert ledger.ledger.steps_done == ledger.ledger.workers()[0].steps == 5
     assert ledger.handle(asked(4, B, done=10)) == [Reply(4, Claimed(5, 11))]
     assert ledger.handle(asked(5, B, done=11)) == [Reply(5, Claimed(26, 16))]
 
 
 def test_one_that_wants_no_more_never_waits_and_may_come_back() -> None:
-    ledger = StepLedger()
+    ledger = Numbered()
     ledger.handle(asked(1, A, total=1))
     assert ledger.handle(asked(2, B, total=1)) == []
     [refused, stopped] = ledger.handle(asked(3, B, total=1, more=False))
@@ -137,11 +164,11 @@ def test_one_that_wants_no_more_never_waits_and_may_come_back() -> None:
 
 
 def test_progress_keeps_the_newest_of_each_worker() -> None:
-    ledger = StepLedger()
+    ledger = Numbered()
     ledger.handle(asked(1, A))
     ledger.handle(asked(2, A, done=16, step_s=0.5, metrics={"loss": 2.0}))
     ledger.handle(asked(3, A, done=4))
-    [worker] = ledger.workers()
+    [worker] = ledger.ledger.workers()
     assert (worker.steps, worker.step_s, worker.metrics) == (20, 0.5, {"loss": 2.0})
 
 
@@ -150,7 +177,7 @@ class RandomRun(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ledger = StepLedger()
+        self.ledger = Numbered()
         self.total = 0
         self.claims: dict[str, range] = {}
         self.asks: dict[int, str] = {}
@@ -201,7 +228,7 @@ class RandomRun(RuleBasedStateMachine):
         held = [*self.done, *(step for claim in self.claims.values() for step in claim)]
         assert len(held) == len(set(held))
         assert all(0 <= step < self.total for step in held)
-        assert self.ledger.steps_done == len(self.done)
+        assert self.ledger.ledger.steps_done == len(self.done)
 
     @invariant()
     def an_ask_waits_only_for_another_workers_claim(self) -> None:
@@ -216,7 +243,7 @@ class RandomRun(RuleBasedStateMachine):
             self.ask(holders[0], len(self.claims[holders[0]]))
         assert not self.asks
         assert sorted(self.done) == list(range(self.total))
-        assert self.ledger.steps_done == self.total
+        assert self.ledger.ledger.steps_done == self.total
 
 
 TestRandomRun = RandomRun.TestCase
@@ -225,7 +252,7 @@ TestRandomRun.settings = settings(max_examples=examples(200), stateful_step_coun
 
 @given(st.integers(0, 300), st.integers(1, 5))
 def test_workers_in_turn_do_every_step_once(total: int, workers: int) -> None:
-    ledger, done, claims = StepLedger(), [], {}
+    ledger, done, claims = Numbered(), [], {}
     tasks = [f"/job:worker/task:{index}" for index in range(workers)]
     active = set(range(workers))
     while active:
