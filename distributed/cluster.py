@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 import time
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +37,7 @@ from dflow.distributed.messages import (
     WriteVariable,
 )
 from dflow.distributed.task_server import TaskServer, TaskSettings
-from dflow.distributed.transport.base import Peer, PendingReply, Reply, Transport
+from dflow.distributed.transport.base import Peer, Reply, Transport
 from dflow.lowering.channel import StepId
 from dflow.lowering.compile import Compiled, TaskPlan, make_plans
 from dflow.lowering.devices import devices_in_order
@@ -241,16 +240,12 @@ class Cluster:
         """
         step = StepId(self.task, next(self._steps))
         others = {task: self._server.peer(task) for task in handles if task != self.task}
-        mine: Future[Outcome] = Future()
-        replies: list[PendingReply] = []
+        parts = _Parts((self.task, *others))
         try:
             for task, peer in others.items():
-                replies.append(peer.start(RunPlan(handles[task], step.origin, step.number)))
-                replies[-1].when_done(partial(_fail_on_error, mine))
-            self._server.run(handles[self.task], step, feeds, partial(_set_once, mine))
-            fetches = fetched(self._own_part(mine, step))
-            for reply in replies:
-                reply.wait(self._settings.step_timeout_s)
+                peer.start(RunPlan(handles[task], step.origin, step.number)).when_done(partial(parts.ended, task))
+            self._server.run(handles[self.task], step, feeds, partial(parts.ended, self.task))
+            fetches = parts.wait(step, self._settings.step_timeout_s)
         except TransportClosed as error:
             lost = TaskLost(f"a task was lost in step {step.number} of {short_task_name(self.task)}: {error}")
             self._cancel(step, others.values(), lost)
@@ -260,22 +255,50 @@ class Cluster:
             raise
         return fetches
 
-    def _own_part(self, mine: Future[Outcome], step: StepId) -> Outcome:
-        try:
-            return mine.result(self._settings.step_timeout_s)
-        except FutureTimeoutError:
-            raise DeadlineExceeded(
-                f"step {step.number} of {short_task_name(self.task)} did not end within "
-                f"{self._settings.step_timeout_s:g} s; the tasks in the cluster are "
-                f"{', '.join(map(short_task_name, self.tasks))}"
-            ) from None
-
     def _cancel(self, step: StepId, others: Iterable[Peer], error: BaseException) -> None:
         self._server.cancel(step, error)
         message = CancelStep(step.origin, step.number, f"{type(error).__name__}: {error}")
         for peer in others:
             with contextlib.suppress(DflowError):  # the task is gone, and its part with it
                 peer.notify(message)
+
+
+class _Parts:
+    """The parts of a step, this task's own first; waited for by one thread, which wakes once."""
+
+    def __init__(self, tasks: Sequence[str]) -> None:
+        self._own = tasks[0]
+        self._lock = threading.Lock()
+        self._running = set(tasks)
+        self._outcome: Outcome | None = None
+        self._is_over = threading.Lock()
+        self._is_over.acquire()
+
+    def ended(self, task: str, outcome: Outcome | Reply) -> None:
+        """The part of `task` has ended; the first that failed ends the step."""
+        with self._lock:
+            if not self._running:
+                return
+            self._running.discard(task)
+            if isinstance(outcome, BaseException):
+                self._outcome = outcome
+                self._running.clear()
+            elif task == self._own:
+                self._outcome = cast(Outcome, outcome)
+            if not self._running:
+                self._is_over.release()
+
+    def wait(self, step: StepId, timeout_s: float) -> tuple[jax.Array, ...]:
+        """What the own part gave, once all have ended; raises what ended one, and DeadlineExceeded."""
+        if not self._is_over.acquire(timeout=timeout_s):
+            with self._lock:
+                missing = ", ".join(short_task_name(task) for task in sorted(self._running))
+            raise DeadlineExceeded(
+                f"step {step.number} of {short_task_name(step.origin)} did not end within {timeout_s:g} s: "
+                f"{missing} had not ended its part"
+            )
+        assert self._outcome is not None
+        return fetched(self._outcome)
 
 
 class _Step:
@@ -290,8 +313,12 @@ class _Step:
         self._literals = [literal.array for literal in compiled.literals]
 
     def __call__(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        arrays = [leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf) for leaf in leaves]
-        return self._cluster.run_step(self._handles, [*self._constants, *arrays, *self._literals])
+        fetches = self._cluster.run_step(self._handles, [*self._constants, *_arrays(leaves), *self._literals])
+        return _arrays(fetches)  # what came from another task may be NumPy's
+
+
+def _arrays(values: Sequence[Any]) -> list[jax.Array]:
+    return [value if isinstance(value, jax.Array) else jnp.asarray(value) for value in values]
 
 
 class ClusterHome:
@@ -415,13 +442,3 @@ def _expect(answer: Any, wanted: type[_Answer], task: str) -> _Answer:
             "install the same dflow on both"
         )
     return answer
-
-
-def _set_once(future: Future[Outcome], outcome: Outcome) -> None:
-    with contextlib.suppress(InvalidStateError):
-        future.set_result(outcome)
-
-
-def _fail_on_error(future: Future[Outcome], reply: Reply | BaseException) -> None:
-    if isinstance(reply, BaseException):
-        _set_once(future, reply)

@@ -49,6 +49,9 @@ DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
     | {name: np.dtype(getattr(ml_dtypes, name)) for name in _ML_DTYPES}
 )
 
+#: The dtypes whose elements lie in memory as they travel.
+_AS_THEY_ARE = frozenset(dtype for dtype in DTYPES.values() if dtype.isnative)
+
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
 
@@ -82,10 +85,11 @@ def encode_array(value: jax.Array | npt.NDArray[Any]) -> memoryview:
 
     raises  WireError for PRNG key arrays, for dtypes that do not travel, and for arrays spread over processes
     """
-    host = _host_array(value)
-    wanted = parse_dtype(host.dtype.name)
-    contiguous = np.ascontiguousarray(host, dtype=wanted)
-    return contiguous.reshape(-1).view(np.uint8).data
+    if value.dtype in _AS_THEY_ARE and getattr(value, "is_fully_addressable", True):
+        host = np.asarray(value, order="C")
+    else:
+        host = np.ascontiguousarray(_host_array(value), dtype=parse_dtype(value.dtype.name))
+    return host.reshape(-1).view(np.uint8).data
 
 
 def decode_array(dtype: str, shape: Sequence[int], payload: Payload) -> npt.NDArray[Any]:

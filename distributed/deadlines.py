@@ -1,6 +1,7 @@
 """One deadline for each of many waits that all last equally long.
 
-Why: thousands of receives may wait at a time, and a timer thread for each would cost more than the step.
+Why: thousands of receives may wait at a time, and a timer thread for each would cost more than the step; so would
+waking one for each.
 Invariant: since all last equally long, the oldest wait is the next to expire, so a dict in order of insertion is
 the queue; `expire` is called once for each key that is neither discarded nor overtaken by `close`.
 """
@@ -47,14 +48,15 @@ class Deadlines(Generic[Key]):
         self._changed = threading.Condition()
         self._ends_at: dict[Key, float] = {}
         self._is_closed = False
+        self._is_idle = False
         threading.Thread(target=self._watch, name="dflow deadlines", daemon=True).start()
 
     def add(self, key: Key) -> None:
         """Start the time of `key`."""
         with self._changed:
-            was_empty = not self._ends_at
             self._ends_at[key] = time.monotonic() + self.timeout_s
-            if was_empty:
+            if self._is_idle:
+                self._is_idle = False
                 self._changed.notify()
 
     def discard(self, key: Key) -> None:
@@ -73,11 +75,15 @@ class Deadlines(Generic[Key]):
             self._expire(key)
 
     def _next_expired(self) -> Key | None:
-        """Wait for the next key to expire; None once closed."""
+        """Wait for the next key to expire; None once closed.
+
+        Who sleeps until one key's time is not woken when that wait ends, and finds another key, whose time is later.
+        """
         with self._changed:
             while not self._is_closed:
                 key = next(iter(self._ends_at), None)
                 if key is None:
+                    self._is_idle = True
                     self._changed.wait()
                 elif (left_s := self._ends_at[key] - time.monotonic()) > 0:
                     self._changed.wait(left_s)

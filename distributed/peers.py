@@ -1,8 +1,8 @@
 """Connections to the other tasks, by name.
 
 Why: plans and messages name tasks; only this file knows where they are. Invariants: one connection per task, opened
-when it is first needed and kept; one that has ended is opened anew when next needed; a task that is not in the
-address book is not tried.
+when it is first needed, or taken over from the task that opened it to run plans here, and kept; one that has ended is
+opened anew when next needed; a task that is not in the address book is not tried.
 """
 
 from __future__ import annotations
@@ -60,6 +60,13 @@ class Peers:
             if place.peer is None or place.peer.closed:
                 place.peer = self._connect(task, place.address)
             return place.peer
+
+    def adopt(self, peer: Peer) -> None:
+        """Let what goes to a task go over the connection that came from it, where there is none yet."""
+        with self._lock:
+            place = self._places.get(peer.name)
+        if place is not None and place.peer is None:
+            place.peer = peer
 
     def close(self) -> None:
         """End every connection and forget every address."""

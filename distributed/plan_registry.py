@@ -14,17 +14,20 @@ import secrets
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import msgspec
 
 from dflow.distributed.messages import RegisterPlan
-from dflow.lowering.plan import Call, HostItem, Plan
+from dflow.lowering.plan import Call, HostItem, Plan, Read, Recv, Send, calls_in
 from dflow.lowering.program import Program, load_program
 from dflow.lowering.waits import Schedule, gives, takes
 from dflow.tracing.errors import InternalError, WireError
 
 #: A plan may number this many slots.
 MAX_SLOTS = 1 << 20
+#: A plan that uses more variables than this is not quick, whatever its programs do.
+MOST_QUICK_KEYS = 64
 #: How long one registration waits for another to compile the same program.
 COMPILE_TIMEOUT_S = 600.0
 
@@ -39,6 +42,19 @@ class Registration:
 
     schedule: Schedule
     programs: tuple[Program, ...]
+
+    @cached_property
+    def is_quick(self) -> bool:
+        """Whether none of its items takes long once it may run, so that whoever brings it what it needs may run it."""
+        items = self.schedule.plan.items
+        if len(self.keys) > MOST_QUICK_KEYS:
+            return False
+        return all(item.quick if isinstance(item, Call) else isinstance(item, Read | Send | Recv) for item in items)
+
+    @cached_property
+    def keys(self) -> tuple[str, ...]:
+        """The variables that its calls use."""
+        return tuple(dict.fromkeys(key for call in calls_in(self.schedule.plan) for key in (*call.writes, *call.reads)))
 
 
 class PlanRegistry:

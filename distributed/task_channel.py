@@ -19,10 +19,15 @@ from dflow.distributed.deadlines import Deadlines, EndOfWaits, MakeDeadlines
 from dflow.distributed.messages import EdgeTraffic, Tensor
 from dflow.distributed.peers import Peers
 from dflow.distributed.rendezvous import EndWait, Rendezvous, RendezvousStatistics, describe
-from dflow.lowering.channel import Deliver, StepId
+from dflow.lowering.channel import Deliver, Sent, StepId
 from dflow.tracing.errors import DeadlineExceeded, DflowError, WireError
 
 LOGGER = logging.getLogger("dflow")
+
+#: A value of no more than this stays a NumPy array: a program takes it in less time than it takes to make a JAX array.
+SMALL_BYTES = 1 << 14
+#: The kinds of dtypes that are NumPy's own.
+NUMPY_KINDS = "biufc"
 
 _Wait = tuple[StepId, str]
 
@@ -49,12 +54,12 @@ class TaskChannel:
         self._name = name
         self._peers = peers
         self._lock = threading.Lock()
-        self._rendezvous: Rendezvous[_Receiver, jax.Array] = Rendezvous()
+        self._rendezvous: Rendezvous[_Receiver, Sent] = Rendezvous()
         self._receivers: dict[_Wait, _Receiver] = {}
         self._deadlines: EndOfWaits[_Wait] = deadlines(wait_timeout_s, self._expire)
         self._traffic: dict[tuple[str, str], _Total] = {}
 
-    def send(self, step: StepId, edge: str, destination: str, value: jax.Array) -> None:
+    def send(self, step: StepId, edge: str, destination: str, value: Sent) -> None:
         """Hand `value` over for `destination`, waiting until it is computed and the connection has taken it.
 
         raises  TaskLost if the destination is not in the cluster; what connecting and sending raise
@@ -83,11 +88,14 @@ class TaskChannel:
     def arrived(self, tensor: Tensor, payload: memoryview) -> None:
         """A value came from another task; raises WireError if it is malformed."""
         step = StepId(tensor.origin, tensor.step)
+        value: Sent
         try:
             value = decode_array(tensor.dtype, tensor.shape, payload)
         except WireError as error:
             raise WireError(f"the value of edge {tensor.edge!r} in {describe(step)} is malformed: {error}") from error
-        self._put(step, tensor.edge, jax.device_put(value, may_alias=True))
+        if value.nbytes > SMALL_BYTES or value.dtype.kind not in NUMPY_KINDS:
+            value = jax.device_put(value, may_alias=True)
+        self._put(step, tensor.edge, value)
 
     def begin(self, step: StepId) -> None:
         """See `Rendezvous.begin`."""
@@ -142,7 +150,7 @@ class TaskChannel:
         """Let no wait expire any more."""
         self._deadlines.close()
 
-    def _put(self, step: StepId, edge: str, value: jax.Array) -> None:
+    def _put(self, step: StepId, edge: str, value: Sent) -> None:
         with self._lock:
             commands = self._rendezvous.put(step, edge, value)
         self._carry_out(commands)
@@ -160,7 +168,7 @@ class TaskChannel:
             commands = self._rendezvous.expire(step, edge, error)
         self._carry_out(commands)
 
-    def _carry_out(self, commands: Iterable[EndWait[_Receiver, jax.Array]]) -> None:
+    def _carry_out(self, commands: Iterable[EndWait[_Receiver, Sent]]) -> None:
         for command in commands:
             self._forget(command.waiter)
             try:

@@ -7,7 +7,8 @@ that are sent to it, and runs its own part of each step through it.
 Invariants:
 
 - An error in carrying out a message is the answer to that message, and never ends the task.
-- Reader threads only sort messages: they begin steps, take values in and cancel. What reads or writes a variable,
+- Reader threads sort messages: they begin steps, take values in and cancel. They run what a plan does that is quick
+  (`Registration.is_quick`), since to wake another thread takes longer. All else that reads or writes a variable,
   compiles or computes is done by the task's pool.
 - `RunPlan` is answered when the plan has ended, and no thread waits for that.
 - A plan that was begun ends exactly once: by its last item, its first error, `CancelStep`, the loss of the task that
@@ -49,9 +50,10 @@ from dflow.distributed.peers import Peers
 from dflow.distributed.plan_registry import PlanRegistry, Registration
 from dflow.distributed.rendezvous import RendezvousStatistics, describe
 from dflow.distributed.task_channel import TaskChannel
+from dflow.distributed.trampoline import run_soon
 from dflow.distributed.transport.base import Peer, Responder, Transport
 from dflow.lowering.channel import StepId
-from dflow.lowering.execute import Execution, Outcome
+from dflow.lowering.execute import Execution, Outcome, Submit
 from dflow.lowering.plan import Plan
 from dflow.lowering.program import Program
 from dflow.lowering.store import Store
@@ -152,14 +154,15 @@ class TaskServer:
         """
         registration = self._plans.get(handle)
         run = _Run(on_done)
-        start = partial(self._start, run, registration, step, feeds)
+        submit = partial(self._do, registration) if registration.is_quick else self._pool.submit
+        start = partial(self._start, run, registration, step, feeds, submit)
         with self._lock:
             if step in self._runs:
                 raise InternalError(f"{self.name} already runs a plan in {describe(step)}")
             self._channel.begin(step)
             self._runs[step] = run
         try:
-            self._pool.submit(start)
+            submit(start)
         except RuntimeError:
             self._cancel_run(step, StepCancelled(f"{self.name} is closed"))
 
@@ -177,7 +180,14 @@ class TaskServer:
         if run is not None and run.cancel(error):
             self._ended(run, step, error)
 
-    def _start(self, run: _Run, registration: Registration, step: StepId, feeds: Sequence[Any]) -> None:
+    def _do(self, registration: Registration, work: Callable[[], None]) -> None:
+        """Do what is quick on this thread, unless it would have to wait for a variable."""
+        if self.store.is_busy(registration.keys):
+            self._pool.submit(work)
+        else:
+            run_soon(work)
+
+    def _start(self, run: _Run, registration: Registration, step: StepId, feeds: Sequence[Any], submit: Submit) -> None:
         try:
             execution = Execution(
                 registration.schedule,
@@ -187,7 +197,7 @@ class TaskServer:
                 step,
                 feeds,
                 on_done=partial(self._ended, run, step),
-                submit=self._pool.submit,
+                submit=submit,
             )
         except BaseException as error:
             self._cancel_run(step, error)
@@ -209,14 +219,15 @@ class TaskServer:
         gone = {info.task: info for info in roster.tasks if info.task not in live}
         with self._lock:
             before, self._live = self._live, live
+        for task, info in gone.items():
+            if task != self.name:
+                self.task_left(task, info.left or "it said no reason")
+        # After the cancelled steps of those who left were answered, over connections that end here.
         self._peers.set_addresses({task: info.address for task, info in live.items()})
         for task, info in live.items():
             if task in before and _life(before[task]) != _life(info):
                 self.task_left(task, "it has started anew")
             self._channel.task_joined(task)
-        for task, info in gone.items():
-            if task != self.name:
-                self.task_left(task, info.left or "it said no reason")
 
     def task_left(self, task: str, why: str) -> None:
         """Give a task up: steps it started are cancelled, and waits for its values end with `TaskLost`."""
@@ -241,6 +252,7 @@ class TaskServer:
         """Take a request."""
         match message:
             case RunPlan(handle, origin, number):
+                self._peers.adopt(peer)
                 self.run(handle, StepId(origin, number), (), partial(_answer_run, responder))
             case CancelStep():
                 self._cancel_as_told(message)

@@ -7,9 +7,10 @@ An edge carries at most one value in a step. Whoever implements `Channel` matche
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
+import numpy.typing as npt
 
 
 class StepId(NamedTuple):
@@ -19,13 +20,15 @@ class StepId(NamedTuple):
     number: int
 
 
-Deliver = Callable[[jax.Array | BaseException], None]
+#: What crosses: of small values that came over the network, a NumPy array, which programs take as it is.
+Sent = jax.Array | npt.NDArray[Any]
+Deliver = Callable[[Sent | BaseException], None]
 
 
 class Channel(Protocol):
     """The executor's side of Send and Recv."""
 
-    def send(self, step: StepId, edge: str, destination: str, value: jax.Array) -> None:
+    def send(self, step: StepId, edge: str, destination: str, value: Sent) -> None:
         """Hand `value` over for `destination`; returns once the caller may let go of it."""
         ...
 

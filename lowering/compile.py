@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from dflow.lowering.discharge import Discharged, discharge
+from dflow.lowering.placement.work import is_quick
 from dflow.lowering.plan import Branch, Call, Copy, Item, Plan, Read, Recv, Scalar, Scan, Send, UseResource, While
 from dflow.lowering.snapshots import snapshots
 from dflow.tracing import ops
@@ -181,6 +182,7 @@ class _Maker:
             device=_device(node),
             touches_anything=any(effect is Effect.UNKNOWN for effect, _ in node.effects),
             keeps=self._keeps(node),
+            quick=is_quick(node),
         )
 
     def _keeps(self, node: Node) -> bool:

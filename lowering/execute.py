@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from dflow.lowering.channel import Channel, StepId
+from dflow.lowering.channel import Channel, Sent, StepId
 from dflow.lowering.loops import PENDING, Loop, OnItem
 from dflow.lowering.plan import Branch, Call, Copy, Item, Read, Recv, Scan, Send, UseResource, While
 from dflow.lowering.program import Program
@@ -232,7 +232,7 @@ class Execution:
         if isinstance(outcome, BaseException):
             cancel(outcome)
 
-    def _received(self, index: int, item: Recv, value: jax.Array | BaseException) -> None:
+    def _received(self, index: int, item: Recv, value: Sent | BaseException) -> None:
         self._arrived(index, (item.give,), value if isinstance(value, BaseException) else (value,))
 
     def _arrived(self, index: int, slots: Sequence[int], values: Sequence[Any] | BaseException) -> None:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from dflow.lowering.accumulators import HeldAccumulator
-from dflow.lowering.channel import Deliver, StepId
+from dflow.lowering.channel import Deliver, Sent, StepId
 from dflow.lowering.compile import Compiled, TaskPlan, make_plans
 from dflow.lowering.devices import device_named, devices_in_order, local_name
 from dflow.lowering.execute import Execution, Outcome
@@ -414,7 +414,7 @@ def _one_call(call: Call, feeds: tuple[int, ...], program: Program, store: Store
 
 
 class _NoChannel:
-    def send(self, step: StepId, edge: str, destination: str, value: jax.Array) -> None:
+    def send(self, step: StepId, edge: str, destination: str, value: Sent) -> None:
         raise InternalError(f"a local step sends {edge!r} to {destination}")
 
     def receive(self, step: StepId, edge: str, source: str, deliver: Deliver) -> None:

@@ -22,7 +22,7 @@ class Call(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="call"):
     The program's arguments are the values of `writes`, then of `reads`, then the slots `takes`; its results are
     the new values of `writes`, then the slots `gives`. The values of `writes` are donated, unless it `keeps` them. It
     runs on `device`, such as `cpu:1`; given none, wherever JAX runs it. `touches_anything` is of one with effects that
-    nobody told us of.
+    nobody told us of. One that is `quick` surely ends within a millisecond or so of one core.
     """
 
     program: int
@@ -34,6 +34,7 @@ class Call(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="call"):
     device: str = ""
     touches_anything: bool = False
     keeps: bool = False
+    quick: bool = False
 
 
 class Copy(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="copy"):

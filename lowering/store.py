@@ -379,6 +379,11 @@ class Store:
                 raise _lost(key)
         return found
 
+    def is_busy(self, keys: Iterable[str]) -> bool:
+        """Whether a program is being dispatched, on some thread, that has one of these variables."""
+        owners = [held.at for held in map(self._held.get, keys) if held is not None]
+        return any(owner is not None and owner.given is not None for owner in owners)
+
     def are_wanted(self, keys: Iterable[str], now: float) -> bool:
         """Whether someone waits for one of these variables."""
         return any(held is not None and held.wanted > now for held in map(self._held.get, keys))

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from dflow.tracing import ops
 from dflow.tracing.attributes import Body, body_of
+from dflow.tracing.callbacks import calls_python
 from dflow.tracing.graph import Graph, Node, Operand
 from dflow.tracing.jax_frontend import is_jaxpr
 from dflow.tracing.types import HANDLES, ArrayType
@@ -35,6 +36,26 @@ class Work(NamedTuple):
 #: What only looks at its operand, or makes a number out of nothing.
 _FREE = {"reshape", "squeeze", "broadcast_in_dim", "convert_element_type", "stop_gradient", "copy", "iota", "transpose"}
 
+#: About a tenth of a millisecond on one core; sums of estimates may be wrong by a factor of a few.
+QUICK = Work(1e6, 1e6)
+
+#: What is somebody else's code.
+_UNKNOWN = frozenset({"ffi_call", "pallas_call", "custom_call"})
+
+#: What touches some rows of its first operand: as many as it gives, or as the operand of this number has.
+_ROWS: dict[str, int | None] = {
+    "gather": None,
+    "slice": None,
+    "dynamic_slice": None,
+    "dynamic_update_slice": 1,
+    **dict.fromkeys(("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"), 2),
+}
+
+#: What takes about as many operations for each number as a matrix has rows, times a few dozen.
+_CUBIC = frozenset(
+    {"cholesky", "eig", "eigh", "geqrf", "householder_product", "lu", "qr", "schur", "svd", "triangular_solve"}
+)
+
 
 def work_of(node: Node) -> Work:
     """The work of one node, what its bodies do included."""
@@ -50,6 +71,13 @@ def work_of(node: Node) -> Work:
     if name == "conv_general_dilated":
         return Work(_convolution_flops(node), moved)
     given = sum(_count(value) for value in node.outputs)
+    if name in _ROWS:
+        place = _ROWS[name]
+        rows = given if place is None else _count(node.inputs[place])
+        return Work(rows, 3.0 * rows * _itemsize(node.inputs[0]))
+    if name in _CUBIC:
+        side = max((extent for operand in node.inputs for extent in _shape(operand)), default=1)
+        return Work(25.0 * side * max(map(_count, node.inputs), default=0), moved)
     if name in _FREE:
         return Work(0.0, given)
     taken = max((_count(operand) for operand in node.inputs), default=0)
@@ -70,6 +98,21 @@ def _of_bodies(node: Node, bodies: Iterable[Graph]) -> Work:
     for work in works:
         total = total.plus(work)
     return total.times(node.attributes.get("length", 1) if name == "scan" else 1)
+
+
+def is_quick(call: Node) -> bool:
+    """Whether an XLA call surely takes so short that a thread which has other things to do may run it."""
+    (body,) = call.bodies
+    if calls_python(body):
+        return False
+    total = Work(0.0, sum(map(_bytes, call.outputs)))
+    for node in body.nodes:
+        if runs_how_long(node) or (node.op.primitive is not None and node.op.primitive.name in _UNKNOWN):
+            return False
+        total = total.plus(work_of(node))
+        if total.flops > QUICK.flops or total.moved_bytes > QUICK.moved_bytes:
+            return False
+    return True
 
 
 def runs_how_long(node: Node) -> bool:
@@ -114,6 +157,10 @@ def _shape(operand: Operand) -> tuple[int, ...]:
 
 def _count(operand: Operand) -> int:
     return prod(_shape(operand)) if isinstance(operand.type, ArrayType) else 0
+
+
+def _itemsize(operand: Operand) -> int:
+    return operand.type.dtype.itemsize if isinstance(operand.type, ArrayType) else 0
 
 
 def _bytes(operand: Operand) -> int:

@@ -206,7 +206,7 @@ def serve_gradients(cluster: Cluster) -> int:
     return register(
         cluster,
         Recv("grad", WORKER, 0, "float32", (3,)),
-        Call(0, writes=("w",), reads=(), takes=(0,), gives=(1,)),
+        Call(0, writes=("w",), reads=(), takes=(0,), gives=(1,), quick=True),
         Send("value", WORKER, 1),
         programs=(accumulate(),),
     )
@@ -470,3 +470,56 @@ def test_no_thread_waits_for_a_plan_to_end(cluster: Cluster) -> None:
     for pending in running:
         with pytest.raises(errors.StepCancelled, match="enough"):
             pending.wait(DEADLINE_S)
+
+
+def test_what_is_quick_is_done_by_the_thread_that_brings_it(cluster: Cluster) -> None:
+    create(cluster)
+    remote, local = serve_gradients(cluster), send_and_receive(cluster)
+    before = threads_of_pool(PS)
+    for _ in range(3):
+        step = next_step()
+        pending = cluster.worker.peer(PS).start(run_plan(step, remote))
+        start(cluster.worker, local, step, jnp.ones(3)).result(DEADLINE_S)
+        pending.wait(DEADLINE_S)
+    assert threads_of_pool(PS) == before
+
+
+def threads_of_pool(task: str) -> int:
+    return sum(thread.name.startswith(f"dflow {task}_") for thread in threading.enumerate())
+
+
+def test_a_reader_does_not_wait_for_a_variable_that_a_program_has(cluster: Cluster) -> None:
+    """The values of another step get through while a program keeps the variable that a quick plan is to change."""
+    create(cluster)
+    empty, handle, step = register(cluster, programs=()), serve_gradients(cluster), next_step()
+    entered, leave = threading.Event(), threading.Event()
+
+    def hold(w: jax.Array) -> list[jax.Array]:
+        entered.set()
+        assert leave.wait(DEADLINE_S)
+        return [w]
+
+    holding = Plan(PS, 0, (Call(0, ("w",), (), (), ()),))
+    held = start(cluster.ps, cluster.ps.register(holding, [Program(hold)]), next_step(PS))
+    assert entered.wait(DEADLINE_S)
+    adding = cluster.client.start(run_plan(step, handle))
+    cluster.client.notify(Tensor(step.origin, step.number, "grad", "float32", (3,)), encode_array(ONES))
+    # Over the same connection, so it is answered only when the reader goes on.
+    assert cluster.ask(run_plan(next_step(), empty)).message == Ok()
+    leave.set()
+    held.result(DEADLINE_S)
+    adding.wait(DEADLINE_S)
+    assert read(cluster) == [2, 2, 2]
+
+
+def test_values_go_back_over_the_connection_that_the_step_came_by(cluster: Cluster) -> None:
+    create(cluster)
+    remote, local = serve_gradients(cluster), send_and_receive(cluster)
+    step = next_step()
+    pending = cluster.worker.peer(PS).start(run_plan(step, remote))
+    start(cluster.worker, local, step, jnp.ones(3)).result(DEADLINE_S)
+    pending.wait(DEADLINE_S)
+    assert cluster.ps.peer(WORKER).name == WORKER
+    cluster.worker.peer(PS).close("test")
+    with pytest.raises(errors.DflowError):
+        cluster.ps.peer(WORKER).call(GetStatus(), timeout_s=DEADLINE_S)

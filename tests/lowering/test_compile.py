@@ -44,10 +44,10 @@ def test_the_plan_of_a_parameter_server() -> None:
         task=PS_0,
         slots=2,
         items=(
-            Call(program=0, writes=(), reads=("w!",), takes=(), gives=(0,)),
+            Call(program=0, writes=(), reads=("w!",), takes=(), gives=(0,), quick=True),
             Send(edge="w", destination=WORKER, take=0),
             Recv(edge="jax.mul.1", source=WORKER, give=1, dtype="f32", shape=(3,)),
-            Call(program=1, writes=("w!",), reads=("rate!",), takes=(1,), gives=(), after=(0,)),
+            Call(program=1, writes=("w!",), reads=("rate!",), takes=(1,), gives=(), after=(0,), quick=True),
         ),
         names=("%w_1 (xla.call)", "%w_1.sent (net.send)", "%1.received (net.recv)", "%done (xla.call)"),
     )
@@ -64,9 +64,9 @@ def test_the_plan_of_the_caller_has_the_feeds_and_the_fetches() -> None:
     assert plan.fetches == (product, 0, 1)
     assert plan.slots == 4
     assert plan.items == (
-        Call(program=0, writes=("steps!",), reads=(), takes=(), gives=()),
+        Call(program=0, writes=("steps!",), reads=(), takes=(), gives=(), quick=True),
         Recv(edge="w", source=PS_0, give=received, dtype="f32", shape=(3,)),
-        Call(program=1, writes=(), reads=(), takes=(received, 0), gives=(product,)),
+        Call(program=1, writes=(), reads=(), takes=(received, 0), gives=(product,), quick=True),
         Send(edge="jax.mul.1", destination=PS_0, take=product),
     )
 
@@ -103,7 +103,7 @@ graph(%w: ref<f32[]>, %unused: f32[], %x: f32[]) {
 }""")
     assert compiled.remote == {}
     assert compiled.literals == ()
-    call = Call(program=0, writes=("w!",), reads=(), takes=(1,), gives=(2,))
+    call = Call(program=0, writes=("w!",), reads=(), takes=(1,), gives=(2,), quick=True)
     assert compiled.local.plan == Plan(WORKER, 3, (call,), (0, 1), (2,), names=("%1 (xla.call)",))
 
 
