@@ -351,7 +351,7 @@ def _variables_table(variables: Sequence[VariableInfo]) -> Table | None:
     table = _table(f"Variables: {len(variables)}, {size_text(total)}", "variable", "type", ">size", "task")
     largest = sorted(variables, key=lambda info: (-info.size_bytes, info.name))
     for info in largest[:MOST_ROWS]:
-        kind = Text(type_text(info.dtype, info.shape))
+        kind = Text(type_text(info.dtype, info.shape) if info.kind == "variable" else info.dtype)
         table.add_row(Text(info.name), kind, size_text(info.size_bytes), short_task_name(info.task))
     rest = largest[MOST_ROWS:]
     if rest:

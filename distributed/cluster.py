@@ -12,7 +12,7 @@ import itertools
 import threading
 import time
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -22,9 +22,11 @@ import jax
 import jax.numpy as jnp
 import msgspec
 
+from dflow.distributed.cluster_resources import ClusterResources
 from dflow.distributed.codec import decode_array, encode_array
 from dflow.distributed.coordinator_client import ANSWER_S, CoordinatorClient
 from dflow.distributed.messages import (
+    AnyMessage,
     CancelStep,
     CreateVariable,
     EdgeTraffic,
@@ -53,7 +55,6 @@ from dflow.tracing.errors import (
     DeadlineExceeded,
     DeviceError,
     DflowError,
-    InternalError,
     TaskLost,
     TransportClosed,
     VariableError,
@@ -203,6 +204,33 @@ class Cluster:
             timeout_s=ANSWER_S,
         )
 
+    def place_resource(self, name: str, kind: str, said: str, size_bytes: int, *, job: str, on: str) -> str:
+        """The task that holds, or shall hold, a queue or an accumulator; see `CoordinatorClient.place`."""
+        return self._client.place(name, said, (), size_bytes, job=job, kind=kind, on=on)
+
+    def unplace(self, name: str) -> None:
+        """Free a name whose state is gone."""
+        self._client.unplace(name)
+
+    def request_step(self, task: str, message: Callable[[StepId], AnyMessage], payload: Any, timeout_s: float) -> Reply:
+        """Ask another task for what is a step there, and wait for it; given up there too when it is given up here.
+
+        raises  the error it ended with; TaskLost when the task is gone
+        """
+        step = StepId(self.task, next(self._steps))
+        peer = self._server.peer(task)
+        try:
+            # What waits there ends there first, by its own deadline.
+            left_s = min(timeout_s + self._settings.request_timeout_s, threading.TIMEOUT_MAX)
+            return peer.start(message(step), payload).wait(left_s)
+        except TransportClosed as error:
+            raise TaskLost(
+                f"{short_task_name(task)} was lost while {short_task_name(self.task)} waited: {error}"
+            ) from error
+        except BaseException as error:
+            self._cancel(step, [peer], error)
+            raise
+
     # Steps.
 
     def runner(self, traced: Traced, *, check: bool, observe: Observer | None) -> Runner:
@@ -327,6 +355,7 @@ class ClusterHome:
     def __init__(self, cluster: Cluster, job: str) -> None:
         self._cluster = cluster
         self._job = job
+        self._resources = ClusterResources(cluster, job)
         self._ops: dict[tuple[Any, ...], Runner] = {}
 
     def __eq__(self, other: object) -> bool:
@@ -398,15 +427,20 @@ class ClusterHome:
         return step(operands)
 
     def create_resource(self, resource: HostResource) -> Slot:
-        raise resource.error(
-            f"{resource.title} is created among the parameter servers, and {resource.kind}s on other tasks are not "
-            f"built yet{at(resource.loc)}\n  create it outside of parameter_servers(), in the process that uses it"
-        )
+        return self._resources.create(resource)
 
     def use_resource(
         self, resource: HostResource, op: str, operands: Sequence[Any], attributes: Mapping[str, Any]
     ) -> Sequence[jax.Array]:
-        raise InternalError(f"{resource.title} is used on a task that creates none")
+        return self._resources.use(resource, op, operands, attributes)
+
+    def forget(self, variable: Variable, reason: str, remedy: str) -> None:
+        """Let go of the value on its task; whoever uses it afterwards gets a VariableError that says these two."""
+        self._resources.forget_state(_task_of(variable), variable.key, True, reason, remedy)
+
+    def forget_resource(self, resource: HostResource, reason: str, remedy: str) -> None:
+        """Let go of the contents; whoever uses the resource from now on, or waits, gets an error that says these."""
+        self._resources.forget(resource, reason, remedy)
 
     def runner(self, traced: Traced, *, check: bool, observe: Observer | None) -> Runner:
         return self._cluster.runner(traced, check=check, observe=observe)

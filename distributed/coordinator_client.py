@@ -38,6 +38,7 @@ from dflow.distributed.messages import (
     Roster,
     Status,
     TaskInfo,
+    Unplace,
 )
 from dflow.distributed.traffic_totals import largest
 from dflow.distributed.transport.base import Peer, RefuseAll, Transport
@@ -187,14 +188,21 @@ class CoordinatorClient(RefuseAll):
         *,
         job: str = "ps",
         near: str = "",
+        kind: str = "variable",
+        on: str = "",
         timeout_s: float = ANSWER_S,
     ) -> str:
-        """The task that holds the variable, the same for every asker.
+        """The task that holds the variable, the same for every asker; see `PlaceVariable`.
 
-        raises  VariableError when the name has another type or `near` is not placed; DeviceError without such a job
+        raises  VariableError when the name has another type or `near` is not placed; DeviceError without such a job,
+                and when it is on another task than `on`
         """
-        request = PlaceVariable(name, dtype, shape, size_bytes, job, near)
+        request = PlaceVariable(name, dtype, shape, size_bytes, job, near, kind, on)
         return self._ask(request, Placed, timeout_s).task
+
+    def unplace(self, name: str, *, timeout_s: float = ANSWER_S) -> None:
+        """Free a name whose state is gone."""
+        self._ask(Unplace(name), Ok, timeout_s)
 
     def claim(
         self,

@@ -60,6 +60,7 @@ from dflow.distributed.messages import (
     PlaceVariable,
     Report,
     Status,
+    Unplace,
 )
 from dflow.distributed.step_ledger import StepLedger, StepsAsked, WorkerLeft
 from dflow.distributed.traffic_totals import TrafficTotals, largest
@@ -170,6 +171,9 @@ class CoordinatorState:
             case PlaceVariable(job=job) as request:
                 members = self._membership
                 return [Reply(event.ask, self._directory.place(request, members.available(job), members.jobs()))]
+            case Unplace(name):
+                self._directory.give_up(name)
+                return [Reply(event.ask, Ok())]
             case Report(name, value):
                 self._set_result(name, value)
                 return [Reply(event.ask, Ok())]

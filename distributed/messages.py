@@ -104,6 +104,81 @@ class RunPlan(Message, frozen=True):
     step: int
 
 
+class ArrayInfo(msgspec.Struct, frozen=True):
+    """The dtype and shape of one of the arrays in a payload, which holds them one after the other."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class QueueInfo(msgspec.Struct, frozen=True, tag="queue"):
+    """What makes a queue the queue it is; `seed` is a whole number in decimal, since it may be of any size."""
+
+    kind: str
+    capacity: int
+    min_after_dequeue: int = 0
+    seed: str = "0"
+
+
+class AccumulatorInfo(msgspec.Struct, frozen=True, tag="accumulator"):
+    """What makes an accumulator the accumulator it is."""
+
+    reduction: str
+
+
+class CreateResource(Message, frozen=True):
+    """Create a queue or an accumulator unless it is there; answered by `ResourceCreated`.
+
+    `handle` is its type, as graphs print it: `queue<f32[2], i32[]>`.
+    """
+
+    name: str
+    handle: str
+    settings: QueueInfo | AccumulatorInfo
+
+
+class ResourceCreated(Message, frozen=True):
+    """`created` is false when it was there already, with the same type and settings."""
+
+    created: bool
+
+
+class CallResource(Message, frozen=True):
+    """Do one op on a queue or an accumulator, waiting for it; answered by `Arrays`.
+
+    It is the task's part of a step of its own, so that `CancelStep` ends its wait, and so does the leaving of `origin`.
+    The payload holds the operands.
+    """
+
+    key: str
+    op: str
+    origin: str
+    step: int
+    operands: tuple[ArrayInfo, ...] = ()
+    count: int = 0
+    timeout_s: float = 600.0
+    cancel_pending: bool = False
+    line: str = ""
+
+
+class Arrays(Message, frozen=True):
+    """Arrays, one after the other in the payload."""
+
+    arrays: tuple[ArrayInfo, ...]
+
+
+class ForgetState(Message, frozen=True):
+    """Let go of a variable's value, or of what a queue or an accumulator holds; answered by `Ok`.
+
+    Whoever uses it from now on, or waits for it, gets an error that says `reason` and `remedy`.
+    """
+
+    key: str
+    is_variable: bool
+    reason: str
+    remedy: str
+
+
 class CancelStep(Message, frozen=True):
     """Stop what is left of a step and forget its values."""
 
@@ -184,8 +259,10 @@ class Heartbeat(Message, frozen=True):
 class PlaceVariable(Message, frozen=True):
     """Where is, or shall be, this variable? Answered by `Placed`, with the same answer to every asker.
 
-    `jobs`  the job over whose tasks variables are spread
+    `job`   the job over whose tasks variables are spread
     `near`  the name of a placed variable whose task this one shall share, or empty
+    `kind`  what it is: a queue or an accumulator too, whose `dtype` says all that makes it what it is
+    `on`    the task that shall hold it, where that is stated, or empty
     """
 
     name: str
@@ -194,12 +271,20 @@ class PlaceVariable(Message, frozen=True):
     size_bytes: int
     job: str
     near: str = ""
+    kind: str = "variable"
+    on: str = ""
 
 
 class Placed(Message, frozen=True):
     """The task that holds the variable."""
 
     task: str
+
+
+class Unplace(Message, frozen=True):
+    """The state of this name is gone from its task: the name is free. Answered by `Ok`."""
+
+    name: str
 
 
 class ClaimSteps(Message, frozen=True):
@@ -264,13 +349,14 @@ class GetStatus(Message, frozen=True):
 
 
 class VariableInfo(msgspec.Struct, frozen=True):
-    """A placed variable."""
+    """A placed variable, queue or accumulator, as `kind` says."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     size_bytes: int
     task: str
+    kind: str = "variable"
 
 
 class WorkerProgress(msgspec.Struct, frozen=True):
@@ -308,6 +394,11 @@ AnyMessage = (
     | RegisterPlan
     | Registered
     | RunPlan
+    | CreateResource
+    | ResourceCreated
+    | CallResource
+    | Arrays
+    | ForgetState
     | CancelStep
     | Tensor
     | Join
@@ -315,6 +406,7 @@ AnyMessage = (
     | Heartbeat
     | PlaceVariable
     | Placed
+    | Unplace
     | ClaimSteps
     | Claimed
     | ElectOnce

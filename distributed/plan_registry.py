@@ -19,13 +19,12 @@ from functools import cached_property
 import msgspec
 
 from dflow.distributed.messages import RegisterPlan
-from dflow.lowering.plan import Call, HostItem, Plan, Read, Recv, Send, calls_in
+from dflow.distributed.plan_checks import check_from_peer, check_plan
+from dflow.lowering.plan import Call, Plan, Read, Recv, Send, calls_in
 from dflow.lowering.program import Program, load_program
-from dflow.lowering.waits import Schedule, gives, takes
+from dflow.lowering.waits import Schedule
 from dflow.tracing.errors import InternalError, WireError
 
-#: A plan may number this many slots.
-MAX_SLOTS = 1 << 20
 #: A plan that uses more variables than this is not quick, whatever its programs do.
 MOST_QUICK_KEYS = 64
 #: How long one registration waits for another to compile the same program.
@@ -84,7 +83,7 @@ class PlanRegistry:
 
     def add(self, plan: Plan, programs: Sequence[Program]) -> int:
         """Keep a plan whose programs are compiled already; returns its handle."""
-        _check(plan, self._task, len(programs))
+        check_plan(plan, self._task, len(programs))
         with self._lock:
             self._plans.append(Registration(Schedule(plan), tuple(programs)))
             return self._first + len(self._plans) - 1
@@ -96,8 +95,8 @@ class PlanRegistry:
         """
         plan = _decode(message.plan)
         blobs = list(_split(payload, message.program_sizes))
-        _check(plan, self._task, len(blobs))
-        _refuse_host_items(plan)
+        check_plan(plan, self._task, len(blobs))
+        check_from_peer(plan)
         donated = _donated(plan, len(blobs))
         keys = tuple((hashlib.sha256(blob).digest(), count) for blob, count in zip(blobs, donated, strict=True))
         identity = (_ENCODER.encode(plan), keys)
@@ -138,29 +137,6 @@ def _split(payload: memoryview, sizes: Sequence[int]) -> Iterator[memoryview]:
         raise WireError(f"programs of {list(sizes)} bytes do not fill a payload of {len(payload)} bytes")
     ends = itertools.accumulate(sizes)
     return (payload[end - size : end] for size, end in zip(sizes, ends, strict=True))
-
-
-def _check(plan: Plan, task: str, programs: int) -> None:
-    """Raise WireError unless `task` can run `plan` with so many programs."""
-    if plan.task != task:
-        raise WireError(f"a plan for {plan.task} was sent to {task}")
-    if not 0 <= plan.slots <= MAX_SLOTS:
-        raise WireError(f"a plan of {plan.slots} slots; 0 to {MAX_SLOTS} are taken")
-    slots = {slot for item in plan.items for slot in (*takes(item), *gives(item))} | {*plan.feeds, *plan.fetches}
-    _check_range("slot", slots, plan.slots)
-    _check_range("item", {index for item in plan.items for index in item.after}, len(plan.items))
-    _check_range("program", {item.program for item in plan.items if isinstance(item, Call)}, programs)
-
-
-def _refuse_host_items(plan: Plan) -> None:
-    if plan.bodies or plan.scalars or any(isinstance(item, HostItem) for item in plan.items):
-        raise WireError(f"a plan with queues or accumulators was sent to {plan.task}, which holds none for others")
-
-
-def _check_range(what: str, used: set[int], count: int) -> None:
-    outside = sorted(index for index in used if not 0 <= index < count)
-    if outside:
-        raise WireError(f"a plan with {count} {what}s names {what} {outside[0]}")
 
 
 def _donated(plan: Plan, programs: int) -> list[int]:

@@ -27,17 +27,23 @@ from typing import Any
 import jax
 from jax import export
 
+from dflow.distributed.array_lists import decode_arrays, encode_arrays
 from dflow.distributed.codec import decode_array, encode_array, parse_dtype
 from dflow.distributed.deadlines import Deadlines, MakeDeadlines
 from dflow.distributed.messages import (
     AnyMessage,
+    Arrays,
+    CallResource,
     CancelStep,
+    CreateResource,
     CreateVariable,
     EdgeTraffic,
+    ForgetState,
     Ok,
     ReadVariable,
     Registered,
     RegisterPlan,
+    ResourceCreated,
     Roster,
     RunPlan,
     TaskInfo,
@@ -50,6 +56,7 @@ from dflow.distributed.peers import Peers
 from dflow.distributed.plan_registry import PlanRegistry, Registration
 from dflow.distributed.rendezvous import RendezvousStatistics, describe
 from dflow.distributed.task_channel import TaskChannel
+from dflow.distributed.task_resources import TaskResources
 from dflow.distributed.trampoline import run_soon
 from dflow.distributed.transport.base import Peer, Responder, Transport
 from dflow.lowering.channel import StepId
@@ -109,6 +116,7 @@ class TaskServer:
         self._runs: dict[StepId, _Run] = {}
         self._live: dict[str, TaskInfo] = {}
         self._plans = PlanRegistry(name)
+        self._resources = TaskResources(name, self.store)
         self._pool = pool or ThreadPoolExecutor(settings.threads, thread_name_prefix=f"dflow {name}")
         self._peers = Peers(transport, name=name, handler=self, connect_timeout_s=settings.connect_timeout_s)
         self._channel = TaskChannel(name, self._peers, wait_timeout_s=settings.wait_timeout_s, deadlines=deadlines)
@@ -152,7 +160,12 @@ class TaskServer:
         raises  InternalError if no such plan is registered, or one runs in this step; StepCancelled if the step has
                 ended here; TaskLost if the task that started it has left
         """
-        registration = self._plans.get(handle)
+        self.run_plan(self._plans.get(handle), step, feeds, on_done)
+
+    def run_plan(
+        self, registration: Registration, step: StepId, feeds: Sequence[Any], on_done: Callable[[Outcome], None]
+    ) -> None:
+        """Run a plan as this task's part of `step`; see `run`."""
         run = _Run(on_done)
         submit = partial(self._do, registration) if registration.is_quick else self._pool.submit
         start = partial(self._start, run, registration, step, feeds, submit)
@@ -257,6 +270,8 @@ class TaskServer:
             case CancelStep():
                 self._cancel_as_told(message)
                 responder.reply(Ok())
+            case CallResource():
+                self._pool.submit(self._call_resource, message, payload, responder)
             case _:
                 self._pool.submit(self._answer, message, payload, responder)
 
@@ -287,6 +302,15 @@ class TaskServer:
         step = StepId(message.origin, message.step)
         self.cancel(step, StepCancelled(f"{describe(step)} was cancelled: {message.reason}"))
 
+    def _call_resource(self, message: CallResource, payload: memoryview, responder: Responder) -> None:
+        try:
+            operands = decode_arrays(message.operands, payload)
+            registration = self._resources.registration(message)
+            step = StepId(message.origin, message.step)
+            self.run_plan(registration, step, operands, partial(_answer_arrays, responder))
+        except Exception as error:
+            responder.fail(error)
+
     def _answer(self, message: AnyMessage, payload: memoryview, responder: Responder) -> None:
         try:
             answer, data = self._carry_out(message, payload)
@@ -305,10 +329,21 @@ class TaskServer:
             case WriteVariable(name, dtype, shape):
                 self.store.write(name, _on_device(dtype, shape, payload))
                 return Ok(), _NOTHING
+            case CreateResource():
+                return ResourceCreated(self._resources.create(message)), _NOTHING
+            case ForgetState():
+                self._forget(message)
+                return Ok(), _NOTHING
             case RegisterPlan():
                 return Registered(self._plans.add_encoded(message, payload)), _NOTHING
             case _:
                 raise NotImplementedError(f"a task does not answer {type(message).__name__}")
+
+    def _forget(self, message: ForgetState) -> None:
+        if message.is_variable:
+            self.store.forget(message.key, message.reason, message.remedy)
+        else:
+            self._resources.forget(message.key, message.reason, message.remedy)
 
     def _create(self, message: CreateVariable, payload: memoryview) -> bool:
         make: Callable[[], jax.Array]
@@ -365,6 +400,18 @@ def _answer_run(responder: Responder, outcome: Outcome) -> None:
         responder.fail(outcome)
     else:
         responder.reply(Ok())
+
+
+def _answer_arrays(responder: Responder, outcome: Outcome) -> None:
+    if isinstance(outcome, BaseException):
+        responder.fail(outcome)
+        return
+    try:
+        infos, payload = encode_arrays(outcome)
+    except Exception as error:
+        responder.fail(error)
+    else:
+        responder.reply(Arrays(infos), payload)
 
 
 def _on_device(dtype: str, shape: tuple[int, ...], payload: memoryview) -> jax.Array:

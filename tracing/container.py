@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
 
-from dflow.tracing.device_name import is_on_task
 from dflow.tracing.errors import ContainerError
 from dflow.tracing.source import at, caller
 
@@ -121,17 +120,11 @@ def resources_in(name: str) -> list[Resource]:
 def reset_container(name: str) -> None:
     """Let go of the values of all that was made in the container, and in those inside it.
 
-    Who uses it afterwards gets an error that names the container; what is made anew under the same name is new.
-    raises  ContainerError when there is no such container, or when another task holds some of it; then nothing is
-            dropped
+    Who uses it afterwards gets an error that names the container; what is made anew under the same name is new. What
+    other tasks hold is gone for all processes of the cluster.
+    raises  ContainerError when there is no such container
     """
     held = resources_in(name)
-    far = [resource for resource in held if is_on_task(resource.device)]
-    if far:
-        raise ContainerError(
-            f"container {name!r} holds {far[0].name!r} on {far[0].device}, and state on other tasks cannot be dropped "
-            f"yet{at(caller())}\n  assign new values, or make new variables in a container of another name"
-        )
     where = caller()
     reason = f"is gone: container {name!r} was reset{f' at {where.short}' if where else ''}"
     for resource in held:

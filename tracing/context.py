@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from dflow.tracing.errors import InternalError
 
@@ -59,11 +59,6 @@ class Home(Protocol):
     ) -> Sequence[jax.Array]:
         """Do the op `op` of `ops.RESOURCE_OPS` now, waiting for it; its results."""
         ...
-
-
-@runtime_checkable
-class ForgettingHome(Protocol):
-    """A home that can let go of a value while its variable is still in use somewhere."""
 
     def forget(self, variable: Variable, reason: str, remedy: str) -> None:
         """Let go of the value; whoever uses the variable afterwards gets a VariableError that says these two."""

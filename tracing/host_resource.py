@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from dflow.tracing.container import contained, join
-from dflow.tracing.context import ForgettingHome, Home, current_home
-from dflow.tracing.errors import ContainerError, DflowError
+from dflow.tracing.context import Home, current_home
+from dflow.tracing.errors import DflowError
 from dflow.tracing.host_primitives import host_p
 from dflow.tracing.jax_frontend import Handle, is_tracing
 from dflow.tracing.queue_settings import DEFAULT_TIMEOUT_S
@@ -46,6 +46,8 @@ class HostResource:
         self.kind = kind
         self.serial = next(_serials)
         self.name = contained(name or f"{kind}_{self.serial}")
+        #: Whether the name was given, and not made up.
+        self.is_named = name is not None
         self.loc = caller()
         if is_tracing():
             raise self.error(
@@ -69,12 +71,7 @@ class HostResource:
         join(self)
 
     def forget(self, reason: str) -> None:
-        """Let go of the contents: who uses it from now on, or waits for it, gets an error that gives the reason.
-
-        Raises ContainerError when it is where it cannot be let go of.
-        """
-        if not isinstance(self.home, ForgettingHome):
-            raise ContainerError(f"{self.title} lives on {self.device}, where it cannot be dropped yet")
+        """Let go of the contents: who uses it from now on, or waits for it, gets an error that gives the reason."""
         remedy = "make it again, or keep what outlives it outside the container"
         self.home.forget_resource(self, f"{self.title} {reason}", remedy)
 

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflow.tracing.container import contained, join
-from dflow.tracing.context import ForgettingHome, Home, current_home
-from dflow.tracing.errors import ContainerError, VariableError, VariableShapeError
+from dflow.tracing.context import Home, current_home
+from dflow.tracing.errors import VariableError, VariableShapeError
 from dflow.tracing.given_value import Initial, given_array, initial_type
 from dflow.tracing.jax_frontend import Handle, is_tracing, register_leafless
 from dflow.tracing.near_names import suggests_keywords
@@ -159,12 +159,7 @@ class Variable:
         return int(np.prod(self.type.shape))
 
     def forget(self, reason: str) -> None:
-        """Let go of the value: whoever uses the variable afterwards gets VariableError, which gives the reason.
-
-        Raises ContainerError when the value is where it cannot be let go of.
-        """
-        if not isinstance(self.home, ForgettingHome):
-            raise ContainerError(f"variable {self.name!r} lives on {self.device}, where it cannot be dropped yet")
+        """Let go of the value: whoever uses the variable afterwards gets VariableError, which gives the reason."""
         remedy = "make it again, or keep what outlives it outside the container"
         self.home.forget(self, f"variable {self.name!r} {reason}", remedy)
 

@@ -9,7 +9,7 @@ import pytest
 
 from dflow.distributed.messages import RegisterPlan
 from dflow.distributed.plan_registry import PlanRegistry
-from dflow.lowering.plan import Call, Item, Plan, Send
+from dflow.lowering.plan import Branch, Call, Item, Plan, Scalar, Send, UseResource
 from dflow.lowering.program import Program, export_program, lower_program
 from dflow.tracing import errors
 from dflow.tracing.types import ArrayType
@@ -104,6 +104,28 @@ MALFORMED: dict[str, tuple[tuple[Item, ...], dict[str, Any], str]] = {
     "take": ((Send("e", WORKER, 9),), {}, "a plan with 4 slots names slot 9"),
     "after": ((Send("e", WORKER, 0, after=(1,)),), {}, "a plan with 1 items names item 1"),
     "program": ((Call(1, (), (), (), ()),), {"programs": (b"x",)}, "a plan with 1 programs names program 1"),
+    "number's slot": ((), {"scalars": (Scalar(7, "i32", bytes(4)),)}, "a plan with 4 slots names slot 7"),
+    "number": ((), {"scalars": (Scalar(0, "i32", bytes(3)),)}, "slot 0 holds a number of 3 bytes as i32"),
+    "number's dtype": ((), {"scalars": (Scalar(0, "u13", b""),)}, "slot 0 holds a number of no dtype"),
+    "key": ((), {"scalars": (Scalar(0, "key<fry>", bytes(8)),)}, "slot 0 holds a number of 8 bytes as key<fry>"),
+    "names": ((Send("e", WORKER, 0),), {"names": ("a", "b")}, "a plan of 1 items has names for 2"),
+    "op": ((UseResource("q", "queue.peek"),), {}, "'queue.peek' is no op on a queue or an accumulator"),
+    "count": ((UseResource("q", "accumulator.take", count=0),), {}, "accumulator.take of 0; 1 to "),
+    "many": (
+        (UseResource("q", "queue.dequeue_many", count=1 << 40),),
+        {},
+        "queue.dequeue_many of 1099511627776",
+    ),
+    "timeout": ((UseResource("q", "queue.size", timeout_s=float("nan")),), {}, "timeout of nan s, which is no number"),
+    "line": ((UseResource("q", "queue.size", line="x" * 9999),), {}, "queue.size with a line of 9999 characters"),
+    "filled twice": (
+        (UseResource("q", "queue.size", gives=(1,)),),
+        {"feeds": (1,)},
+        "slot 1 of a plan is filled",
+    ),
+    "circle": ((Send("a", WORKER, 0, (1,)), Send("b", WORKER, 0, (0,))), {}, "item 0 of a plan waits for itself"),
+    "branch": ((Branch((), (0,), ()),), {}, "a plan with branches or loops that wait was sent to /job:ps/task:0"),
+    "body": ((), {"bodies": (Plan(PS, 0, ()),)}, "a plan with branches or loops that wait"),
     "donation": (TWO_WAYS, {"programs": (b"x",)}, "program 0 is called with 1 and with 0 variables to write"),
 }
 

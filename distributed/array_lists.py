@@ -1,0 +1,40 @@
+"""Several arrays in one payload: one after the other, their types in the message."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy.typing as npt
+
+from dflow.distributed.codec import Payload, decode_array, encode_array, parse_dtype
+from dflow.distributed.messages import ArrayInfo
+from dflow.tracing.errors import WireError
+
+if TYPE_CHECKING:
+    import jax
+
+
+def encode_arrays(arrays: Sequence[jax.Array | npt.NDArray[Any]]) -> tuple[tuple[ArrayInfo, ...], bytes]:
+    """The types and the elements of `arrays`. Waits until they are computed; raises what `encode_array` raises."""
+    infos = tuple(ArrayInfo(array.dtype.name, tuple(array.shape)) for array in arrays)
+    return infos, b"".join(encode_array(array) for array in arrays)
+
+
+def decode_arrays(infos: Sequence[ArrayInfo], payload: Payload) -> list[npt.NDArray[Any]]:
+    """The arrays of these types that `payload` holds, without a copy.
+
+    raises  WireError if a dtype does not travel, or the payload has another size than the types ask for
+    """
+    sizes = [math.prod(info.shape) * parse_dtype(info.dtype).itemsize for info in infos]
+    if any(extent < 0 for info in infos for extent in info.shape) or sum(sizes) != len(payload):
+        shown = ", ".join(f"{info.dtype}{list(info.shape)}" for info in infos) or "no arrays"
+        raise WireError(f"{shown} do not fill a payload of {len(payload)} bytes")
+    view = memoryview(payload)
+    ends = itertools.accumulate(sizes)
+    return [
+        decode_array(info.dtype, info.shape, view[end - size : end])
+        for info, size, end in zip(infos, sizes, ends, strict=True)
+    ]
