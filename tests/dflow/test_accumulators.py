@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 import dflow
 from dflow.homes import LOCAL
-from dflow.testing import memory_cluster
 from dflow.tracing.errors import AccumulatorError, DeadlineExceeded, GraphTypeError, PlainJitError
 
 WAIT_S = 60.0
@@ -326,17 +325,6 @@ def test_a_reset_ends_a_step_that_waits() -> None:
     for use in (held.count, lambda: held.step, lambda: held.set_step(3), lambda: held.apply(1.0), step):
         with pytest.raises(AccumulatorError, match=message):
             use()
-
-
-def test_on_a_cluster_it_is_the_callers_own() -> None:
-    with memory_cluster(ps=1, workers=1) as cluster:
-        worker = cluster.worker()
-        with (
-            worker.parameter_servers(),
-            pytest.raises(AccumulatorError, match=r"'g' is created among the parameter ser"),
-        ):
-            scalars()
-        worker.close()
 
 
 # Row-sparse.
