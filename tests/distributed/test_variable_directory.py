@@ -1,6 +1,8 @@
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dflow.distributed.durable_records import DurableRecords, apply_changes
 from dflow.distributed.messages import Failure, Placed, PlaceVariable
 from dflow.distributed.variable_directory import VariableDirectory
 
@@ -68,3 +70,37 @@ def test_no_task_holds_more_than_another_by_over_the_largest_variable(sizes: lis
         place(directory, ask(str(number), size))
     loads = [sum(v.size_bytes for v in directory.variables() if v.task == task) for task in TASKS]
     assert abs(loads[0] - loads[1]) <= max(sizes, default=0)
+
+
+def test_a_name_that_was_given_up_is_free_and_stays_so_for_a_directory_of_the_same_records() -> None:
+    records = DurableRecords()
+    directory = VariableDirectory(records)
+    place(directory, ask("w", 100))
+    place(directory, ask("b", 10))
+    directory.give_up("w")
+    directory.give_up("nothing")
+    assert place(directory, ask("w", 1, shape=(5,))) == Placed(TASKS[0])
+    rows: dict[str, bytes] = {}
+    apply_changes(rows, records.take_changes())
+    again = VariableDirectory(DurableRecords(rows))
+    assert [info.name for info in again.variables()] == ["b", "w"]
+    assert again.variables() == directory.variables()
+
+
+def test_a_queue_goes_where_it_is_said_and_is_no_variable() -> None:
+    directory = VariableDirectory()
+    queue = PlaceVariable("q", "fifo queue<f32[]>, capacity 4", (), 16, "ps", kind="queue", on=TASKS[1])
+    assert place(directory, queue) == Placed(TASKS[1])
+    for other, kind, text in (
+        (ask("q"), "VariableError", "queue 'q' is fifo queue<f32[]>, capacity 4 and was asked for as float32[1]"),
+        (
+            msgspec.structs.replace(queue, on=TASKS[0]),
+            "DeviceError",
+            f"queue 'q' is on {TASKS[1]} and was asked for on",
+        ),
+        (msgspec.structs.replace(queue, name="r", on="/job:ps/task:9"), "DeviceError", "none of the tasks there"),
+    ):
+        refusal = place(directory, other)
+        assert isinstance(refusal, Failure)
+        assert refusal.kind == kind
+        assert text in refusal.text
