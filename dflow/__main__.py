@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from dflow import __version__
 from dflow.distributed.launching.launch_plan import LaunchPlan, Setting
@@ -23,6 +23,9 @@ from dflow.distributed.lifeline import watch
 from dflow.distributed.stop_signal import StopSignal
 from dflow.tracing.errors import DflowError
 from dflow.tracing.task_name import task_name
+
+if TYPE_CHECKING:
+    from dflow.distributed.transport.base import Transport
 
 COORDINATOR_VARIABLE = "DFLOW_COORDINATOR"
 _Parsed = TypeVar("_Parsed")
@@ -122,6 +125,7 @@ def _add_task(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser.add_argument("--job", default="ps", help="the job this task belongs to (default: ps)")
     parser.add_argument("--index", type=_count, required=True, metavar="N", help="the task's number within the job")
     _add_coordinator_address(parser)
+    _add_security(parser)
     parser.set_defaults(run=_task)
 
 
@@ -156,6 +160,7 @@ def _add_coordinator(commands: argparse._SubParsersAction[argparse.ArgumentParse
         help="where its state is kept; started again with the same file and address it goes on where it was "
         "(default: in memory)",
     )
+    _add_security(parser)
     parser.set_defaults(run=_coordinator)
 
 
@@ -163,6 +168,7 @@ def _add_status(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     text = "show what a running cluster is doing"
     parser = commands.add_parser("status", help=text, description=f"{text.capitalize()}, once.")
     _add_coordinator_address(parser)
+    _add_security(parser)
     parser.set_defaults(run=_status)
 
 
@@ -223,6 +229,32 @@ def _add_coordinator_address(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_security(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("who may be spoken to on other machines").add_mutually_exclusive_group()
+    group.add_argument(
+        "--certificates",
+        type=Path,
+        metavar="DIR",
+        help="whoever has a certificate by the same authority; a folder that `dflow certs issue` wrote (default: "
+        "DFLOW_TLS_CERT, DFLOW_TLS_KEY and DFLOW_TLS_CA)",
+    )
+    group.add_argument(
+        "--secret-file",
+        type=Path,
+        metavar="FILE",
+        help="whoever knows the secret in this file, which `dflow certs secret` wrote (default: DFLOW_SECRET_FILE)",
+    )
+
+
+def _transport(options: argparse.Namespace) -> Transport:
+    from dflow.distributed.transport.chosen_security import choose_security
+    from dflow.distributed.transport.sockets import SocketTransport
+
+    return SocketTransport(
+        security=choose_security(os.environ, certificates=options.certificates, secret_file=options.secret_file)
+    )
+
+
 def _launch(options: argparse.Namespace) -> int:
     if not Path(options.script).is_file():
         print(f"dflow launch: there is no script {options.script!r} in {Path.cwd()}", file=sys.stderr)
@@ -237,14 +269,17 @@ def _launch(options: argparse.Namespace) -> int:
     from dflow.distributed.launcher import launch
     from dflow.distributed.launching.run_logs import RunLogs
     from dflow.distributed.launching.this_machine import ThisMachine
+    from dflow.distributed.transport.chosen_security import choose_security
     from dflow.distributed.transport.sockets import SocketTransport
     from dflow.status_view import LoggedView, make_console, make_view
+
+    transport = SocketTransport(security=choose_security(os.environ))
 
     logs = RunLogs(options.logs or Path(tempfile.mkdtemp(prefix=f"dflow-{Path(options.script).stem}-")))
     with make_view(make_console()) as shown, contextlib.closing(logs):
         view = LoggedView(shown, logs)
         view.show_event(f"each task's output is kept in {logs.folder}")
-        return launch(stop, plan, ThisMachine(shares), view, SocketTransport())
+        return launch(stop, plan, ThisMachine(shares), view, transport)
 
 
 def _launch_plan(options: argparse.Namespace) -> LaunchPlan:
@@ -277,29 +312,26 @@ def _coordinator(options: argparse.Namespace) -> int:
     from dflow.distributed.coordinator import serve_coordinator
     from dflow.distributed.coordinator_state import CoordinatorSettings
     from dflow.distributed.coordinator_store import MemoryStore, SqliteStore
-    from dflow.distributed.transport.sockets import SocketTransport
 
     store = MemoryStore() if options.state is None else SqliteStore(options.state)
     settings = CoordinatorSettings(heartbeat_timeout_s=options.heartbeat_timeout)
     return serve_coordinator(
-        stop, SocketTransport(), options.address, dict(options.jobs), store=store, settings=settings
+        stop, _transport(options), options.address, dict(options.jobs), store=store, settings=settings
     )
 
 
 def _task(options: argparse.Namespace) -> int:
     stop = _become_server()
     from dflow.distributed.stock_task import serve_task
-    from dflow.distributed.transport.sockets import SocketTransport
 
-    return serve_task(stop, SocketTransport(), task_name(options.job, options.index), options.coordinator)
+    return serve_task(stop, _transport(options), task_name(options.job, options.index), options.coordinator)
 
 
 def _status(options: argparse.Namespace) -> int:
     from dflow.distributed.coordinator_client import CoordinatorClient
-    from dflow.distributed.transport.sockets import SocketTransport
     from dflow.status_view import closing_tables, make_console, progress_line
 
-    client = CoordinatorClient(SocketTransport(), options.coordinator, name="status", timeout_s=5.0)
+    client = CoordinatorClient(_transport(options), options.coordinator, name="status", timeout_s=5.0)
     status = client.status(timeout_s=5.0)
     client.close()
     console = make_console()

@@ -7,6 +7,8 @@ import os
 from dflow.distributed import lifeline
 from dflow.distributed.alone import Alone
 from dflow.distributed.cluster import Cluster, ClusterSettings
+from dflow.distributed.transport.chosen_security import choose_security
+from dflow.distributed.transport.security import SecurityPolicy
 from dflow.distributed.transport.sockets import SocketTransport
 from dflow.homes import LOCAL
 from dflow.tracing.errors import ConfigError
@@ -18,6 +20,7 @@ def connect(
     job: str | None = None,
     index: int | None = None,
     settings: ClusterSettings | None = None,
+    security: SecurityPolicy | None = None,
 ) -> Cluster | Alone:
     """Join a cluster as a worker, or run alone.
 
@@ -25,8 +28,11 @@ def connect(
                  with DFLOW_JOB and DFLOW_INDEX, as `dflow launch` sets them; without that, this process runs alone
     job          the job this process is a task of; given none, "worker" where the environment says nothing
     index        which task of `job` this process is
+    security     `dflow.distributed.MutualTls(...)` or `dflow.distributed.SharedSecret(...)`; given none, as the
+                 environment's DFLOW_TLS_CERT, DFLOW_TLS_KEY and DFLOW_TLS_CA, or DFLOW_SECRET_FILE, say; without these,
+                 only processes of this machine are spoken to
     raises       DeadlineExceeded when the coordinator or a parameter task does not answer; ConfigError when an
-                 address is known but no index
+                 address is known but no index; SecurityError when one of them may not be spoken to
     """
     address = coordinator or os.environ.get("DFLOW_COORDINATOR")
     if not address:
@@ -35,7 +41,7 @@ def connect(
     number = index if index is not None else _index_from_environment()
     return Cluster(
         address,
-        SocketTransport(),
+        SocketTransport(security=security or choose_security(os.environ)),
         job=job or (os.environ.get("DFLOW_JOB") if coordinator is None else None) or "worker",
         index=number,
         store=LOCAL.store,

@@ -42,6 +42,9 @@ class Limits:
     `max_meta_bytes`     size of a message without its payload
     `max_payload_bytes`  size of a payload
     `max_connections`    connections a listener holds at a time, strangers included
+    `max_strangers`      of these, how many may not have said yet who they are; the oldest gives way to a newcomer
+    `max_from_source`    of these, how many from one IP address
+    `max_hello_bytes`    size of a `Hello`
     `hello_timeout_s`    time from the connection to the end of the peer's `Hello`
     `stall_timeout_s`    time without a byte in the middle of a frame, and without room to send
     `max_unsent`         frames queued for a peer that does not read its replies
@@ -50,6 +53,9 @@ class Limits:
     max_meta_bytes: int = 1 << 20
     max_payload_bytes: int = 4 << 30
     max_connections: int = 1024
+    max_strangers: int = 256
+    max_from_source: int = 64
+    max_hello_bytes: int = 4096
     hello_timeout_s: float = 10.0
     stall_timeout_s: float = 60.0
     max_unsent: int = 4096

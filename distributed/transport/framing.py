@@ -131,6 +131,8 @@ def read_first(stream: Stream, limits: Limits, deadline: Deadline) -> Frame:
     header = parse_header(_receive_by(stream, HEADER.size, deadline), limits)
     if header.payload_bytes:
         raise WireError(f"the first frame has a payload of {header.payload_bytes} bytes; a Hello has none")
+    if header.meta_bytes > limits.max_hello_bytes:
+        raise WireError(f"a first message of {header.meta_bytes} bytes is over the limit of {limits.max_hello_bytes}")
     meta = _receive_by(stream, header.meta_bytes, deadline)
     return Frame(header.kind, header.number, meta, b"")
 

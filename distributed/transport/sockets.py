@@ -18,6 +18,7 @@ import time
 from dflow.distributed.codec import decode_message, encode_message
 from dflow.distributed.messages import PROTOCOL_VERSION, Hello
 from dflow.distributed.transport.addresses import Address, parse_address
+from dflow.distributed.transport.admission import Admission
 from dflow.distributed.transport.base import Handler, Limits
 from dflow.distributed.transport.exchange import LOGGER, Exchange, Frame, Kind, become_reader
 from dflow.distributed.transport.families import Bound, bind, dial, send_at_once
@@ -25,6 +26,7 @@ from dflow.distributed.transport.framing import Deadline, FrameReader, read_firs
 from dflow.distributed.transport.outlet import Outlet
 from dflow.distributed.transport.security import SameMachine, Secured, SecurityPolicy
 from dflow.distributed.transport.stream import Stream
+from dflow.distributed.transport.throttle import Throttle
 from dflow.tracing.errors import DeadlineExceeded, DflowError, SecurityError, TransportClosed, WireError
 
 _FIRST_RETRY_S = 0.02
@@ -95,7 +97,12 @@ class SocketListener:
         self._security = security
         self._lock = threading.Lock()
         self._is_closed = False
-        self._strangers: set[socket.socket] = set()
+        self._admission = Admission(
+            connections=limits.max_connections, strangers=limits.max_strangers, per_source=limits.max_from_source
+        )
+        self._last_number = 0
+        self._strangers: dict[int, socket.socket] = {}
+        self._throttle = Throttle()
         self._peers: set[Exchange] = set()
         threading.Thread(target=self._accept_all, name=f"dflow accept {name}", daemon=True).start()
 
@@ -110,7 +117,7 @@ class SocketListener:
             if self._is_closed:
                 return
             self._is_closed = True
-            strangers, peers = list(self._strangers), list(self._peers)
+            strangers, peers = list(self._strangers.values()), list(self._peers)
         _shut_down(self._bound.sock)
         self._bound.sock.close()
         self._bound.clean_up()
@@ -126,29 +133,51 @@ class SocketListener:
             except OSError as error:
                 if self._is_closed:
                     return
-                LOGGER.warning("%s: a connection could not be accepted: %s", self._name, error)
+                self._warn("a connection could not be accepted: %s", error)
                 time.sleep(_FIRST_RETRY_S)
                 continue
+            host = source[0] if source else ""
             where = str(source or self._bound.address)
-            if self._admit(sock, where):
-                reader = threading.Thread(target=self._serve, args=(sock, where), daemon=True)
-                reader.name = f"dflow read {self._name}"
-                reader.start()
+            number = self._admit(sock, host, where)
+            if number is not None:
+                self._start(sock, number, where)
 
-    def _admit(self, sock: socket.socket, source: str) -> bool:
+    def _start(self, sock: socket.socket, number: int, source: str) -> None:
+        reader = threading.Thread(target=self._serve, args=(sock, number, source), daemon=True)
+        reader.name = f"dflow read {self._name}"
+        try:
+            reader.start()
+        except RuntimeError as error:  # no more threads for now
+            self._warn("connection from %s refused: %s", source, error)
+            self._forget(number)
+            sock.close()
+
+    def _admit(self, sock: socket.socket, host: str, source: str) -> int | None:
+        """The number of a connection that may wait until it is believed, for which others may have to go."""
         with self._lock:
-            count = len(self._strangers) + len(self._peers)
-            if not self._is_closed and count < self._limits.max_connections:
-                self._strangers.add(sock)
-                return True
-        LOGGER.warning(
-            "%s: connection from %s refused: %d of %d connections are in use",
-            *(self._name, source, count, self._limits.max_connections),
-        )
+            self._last_number += 1
+            number = self._last_number
+            decision = self._admission.arrive(number, host)
+            evicted = [self._strangers.pop(one) for one in decision.evicted]
+            is_admitted = decision.admitted and not self._is_closed
+            if is_admitted:
+                self._strangers[number] = sock
+        for stranger in evicted:
+            self._warn("a connection was given up for one from %s: %s", source, decision.why)
+            _shut_down(stranger)
+        if is_admitted:
+            return number
+        self._warn("connection from %s refused: %s", source, decision.why or "it stopped listening")
         sock.close()
-        return False
+        return None
 
-    def _serve(self, sock: socket.socket, source: str) -> None:
+    def _warn(self, text: str, *values: object) -> None:
+        """Log what strangers bring about, which is as often as they like."""
+        more = self._throttle.ask()
+        if more is not None:
+            LOGGER.warning(f"%s: {text}%s", self._name, *values, more)
+
+    def _serve(self, sock: socket.socket, number: int, source: str) -> None:
         peer = None
         deadline = Deadline.after(self._limits.hello_timeout_s)
         stream: Stream | None = None
@@ -157,26 +186,31 @@ class SocketListener:
             secured = self._security.secure_server(sock, self._bound.address, deadline.left_s)
             stream = secured.stream
             peer = _shake_hands(secured, self._security, self._name, self._handler, self._limits, deadline)
-            if self._promote(sock, peer):
+            if self._promote(number, peer):
                 _read_all(stream, peer, self._limits)
         except (DflowError, OSError) as error:
-            LOGGER.warning("%s: connection from %s closed: %s", self._name, source, _reason(error))
+            self._warn("connection from %s closed: %s", source, _reason(error))
         finally:
-            with self._lock:
-                self._strangers.discard(sock)
-                if peer is not None:
-                    self._peers.discard(peer)
+            self._forget(number, peer)
             if stream is not None:
                 stream.close()
             sock.close()
 
-    def _promote(self, sock: socket.socket, peer: Exchange) -> bool:
-        """Count a stranger as a peer, unless the listener has closed meanwhile."""
+    def _promote(self, number: int, peer: Exchange) -> bool:
+        """Count a stranger as a peer, unless it was given up or the listener has closed meanwhile."""
         with self._lock:
-            self._strangers.discard(sock)
-            if not self._is_closed:
+            is_peer = self._admission.believe(number) and not self._is_closed
+            self._strangers.pop(number, None)
+            if is_peer:
                 self._peers.add(peer)
-            return not self._is_closed
+            return is_peer
+
+    def _forget(self, number: int, peer: Exchange | None = None) -> None:
+        with self._lock:
+            self._admission.leave(number)
+            self._strangers.pop(number, None)
+            if peer is not None:
+                self._peers.discard(peer)
 
 
 class _StreamLink:

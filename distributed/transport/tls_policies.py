@@ -57,6 +57,11 @@ class MutualTls:
                 ) from None
             context.verify_mode = ssl.CERT_REQUIRED
 
+    @classmethod
+    def in_folder(cls, folder: Path) -> MutualTls:
+        """With the files of a folder that `dflow certs issue` wrote; raises what construction raises."""
+        return cls(folder / "cert.pem", folder / "key.pem", folder / "ca.pem")
+
     def may_listen(self, address: Address) -> None:
         """Any address will do."""
 

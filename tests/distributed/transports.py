@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import queue
+import tempfile
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 from dflow.distributed.messages import AnyMessage, Failure, Ok
 from dflow.distributed.transport.base import Handler, Limits, Peer, Responder, Transport
+from dflow.distributed.transport.certificates import issue_certificate, make_authority
+from dflow.distributed.transport.identity import Identity
 from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.distributed.transport.sockets import SocketTransport
+from dflow.distributed.transport.tls_policies import MutualTls
 
 DEADLINE_S = 30.0
 
@@ -24,9 +31,25 @@ class Kind:
     nobody: str
 
 
+@functools.cache
+def certificates() -> MutualTls:
+    """A policy whose certificate, of an authority of its own, is for all who speak in tests of transports."""
+    now, day = datetime.now(UTC), timedelta(days=1)
+    authority = make_authority("tests", now, 2 * day)
+    names = ("server", "client", "me", "one", "two", "late", "ps", "coordinator", "worker", "status")
+    pair = issue_certificate(authority, [Identity(name) for name in names], (), now, day)
+    with tempfile.TemporaryDirectory() as folder:
+        for name, data in (("cert", pair.certificate), ("key", pair.key), ("ca", authority.certificate)):
+            path = Path(folder, f"{name}.pem")
+            path.write_bytes(data)
+            path.chmod(0o600)
+        return MutualTls.in_folder(Path(folder))
+
+
 KINDS = {
     "memory": Kind(MemoryNetwork, free="", nobody="nowhere"),
     "tcp": Kind(SocketTransport, free="127.0.0.1:0", nobody="127.0.0.1:1"),
+    "tls": Kind(lambda limits: SocketTransport(limits, certificates()), free="127.0.0.1:0", nobody="127.0.0.1:1"),
     "unix": Kind(SocketTransport, free="unix:", nobody="unix:/nowhere"),
 }
 

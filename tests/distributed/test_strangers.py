@@ -1,0 +1,244 @@
+"""Listeners among strangers: who is kept waiting, for how long, at what price, and that the others get in."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from dflow.distributed.codec import encode_message
+from dflow.distributed.messages import Hello, Ok
+from dflow.distributed.transport.base import Limits
+from dflow.distributed.transport.chosen_security import choose_security
+from dflow.distributed.transport.exchange import Frame, Kind
+from dflow.distributed.transport.framing import pack_header
+from dflow.distributed.transport.security import SameMachine, SecurityPolicy
+from dflow.distributed.transport.sockets import SocketListener, SocketTransport
+from dflow.distributed.transport.tls_policies import MutualTls, SharedSecret
+from dflow.tracing.errors import ConfigError, DeadlineExceeded, SecurityError, TransportClosed
+from tests.distributed.transports import DEADLINE_S, Recorder, certificates, echo, reach
+
+SECRET = "s" * 64
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> SharedSecret:
+    return SharedSecret(secret_file(tmp_path))
+
+
+def secret_file(folder: Path, text: str = SECRET) -> Path:
+    path = folder / "secret"
+    path.write_text(text)
+    path.chmod(0o600)
+    return path
+
+
+Listen = Callable[..., SocketListener]
+
+
+@pytest.fixture
+def listen() -> Iterator[Listen]:
+    made: list[SocketListener] = []
+
+    def start(limits: Limits, security: SecurityPolicy | None = None, address: str = "127.0.0.1:0") -> SocketListener:
+        transport = SocketTransport(limits, security)
+        made.append(transport.listen(address, name="server", handler=Recorder(echo)))
+        return made[-1]
+
+    yield start
+    for listener in made:
+        listener.close()
+
+
+def dial(listener: SocketListener) -> socket.socket:
+    host, port = listener.address.split(":")
+    return socket.create_connection((host, int(port)), timeout=DEADLINE_S)
+
+
+def is_closed_by_the_other_side(sock: socket.socket) -> bool:
+    """Waits for it, up to the socket's time-out."""
+    try:
+        while sock.recv(1 << 16):
+            pass
+    except ConnectionResetError:
+        pass
+    except TimeoutError:
+        return False
+    return True
+
+
+def serves(listener: SocketListener, security: SecurityPolicy | None = None) -> bool:
+    peer = reach(SocketTransport(security=security), listener.address, Recorder())
+    try:
+        return peer.call(Ok(), b"abc", timeout_s=DEADLINE_S).payload == b"abc"
+    finally:
+        peer.close()
+
+
+def readers() -> list[threading.Thread]:
+    """The threads of the listener's connections, oldest first."""
+    return [thread for thread in threading.enumerate() if thread.name == "dflow read server"]
+
+
+def hello_in_part(part: int) -> bytes:
+    meta = encode_message(Hello("stranger"))
+    data = pack_header(Frame(Kind.NOTIFY, 0, meta, b"")) + meta
+    return data[:part]
+
+
+@pytest.mark.parametrize("said", [0, 1, 31, 32, 40])
+@pytest.mark.parametrize("policy", ["same machine", "certificates"])
+def test_one_who_says_too_little_goes_when_its_time_is_up(listen: Listen, said: int, policy: str) -> None:
+    security = certificates() if policy == "certificates" else None
+    listener = listen(Limits(hello_timeout_s=0.1), security)
+    with dial(listener) as sock:
+        sock.sendall(hello_in_part(said))
+        assert is_closed_by_the_other_side(sock)
+    assert serves(listener, security)
+
+
+@pytest.mark.parametrize("policy", ["same machine", "certificates", "secret"])
+def test_a_crowd_of_silent_strangers_keeps_nobody_out(listen: Listen, policy: str, secret: SharedSecret) -> None:
+    """Their time is never up: a newcomer gets in because the oldest of them gives way."""
+    security = {"same machine": None, "certificates": certificates(), "secret": secret}[policy]
+    listener = listen(Limits(hello_timeout_s=1000.0, max_strangers=8, max_from_source=8), security)
+    with contextlib.ExitStack() as crowd:
+        silent = [crowd.enter_context(dial(listener)) for _ in range(20)]
+        assert all(is_closed_by_the_other_side(sock) for sock in silent[:12])
+        assert serves(listener, security)
+        assert len(listener._strangers) <= 8
+
+
+def test_a_crowd_costs_no_more_threads_than_may_wait(listen: Listen) -> None:
+    listener = listen(Limits(hello_timeout_s=1000.0, max_strangers=4, max_from_source=4))
+    with contextlib.ExitStack() as crowd:
+        silent = [crowd.enter_context(dial(listener)) for _ in range(60)]
+        assert all(is_closed_by_the_other_side(sock) for sock in silent[:56])
+        assert serves(listener)
+        assert len(listener._strangers) <= 4
+    for thread in readers():
+        thread.join(DEADLINE_S)
+    assert not readers()
+
+
+def test_a_knocking_stranger_does_not_fill_the_log(listen: Listen, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "dflow")
+    listener = listen(Limits())
+    for _ in range(100):
+        with dial(listener) as sock:
+            sock.sendall(b"x" * 32)
+            assert is_closed_by_the_other_side(sock)
+    assert len(caplog.records) <= 20
+
+
+def test_a_hello_takes_no_more_memory_than_a_hello_needs(listen: Listen) -> None:
+    listener = listen(Limits(hello_timeout_s=1000.0))
+    with dial(listener) as sock:
+        sock.sendall(pack_header(Frame(Kind.NOTIFY, 0, bytes(5000), b"")))
+        assert is_closed_by_the_other_side(sock)
+
+
+def test_without_a_thread_for_it_a_connection_is_refused_and_the_next_is_served(
+    listen: Listen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listener = listen(Limits())
+    start = threading.Thread.start
+    fails = [True]
+
+    def sometimes(self: threading.Thread) -> None:
+        if fails and self.name.startswith("dflow read server"):
+            fails.pop()
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", sometimes)
+    with dial(listener) as sock:
+        assert is_closed_by_the_other_side(sock)
+    assert serves(listener)
+
+
+# Addresses of other machines.
+
+
+def own_address() -> str:
+    """An address of this machine that is not loopback; nothing is sent for it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        try:
+            sock.connect(("192.0.2.1", 9))
+        except OSError:
+            pytest.skip("this machine has no address but loopback")
+        host: str = sock.getsockname()[0]
+    return host
+
+
+@pytest.mark.parametrize("policy", ["certificates", "secret"])
+def test_off_loopback_one_of_us_is_served_and_no_one_else(listen: Listen, policy: str, secret: SharedSecret) -> None:
+    security = certificates() if policy == "certificates" else secret
+    address = f"{own_address()}:0"
+    listener = listen(Limits(), security, address)
+    assert serves(listener, security)
+    with pytest.raises(SecurityError, match="is not a loopback address, and nothing says who may be spoken to there"):
+        SocketTransport().connect(listener.address, name="me", handler=Recorder(), who="ps", timeout_s=DEADLINE_S)
+    with pytest.raises(SecurityError, match="is not a loopback address"):
+        SocketTransport().listen(address, name="me", handler=Recorder())
+    with dial(listener) as sock:
+        sock.sendall(hello_in_part(100))
+        assert is_closed_by_the_other_side(sock)
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0"])
+def test_every_address_of_the_machine_takes_a_policy(listen: Listen, address: str) -> None:
+    with pytest.raises(SecurityError, match=r"dflow certs init DIR(.|\n)*dflow certs issue(.|\n)*dflow certs secret"):
+        listen(Limits(), None, address)
+    listen(Limits(), certificates(), address)
+
+
+def test_a_name_that_is_not_in_the_certificate_is_refused_by_either_side(listen: Listen) -> None:
+    listener = listen(Limits(), certificates())
+    transport = SocketTransport(security=certificates())
+    with pytest.raises((TransportClosed, DeadlineExceeded), match=r"closed the connection|has ended"):  # noqa: PT012
+        peer = transport.connect(listener.address, name="intruder", handler=Recorder(), who="ps", timeout_s=0.2)
+        peer.call(Ok(), timeout_s=DEADLINE_S)
+    other = transport.listen("127.0.0.1:0", name="intruder", handler=Recorder())
+    with pytest.raises(SecurityError, match=r"ps at .* calls itself 'intruder', but its certificate is for server, "):
+        transport.connect(other.address, name="me", handler=Recorder(), who="ps", timeout_s=DEADLINE_S)
+    other.close()
+
+
+# What the user says.
+
+
+def test_nothing_said_is_this_machine_alone() -> None:
+    assert isinstance(choose_security({}), SameMachine)
+    assert isinstance(choose_security({"DFLOW_SECRET_FILE": "", "DFLOW_TLS_KEY": ""}), SameMachine)
+
+
+def test_the_environment_or_an_argument_names_the_secret(tmp_path: Path) -> None:
+    path = secret_file(tmp_path)
+    assert isinstance(choose_security({"DFLOW_SECRET_FILE": str(path)}), SharedSecret)
+    given = choose_security({"DFLOW_SECRET_FILE": os.devnull}, secret_file=path)
+    assert isinstance(given, SharedSecret)
+
+
+def test_the_environment_or_an_argument_names_the_certificates(tmp_path: Path) -> None:
+    from dflow.__main__ import main
+
+    main(["certs", "init", str(tmp_path / "ca")])
+    main(["certs", "issue", str(tmp_path / "ca"), "--name", "ps", "--any-host"])
+    folder = tmp_path / "ca" / "ps"
+    names = {"DFLOW_TLS_CERT": "cert.pem", "DFLOW_TLS_KEY": "key.pem", "DFLOW_TLS_CA": "ca.pem"}
+    environment = {name: str(folder / file) for name, file in names.items()}
+    assert isinstance(choose_security(environment), MutualTls)
+    assert isinstance(choose_security({}, certificates=folder), MutualTls)
+    with pytest.raises(ConfigError, match="DFLOW_TLS_KEY and DFLOW_TLS_CA is not set, and certificates take DFLOW_TLS"):
+        choose_security({"DFLOW_TLS_CERT": "x"})
+    with pytest.raises(ConfigError, match="DFLOW_SECRET_FILE and DFLOW_TLS_CERT are both set; unset one of them"):
+        choose_security(environment | {"DFLOW_SECRET_FILE": "x"})
+    with pytest.raises(ConfigError, match="are both given; give one of them"):
+        choose_security({}, certificates=folder, secret_file=folder)
