@@ -25,7 +25,6 @@ from functools import partial
 from typing import Any
 
 import jax
-from jax import export
 
 from dflow.distributed.array_lists import decode_arrays, encode_arrays
 from dflow.distributed.codec import decode_array, encode_array, parse_dtype
@@ -61,6 +60,7 @@ from dflow.distributed.trampoline import run_soon
 from dflow.distributed.transport.base import Peer, Responder, Transport
 from dflow.lowering.channel import StepId
 from dflow.lowering.execute import Execution, Outcome, Submit
+from dflow.lowering.foreign_program import read_program
 from dflow.lowering.plan import Plan
 from dflow.lowering.program import Program
 from dflow.lowering.store import Store
@@ -422,7 +422,7 @@ def _on_device(dtype: str, shape: tuple[int, ...], payload: memoryview) -> jax.A
 def _initial_value(name: str, program: memoryview) -> jax.Array:
     """Run an exported initialiser on this task."""
     try:
-        results = jax.tree.leaves(export.deserialize(bytearray(program)).call())
+        results = jax.tree.leaves(read_program(program).call())
     except DflowError:
         raise
     except Exception as error:

@@ -15,6 +15,7 @@ from jax import export
 from jax import jit as jax_jit
 from jax.sharding import Sharding, SingleDeviceSharding
 
+from dflow.lowering.foreign_program import read_program
 from dflow.lowering.kept_places import is_spread, kept_places
 from dflow.tracing.jax_frontend import uninterrupted
 from dflow.tracing.types import ArrayType
@@ -149,8 +150,11 @@ def export_program(fn: Callable[..., Any], types: Sequence[ArrayType], name: str
 
 
 def load_program(blob: bytes | bytearray | memoryview, writes: int) -> Program:
-    """Compile an exported program for this process; the first `writes` arguments are donated."""
-    exported = export.deserialize(bytearray(blob))
+    """Compile an exported program for this process; the first `writes` arguments are donated.
+
+    raises  WireError when it is none, or may not be run here; what compiling it raises
+    """
+    exported = read_program(blob)
     jitted = jax_jit(exported.call, donate_argnums=tuple(range(writes)), keep_unused=True)
     structs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in exported.in_avals]
     return Program(jitted.lower(*structs).compile())

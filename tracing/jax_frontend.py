@@ -36,6 +36,8 @@ from jax._src import config as jax_config
 from jax._src import core as jax_core
 from jax._src import effects as jax_effects
 from jax._src import source_info_util, traceback_util, xla_bridge
+from jax._src.export import _export as jax_export
+from jax._src.export import serialization_generated as export_tables
 from jax._src.interpreters import ad as jax_ad
 from jax._src.interpreters import mlir as jax_mlir
 from jax._src.random.prng import PRNGImpl
@@ -525,3 +527,34 @@ def _primitives_by_name() -> dict[str, Any]:
     members = [getattr(jax_primitives, member) for member in dir(jax_primitives)]
     listed = [member for member in members if isinstance(member, jex.Primitive)]
     return {primitive.name: primitive for primitive in (*jax_mlir._lowerings, *listed)}
+
+
+#: The custom calls that a program may make by JAX's own rule for exports: library routines and layout, no callbacks.
+STABLE_CALL_TARGETS: frozenset[str] = frozenset(jax_export._CUSTOM_CALL_TARGETS_GUARANTEED_STABLE)
+
+
+def export_trees(blob: bytearray) -> Iterator[tuple[bool, int]]:
+    """Of an exported program that was not read yet, each node of its trees: whether it is of a plain kind, its depth.
+
+    Raises whatever reading malformed bytes raises. There is no end to the nodes of bytes made to have none.
+    """
+    table = export_tables.Exported.GetRootAsExported(blob)
+    kinds = export_tables.PyTreeDefKind
+    plain = {kinds.leaf, kinds.none, kinds.tuple, kinds.list, kinds.dict}
+    stack = [(tree, 0) for tree in (table.InTree(), table.OutTree())]
+    while stack:
+        tree, depth = stack.pop()
+        yield tree.Kind() in plain, depth
+        stack += ((tree.Children(index), depth + 1) for index in range(tree.ChildrenLength()))
+
+
+def exported_ops(exported: Any) -> Iterator[tuple[str, str]]:
+    """The ops of an exported program, each with what it calls if it is a custom call. Raises what MLIR raises."""
+    with jax_mlir.make_ir_context():
+        module = exported.mlir_module(serialized=False)  # kept, since its operations are only views of it
+        stack = [module.operation]
+        while stack:
+            operation = stack.pop()
+            is_call = operation.name == "stablehlo.custom_call"
+            yield operation.name, operation.attributes["call_target_name"].value if is_call else ""
+            stack += (inner.operation for region in operation.regions for block in region for inner in block)

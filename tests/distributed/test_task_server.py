@@ -127,7 +127,7 @@ def test_a_variable_is_created_read_and_written(cluster: Cluster) -> None:
 
 
 def test_the_first_to_create_wins_and_the_rest_find_it(cluster: Cluster) -> None:
-    clients = [reach(cluster.transport, cluster.ps.address, Recorder(), f"client {n}") for n in range(8)]
+    clients = [reach(cluster.transport, cluster.ps.address, Recorder(), f"/job:worker/task:{n}") for n in range(8)]
 
     def ask(client: Peer) -> AnyMessage:
         return client.call(
@@ -162,7 +162,7 @@ REFUSED: list[tuple[AnyMessage, Callable[[], bytes], type[Exception], str]] = [
     (CreateVariable("v", "object", (), False), lambda: bytes(8), errors.WireError, "'object' does not travel"),
     (CreateVariable("v", "float32", (3,), False), lambda: bytes(11), errors.WireError, "payload has 11"),
     (CreateVariable("w", "float32", (4,), False), lambda: bytes(16), errors.VariableError, "exists and holds"),
-    (CreateVariable("v", "float32", (3,), True), lambda: b"not a program", errors.VariableError, "cannot be run here"),
+    (CreateVariable("v", "float32", (3,), True), lambda: b"not a program", errors.WireError, "no exported program"),
     (CreateVariable("v", "float32", (3,), True), two_arrays, errors.VariableError, "gave 2 arrays; it has to give one"),
     (
         RunPlan(0, "w", 1),
