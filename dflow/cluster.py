@@ -1,17 +1,25 @@
-"""`dflow.connect()`: join the cluster that the launcher or the environment says, or be a cluster of one."""
+"""`dflow.connect()`: join the cluster that the arguments or the surroundings say, or be a cluster of one."""
 
 from __future__ import annotations
 
+import atexit
 import os
+from dataclasses import replace
 
 from dflow.distributed import lifeline
 from dflow.distributed.alone import Alone
 from dflow.distributed.cluster import Cluster, ClusterSettings
+from dflow.distributed.detection.cluster_file import VARIABLE
+from dflow.distributed.detection.cluster_spec import SCRIPT_JOB, ClusterSpec, Variables
+from dflow.distributed.detection.detect import detect, found_cluster
+from dflow.distributed.detection.this_host import listening_address, surroundings
+from dflow.distributed.detection.variables import task_index
+from dflow.distributed.launching.attendants import Attendants
+from dflow.distributed.transport.base import Transport
 from dflow.distributed.transport.chosen_security import choose_security
 from dflow.distributed.transport.security import SecurityPolicy
 from dflow.distributed.transport.sockets import SocketTransport
 from dflow.homes import LOCAL
-from dflow.tracing.errors import ConfigError
 
 
 def connect(
@@ -19,41 +27,86 @@ def connect(
     *,
     job: str | None = None,
     index: int | None = None,
+    cluster: str | os.PathLike[str] | None = None,
+    address: str | None = None,
     settings: ClusterSettings | None = None,
     security: SecurityPolicy | None = None,
 ) -> Cluster | Alone:
     """Join a cluster as a worker, or run alone.
 
-    coordinator  the coordinator's address, such as `127.0.0.1:4321`; given none, the environment's DFLOW_COORDINATOR,
-                 with DFLOW_JOB and DFLOW_INDEX, as `dflow launch` sets them; without that, this process runs alone
-    job          the job this process is a task of; given none, "worker" where the environment says nothing
+    What is not given is found out from, in this order, the cluster file that DFLOW_CLUSTER names, the variables
+    DFLOW_COORDINATOR, DFLOW_JOB and DFLOW_INDEX that `dflow launch` sets, Slurm, Kubernetes, and a TPU VM; `dflow
+    where` says what is found and why. Without any of them, this process runs alone. Where a scheduler starts workers
+    only, the first of them runs the coordinator beside itself, and one on each host a stock task, until no worker
+    needs them.
+
+    coordinator  the coordinator's address, such as `10.0.0.1:7711`
+    job          the job this process is a task of; "worker" where nothing else says it
     index        which task of `job` this process is
-    security     `dflow.distributed.MutualTls(...)` or `dflow.distributed.SharedSecret(...)`; given none, as the
-                 environment's DFLOW_TLS_CERT, DFLOW_TLS_KEY and DFLOW_TLS_CA, or DFLOW_SECRET_FILE, say; without these,
-                 only processes of this machine are spoken to
-    raises       DeadlineExceeded when the coordinator or a parameter task does not answer; ConfigError when an
-                 address is known but no index; SecurityError when one of them may not be spoken to
+    cluster      the path of a cluster file, in the place of the one that DFLOW_CLUSTER names
+    address      where this process listens, as `host` or `host:port`; the address towards the coordinator, and a free
+                 port, where nothing else says it
+    security     `dflow.distributed.MutualTls(...)` or `dflow.distributed.SharedSecret(...)`; given none, as the cluster
+                 file says, or the environment's DFLOW_TLS_CERT, DFLOW_TLS_KEY and DFLOW_TLS_CA, or DFLOW_SECRET_FILE;
+                 without these, only processes of this machine are spoken to
+    raises       DeadlineExceeded when the coordinator or a parameter task does not answer; ConfigError when only a
+                 part of a cluster is said: it names what was seen and what is missing; SecurityError off this
+                 machine without certificates or a secret
     """
-    address = coordinator or os.environ.get("DFLOW_COORDINATOR")
-    if not address:
+    spec = _spec(coordinator, job, index, cluster)
+    if spec is None:
         return Alone()
     lifeline.watch()
-    number = index if index is not None else _index_from_environment()
+    transport = SocketTransport(security=security or _security(spec))
+    _attend(spec, transport)
+    listens = listening_address(address or spec.listens, spec.coordinator)
     return Cluster(
-        address,
-        SocketTransport(security=security or choose_security(os.environ)),
-        job=job or (os.environ.get("DFLOW_JOB") if coordinator is None else None) or "worker",
-        index=number,
+        spec.coordinator,
+        transport,
+        job=spec.job,
+        index=spec.index,
         store=LOCAL.store,
+        address=listens,
         settings=settings or ClusterSettings(),
     )
 
 
-def _index_from_environment() -> int:
-    text = os.environ.get("DFLOW_INDEX", "")
-    if not text.isdigit():
-        raise ConfigError(
-            f"DFLOW_INDEX is {text!r}, so it is not known which worker this is\n"
-            "  start the script with `dflow launch`, or give connect() an index"
-        )
-    return int(text)
+def _spec(
+    coordinator: str | None, job: str | None, index: int | None, cluster: str | os.PathLike[str] | None
+) -> ClusterSpec | None:
+    said = dict(os.environ)
+    if coordinator is not None:
+        number = index if index is not None else task_index(Variables("connect", said))
+        return ClusterSpec(coordinator, job or SCRIPT_JOB, number)
+    said |= {VARIABLE: os.fspath(cluster)} if cluster is not None else {}
+    said |= {"DFLOW_JOB": job} if job is not None else {}
+    said |= {"DFLOW_INDEX": str(index)} if index is not None else {}
+    spec = found_cluster(detect(surroundings(said)))
+    if spec is None:
+        return None
+    return replace(spec, job=job or spec.job, index=spec.index if index is None else index)
+
+
+def _security(spec: ClusterSpec) -> SecurityPolicy:
+    said = spec.security
+    return choose_security(os.environ, certificates=said.certificates, secret_file=said.secret_file)
+
+
+def _attend(spec: ClusterSpec, transport: Transport) -> None:
+    """Start what the spec says beside this process, once, and end it when this process ends."""
+    if not spec.starts or spec.coordinator in _attended:
+        return
+    attendants = Attendants(spec)
+    _attended.add(spec.coordinator)
+
+    def end() -> None:
+        try:
+            attendants.wait_until_unneeded(transport)
+        finally:
+            attendants.close()
+
+    atexit.register(end)
+
+
+#: The coordinators beside which this process has started what it had to.
+_attended: set[str] = set()

@@ -39,6 +39,7 @@ from dflow.distributed.messages import (
     WriteVariable,
 )
 from dflow.distributed.task_server import TaskServer, TaskSettings
+from dflow.distributed.transport.addresses import LOCAL_ADDRESS
 from dflow.distributed.transport.base import Peer, Reply, Transport
 from dflow.lowering.channel import StepId
 from dflow.lowering.compile import Compiled, TaskPlan, make_plans
@@ -113,7 +114,7 @@ class Cluster:
         job: str,
         index: int,
         store: Store,
-        address: str = "127.0.0.1:0",
+        address: str = LOCAL_ADDRESS,
         settings: ClusterSettings = ClusterSettings(),
     ) -> None:
         self.task = task_name(job, index)

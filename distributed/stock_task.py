@@ -11,6 +11,7 @@ from dflow.distributed.coordinator_client import CoordinatorClient
 from dflow.distributed.membership import STOPPED
 from dflow.distributed.stop_signal import StopSignal
 from dflow.distributed.task_server import TaskServer
+from dflow.distributed.transport.addresses import LOCAL_ADDRESS
 from dflow.distributed.transport.base import Transport
 from dflow.tracing.task_name import short_task_name
 
@@ -21,7 +22,7 @@ class StockTask:
     raises  DeadlineExceeded when the coordinator is not there; RemoteError when a live task has the name
     """
 
-    def __init__(self, transport: Transport, task: str, coordinator: str, address: str = "127.0.0.1:0") -> None:
+    def __init__(self, transport: Transport, task: str, coordinator: str, address: str = LOCAL_ADDRESS) -> None:
         self.client = CoordinatorClient(transport, coordinator, name=task)
         self.server = TaskServer(task, transport, address=address)
         self.client.call_on_roster(self.server.roster_changed)
@@ -33,9 +34,9 @@ class StockTask:
         self.server.close()
 
 
-def serve_task(stop: StopSignal, transport: Transport, task: str, coordinator: str) -> int:
+def serve_task(stop: StopSignal, transport: Transport, task: str, coordinator: str, address: str) -> int:
     """Be a stock task until `stop`; returns the exit status. Raises what `StockTask` raises."""
-    stock = StockTask(transport, task, coordinator)
+    stock = StockTask(transport, task, coordinator, address)
     stock.client.call_on_lost(lambda reason: stop.stop(f"the coordinator at {coordinator} is lost: {reason}"))
     status, fault = stop.wait_for_exit_status()
     if fault:

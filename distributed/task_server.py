@@ -57,6 +57,7 @@ from dflow.distributed.rendezvous import RendezvousStatistics, describe
 from dflow.distributed.task_channel import TaskChannel
 from dflow.distributed.task_resources import TaskResources
 from dflow.distributed.trampoline import run_soon
+from dflow.distributed.transport.addresses import LOCAL_ADDRESS
 from dflow.distributed.transport.base import Peer, Responder, Transport
 from dflow.lowering.channel import StepId
 from dflow.lowering.execute import Execution, Outcome, Submit
@@ -104,7 +105,7 @@ class TaskServer:
         transport: Transport,
         *,
         store: Store | None = None,
-        address: str = "127.0.0.1:0",
+        address: str = LOCAL_ADDRESS,
         settings: TaskSettings | None = None,
         pool: Executor | None = None,
         deadlines: MakeDeadlines = Deadlines,

@@ -14,6 +14,9 @@ from dataclasses import dataclass
 #: Linux's `sockaddr_un` holds so many bytes of path, and a zero.
 MAX_UNIX_PATH_BYTES = 107
 
+#: Where a task listens that only tasks of this machine have to reach.
+LOCAL_ADDRESS = "127.0.0.1:0"
+
 _UNIX = "unix:"
 
 

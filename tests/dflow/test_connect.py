@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 import dflow
@@ -10,15 +12,16 @@ from dflow.distributed.alone import Alone
 from dflow.distributed.cluster import Cluster
 from dflow.distributed.coordinator import Coordinator
 from dflow.distributed.transport.sockets import SocketTransport
-from dflow.tracing.errors import ConfigError, DeadlineExceeded
+from dflow.tracing.errors import ConfigError, DeadlineExceeded, SecurityError
 
 SETTINGS = dflow.ClusterSettings(join_timeout_s=0.2)
 VARIABLES = ("DFLOW_COORDINATOR", "DFLOW_JOB", "DFLOW_INDEX")
+OTHERS = ("DFLOW_CLUSTER", "DFLOW_ADDRESS", "SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST", "TPU_WORKER_HOSTNAMES")
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in VARIABLES:
+    for name in (*VARIABLES, *OTHERS):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(lifeline, "watch", lambda: None)
 
@@ -37,7 +40,9 @@ def test_nobody_launched_this() -> None:
 def test_alone_takes_the_calls_that_a_cluster_takes() -> None:
     names = [name for name in dir(Cluster) if not name.startswith("_")]
     missing = [name for name in names if not hasattr(Alone(), name)]
-    assert set(missing) <= {"place", "request", "run_step", "runner"}, "what serves dflow, not its users"
+    assert set(missing) <= {"place", "place_resource", "request", "request_step", "run_step", "runner", "unplace"}, (
+        "what serves dflow, not its users"
+    )
     with Alone().parameter_servers("ps"):
         assert dflow.Variable(1.0).device is None
 
@@ -93,3 +98,37 @@ def test_an_address_nobody_answers_at() -> None:
 def test_an_address_that_is_none() -> None:
     with pytest.raises(ValueError, match="address 'nonsense' is not of the form 'host:port'"):
         dflow.connect("nonsense", index=0, settings=SETTINGS)
+
+
+def test_a_cluster_file_says_where_and_the_arguments_who(tmp_path: Path) -> None:
+    coordinator = Coordinator(SocketTransport(), "127.0.0.1:0", {"evaluator": 2})
+    path = tmp_path / "cluster.toml"
+    path.write_text(f'coordinator = "{coordinator.address}"\n[jobs]\nevaluator = ["127.0.0.1", "127.0.0.2"]\n')
+    cluster = dflow.connect(cluster=path, job="evaluator", index=1)
+    [info] = cluster._client.roster.tasks
+    assert (info.task, info.address.partition(":")[0]) == ("/job:evaluator/task:1", "127.0.0.2")
+    cluster.close()
+    with pytest.raises(ConfigError, match=r"cluster\.toml has no job 'worker'; it has evaluator"):
+        dflow.connect(cluster=path, index=0)
+    coordinator.close()
+
+
+def test_where_this_process_listens_can_be_said() -> None:
+    coordinator = Coordinator(SocketTransport(), "127.0.0.1:0", {"worker": 1})
+    cluster = dflow.connect(coordinator.address, index=0, address="127.0.0.3")
+    assert cluster._client.roster.tasks[0].address.startswith("127.0.0.3:")
+    cluster.close()
+    coordinator.close()
+
+
+def test_half_of_a_schedulers_variables_is_an_error_and_not_a_cluster_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_STEP_NODELIST", "n[1-2]")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    with pytest.raises(ConfigError, match="Slurm: SLURM_PROCID is not set, which says a number; seen: SLURM_JOB_ID=7"):
+        dflow.connect()
+
+
+def test_another_machine_is_not_spoken_to_without_a_proof() -> None:
+    with pytest.raises(SecurityError, match=r"10\.0\.0\.1:7711"):
+        dflow.connect("10.0.0.1:7711", index=0, settings=SETTINGS)

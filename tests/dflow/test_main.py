@@ -1,4 +1,5 @@
 import signal
+import socket
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from dflow.__main__ import main
 from dflow.distributed.coordinator import LISTENING, Coordinator
 from dflow.distributed.coordinator_client import CoordinatorClient
 from dflow.distributed.transport.sockets import SocketTransport
+from tests.distributed.detection.recorded import indexed_job
 from tests.distributed.processes import Spawned
 
 
@@ -17,7 +19,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"dflow {__version__}\n"
 
 
-@pytest.mark.parametrize("command", ["launch", "task", "coordinator", "status"])
+@pytest.mark.parametrize("command", ["launch", "task", "coordinator", "status", "where"])
 def test_each_command_says_what_it_is_for(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
@@ -69,3 +71,45 @@ def test_a_coordinator_says_first_where_it_listens_and_ends_quietly_at_sigterm(t
         client.close()
         spawned.process.send_signal(signal.SIGTERM)
         assert spawned.finish() == (0, line)
+
+
+def test_where_says_what_was_found_and_why(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, value in indexed_job(1, DFLOW_SERVICE="dflow", DFLOW_WORKERS="4").items():
+        monkeypatch.setenv(name, value)
+    assert main(["where"]) == 0
+    output = capsys.readouterr().out
+    assert "- Slurm: no Slurm job: SLURM_JOB_ID is not set" in output
+    assert "+ Kubernetes: pod 1 of 4 behind the Service dflow" in output
+    assert "This process is worker:1 of the cluster with its coordinator at train-0.dflow:7711" in output
+    monkeypatch.delenv("DFLOW_WORKERS")
+    assert main(["where"]) == 1
+    assert "dflow where: Kubernetes: DFLOW_WORKERS is not set" in capsys.readouterr().err
+
+
+def test_a_cluster_file_serves_every_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        address = f"127.0.0.1:{sock.getsockname()[1]}"
+    file = tmp_path / "cluster.toml"
+    file.write_text(f'coordinator = "{address}"\n[jobs]\nps = ["127.0.0.1", "127.0.0.2"]\n')
+    with (
+        Spawned("-m", "dflow", "coordinator", "--cluster", str(file), cwd=tmp_path) as coordinator,
+        Spawned("-m", "dflow", "task", "--job", "ps", "--index", "1", cwd=tmp_path, DFLOW_CLUSTER=str(file)) as task,
+    ):
+        [line] = coordinator.read_until(LISTENING)
+        assert line == f"{LISTENING}{address}\n"
+        client = CoordinatorClient(SocketTransport(), address, name="tool", timeout_s=60)
+        client.join("/job:ps/task:0", "here:1")
+        client.wait_for_tasks(["/job:ps/task:1"], timeout_s=60)
+        assert main(["status", "--cluster", str(file)]) == 0
+        client.close()
+        task.process.send_signal(signal.SIGTERM)
+        assert task.finish() == (0, "")
+    assert "2 of 2 tasks are up" in capsys.readouterr().out
+
+
+def test_a_task_that_is_told_of_no_coordinator_says_how_to(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["task", "--index", "0"]) == 1
+    assert (
+        "dflow task: where is the coordinator? give --coordinator HOST:PORT or --cluster FILE"
+        in capsys.readouterr().err
+    )

@@ -1,0 +1,147 @@
+"""`dflow launch`: a script on a cluster of processes that are started, watched and ended together."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from dflow.distributed.launching.launch_plan import LaunchPlan, Setting
+from dflow.distributed.launching.restarts import RestartPolicy
+from dflow.distributed.launching.shares import Share, core_shares, gpu_shares, visible_gpus
+from dflow.distributed.stop_signal import StopSignal
+from dflow.option_types import at_least_one, checked, count, job_count
+from dflow.tracing.errors import DflowError
+
+
+def add_launch_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `launch` to the command line."""
+    text = "run a script on a cluster of processes on this machine"
+    parser = commands.add_parser(
+        "launch",
+        help=text,
+        description=f"{text.capitalize()}: a coordinator, stock tasks for variables, and the script once per worker.",
+        epilog="A worker that dies does not end the run; a stock task or the coordinator that does ends it, unless "
+        "--restart says otherwise. Exit status: 0 when a worker finished and none failed by itself; 130 after Ctrl-C "
+        "or SIGTERM; 2 when the command line is wrong; else 1.",
+    )
+    tasks = parser.add_argument_group("tasks")
+    tasks.add_argument("--ps", type=count, default=1, metavar="N", help="the same as --stock ps=N (default: 1)")
+    tasks.add_argument(
+        "--workers", type=at_least_one, default=1, metavar="N", help="the same as --job worker=N (default: 1)"
+    )
+    _add_counts(tasks, "--job", "jobs", "tasks of another job that run the script, such as evaluator=1; repeatable")
+    _add_counts(tasks, "--stock", "stock", "stock tasks of another job, such as embeddings=4; repeatable")
+    faults = parser.add_argument_group("when a task fails")
+    faults.add_argument(
+        "--restart",
+        dest="restarts",
+        type=_restart,
+        action="append",
+        default=[],
+        metavar="[JOB=]POLICY",
+        help="never (default), or on-failure[:N]: start it again, up to N times in a row (default: 3), after pauses of "
+        "1 s, 2 s, and so on up to 60 s; without a job, of the tasks that run the script. A stock task comes back "
+        "empty. Repeatable",
+    )
+    share = parser.add_argument_group("what each worker gets of this machine")
+    share.add_argument(
+        "--gpus-per-worker",
+        type=count,
+        metavar="N",
+        help="GPUs for itself alone, 0 for none (default: an even part; several share a GPU's memory when there are "
+        "fewer GPUs than workers)",
+    )
+    share.add_argument(
+        "--cpus-per-worker",
+        type=at_least_one,
+        metavar="N",
+        help="cores it is kept on, which no other gets (default: all cores, with an even part of as many threads)",
+    )
+    share.add_argument(
+        "--env",
+        dest="environment",
+        type=checked(Setting.parse),
+        action="append",
+        default=[],
+        metavar="[JOB:[INDEX:]]NAME=VALUE",
+        help="set an environment variable for all tasks, one job or one task; repeatable",
+    )
+    parser.add_argument(
+        "--logs",
+        type=Path,
+        metavar="DIR",
+        help="where each task's output is written, up to twice 64 MiB each (default: a new folder in the system's "
+        "folder for temporary files)",
+    )
+    parser.add_argument("script", help="the Python script that each worker runs")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
+    parser.set_defaults(run=_launch)
+
+
+def _launch(options: argparse.Namespace) -> int:
+    if not Path(options.script).is_file():
+        print(f"dflow launch: there is no script {options.script!r} in {Path.cwd()}", file=sys.stderr)
+        return 2
+    try:
+        plan = _launch_plan(options)
+        shares = _shares(plan.workers, options)
+    except DflowError as error:
+        print(f"dflow launch: {error}", file=sys.stderr)
+        return 2
+    stop = StopSignal()
+    from dflow.distributed.launcher import launch
+    from dflow.distributed.launching.run_logs import RunLogs
+    from dflow.distributed.launching.this_machine import ThisMachine
+    from dflow.distributed.transport.chosen_security import choose_security
+    from dflow.distributed.transport.sockets import SocketTransport
+    from dflow.status_view import LoggedView, make_console, make_view
+
+    transport = SocketTransport(security=choose_security(os.environ))
+    logs = RunLogs(options.logs or Path(tempfile.mkdtemp(prefix=f"dflow-{Path(options.script).stem}-")))
+    with make_view(make_console()) as shown, contextlib.closing(logs):
+        view = LoggedView(shown, logs)
+        view.show_event(f"each task's output is kept in {logs.folder}")
+        return launch(stop, plan, ThisMachine(shares), view, transport)
+
+
+def _launch_plan(options: argparse.Namespace) -> LaunchPlan:
+    jobs = {"worker": options.workers, **dict(options.jobs)}
+    of_scripts = [policy for job, policy in options.restarts if not job]
+    restarts = dict.fromkeys(jobs, of_scripts[-1]) if of_scripts else {}
+    return LaunchPlan(
+        options.script,
+        tuple(options.arguments),
+        stock={"ps": options.ps, **dict(options.stock)},
+        jobs=jobs,
+        restarts=restarts | {job: policy for job, policy in options.restarts if job},
+        environment=tuple(options.environment),
+    )
+
+
+def _shares(workers: Sequence[str], options: argparse.Namespace) -> dict[str, Share]:
+    """What each worker gets of this machine, by full name."""
+    given = os.environ
+    gpus = gpu_shares(visible_gpus(given), len(workers), options.gpus_per_worker, given)
+    cores = core_shares(sorted(os.sched_getaffinity(0)), len(workers), options.cpus_per_worker, given)
+    return {
+        task: replace(core, environment={**core.environment, **gpu})
+        for task, core, gpu in zip(workers, cores, gpus, strict=True)
+    }
+
+
+def _restart(text: str) -> tuple[str, RestartPolicy]:
+    """`POLICY` or `JOB=POLICY`, as the job, empty when there is none, and the policy."""
+    job, equals, policy = text.rpartition("=")
+    if equals and not job:
+        raise argparse.ArgumentTypeError(f"{text!r} has no job before the =; write it as ps=on-failure")
+    return job, checked(RestartPolicy.parse)(policy)
+
+
+def _add_counts(parser: argparse._ArgumentGroup, option: str, dest: str, text: str) -> None:
+    parser.add_argument(option, dest=dest, type=job_count, action="append", default=[], metavar="NAME=N", help=text)

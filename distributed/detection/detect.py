@@ -1,0 +1,95 @@
+"""Every kind of environment asked in turn, up to the first that says of a cluster.
+
+The order: a cluster file, DFLOW_* variables, Slurm, Kubernetes, a TPU VM. What a person said comes before what a
+scheduler says, and a scheduler before the machine: Slurm may run on TPU hosts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from dflow.distributed.detection.cluster_file import VARIABLE, ClusterFile
+from dflow.distributed.detection.cluster_spec import (
+    SCRIPT_JOB,
+    ClusterSpec,
+    Finding,
+    SecuritySource,
+    Variables,
+    described,
+)
+from dflow.distributed.detection.kubernetes import from_kubernetes
+from dflow.distributed.detection.slurm import from_slurm
+from dflow.distributed.detection.tpu_vm import Metadata, from_tpu_vm
+from dflow.distributed.detection.variables import from_variables, task_index
+from dflow.distributed.transport.chosen_security import CERTIFICATE_VARIABLES, SECRET_VARIABLE
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """All that detection reads: `product` is the machine's name of itself, `read_file` reads a cluster file."""
+
+    environment: Mapping[str, str]
+    product: str
+    metadata: Metadata
+    read_file: Callable[[str], ClusterFile]
+
+
+def detect(around: Surroundings) -> tuple[Finding, ...]:
+    """What each kind of environment says, up to the first with a cluster. Raises what the functions of each do."""
+    findings: list[Finding] = []
+    for finding in _each(around):
+        findings.append(finding)
+        if finding.spec is not None:
+            break
+    return tuple(findings)
+
+
+def found_cluster(findings: Sequence[Finding]) -> ClusterSpec | None:
+    """The cluster that was found; None when this process is alone."""
+    return findings[-1].spec if findings else None
+
+
+def from_cluster_file(around: Surroundings) -> Finding:
+    """What the file that DFLOW_CLUSTER names says of the task that DFLOW_JOB and DFLOW_INDEX name."""
+    said = Variables("cluster file", around.environment)
+    path = said.get(VARIABLE)
+    if not path:
+        return Finding("cluster file", said.seen, None, f"{VARIABLE} is not set")
+    job = said.get("DFLOW_JOB") or SCRIPT_JOB
+    spec = around.read_file(path).spec(job, task_index(said))
+    listens = said.get("DFLOW_ADDRESS") or spec.listens
+    return Finding("cluster file", said.seen, replace(spec, listens=listens), f"{path} says so")
+
+
+def explained(findings: Sequence[Finding], environment: Mapping[str, str]) -> str:
+    """The findings in `environment` for a person: each with what was seen, the last with what follows."""
+    lines = []
+    for finding in findings:
+        mark = "+" if finding.spec is not None else "-"
+        lines.append(f"{mark} {finding.source}: {finding.why}")
+        lines += [f"    {name}={value}" for name, value in finding.seen.items()]
+    spec = found_cluster(findings)
+    if spec is None:
+        return "\n".join([*lines, "This process is alone: dflow.connect() gives a cluster of one."])
+    lines.append(f"This process is {described(spec)}.")
+    lines.append(_proof(spec.security, environment))
+    return "\n".join(lines)
+
+
+def _each(around: Surroundings) -> Iterator[Finding]:
+    yield from_cluster_file(around)
+    yield from_variables(around.environment)
+    yield from_slurm(around.environment)
+    yield from_kubernetes(around.environment)
+    yield from_tpu_vm(around.environment, around.product, around.metadata)
+
+
+def _proof(security: SecuritySource, environment: Mapping[str, str]) -> str:
+    said: list[Path | str | None] = [security.certificates, security.secret_file]
+    said += [environment.get(name) for name in (CERTIFICATE_VARIABLES[0], SECRET_VARIABLE)]
+    found = next((str(proof) for proof in said if proof), "")
+    if not found:
+        return "It has no certificate and no secret, so it speaks to this machine alone."
+    return f"Its proof of who it is lies in {found}."

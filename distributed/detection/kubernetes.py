@@ -1,0 +1,55 @@
+"""A pod of an indexed Job, or of a StatefulSet, behind a headless Service.
+
+Kubernetes gives the pods of an indexed Job JOB_COMPLETION_INDEX and the host name `<job>-<index>`, and those of a
+StatefulSet the host name `<set>-<index>` (kubernetes.io: "Job with Pod-to-Pod Communication", "StatefulSets: Stable
+Network ID"); HOSTNAME holds it. Each is reached as `<host name>.<service>`. It does not say how many there are, nor the
+Service's name, so the manifest has to: DFLOW_WORKERS and DFLOW_SERVICE. A pod without both is no part of a cluster,
+since many indexed Jobs are of processes that have nothing to do with each other.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from dflow.distributed.detection.cluster_spec import DEFAULT_PORT, Finding, Variables, even_cluster
+from dflow.tracing.errors import ConfigError
+
+SOURCE = "Kubernetes"
+_REMEDY = (
+    "give the container DFLOW_SERVICE, the name of the headless Service that is the pods' subdomain, and "
+    "DFLOW_WORKERS, how many pods there are; see docs/clusters.md"
+)
+
+
+def from_kubernetes(environment: Mapping[str, str]) -> Finding:
+    """What Kubernetes and the manifest say of this process. Raises ConfigError when only a part of it is there."""
+    said = Variables(SOURCE, environment)
+    if not said.get("KUBERNETES_SERVICE_HOST"):
+        return Finding(SOURCE, said.seen, None, "no pod: KUBERNETES_SERVICE_HOST is not set")
+    service, workers = said.get("DFLOW_SERVICE"), said.get("DFLOW_WORKERS")
+    index, name = said.get("JOB_COMPLETION_INDEX"), said.get("HOSTNAME")
+    if not service and not workers:
+        return Finding(SOURCE, said.seen, None, f"a pod that is told of no cluster; for one, {_REMEDY}")
+    if not service:
+        raise said.missing("DFLOW_SERVICE", "by which name pods are reached", _REMEDY)
+    if not workers:
+        raise said.missing("DFLOW_WORKERS", "how many pods there are", _REMEDY)
+    if not name:
+        raise said.missing("HOSTNAME", "which pod this is", "leave HOSTNAME as Kubernetes sets it")
+    found = re.fullmatch(r"(.+)-([0-9]+)", name)
+    if found is None or (index and index != found[2]):
+        raise ConfigError(
+            f"{SOURCE}: the host name {name!r} does not end in -{index or 'N'}, so this is no pod of an indexed Job or "
+            "a StatefulSet with the host name that they give\n  make it one, and do not set hostname in the pod"
+        )
+    count, number = said.number("DFLOW_WORKERS"), int(found[2])
+    if number >= count:
+        raise ConfigError(
+            f"{SOURCE}: {name} is pod {number}, but DFLOW_WORKERS is {count}\n  give it the number of pods: "
+            "completions and parallelism of the Job, or replicas of the StatefulSet"
+        )
+    stock = said.number("DFLOW_PS", count)
+    coordinator = f"{found[1]}-0.{service}:{said.number('DFLOW_PORT', DEFAULT_PORT)}"
+    spec = even_cluster(coordinator, count, number, stock, node=number, nodes=count, is_first_of_node=True)
+    return Finding(SOURCE, said.seen, spec, f"pod {number} of {count} behind the Service {service}")

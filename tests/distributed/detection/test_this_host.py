@@ -1,0 +1,61 @@
+import http.server
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from dflow.distributed.detection.this_host import MetadataServer, own_host
+from dflow.tracing.errors import DeadlineExceeded
+
+
+class _Answers(http.server.BaseHTTPRequestHandler):
+    """Gives one attribute to those who ask as Google wants them to; fails once before it."""
+
+    failures = 0
+
+    def do_GET(self) -> None:
+        if self.headers["Metadata-Flavor"] != "Google":
+            self.send_error(403)
+        elif self.path == "/computeMetadata/v1/instance/attributes/busy" and _Answers.failures < 1:
+            _Answers.failures += 1
+            self.send_error(503)
+        elif self.path.startswith("/computeMetadata/v1/instance/attributes/b"):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"3")
+        elif self.path.endswith("/broken"):
+            self.send_error(500)
+        else:
+            self.send_error(404)
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Answers) as served:
+        threading.Thread(target=served.serve_forever, daemon=True).start()
+        yield f"127.0.0.1:{served.server_port}"
+        served.shutdown()
+
+
+def test_attributes_are_read_past_a_failure_and_past_a_proxy(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    metadata = MetadataServer({"GCE_METADATA_HOST": server})
+    assert metadata("busy") == "3"
+    assert metadata("nothing") is None
+
+
+def test_a_server_that_does_not_answer_is_waited_for_no_longer_than_said() -> None:
+    with pytest.raises(DeadlineExceeded, match=r"the metadata server did not give 'key' within 0\.1 s: "):
+        MetadataServer({"GCE_METADATA_IP": "127.0.0.1:1"}, timeout_s=0.1)("key")
+
+
+@pytest.mark.parametrize("coordinator", ["127.0.0.1:7", "localhost:7"])
+def test_a_coordinator_on_this_machine_alone_is_reached_by_loopback(coordinator: str) -> None:
+    assert own_host(coordinator) == "127.0.0.1"
+
+
+def test_a_name_that_nobody_knows_yet_leaves_loopback() -> None:
+    assert own_host("no.such.host.invalid:7") == "127.0.0.1"
