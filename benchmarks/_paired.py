@@ -67,12 +67,15 @@ def _processor() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
-def options(description: str | None, **defaults: int) -> argparse.Namespace:
-    """The command line: `--json`, and one whole number for each of `defaults`."""
+def options(description: str | None, **defaults: int | tuple[str, ...]) -> argparse.Namespace:
+    """The command line: `--json`, and for each of `defaults` a whole number, or one of several words."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="write the figures to benchmarks/results/")
     for name, default in defaults.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
+        if isinstance(default, int):
+            parser.add_argument(f"--{name}", type=int, default=default)
+        else:
+            parser.add_argument(f"--{name}", choices=default, default=default[0])
     return parser.parse_args()
 
 

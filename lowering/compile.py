@@ -45,16 +45,16 @@ class Compiled:
 
 def make_plans(graph: Graph, local: str, keys: Mapping[Value, str]) -> Compiled:
     """The plans of a lowered graph whose caller is `local`; `keys` names each variable in its task's store."""
-    makers: dict[str, _Maker] = {local: _Maker(local, keys)}
+    moved = snapshots(graph)
+    makers: dict[str, _Maker] = {local: _Maker(local, keys, snapshots=moved)}
     feeds: list[Operand] = [value for value in graph.inputs if not isinstance(value.type, HANDLES)]
     literals = tuple(output for output in graph.outputs if isinstance(output, Literal))
     caller = makers[local]
     caller.feeds = [caller.slot(operand) for operand in (*feeds, *literals)]
-    caller.snapshots = snapshots(graph)
     for node in graph.nodes:
         assert node.device is not None
         task = task_of(node.device)
-        makers.setdefault(task, _Maker(task, keys)).add(node)
+        makers.setdefault(task, _Maker(task, keys, snapshots=moved)).add(node)
     caller.fetches = [caller.slot(output) for output in graph.outputs]
     plans = {task: maker.plan() for task, maker in makers.items()}
     return Compiled(plans.pop(local), plans, literals)

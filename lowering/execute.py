@@ -162,8 +162,11 @@ class Execution:
                     return False
                 self._slots[item.give] = self._copied(item)
             case Read():
-                values = self._store.snapshot(item.keys)
-                self._fill(item.gives, [values[key] for key in item.keys])
+                if index in self._schedule.sent:
+                    self._fill(item.gives, self._store.views(item.keys))
+                else:
+                    values = self._store.snapshot(item.keys)
+                    self._fill(item.gives, [values[key] for key in item.keys])
             case UseResource():
                 self._use_resource(item, index)
                 return False

@@ -49,7 +49,7 @@ class Copy(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="copy"):
 class Read(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="read"):
     """Put the values of variables, as of one moment, into the slots `gives`.
 
-    Nothing is copied: they are the store's own, which nothing but a `Copy` may take.
+    Nothing is copied: they are the store's own, which nothing but a `Copy` or a `Send` may take.
     """
 
     keys: tuple[str, ...]

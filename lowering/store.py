@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import repeat
@@ -24,6 +25,8 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
 from jax import jit as jax_jit
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
@@ -66,6 +69,9 @@ PATIENCE_S = 0.05
 
 #: After how long someone who waits looks again, in s: an interrupt may come before a step has told those who wait.
 LOOK_S = 1.0
+
+#: How often a value is looked at that others write meanwhile, before it is lent instead.
+MOST_LOOKS = 5
 
 #: How long a finalizer waits for the lock of the store, in s: bounded, for it may stand in the way of who has it.
 FINALIZER_S = 1.0
@@ -240,6 +246,31 @@ class Store:
             return values
 
         return dict(zip(keys, self._alone(snapshot), strict=True))
+
+    def views(self, keys: Sequence[str]) -> list[jax.Array | npt.NDArray[Any]]:
+        """The values as of one moment, to be sent somewhere and let go of.
+
+        Those of the CPU are the very memory: a program that would overwrite it leaves it alone while a view is held, at
+        the price of a copy. Those of other devices are as from `snapshot`. Waits until they are computed. Raises
+        VariableError.
+        """
+        for _ in range(MOST_LOOKS):
+            values, are_views = self._alone(lambda: self._views_now(keys))
+            if are_views:
+                return values
+            if not all(map(_is_of_cpu, values)):
+                break
+            with suppress(RuntimeError):  # a program has overwritten one by now
+                jax.block_until_ready(values)
+        found = self.snapshot(keys)
+        return [found[key] for key in keys]
+
+    def _views_now(self, keys: Sequence[str]) -> tuple[list[Any], bool]:
+        """The values, as views if they are computed, in `_alone`; and whether they are views."""
+        values: list[Any] = self._values(keys)
+        if all(_is_of_cpu(value) and value.is_ready() for value in values):
+            return [np.asarray(value) for value in values], True
+        return values, False
 
     def replace(self, values: Mapping[str, jax.Array]) -> None:
         """Replace all of these values in one moment, or none; the arrays are the store's from now on.
@@ -697,6 +728,10 @@ def _beside(operand: Any, value: jax.Array) -> Any:
 @cache
 def _in_place(kind: str) -> Program:
     return Program(jax_jit(lambda value, *operands: [updated(kind, value, *operands)], donate_argnums=0))
+
+
+def _is_of_cpu(value: jax.Array) -> bool:
+    return len(value.devices()) == 1 and next(iter(value.devices())).platform == "cpu"
 
 
 def _own(held: _Held) -> jax.Array:

@@ -99,6 +99,17 @@ class Schedule:
         return {slot: tuple(items) for slot, items in found.items()}
 
     @cached_property
+    def sent(self) -> frozenset[int]:
+        """The reads whose values are only sent."""
+        items = self.plan.items
+        return frozenset(
+            index
+            for index, item in enumerate(items)
+            if isinstance(item, Read)
+            and all(isinstance(items[taker], Send) for slot in item.gives for taker in self.takers.get(slot, ()))
+        )
+
+    @cached_property
     def touched(self) -> Mapping[str, bool]:
         """The variables, queues and accumulators that the plan touches, and whether it changes each."""
         found: dict[str, bool] = {}

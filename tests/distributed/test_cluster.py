@@ -670,10 +670,10 @@ def test_a_failed_step_is_cancelled_on_every_task(memory: MemoryCluster, worker:
     def fail(*_: Any) -> Any:
         raise FloatingPointError("no second")
 
-    call, sender.server.store.call = sender.server.store.call, fail  # type: ignore[method-assign]
+    call, sender.server.store.views = sender.server.store.views, fail  # type: ignore[method-assign]
     with pytest.raises(RemoteError, match="no second"):
         step(jnp.ones(3))
-    sender.server.store.call = call  # type: ignore[method-assign]
+    sender.server.store.views = call  # type: ignore[method-assign]
     # The waiting task answers in order, so its cancellation has been handled once this is answered.
     np.testing.assert_array_equal(made[0], [1, 1, 1])
     assert waiting.server.statistics().running == 0

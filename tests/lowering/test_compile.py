@@ -12,7 +12,7 @@ from dflow.lowering.compile import Compiled, make_plans
 from dflow.lowering.passes.base import run_passes
 from dflow.lowering.passes.donate import Donate
 from dflow.lowering.pipeline import pipeline
-from dflow.lowering.plan import Call, Plan, Recv, Send
+from dflow.lowering.plan import Call, Plan, Read, Recv, Send
 from dflow.tracing.errors import InternalError
 from dflow.tracing.graph import Graph
 from dflow.tracing.text import parse
@@ -44,14 +44,14 @@ def test_the_plan_of_a_parameter_server() -> None:
         task=PS_0,
         slots=2,
         items=(
-            Call(program=0, writes=(), reads=("w!",), takes=(), gives=(0,), quick=True),
+            Read(keys=("w!",), gives=(0,)),
             Send(edge="w", destination=WORKER, take=0),
             Recv(edge="jax.mul.1", source=WORKER, give=1, dtype="f32", shape=(3,)),
-            Call(program=1, writes=("w!",), reads=("rate!",), takes=(1,), gives=(), after=(0,), quick=True),
+            Call(program=0, writes=("w!",), reads=("rate!",), takes=(1,), gives=(), after=(0,), quick=True),
         ),
         names=("%w_1 (xla.call)", "%w_1.sent (net.send)", "%1.received (net.recv)", "%done (xla.call)"),
     )
-    assert [list(map(str, pure.types)) for pure in remote[PS_0].programs] == [["f32[3]"], ["f32[3]"] * 3]
+    assert [list(map(str, pure.types)) for pure in remote[PS_0].programs] == [["f32[3]"] * 3]
 
 
 def test_the_plan_of_the_caller_has_the_feeds_and_the_fetches() -> None:

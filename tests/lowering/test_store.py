@@ -259,6 +259,40 @@ def test_a_value_that_was_waited_for_is_still_the_store_s_alone() -> None:
         store.wait(["w"])
 
 
+def test_a_view_costs_a_copy_only_while_it_is_held() -> None:
+    store = new_store(w=1)
+    [view] = store.views(["w"])
+    before = pointer(in_store(store, "w"))
+    assert view.__array_interface__["data"][0] == before
+    store.call(ADD, ["w"], [], [ONES])
+    assert view.tolist() == [1.0] * 3
+    after = pointer(in_store(store, "w"))
+    assert after != before
+    store.wait(["w"])
+    [view] = store.views(["w"])
+    del view
+    store.call(ADD, ["w"], [], [ONES])
+    assert pointer(in_store(store, "w")) == after
+    assert store.read("w").tolist() == [3.0] * 3
+
+
+def test_views_are_of_one_moment() -> None:
+    store, both = new_store(v=0, w=0), lower_program(lambda v, w, x: [v + x, w + x], [F32] * 3, 2).compile()
+    stop = threading.Event()
+
+    def add() -> None:
+        while not stop.is_set():
+            store.call(both, ["v", "w"], [], [ONES])
+
+    with ThreadPoolExecutor(1) as pool:
+        adding = pool.submit(add)
+        seen = [[view.tolist()[0] for view in store.views(["v", "w"])] for _ in range(200)]
+        stop.set()
+        adding.result(WAIT_S)
+    assert all(v == w for v, w in seen)
+    assert sorted(seen) == seen
+
+
 def test_an_array_that_was_read_stays_valid() -> None:
     store = new_store(w=0)
     arrays = []
@@ -343,7 +377,7 @@ PROGRAMS: Mapping[str, Program] = {
 }
 _STEPS = st.lists(
     st.one_of(
-        st.tuples(st.sampled_from(["read", "write", "add"]), st.integers(0, 1), st.integers(0, 9)),
+        st.tuples(st.sampled_from(["read", "view", "write", "add"]), st.integers(0, 1), st.integers(0, 9)),
         st.tuples(st.sampled_from(sorted(PROGRAMS)), st.integers(0, 1), st.integers(0, 9)),
     ),
     max_size=12,
@@ -354,13 +388,15 @@ _STEPS = st.lists(
 @given(steps=_STEPS)
 def test_no_array_that_anyone_holds_ever_changes(steps: Sequence[tuple[str, int, int]]) -> None:
     store, values = new_store(a=0, b=1), {"a": 0.0, "b": 1.0}
-    held: list[tuple[jax.Array, float]] = [(ONES, 1.0)]
+    held: list[tuple[Any, float]] = [(ONES, 1.0)]
     for kind, which, number in steps:
         key, other = ("a", "b") if which == 0 else ("b", "a")
         operand, amount = held[number % len(held)]
         match kind:
             case "read":
                 held.append((store.read(key), values[key]))
+            case "view":
+                held.append((store.views([key])[0], values[key]))
             case "write":
                 store.write(key, operand)
                 values[key] = amount

@@ -1,0 +1,93 @@
+"""A worker of `benchmarks.null_step`: the null step by dflow and over raw sockets, in turn; prints times as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import dflow
+from benchmarks._raw_sockets import RawClient
+
+#: A row of the embedding, as in the paper's sparse workload.
+COLUMNS = 256
+ROWS_FETCHED = 32
+WARM_UP = 30
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kind", choices=("scalar", "dense", "sparse"), required=True)
+    for name in ("ps", "workers", "mb", "steps", "rounds", "ask", "reply"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--ports", type=int, nargs="+", required=True)
+    given = parser.parse_args()
+
+    cluster = dflow.connect()
+    step = make_step(cluster, given)
+    raw = RawClient(given.ports, given.ask, given.reply)
+    ways: dict[str, Callable[[], Any]] = {"dflow": step, "raw": raw.step}
+    times: dict[str, list[list[float]]] = {way: [] for way in ways}
+    for way in ways.values():
+        for _ in range(WARM_UP):
+            way()
+    for _ in range(given.rounds):
+        for name, way in ways.items():
+            times[name].append([timed(way) for _ in range(given.steps)])
+    raw.close()
+    print("times " + json.dumps(times), flush=True)
+    cluster.close()
+
+
+def timed(way: Callable[[], Any]) -> float:
+    """How long a call takes, until its result is there, in s."""
+    started = time.perf_counter()
+    jax.block_until_ready(way())
+    return time.perf_counter() - started
+
+
+def make_step(cluster: Any, given: argparse.Namespace) -> Callable[[], Any]:
+    """The paper's null step: fetch from every shard, compute next to nothing, update every shard, wait for all."""
+    shape = shard_shape(given)
+    with cluster.parameter_servers():
+        shards = [dflow.Variable(lambda: jnp.zeros(shape), name=f"shard_{index}") for index in range(given.ps)]
+        counts = [
+            dflow.Variable(lambda: jnp.zeros(()), name=f"count_{index}", near=shard)
+            for index, shard in enumerate(shards)
+        ]
+
+    def update(seen: Any) -> Any:
+        for count in counts:
+            count.assign_add(seen * 0 + 1)
+        return seen
+
+    @dflow.jit
+    def whole() -> Any:
+        return update(sum(shard.read().reshape(-1)[0] for shard in shards))
+
+    @dflow.jit
+    def rows(indices: Any) -> Any:
+        return update(sum(shard.gather(indices).reshape(-1)[0] for shard in shards))
+
+    if given.kind != "sparse":
+        return whole
+    order = np.random.default_rng(0)
+    return lambda: rows(order.integers(shape[0], size=ROWS_FETCHED // given.ps, dtype=np.int32))
+
+
+def shard_shape(given: argparse.Namespace) -> tuple[int, ...]:
+    """The f32 shape of the variable on each ps task."""
+    if given.kind == "scalar":
+        return ()
+    numbers = given.mb * 1_000_000 // 4 // given.ps
+    return (numbers,) if given.kind == "dense" else (numbers // COLUMNS, COLUMNS)
+
+
+if __name__ == "__main__":
+    main()
