@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
-from dflow.distributed.codec import Payload, decode_array, encode_array, parse_dtype
+from dflow.distributed.codec import Payload, array_bytes, decode_array, encode_array
 from dflow.distributed.messages import ArrayInfo
 from dflow.tracing.errors import WireError
 
@@ -28,8 +27,8 @@ def decode_arrays(infos: Sequence[ArrayInfo], payload: Payload) -> list[npt.NDAr
 
     raises  WireError if a dtype does not travel, or the payload has another size than the types ask for
     """
-    sizes = [math.prod(info.shape) * parse_dtype(info.dtype).itemsize for info in infos]
-    if any(extent < 0 for info in infos for extent in info.shape) or sum(sizes) != len(payload):
+    sizes = [array_bytes(info.dtype, info.shape) for info in infos]
+    if sum(sizes) != len(payload):
         shown = ", ".join(f"{info.dtype}{list(info.shape)}" for info in infos) or "no arrays"
         raise WireError(f"{shown} do not fill a payload of {len(payload)} bytes")
     view = memoryview(payload)

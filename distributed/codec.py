@@ -33,6 +33,10 @@ Payload = bytes | bytearray | memoryview
 #: Received payloads start at a multiple of this, so that XLA's CPU client may use them without a copy.
 ALIGNMENT_BYTES = 64
 
+#: The most extents that a NumPy array has.
+MAX_RANK = 64
+MAX_ARRAY_BYTES = 1 << 62
+
 _NUMPY_DTYPES = (
     "bool",
     *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)),
@@ -98,12 +102,23 @@ def decode_array(dtype: str, shape: Sequence[int], payload: Payload) -> npt.NDAr
     raises  WireError if `dtype` does not travel, or if `payload` has not the size that dtype and shape ask for
     """
     known = parse_dtype(dtype)
-    if any(extent < 0 for extent in shape):
-        raise WireError(f"shape {tuple(shape)} has a negative extent; extents are 0 or more")
-    wanted = math.prod(shape) * known.itemsize
+    wanted = array_bytes(dtype, shape)
     if len(payload) != wanted:
         raise WireError(f"{dtype}{list(shape)} takes {wanted} bytes but the payload has {len(payload)}")
     return np.frombuffer(payload, dtype=known).reshape(tuple(shape))
+
+
+def array_bytes(dtype: str, shape: Sequence[int]) -> int:
+    """How many bytes an array has, at a cost that no sender can raise; raises WireError for what is no array's type."""
+    if len(shape) > MAX_RANK:
+        raise WireError(f"a shape of {len(shape)} extents; at most {MAX_RANK} are taken")
+    if any(extent < 0 for extent in shape):
+        raise WireError(f"shape {tuple(shape)} has a negative extent; extents are 0 or more")
+    itemsize = parse_dtype(dtype).itemsize
+    # An array without elements has extents too, and NumPy multiplies those that are not 0.
+    if math.prod(extent or 1 for extent in shape) * itemsize > MAX_ARRAY_BYTES:
+        raise WireError(f"{dtype}{list(shape)} is larger than any array; at most {MAX_ARRAY_BYTES} bytes are taken")
+    return math.prod(shape) * itemsize
 
 
 def parse_dtype(name: str) -> np.dtype[Any]:

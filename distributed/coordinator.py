@@ -40,11 +40,11 @@ from dflow.distributed.coordinator_events import (
 from dflow.distributed.coordinator_state import CoordinatorSettings, CoordinatorState
 from dflow.distributed.coordinator_store import CoordinatorStore, MemoryStore
 from dflow.distributed.durable_records import Change
-from dflow.distributed.messages import AnyMessage, Status
+from dflow.distributed.messages import AnyMessage, Join, Status
 from dflow.distributed.stop_signal import StopSignal
 from dflow.distributed.transport.base import Listener, Peer, Responder, Transport
 from dflow.distributed.transport.exchange import become_reader
-from dflow.tracing.errors import InternalError, TransportClosed
+from dflow.tracing.errors import InternalError, SecurityError, TransportClosed
 
 NAME = "coordinator"
 #: The first line the process prints, up to the address.
@@ -145,7 +145,9 @@ class Coordinator:
             self._store.close()
 
     def on_call(self, peer: Peer, message: AnyMessage, payload: memoryview, responder: Responder) -> None:
-        """Take a request; see `transport.base.Handler`."""
+        """Take a request; see `transport.base.Handler`. Nobody joins by another name than its connection's."""
+        if isinstance(message, Join) and message.task != peer.name:
+            raise SecurityError(f"{peer.name} asks to join as {message.task}; a task joins by its own name")
         with self._numbering:
             number, ask = self._number(peer), self._new_number()
             self._asks[ask] = responder

@@ -73,6 +73,10 @@ class Peers:
         self.set_addresses({})
 
     def _connect(self, task: str, address: str) -> Peer:
-        return self._transport.connect(
+        peer = self._transport.connect(
             address, name=self._name, handler=self._handler, who=task, timeout_s=self._connect_timeout_s
         )
+        if peer.name != task:
+            peer.close("another was wanted there")
+            raise TaskLost(f"{task} is not at {address} any more, where {peer.name} answers")
+        return peer

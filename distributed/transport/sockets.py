@@ -26,11 +26,12 @@ from dflow.distributed.transport.framing import Deadline, FrameReader, read_firs
 from dflow.distributed.transport.outlet import Outlet
 from dflow.distributed.transport.security import SameMachine, Secured, SecurityPolicy
 from dflow.distributed.transport.stream import Stream
-from dflow.distributed.transport.throttle import Throttle
+from dflow.distributed.transport.throttle import Throttle, on_one_line
 from dflow.tracing.errors import DeadlineExceeded, DflowError, SecurityError, TransportClosed, WireError
 
 _FIRST_RETRY_S = 0.02
 _LONGEST_RETRY_S = 0.5
+_LONGEST_NAME = 256
 
 
 class SocketTransport:
@@ -175,7 +176,7 @@ class SocketListener:
         """Log what strangers bring about, which is as often as they like."""
         more = self._throttle.ask()
         if more is not None:
-            LOGGER.warning(f"%s: {text}%s", self._name, *values, more)
+            LOGGER.warning("%s: %s%s", self._name, on_one_line(text % values), more)
 
     def _serve(self, sock: socket.socket, number: int, source: str) -> None:
         peer = None
@@ -243,6 +244,10 @@ def _shake_hands(
     hello = decode_message(read_first(stream, limits, deadline).meta)
     if not isinstance(hello, Hello):
         raise WireError(f"the first message is a {type(hello).__name__}; a connection starts with a Hello")
+    if not (0 < len(hello.name) <= _LONGEST_NAME and hello.name.isprintable()):
+        raise WireError(
+            f"a name of {len(hello.name)} characters, not all of which can be printed; 1 to {_LONGEST_NAME} may"
+        )
     if hello.version != PROTOCOL_VERSION:
         raise WireError(
             f"{hello.name} speaks protocol version {hello.version} and this side version {PROTOCOL_VERSION}; "

@@ -1,10 +1,15 @@
-"""Saying the same kind of thing only so often, so that a stranger who knocks for ever does not fill the log."""
+"""What strangers bring about, in the log.
+
+Why: it is said only so often, so that they do not fill the log, and on one line each, so that they do not forge it.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable
+
+MAX_LOGGED = 1000
 
 
 class Throttle:
@@ -34,3 +39,9 @@ class Throttle:
             self._said += 1
             unsaid, self._unsaid = self._unsaid, 0
         return f" ({unsaid} more like it were not logged)" if unsaid else ""
+
+
+def on_one_line(text: str) -> str:
+    """The text with what cannot be printed escaped, and cut."""
+    shown = "".join(one if one.isprintable() else repr(one)[1:-1] for one in text[:MAX_LOGGED])
+    return shown if len(text) <= MAX_LOGGED else f"{shown} ... ({len(text) - MAX_LOGGED} more characters)"

@@ -47,7 +47,7 @@ def test_bad_options_are_refused_with_the_remedy(
 
 def test_status_shows_a_running_cluster(capsys: pytest.CaptureFixture[str]) -> None:
     coordinator = Coordinator(SocketTransport(), "127.0.0.1:0", {"ps": 2})
-    client = CoordinatorClient(SocketTransport(), coordinator.address, name="ps:0")
+    client = CoordinatorClient(SocketTransport(), coordinator.address, name="/job:ps/task:0")
     client.join("/job:ps/task:0", "here:1")
     assert main(["status", "--coordinator", coordinator.address]) == 0
     output = capsys.readouterr().out

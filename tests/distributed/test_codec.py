@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflow.distributed import codec, messages
+from dflow.distributed import array_lists, codec, messages
 from dflow.tracing.errors import WireError
 
 MESSAGES = (
@@ -131,3 +131,31 @@ def test_a_received_array_goes_to_the_cpu_without_a_copy() -> None:
 def test_bfloat16_keeps_its_meaning() -> None:
     array = np.array([1.5, -2.0], ml_dtypes.bfloat16)
     assert codec.decode_array("bfloat16", (2,), codec.encode_array(array)).tolist() == [1.5, -2.0]
+
+
+@pytest.mark.parametrize(
+    ("shape", "text"),
+    [
+        ((0, 1 << 63), "is larger than any array"),
+        ((0, 1 << 40, 1 << 40), "is larger than any array"),
+        ((1,) * 65, "a shape of 65 extents; at most 64 are taken"),
+        (((1 << 64) - 1,) * 100_000, "a shape of 100000 extents"),
+        ((1 << 61, 2, 0), "is larger than any array"),
+    ],
+)
+def test_a_shape_that_no_array_has_is_refused_at_once(shape: tuple[int, ...], text: str) -> None:
+    for decode in (
+        lambda: codec.decode_array("float32", shape, b""),
+        lambda: array_lists.decode_arrays([messages.ArrayInfo("float32", shape)], b""),
+    ):
+        with pytest.raises(WireError, match=text):
+            decode()
+
+
+@given(st.lists(st.integers(-1, 1 << 64), max_size=70).map(tuple), st.sampled_from(sorted(codec.DTYPES)))
+def test_any_shape_gives_an_array_or_a_wire_error(shape: tuple[int, ...], dtype: str) -> None:
+    try:
+        size = codec.array_bytes(dtype, shape)
+        assert codec.decode_array(dtype, shape, bytes(size)).shape == shape if size < 1 << 16 else True
+    except WireError:
+        pass

@@ -18,6 +18,7 @@ from dflow.tracing.errors import (
     DeadlineExceeded,
     InternalError,
     RemoteError,
+    SecurityError,
     TaskLost,
     TransportClosed,
     VariableError,
@@ -91,7 +92,7 @@ def test_a_wait_names_who_is_missing_and_why(cluster: Cluster) -> None:
 def test_a_second_task_of_one_name_gets_both_addresses(cluster: Cluster) -> None:
     cluster.task(WORKER0)
     with pytest.raises(RemoteError, match="already live at at /job:worker/task:0, so the one at elsewhere"):
-        cluster.client().join(WORKER0, "elsewhere")
+        cluster.client(WORKER0).join(WORKER0, "elsewhere")
 
 
 def test_placement_and_its_errors_reach_the_asker(cluster: Cluster) -> None:
@@ -134,7 +135,7 @@ def test_silence_ends_the_connection_of_a_task(cluster: Cluster) -> None:
 
 
 def test_traffic_of_the_last_moment_is_told_before_leaving(cluster: Cluster) -> None:
-    client = cluster.client()
+    client = cluster.client(WORKER0)
     sent = (EdgeTraffic("w", WORKER0, PS0, 3, 12),)
     client.join(WORKER0, "here", traffic=lambda: sent)
     client.leave()
@@ -178,7 +179,7 @@ def test_a_stranger_cannot_claim_in_the_name_of_a_task(cluster: Cluster) -> None
 
 
 def test_traffic_over_more_edges_than_fit_into_a_message_is_told_in_sum(cluster: Cluster) -> None:
-    client = cluster.client()
+    client = cluster.client(WORKER0)
     sent = tuple(EdgeTraffic(f"edge {n} {'x' * 200}", WORKER0, PS0, 1, n) for n in range(10_000))
     client.join(WORKER0, "here", traffic=lambda: sent)
     client.leave()
@@ -204,3 +205,10 @@ def test_the_log_has_every_event_with_its_time(cluster: Cluster) -> None:
 def test_no_coordinator_is_named_with_its_address_and_the_time_tried() -> None:
     with pytest.raises(DeadlineExceeded, match=r"the coordinator at nowhere could not be reached within 0.01 s"):
         CoordinatorClient(MemoryNetwork(), "nowhere", name="tool", timeout_s=0.01)
+
+
+def test_no_one_joins_by_the_name_of_another(cluster: Cluster) -> None:
+    client = CoordinatorClient(cluster.transport, cluster.coordinator.address, name=WORKER1, timeout_s=SOON_S)
+    with pytest.raises(SecurityError, match=f"{WORKER1} asks to join as {WORKER0}; a task joins by its own name"):
+        client.join(WORKER0, "here")
+    client.close()

@@ -28,7 +28,7 @@ def spawn(coordinator: Coordinator, tmp_path: Path) -> Spawned:
 
 def joined(coordinator: Coordinator) -> CoordinatorClient:
     """A client that has seen the task join."""
-    client = CoordinatorClient(SocketTransport(), coordinator.address, name="test")
+    client = CoordinatorClient(SocketTransport(), coordinator.address, name="/job:worker/task:0")
     client.join("/job:worker/task:0", "nowhere:0")
     client.wait_for_tasks([PS0], timeout_s=DEADLINE_S)
     return client
@@ -53,7 +53,7 @@ def test_it_ends_with_the_coordinator(coordinator: Coordinator, tmp_path: Path) 
 
 
 def test_a_name_that_is_taken_is_an_error(coordinator: Coordinator, tmp_path: Path) -> None:
-    client = CoordinatorClient(SocketTransport(), coordinator.address, name="test")
+    client = CoordinatorClient(SocketTransport(), coordinator.address, name=PS0)
     client.join(PS0, "elsewhere:1")
     with spawn(coordinator, tmp_path) as task:
         status, output = task.finish()

@@ -163,6 +163,25 @@ def test_without_a_thread_for_it_a_connection_is_refused_and_the_next_is_served(
     assert serves(listener)
 
 
+@pytest.mark.parametrize("name", ["", "x" * 257, "a\nWARNING forged", "\x1b[2J"])
+def test_a_name_that_cannot_stand_in_a_log_is_refused(listen: Listen, name: str) -> None:
+    listener = listen(Limits())
+    with pytest.raises((TransportClosed, DeadlineExceeded)):  # noqa: PT012
+        peer = SocketTransport().connect(listener.address, name=name, handler=Recorder(), who="ps", timeout_s=0.2)
+        peer.call(Ok(), timeout_s=DEADLINE_S)
+
+
+def test_what_a_stranger_sends_forges_no_line_of_the_log(listen: Listen, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "dflow")
+    listener = listen(Limits())
+    meta = b"\x81\xa4type\xb0x\nforged a line\n!"
+    with dial(listener) as sock:
+        sock.sendall(pack_header(Frame(Kind.NOTIFY, 0, meta, b"")) + meta)
+        assert is_closed_by_the_other_side(sock)
+    assert "forged" in caplog.records[-1].getMessage()
+    assert all("\n" not in record.getMessage() for record in caplog.records)
+
+
 # Addresses of other machines.
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflow.distributed.transport.throttle import Throttle
+from dflow.distributed.transport.throttle import Throttle, on_one_line
 
 
 @given(st.lists(st.floats(0, 3), max_size=60), st.integers(1, 5))
@@ -29,3 +29,14 @@ def test_what_was_left_out_is_said_with_the_next() -> None:
     assert [throttle.ask() for _ in range(3)] == ["", None, None]
     now[0] = 1.0
     assert throttle.ask() == " (2 more like it were not logged)"
+
+
+@given(st.text(max_size=50))
+def test_a_logged_text_is_one_line_that_can_be_printed(text: str) -> None:
+    shown = on_one_line(text)
+    assert shown.isprintable()
+    assert (shown == text) == text.isprintable()
+
+
+def test_a_long_text_is_cut() -> None:
+    assert on_one_line("x" * 5000) == "x" * 1000 + " ... (4000 more characters)"

@@ -1,0 +1,21 @@
+from __future__ import annotations
+
+import pytest
+
+from dflow.distributed.peers import Peers
+from dflow.distributed.transport.memory import MemoryNetwork
+from dflow.tracing.errors import TaskLost
+from tests.distributed.transports import DEADLINE_S, Recorder
+
+
+def test_whoever_answers_at_a_tasks_address_is_that_task_or_not_spoken_to() -> None:
+    network, other = MemoryNetwork(), Recorder()
+    listener = network.listen("", name="/job:ps/task:1", handler=other)
+    peers = Peers(network, name="/job:worker/task:0", handler=Recorder(), connect_timeout_s=DEADLINE_S)
+    peers.set_addresses({"/job:ps/task:0": listener.address, "/job:ps/task:1": listener.address})
+    with pytest.raises(TaskLost, match="/job:ps/task:0 is not at memory:1 any more, where /job:ps/task:1 answers"):
+        peers.get("/job:ps/task:0")
+    assert other.closed.get(timeout=DEADLINE_S)
+    assert peers.get("/job:ps/task:1").name == "/job:ps/task:1"
+    peers.close()
+    listener.close()
