@@ -121,11 +121,13 @@ class Cluster:
         self.index = index
         self._settings = settings
         # Numbers of a worker that is started anew must not meet those of its past life.
-        self._steps = itertools.count(time.time_ns() // 1000)
+        first = time.time_ns() // 1000
+        self._steps = itertools.count(first)
         name = self.task
         self._client = CoordinatorClient(transport, coordinator, name=name, timeout_s=settings.join_timeout_s)
         waits = TaskSettings(wait_timeout_s=settings.step_timeout_s)
         self._server = TaskServer(name, transport, store=store, address=address, settings=waits)
+        self._server.count_steps_from(first)
         try:
             self._join()
         except BaseException:

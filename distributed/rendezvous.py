@@ -119,6 +119,12 @@ class Rendezvous(Generic[Waiter, Value]):
         """
         self._open(step)
 
+    def count_from(self, origin: str, number: int) -> None:
+        """Steps of `origin` below `number` are of its past lives: what still comes for them is dropped."""
+        ended = self._ended.setdefault(origin, _Ended())
+        ended.low = max(ended.low, number)
+        ended.above = {above for above in ended.above if above >= ended.low}
+
     def put(self, step: StepId, edge: str, value: Value) -> list[EndWait[Waiter, Value]]:
         """A value came; it is dropped if the step has ended, or the edge has had its value."""
         try:

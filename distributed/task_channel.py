@@ -102,6 +102,11 @@ class TaskChannel:
         with self._lock:
             self._rendezvous.begin(step)
 
+    def count_from(self, number: int) -> None:
+        """See `Rendezvous.count_from`, of this task's own steps."""
+        with self._lock:
+            self._rendezvous.count_from(self._name, number)
+
     def finish(self, step: StepId) -> None:
         """This task's part of the step has ended."""
         with self._lock:

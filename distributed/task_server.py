@@ -180,6 +180,10 @@ class TaskServer:
         except RuntimeError:
             self._cancel_run(step, StepCancelled(f"{self.name} is closed"))
 
+    def count_steps_from(self, number: int) -> None:
+        """Steps that this task starts have this number or more; what comes for those of its past lives is dropped."""
+        self._channel.count_from(number)
+
     def cancel(self, step: StepId, error: BaseException) -> None:
         """End this task's part of `step` with `error`, now or when it comes."""
         # The run first, so that it ends with `error` and not with what the channel then refuses it; and once more

@@ -283,3 +283,13 @@ def test_it_does_what_the_model_does(operations: list[Operation]) -> None:
     assert statistics.waiters == len(asked - set(answered)) == len(model.waits)
     assert statistics.values == len(model.values)
     assert statistics.open_steps == len(model.opened)
+
+
+def test_values_for_the_steps_of_a_past_life_are_dropped() -> None:
+    rendezvous = make()
+    rendezvous.count_from(STEP.origin, STEP.number + 1)
+    assert rendezvous.put(STEP, "e", "late") == []
+    assert rendezvous.statistics() == RendezvousStatistics(0, 0, 0, 0, dropped=1, remembered=0)
+    with pytest.raises(StepCancelled, match="has ended here"):
+        rendezvous.begin(STEP)
+    rendezvous.begin(StepId(STEP.origin, STEP.number + 1))
