@@ -1,4 +1,4 @@
-"""The `dflow` command line: start a cluster, be a part of one, look at one or at an export.
+"""The `dflow` command line: start a cluster, be a part of one, look at one or at an export, simulate one.
 
 Each subcommand imports what it needs when it runs, so that `--help` and `launch` answer at once.
 """
@@ -17,6 +17,7 @@ from dflow.distributed.lifeline import watch
 from dflow.distributed.stop_signal import StopSignal
 from dflow.launch_command import add_launch_command
 from dflow.option_types import at_least_one, count, job_count
+from dflow.simulation_options import add_simulate
 from dflow.tracing.errors import ConfigError, DflowError
 from dflow.tracing.task_name import task_name
 
@@ -50,6 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_where(commands)
     _add_show(commands)
     _add_certs(commands)
+    add_simulate(commands, _simulate)
     return parser
 
 
@@ -315,6 +317,14 @@ def _certs_secret(options: argparse.Namespace) -> int:
 
     print(make_secret(options.file))
     return 0
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    from dflow.simulation_view import show_schedules
+
+    return show_schedules(
+        options.seed, options.schedules, options.workers, options.ps, options.steps, options.faults, options.log
+    )
 
 
 def _become_server() -> StopSignal:

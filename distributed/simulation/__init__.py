@@ -1,0 +1,1 @@
+"""The runtime on a manual clock and a scripted network: every schedule can be run again from its seed."""

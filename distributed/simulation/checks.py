@@ -1,0 +1,224 @@
+"""What must hold after each event of a schedule, and at its end.
+
+Invariants that are checked, by their names here:
+- `applied once`    no task applies the same attempt at a step twice;
+- `done once`       no step is handed out that is done, or that another live worker has;
+- `none lost`       a step counts as done only if an attempt was applied on every ps, and all steps of the run are done
+                    at its end; one that was applied more than once has all attempts but one ended unreported,
+                    by a worker that died, was given up or saw its step fail, and is among `repeated`;
+- `waits end`       no wait outlasts its deadline;
+- `one of a name`   a roster lists at most one live task of a name;
+- `rosters in order` what a process is told of the cluster never goes back;
+- `one in office`   nobody is elected while who was elected before is live;
+- `nothing left`    when all steps have ended, no task holds a value, a wait, a step or a plan that runs;
+- `nothing raises`  no process meets an error that it does not handle;
+- `bounded`         what machines remember stays below what they promise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from dflow.distributed.coordinator_state import LOG_EVENTS
+from dflow.distributed.membership import NORMAL_ENDS
+from dflow.distributed.messages import Roster, TaskInfo
+from dflow.distributed.rendezvous import WINDOW
+from dflow.distributed.task_server import TaskStatistics
+from dflow.tracing.task_name import task_name
+
+#: How much later than its deadline a wait may end: a process may be slow, or hang.
+SLACK_S = 45.0
+
+
+def name_of(process: str) -> str:
+    """The task that a process such as `worker:0`, or `worker:0'2` in its third life, is."""
+    job, _, index = process.partition("'")[0].partition(":")
+    return task_name(job, int(index))
+
+
+@dataclass
+class Attempt:
+    """One worker's go at one step of the run."""
+
+    number: int
+    step: int
+    worker: str
+    applied_on: list[str] = field(default_factory=list)
+    reported: bool = False
+    ended: str = ""
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """A step that was applied in more than one attempt: why the earlier ones were not reported."""
+
+    step: int
+    reasons: tuple[str, ...]
+
+
+class Checks:
+    """Watches one schedule."""
+
+    def __init__(self, tasks: Iterable[str], steps: int) -> None:
+        #: The first invariant that did not hold: its name and how; empty while all hold.
+        self.broken = ""
+        self._tasks = tuple(tasks)
+        self._steps = steps
+        self._attempts: list[Attempt] = []
+        self._held: dict[str, range] = {}
+        self._given_up: set[tuple[str, float]] = set()
+        self._done: set[int] = set()
+        self._rosters: dict[str, Roster] = {}
+        self._office: str | None = None
+
+    def require(self, holds: bool, name: str, text: str) -> None:
+        """Take note unless it holds; nothing is raised, for the code that is watched would take that for its own."""
+        if not holds and not self.broken:
+            self.broken = f"{name}: {text}"
+
+    # Steps.
+
+    def begin(self, worker: str, step: int) -> Attempt:
+        """A worker begins a step."""
+        attempt = Attempt(len(self._attempts), step, worker)
+        self._attempts.append(attempt)
+        return attempt
+
+    def applied(self, number: int, task: str) -> Attempt:
+        """A ps task applies an attempt."""
+        attempt = self._attempts[number]
+        text = f"{task} applies step {attempt.step} of {attempt.worker} for the second time in one attempt"
+        self.require(task not in attempt.applied_on, "applied once", text)
+        attempt.applied_on.append(task)
+        return attempt
+
+    def failed(self, attempt: Attempt, why: str) -> None:
+        """A worker saw its attempt fail."""
+        attempt.ended = attempt.ended or f"{attempt.worker} saw it fail ({why})"
+
+    def died(self, process: str, why: str) -> None:
+        """A worker's process is no more."""
+        for attempt in self._attempts:
+            if attempt.worker == process and not attempt.reported:
+                attempt.ended = attempt.ended or f"{process} {why}"
+
+    def seen(self, tasks: Sequence[TaskInfo]) -> None:
+        """Whom the coordinator knows: those whom it has given up have no steps and no office."""
+        for info in tasks:
+            if info.left_at_s is None or (info.task, info.joined_at_s) in self._given_up:
+                continue
+            self._given_up.add((info.task, info.joined_at_s))
+            self._held.pop(info.task, None)
+            if self._office == info.task and info.left not in NORMAL_ENDS:
+                self._office = None
+            for attempt in self._attempts:
+                if name_of(attempt.worker) == info.task and not attempt.reported:
+                    attempt.ended = attempt.ended or f"{attempt.worker} was given up: {info.left}"
+
+    def claims(self, worker: str) -> None:
+        """The coordinator hears the worker ask for steps, and has those back that the worker had."""
+        self._held.pop(worker, None)
+
+    def told_complete(self, worker: str, steps_done: int) -> None:
+        """The coordinator tells a worker that all is done, which wanted more."""
+        text = f"{worker} is told that the run is complete, and {steps_done} of {self._steps} steps are done"
+        self.require(steps_done == self._steps, "none lost", text)
+
+    def claimed(self, worker: str, steps: range, live: Collection[str]) -> None:
+        """The coordinator gives steps to a worker, while it holds these tasks for live."""
+        again = sorted(self._done.intersection(steps))
+        self.require(not again, "done once", f"step {again[:1]} is given to {worker} and is done")
+        for other, held in self._held.items():
+            shared = range(max(held.start, steps.start), min(held.stop, steps.stop))
+            text = f"step {shared.start} is given to {worker}, and {other} has it and is live"
+            self.require(not shared or other == worker, "done once", text)
+        # One that is given steps and given up in one go does not have them.
+        if worker in live:
+            self._held[worker] = steps
+
+    def reported(self, attempts: Iterable[Attempt]) -> None:
+        """The coordinator has taken note that these are done."""
+        for attempt in attempts:
+            missing = [task for task in self._tasks if task not in attempt.applied_on]
+            text = f"step {attempt.step} counts as done, and {missing} did not apply it"
+            self.require(not missing, "none lost", text)
+            again = f"step {attempt.step} is counted as done a second time, for {attempt.worker}"
+            self.require(attempt.step not in self._done, "done once", again)
+            attempt.reported = True
+            self._done.add(attempt.step)
+
+    def repeated(self) -> tuple[Repeated, ...]:
+        """The steps that were applied in more than one attempt."""
+        by_step: dict[int, list[Attempt]] = {}
+        for attempt in self._attempts:
+            if attempt.applied_on:
+                by_step.setdefault(attempt.step, []).append(attempt)
+        return tuple(
+            Repeated(step, tuple(attempt.ended for attempt in attempts if not attempt.reported))
+            for step, attempts in sorted(by_step.items())
+            if len(attempts) > 1
+        )
+
+    # Membership.
+
+    def roster(self, who: str, roster: Roster) -> None:
+        """A process is told who is in the cluster."""
+        live = [info.task for info in roster.tasks if info.left_at_s is None]
+        self.require(
+            len(live) == len(set(live)), "one of a name", f"{who} is told of two live tasks of a name in {live}"
+        )
+        before = self._rosters.get(who)
+        if before is not None:
+            text = f"{who} is told of {len(roster.tasks)} tasks after {len(before.tasks)}"
+            self.require(len(roster.tasks) >= len(before.tasks), "rosters in order", text)
+            for old, new in zip(before.tasks, roster.tasks, strict=False):
+                is_later = old == new or (
+                    old.left_at_s is None and (old.task, old.joined_at_s) == (new.task, new.joined_at_s)
+                )
+                self.require(is_later, "rosters in order", f"{who} is told {new} after {old}")
+        self._rosters[who] = roster
+
+    def elected(self, worker: str) -> None:
+        """The coordinator has said that this one is elected."""
+        text = f"{worker} is elected, and {self._office} was and is live"
+        self.require(self._office in (None, worker), "one in office", text)
+        self._office = worker
+
+    # Waits and memory.
+
+    def wait(self, who: str, what: str, until_s: float, now_s: float) -> None:
+        """A wait goes on."""
+        if now_s > until_s + SLACK_S:
+            text = f"at {now_s:.1f} s {who} still waits for {what}, which was to end at {until_s:.1f} s"
+            self.require(False, "waits end", text)
+
+    def goes_on(self, who: str, wait: object) -> None:
+        """A wait of a task was to end now, and has not."""
+        self.require(False, "waits end", f"{who} still waits for {wait} after its deadline")
+
+    def memory(self, task: str, found: TaskStatistics, origins: int) -> None:
+        """What a task remembers of steps that have ended."""
+        most, has = WINDOW * max(1, origins), found.rendezvous.remembered
+        if has > most:
+            self.require(False, "bounded", f"{task} remembers {has} ended steps of {origins} tasks, above {most}")
+
+    def log(self, length: int) -> None:
+        """How many events the coordinator keeps."""
+        if length > LOG_EVENTS:
+            self.require(False, "bounded", f"the coordinator keeps {length} events, above {LOG_EVENTS}")
+
+    # The end.
+
+    def end(self, statistics: Mapping[str, TaskStatistics]) -> None:
+        """All steps have ended, and nothing more is to happen."""
+        missing = sorted(set(range(self._steps)) - self._done)
+        self.require(not missing, "none lost", f"steps {missing} of {self._steps} are not done at the end")
+        for repeated in self.repeated():
+            text = f"step {repeated.step} was applied more than once and nobody died: {repeated.reasons}"
+            self.require(all(repeated.reasons), "none lost", text)
+        for task, found in statistics.items():
+            held = found.rendezvous
+            left = (found.running, held.open_steps, held.values, held.waiters)
+            text = f"{task} holds (plans that run, steps, values, waits) = {left}"
+            self.require(left == (0, 0, 0, 0), "nothing left", text)

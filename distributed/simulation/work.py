@@ -1,0 +1,88 @@
+"""What a task has of threads, on the simulator's clock: a pool that does one thing after another, and deadlines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from concurrent.futures import Executor, Future
+from functools import partial
+from typing import Any, TypeVar
+
+from dflow.distributed.deadlines import MakeDeadlines
+from dflow.distributed.simulation.events import EventQueue, Timer
+from dflow.distributed.simulation.network import Process
+
+Result = TypeVar("Result")
+
+
+class SimulatedPool(Executor):
+    """Does what is submitted in the process that it is of, after what is there to do already."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self._is_shut = False
+
+    def submit(self, fn: Callable[..., Result], /, *args: Any, **kwargs: Any) -> Future[Result]:
+        """See `Executor.submit`."""
+        if self._is_shut:
+            raise RuntimeError("cannot schedule new futures after shutdown")
+        future: Future[Result] = Future()
+        self._process.post(partial(_run, future, partial(fn, *args, **kwargs)))
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Take nothing more."""
+        self._is_shut = True
+
+
+def _run(future: Future[Result], fn: Callable[[], Result]) -> None:
+    try:
+        future.set_result(fn())
+    except BaseException as error:
+        future.set_exception(error)
+        if not isinstance(error, Exception):
+            raise
+
+
+class SimulatedDeadlines:
+    """See `deadlines.Deadlines`. `still_waits` is called with a key whose wait goes on although it has expired."""
+
+    def __init__(
+        self,
+        events: EventQueue,
+        process: Process,
+        still_waits: Callable[[Hashable], None],
+        timeout_s: float,
+        expire: Callable[[Hashable], None],
+    ) -> None:
+        self.timeout_s = timeout_s
+        self._events = events
+        self._process = process
+        self._still_waits = still_waits
+        self._expire = expire
+        self._timers: dict[Hashable, Timer] = {}
+
+    def add(self, key: Hashable) -> None:
+        """Start the time of `key`."""
+        self._timers[key] = self._events.after(self.timeout_s, partial(self._process.post, partial(self._over, key)))
+
+    def discard(self, key: Hashable) -> None:
+        """The wait for `key` has ended."""
+        timer = self._timers.pop(key, None)
+        if timer is not None:
+            timer.stop()
+
+    def close(self) -> None:
+        """Let nothing expire any more."""
+        for key in list(self._timers):
+            self.discard(key)
+
+    def _over(self, key: Hashable) -> None:
+        if key in self._timers:
+            self._expire(key)
+        if key in self._timers:
+            self._still_waits(key)
+
+
+def deadlines_of(events: EventQueue, process: Process, still_waits: Callable[[Hashable], None]) -> MakeDeadlines:
+    """What makes the deadlines of a task that runs in `process`."""
+    return partial(SimulatedDeadlines, events, process, still_waits)

@@ -1,0 +1,132 @@
+"""What a worker's program asks for: steps to do, and each of them done; as `Async.run` and `Cluster.run_step` ask."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+
+from dflow.distributed.messages import (
+    CancelStep,
+    Claimed,
+    ClaimSteps,
+    Elected,
+    ElectOnce,
+    RunPlan,
+)
+from dflow.distributed.simulation.checks import Attempt, Checks, name_of
+from dflow.distributed.simulation.script import Resolve, Script, Wait, sleep
+from dflow.distributed.simulation.tasks import AGAIN_S, Member, Tasks
+from dflow.distributed.transport.base import Peer
+from dflow.lowering.channel import StepId
+from dflow.lowering.execute import Outcome
+from dflow.tracing.errors import DflowError, InternalError, TaskLost
+
+RUN = "run"
+STEP_S = 9.0
+#: How long a worker computes in a step.
+COMPUTE_S = 0.5
+CLAIM_S = 3600.0
+ASK_S = 60.0
+
+
+class Worker:
+    """The program of one process. `is_complete` says that it was told that the run is."""
+
+    def __init__(self, member: Member, tasks: Tasks, checks: Checks, steps: int, ps: Sequence[str]) -> None:
+        self.is_complete = False
+        self.attempts: list[Attempt] = []
+        self._member = member
+        self._tasks = tasks
+        self._checks = checks
+        self._steps = steps
+        self._ps = tuple(ps)
+        self._plan = tasks.worker_plan(member, self._ps)
+        self._claims = itertools.count(1)
+        self._last_claim = 0
+        first = int(tasks.events.now_s * 1e6)
+        self._numbers = itertools.count(first)
+        member.server.count_steps_from(first)
+
+    def script(self) -> Script:
+        """Join, be elected or not, and do steps until there are none."""
+        while not self.is_complete:
+            try:
+                yield from self._run()
+            except DflowError as error:
+                self._member.say(f"failed: {type(error).__name__}: {error}")
+                yield sleep(AGAIN_S)
+        yield from self._member.leave()
+
+    def _run(self) -> Script:
+        elected = yield from self._member.ask(ElectOnce("first value", self._member.name), ASK_S)
+        if isinstance(elected, Elected) and elected.elected:
+            self._member.say("makes the first value")
+        done, more = 0, True
+        while True:
+            number = next(self._claims)
+            claim = ClaimSteps(RUN, self._member.name, self._steps, number, self._last_claim, done, more=more)
+            claimed = yield from self._member.ask(claim, CLAIM_S)
+            self.attempts, self._last_claim = [], number
+            if not isinstance(claimed, Claimed):
+                raise InternalError(f"a claim is answered by {type(claimed).__name__}")
+            if not more:
+                yield sleep(AGAIN_S)
+                return
+            if claimed.count == 0:
+                self.is_complete = True
+                return
+            done, more = claimed.count, True
+            for place in range(claimed.count):
+                try:
+                    yield from self._step(claimed.first + place)
+                except DflowError as error:
+                    self._member.say(f"failed in step {claimed.first + place}: {type(error).__name__}: {error}")
+                    done, more = place, False
+                    break
+
+    def _step(self, step: int) -> Script:
+        """One step over all tasks; every failure is told to all of them."""
+        attempt = self._checks.begin(str(self._member.process), step)
+        self.attempts.append(attempt)
+        self._member.say(f"begins step {step} (attempt {attempt.number})")
+        id = StepId(self._member.name, next(self._numbers))
+        others: list[Peer] = []
+        try:
+            others += [self._member.server.peer(name_of(host)) for host in self._ps]
+            yield Wait(f"step {step}", STEP_S, lambda resolve: self._start(id, attempt, others, resolve))
+        except DflowError as error:
+            self._checks.failed(attempt, str(error))
+            self._member.server.cancel(id, error)
+            for peer in others:
+                if not peer.closed:
+                    peer.notify(CancelStep(id.origin, id.number, str(error)))
+            raise
+
+    def _start(self, id: StepId, attempt: Attempt, others: Sequence[Peer], resolve: Resolve) -> None:
+        left = {self._member.process.host, *self._ps}
+
+        def ended(host: str, outcome: object) -> None:
+            if isinstance(outcome, BaseException):
+                resolve(outcome if isinstance(outcome, DflowError) else TaskLost(str(outcome)))
+            left.discard(host)
+            if not left:
+                resolve(None)
+
+        for host, peer in zip(self._ps, others, strict=True):
+            handle = self._tasks.ps_plan(host, self._member.process.host)
+            reply = peer.start(RunPlan(handle, id.origin, id.number))
+            reply.when_done(partial(ended, host))
+
+        def own(outcome: Outcome) -> None:
+            ended(self._member.process.host, outcome)
+
+        def run() -> None:
+            try:
+                self._member.server.run(self._plan, id, [np.int32(attempt.number)], own)
+            except DflowError as error:
+                ended(self._member.process.host, error)
+
+        self._member.process.after(COMPUTE_S, run)

@@ -1,0 +1,14 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.simulation.mutations import MUTATIONS, Mutation, find
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.says)
+def test_a_planted_fault_is_found(mutation: Mutation, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("CRITICAL", "dflow")
+    ended = find(mutation)
+    assert ended is not None, f"no invariant failed although {mutation.says}"
+    assert ended.broken.startswith(mutation.found_by)
+    assert f"dflow simulate --seed {ended.schedule.seed} " in str(ended)

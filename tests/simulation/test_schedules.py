@@ -1,0 +1,137 @@
+"""The whole runtime on schedules on which things go wrong: what must hold, holds."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflow.distributed.simulation.faults import (
+    COORDINATOR,
+    Cut,
+    Faults,
+    Hang,
+    Slow,
+    Stop,
+    drawn_faults,
+    parse_faults,
+)
+from dflow.distributed.simulation.world import Schedule, simulate
+from tests.effort import examples
+
+SCHEDULES = 500
+HOSTS = Schedule(0).hosts
+
+times = st.integers(0, 800).map(lambda hundredths: hundredths / 100)
+spans = st.sampled_from([0.05, 0.5, 3.0, 12.0, 20.0])
+rates = st.sampled_from([0.0, 0.05, 0.3])
+
+
+def lists(one: st.SearchStrategy[object], most: int) -> st.SearchStrategy[tuple[object, ...]]:
+    return st.lists(one, max_size=most).map(tuple)
+
+
+faults = st.builds(
+    Faults,
+    rates,
+    rates,
+    rates,
+    rates,
+    kill=lists(st.builds(Stop, st.sampled_from(HOSTS), times, spans), 3),
+    power=lists(st.builds(Stop, st.sampled_from(HOSTS), times, spans), 2),
+    cut=lists(
+        st.permutations(HOSTS).flatmap(
+            lambda hosts: st.builds(Cut, st.just(hosts[0]), st.just(hosts[1]), times, spans)
+        ),
+        3,
+    ),
+    hang=lists(st.builds(Hang, st.sampled_from(HOSTS), times, spans), 2),
+    slow=lists(st.builds(Slow, st.sampled_from(HOSTS), st.sampled_from([5.0, 50.0])), 1),
+)
+
+
+@pytest.fixture(autouse=True)
+def _quiet(caplog: pytest.LogCaptureFixture) -> None:
+    """What goes wrong is logged, as it should be, and is nothing to read here."""
+    caplog.set_level("CRITICAL", "dflow")
+
+
+@pytest.mark.parametrize("part", range(10))
+def test_whatever_goes_wrong_by_a_seed_what_must_hold_holds(part: int) -> None:
+    count = examples(SCHEDULES) // 10
+    for seed in range(part * count, (part + 1) * count):
+        ended = simulate(Schedule(seed))
+        assert not ended.broken, str(ended)
+
+
+@settings(max_examples=examples(100))
+@given(seed=st.integers(0, 1000), faults=faults)
+def test_whatever_is_made_to_go_wrong_what_must_hold_holds(seed: int, faults: Faults) -> None:
+    ended = simulate(Schedule(seed, steps=5, faults=faults))
+    assert not ended.broken, str(ended)
+
+
+def test_the_same_schedule_gives_the_same_log() -> None:
+    logs: list[list[str]] = [[], []]
+    for log in logs:
+        simulate(Schedule(9), log.append)
+    assert len(logs[0]) > 50
+    assert logs[0] == logs[1]
+
+
+@given(faults=faults)
+def test_faults_are_read_as_they_are_written(faults: Faults) -> None:
+    assert parse_faults(str(faults)) == faults
+
+
+@given(seed=st.integers())
+def test_faults_drawn_from_a_seed_are_read_as_they_are_written(seed: int) -> None:
+    drawn = drawn_faults(seed, HOSTS)
+    assert parse_faults(str(drawn)) == drawn == drawn_faults(seed, HOSTS)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("loss", "there is no fault 'loss'"),
+        ("gain=1", "there is no fault 'gain'"),
+        ("loss=1", "1 is not at least 0 and less than 1"),
+        ("kill=worker:0", "could not convert string to float"),
+        ("cut=worker:0@1+2", "'worker:0' names one host"),
+    ],
+)
+def test_faults_that_cannot_be_read_are_refused_with_an_example(text: str, why: str) -> None:
+    with pytest.raises(ValueError, match=r"such as loss=0\.1") as refused:
+        parse_faults(text)
+    assert why in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("slow=worker:3*2", "a fault is of 'worker:3', and the hosts are coordinator, ps:0, ps:1, worker:0"),
+        ("cut=ps:0/nobody@1+2", "a fault is of 'nobody'"),
+    ],
+)
+def test_a_fault_that_cannot_be_is_refused(text: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        simulate(Schedule(0, faults=parse_faults(text)))
+
+
+def test_steps_go_on_while_the_coordinator_is_down() -> None:
+    down = Faults(kill=(Stop(COORDINATOR, 1.0, 9.0),))
+    log: list[str] = []
+    ended = simulate(Schedule(0, workers=1, steps=20, faults=down), log.append)
+    assert not ended.broken
+    assert not ended.repeated
+    applied = [float(line.split()[0]) for line in log if "ps:0" in line and "applies step" in line]
+    assert len(applied) == 20
+    assert len([at_s for at_s in applied if 1.0 < at_s < 10.0]) >= 3
+
+
+def test_a_step_that_may_have_been_applied_is_shown_with_the_reason() -> None:
+    # Killed between the step's end on the ps tasks and its report.
+    cut = Faults(cut=(Cut("worker:0", COORDINATOR, 1.2, 14.0),))
+    ended = simulate(Schedule(0, workers=2, steps=8, faults=cut))
+    assert not ended.broken
+    assert [reason for repeated in ended.repeated for reason in repeated.reasons if "worker:0 was given up" in reason]
