@@ -70,6 +70,13 @@ def _add_task(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         metavar="HOST[:PORT]",
         help="where to listen (default: what the cluster file says, else the address that leads to the coordinator)",
     )
+    parser.add_argument(
+        "--coordinator-timeout",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="end when the coordinator was lost, and none was there again for so long (default: 600)",
+    )
     _add_coordinator_address(parser)
     _add_security(parser)
     parser.set_defaults(run=_task)
@@ -246,7 +253,8 @@ def _task(options: argparse.Namespace) -> int:
         file = _cluster_file(options)
         listens = file.spec(options.job, index).listens if file else os.environ.get("DFLOW_ADDRESS", "")
     address = listening_address(listens, coordinator)
-    return serve_task(stop, _transport(options), task_name(options.job, index), coordinator, address)
+    task, give_up_s = task_name(options.job, index), options.coordinator_timeout
+    return serve_task(stop, _transport(options), task, coordinator, address, give_up_s=give_up_s)
 
 
 def _status(options: argparse.Namespace) -> int:

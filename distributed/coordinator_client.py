@@ -1,11 +1,14 @@
 """What a task, a worker or a tool says to the coordinator, as calls.
 
+What to do when the coordinator goes and comes back is decided in `coordinator_session`; this file has the connection,
+the clock and the thread.
+
 Invariants:
-- every call has a deadline;
-- `roster` is the newest one the coordinator sent, from the moment `join` returns to the end of the connection;
-- callbacks get the rosters in order, on the thread that reads the connection: they must not wait, and must not call
-  the coordinator;
-- heartbeats are sent from `join` to `leave` or `close`, whatever the program does.
+- every call has a deadline, and waits through the coordinator's absence until then;
+- `roster` is the newest one the coordinator sent, from the moment `join` returns on;
+- callbacks get the rosters in order, one at a time, on any thread: they must not wait, and must not call the
+  coordinator;
+- heartbeats are sent from `join` to `leave` or `close` while there is a connection, whatever the program does.
 """
 
 from __future__ import annotations
@@ -15,9 +18,36 @@ import itertools
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from functools import partial
 from typing import TypeVar
 
+from dflow.distributed.coordinator_session import (
+    Answered,
+    Asking,
+    CoordinatorSession,
+    Ending,
+    EndLink,
+    GaveUp,
+    Heard,
+    LinkEnded,
+    Opened,
+    OpenFailed,
+    OpenLink,
+    Send,
+    SessionCommand,
+    SessionEvent,
+    SessionSettings,
+    Settle,
+    ShowRoster,
+    Tell,
+    Withdrawn,
+    Woke,
+)
+from dflow.distributed.failures import error_from, failure_of
 from dflow.distributed.membership import FINISHED
 from dflow.distributed.messages import (
     AnyMessage,
@@ -26,6 +56,7 @@ from dflow.distributed.messages import (
     EdgeTraffic,
     Elected,
     ElectOnce,
+    Failure,
     GetStatus,
     Heartbeat,
     Join,
@@ -41,7 +72,8 @@ from dflow.distributed.messages import (
     Unplace,
 )
 from dflow.distributed.traffic_totals import largest
-from dflow.distributed.transport.base import Peer, RefuseAll, Transport
+from dflow.distributed.transport.base import Peer, RefuseAll, Reply, Transport
+from dflow.distributed.transport.exchange import on_reader_thread
 from dflow.tracing.errors import DeadlineExceeded, DflowError, InternalError, TransportClosed, WireError
 from dflow.tracing.task_name import short_task_name
 
@@ -58,29 +90,57 @@ def _no_traffic() -> tuple[EdgeTraffic, ...]:
     return ()
 
 
-class CoordinatorClient(RefuseAll):
-    """One connection to the coordinator at `address`, as `name`.
+class CoordinatorClient:
+    """A connection to the coordinator at `address`, as `name`, which is made again when it was lost.
 
-    raises  DeadlineExceeded naming the coordinator, the address and the time it was tried; what `connect` raises
+    `timeout_s`   how long the first one is tried
+    `settings`    how its loss is borne
+    `is_threaded` whether a thread of its own beats and connects; without one, `tick` has to be called again and again
+    `clock`       seconds since any moment
+    raises        DeadlineExceeded naming the coordinator, the address and the time it was tried; what `connect` raises
     """
 
-    def __init__(self, transport: Transport, address: str, *, name: str, timeout_s: float = ANSWER_S) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        address: str,
+        *,
+        name: str,
+        timeout_s: float = ANSWER_S,
+        settings: SessionSettings | None = None,
+        is_threaded: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.address = address
+        self._transport = transport
+        self._name = name
+        self._clock = clock
+        self._settings = settings or SessionSettings()
+        self._session = CoordinatorSession(
+            who=f"the coordinator at {address}",
+            incarnation=secrets.token_hex(8),
+            settings=self._settings,
+            seed=secrets.randbits(64),
+        )
         self._changed = threading.Condition()
         self._calling = threading.Lock()
         self._roster = Roster((), ())
         self._on_roster: list[Callable[[Roster], None]] = []
         self._on_lost: list[Callable[[str], None]] = []
-        self._lost = ""
         self._task = ""
         self._traffic: Callable[[], tuple[EdgeTraffic, ...]] = _no_traffic
-        self._stopped = threading.Event()
+        self._beat_at_s = 0.0
         self._closed = False
-        self._claim_numbers = itertools.count(1)
-        self._last_claims: dict[str, int] = {}
-        self.address = address
-        self._peer: Peer = transport.connect(
-            address, name=name, handler=self, who="the coordinator", timeout_s=timeout_s
-        )
+        self._todo: deque[SessionCommand] = deque()
+        self._is_carrying_out = False
+        self._must_open = False
+        self._links: dict[int, Peer] = {}
+        self._link_numbers = itertools.count(1)
+        self._ask_numbers = itertools.count(1)
+        self._answers: dict[int, Future[AnyMessage]] = {}
+        self._open(timeout_s)
+        if is_threaded:
+            threading.Thread(target=self._run, name="dflow coordinator link", daemon=True).start()
 
     # Being a task.
 
@@ -97,32 +157,30 @@ class CoordinatorClient(RefuseAll):
         `traffic`  what the task has sent so far, asked before each heartbeat
         raises     RemoteError when a live task has the name, with both addresses; DeviceError when it is no name
         """
-        roster = self._ask(Join(task, address, secrets.token_hex(8)), Roster, timeout_s)
-        with self._changed:
-            self._task, self._traffic = task, traffic
-            if not self._roster.tasks:  # else a newer one has overtaken this answer
-                self._roster = roster
-            self._changed.notify_all()
-        threading.Thread(target=self._beat, name="dflow heartbeat", daemon=True).start()
+        self._task, self._traffic = task, traffic
+        self._beat_at_s = self._clock() + HEARTBEAT_S
+        try:
+            self._ask(Join(task, address), Roster, timeout_s)
+        except BaseException:
+            self._task = ""
+            raise
         return self.roster
 
     def leave(self, reason: str = FINISHED, *, timeout_s: float = 5.0) -> None:
-        """Tell the last traffic, leave the cluster and close; does not raise when the coordinator has gone."""
-        if self._task and not self._stopped.is_set():
-            with contextlib.suppress(TransportClosed, DeadlineExceeded):
-                self._peer.notify(Heartbeat(self._task, largest(self._traffic())))
+        """Tell the last traffic, leave the cluster and close; does not raise when the coordinator has gone.
+
+        Waits for a coordinator that is away for `timeout_s`, since it would take the task for one that failed.
+        """
+        if self._task and not self._closed:
+            self._beat()
+            with contextlib.suppress(DflowError):
                 self._ask(Leave(self._task, reason), Ok, timeout_s)
-                self._stopped.set()
         self.close(reason)
 
     def close(self, reason: str = "closed by this side") -> None:
         """End the connection, which is a leave with a fault if the task has joined; a second call does nothing."""
-        if self._task and not self._stopped.is_set():
-            with contextlib.suppress(TransportClosed):
-                self._peer.notify(Leave(self._task, reason))
         self._closed = True
-        self._stopped.set()
-        self._peer.close(reason)
+        self._handle(Ending(self._clock(), reason))
 
     # The other tasks.
 
@@ -134,13 +192,19 @@ class CoordinatorClient(RefuseAll):
 
     @property
     def lost(self) -> str:
-        """Why the connection to the coordinator has ended; empty while it is open."""
+        """Why there is no coordinator for this client any more; empty while there is, or may yet be again."""
         with self._changed:
-            return self._lost
+            return "" if self._closed else self._session.ended
 
     def live(self, task: str) -> TaskInfo | None:
         """The live task of that name."""
         return _live(self.roster, task)
+
+    @property
+    def outage(self) -> str:
+        """Since when there is no connection to the coordinator and why, as the end of a sentence; empty with one."""
+        with self._changed:
+            return self._session.outage(self._clock())
 
     def call_on_roster(self, callback: Callable[[Roster], None]) -> None:
         """Call back with each new roster, and now with the one there is."""
@@ -151,29 +215,30 @@ class CoordinatorClient(RefuseAll):
             callback(roster)
 
     def call_on_lost(self, callback: Callable[[str], None]) -> None:
-        """Call back once with the reason when the coordinator is lost, or now if it is; not after `close`."""
+        """Call back once with the reason when the coordinator is lost for good, or now if it is; not after `close`."""
         with self._changed:
-            self._on_lost.append(callback)
-            lost = self._lost
-        if lost and not self._closed:
+            lost = self.lost
+            if not lost:
+                self._on_lost.append(callback)
+        if lost:
             callback(lost)
 
     def wait_for_tasks(self, tasks: Iterable[str], *, timeout_s: float) -> Roster:
         """Wait until all `tasks` are live; the roster in which they are.
 
         raises  DeadlineExceeded naming those that are missing, and why each left if it was there;
-                TransportClosed when the coordinator is lost meanwhile
+                TransportClosed when the coordinator is lost for good meanwhile
         """
         wanted, deadline = tuple(tasks), time.monotonic() + timeout_s
         with self._changed:
             while missing := [task for task in wanted if _live(self._roster, task) is None]:
-                if self._lost:
-                    raise TransportClosed(f"the coordinator at {self.address} is lost: {self._lost}")
+                if self._session.ended:
+                    raise TransportClosed(self._session.ended)
                 if not self._changed.wait(deadline - time.monotonic()):
                     who = ", ".join(_absence(self._roster, task) for task in missing)
                     raise DeadlineExceeded(
                         f"waited {timeout_s:g} s for {len(wanted)} tasks, and {len(missing)} are missing: {who}; "
-                        "check that they were started and their output"
+                        f"check that they were started and their output{self.outage}"
                     )
             return self._roster
 
@@ -221,11 +286,10 @@ class CoordinatorClient(RefuseAll):
         for nothing and gets no steps.
         raises  RemoteError when the run has another number of steps; TaskLost when this task has left
         """
-        task, number = self._require_task(), next(self._claim_numbers)
-        last = self._last_claims.get(run, 0)
-        request = ClaimSteps(run, task, total_steps, number, last, done, step_s, dict(metrics or {}), more)
+        task = self._require_task()
+        # The session sets the numbers.
+        request = ClaimSteps(run, task, total_steps, 0, 0, done, step_s, dict(metrics or {}), more)
         claimed = self._ask(request, Claimed, timeout_s)
-        self._last_claims[run] = number
         return range(claimed.first, claimed.first + claimed.count)
 
     def elect(self, what: str, *, timeout_s: float = ANSWER_S) -> bool:
@@ -240,38 +304,170 @@ class CoordinatorClient(RefuseAll):
         """Everything the coordinator knows that a person would ask."""
         return self._ask(GetStatus(), Status, timeout_s)
 
-    # The connection's side; see `transport.base.Handler`.
+    # The connection's side.
 
-    def on_notify(self, peer: Peer, message: AnyMessage, payload: memoryview) -> None:
-        """Keep the newest roster."""
-        if not isinstance(message, Roster):
+    def tick(self) -> None:
+        """Beat and connect if that is due; only needed without a thread."""
+        now_s = self._clock()
+        if now_s >= self._beat_at_s:
+            self._beat_at_s = now_s + HEARTBEAT_S
+            self._beat()
+        self._handle(Woke(now_s))
+        if self._take_open():
+            self._try_to_open()
+
+    def _run(self) -> None:
+        while self._wait_until_due():
+            self.tick()
+
+    def _wait_until_due(self) -> bool:
+        """Wait until there is something to do; False when it is over."""
+        with self._changed:
+            while not self._session.ended:
+                wake_at_s = self._session.wake_at_s
+                due_s = [self._beat_at_s] if self._session.joined_link is not None else []
+                due_s += [wake_at_s] if wake_at_s is not None else []
+                left_s = min(due_s) - self._clock() if due_s else None
+                if self._must_open or (left_s is not None and left_s <= 0):
+                    return True
+                self._changed.wait(left_s)
+            return False
+
+    def _take_open(self) -> bool:
+        with self._changed:
+            must_open, self._must_open = self._must_open, False
+            return must_open
+
+    def _try_to_open(self) -> None:
+        try:
+            self._open(self._settings.connect_s)
+        except (DflowError, OSError) as error:
+            self._handle(OpenFailed(self._clock(), str(error)))
+
+    def _open(self, timeout_s: float) -> None:
+        link = next(self._link_numbers)
+        peer = self._transport.connect(
+            self.address, name=self._name, handler=_Link(self, link), who="the coordinator", timeout_s=timeout_s
+        )
+        self._links[link] = peer
+        self._handle(Opened(self._clock(), link))
+        if peer.closed:
+            self.link_ended(link, peer.closed)
+
+    def link_ended(self, link: int, reason: str) -> None:
+        """The connection `link` is no more."""
+        if self._links.pop(link, None) is not None:
+            self._handle(LinkEnded(self._clock(), link, reason))
+
+    def link_heard(self, link: int, message: AnyMessage) -> None:
+        """A message came over the connection `link` that was not asked for."""
+        self._handle(Heard(self._clock(), link, message))
+
+    def _handle(self, event: SessionEvent) -> None:
+        with self._changed:
+            self._decide(event)
+        self._carry_out_all()
+
+    def _decide(self, event: SessionEvent) -> None:
+        self._todo.extend(self._session.handle(event))
+        self._changed.notify_all()
+
+    def _carry_out_all(self) -> None:
+        """In order, and by one thread at a time: one that finds another at it leaves its own commands to that one."""
+        while (command := self._next_command()) is not None:
+            try:
+                self._carry_out(command)
+            finally:
+                with self._changed:
+                    self._is_carrying_out = False
+
+    def _next_command(self) -> SessionCommand | None:
+        with self._changed:
+            if self._is_carrying_out or not self._todo:
+                return None
+            self._is_carrying_out = True
+            return self._todo.popleft()
+
+    def _carry_out(self, command: SessionCommand) -> None:
+        match command:
+            case OpenLink():
+                with self._changed:
+                    self._must_open = True
+                    self._changed.notify_all()
+            case Send(link, ask, message):
+                self._send(link, ask, message)
+            case Tell(link, message):
+                if (peer := self._links.get(link)) is not None:
+                    with contextlib.suppress(TransportClosed):
+                        peer.notify(message)
+            case EndLink(link, reason):
+                if (peer := self._links.pop(link, None)) is not None:
+                    peer.close(reason)
+            case Settle(ask, message):
+                answer = self._answers.pop(ask, None)
+                if answer is not None:
+                    answer.set_result(message)
+            case ShowRoster(roster):
+                self._show(roster)
+            case GaveUp(reason):
+                with self._changed:
+                    callbacks = [] if self._closed else list(self._on_lost)
+                for callback in callbacks:
+                    callback(reason)
+
+    def _send(self, link: int, ask: int, message: AnyMessage) -> None:
+        peer = self._links.get(link)
+        if peer is None:
             return
+        try:
+            peer.start(message).when_done(partial(self._reply_came, link, ask))
+        except TransportClosed as error:
+            self.link_ended(link, str(error))
+        except DflowError as error:
+            self._reply_came(link, ask, error)
+
+    def _reply_came(self, link: int, ask: int, reply: Reply | BaseException) -> None:
+        if isinstance(reply, TransportClosed):
+            return  # the end of the link is told by the link
+        message = failure_of(reply) if isinstance(reply, BaseException) else reply.message
+        self._handle(Answered(self._clock(), link, ask, message))
+
+    def _show(self, roster: Roster) -> None:
         with self._calling:
             with self._changed:
-                self._roster = message
+                self._roster = roster
                 callbacks = list(self._on_roster)
                 self._changed.notify_all()
             for callback in callbacks:
-                callback(message)
+                callback(roster)
 
-    def on_close(self, peer: Peer, reason: str) -> None:
-        """Wake those who wait, and tell those who asked."""
+    def _ask(self, message: AnyMessage, wanted: type[_Answer], timeout_s: float) -> _Answer:
+        what = type(message).__name__
+        if on_reader_thread():
+            raise InternalError(f"a handler waits for the coordinator to answer {what}; hand that to another thread")
+        future: Future[AnyMessage] = Future()
         with self._changed:
-            self._lost = reason
-            callbacks = [] if self._closed else list(self._on_lost)
-            self._changed.notify_all()
-        self._stopped.set()
-        for callback in callbacks:
-            callback(reason)
-
-    def _ask(self, message: AnyMessage, answer: type[_Answer], timeout_s: float) -> _Answer:
-        reply, _ = self._peer.call(message, timeout_s=timeout_s)
-        if not isinstance(reply, answer):
+            ask = next(self._ask_numbers)
+            self._answers[ask] = future
+            self._decide(Asking(self._clock(), ask, message))
+        self._carry_out_all()
+        try:
+            answer = future.result(timeout_s)
+        except FutureTimeoutError:
+            self._answers.pop(ask, None)
+            self._handle(Withdrawn(self._clock(), ask))
+            raise DeadlineExceeded(
+                f"the coordinator at {self.address} did not answer {what} of {self._name} within {timeout_s:g} s"
+                f"{self.outage}"
+            ) from None
+        if isinstance(answer, Failure):
+            raise error_from(answer)
+        if not isinstance(answer, wanted):
             raise WireError(
-                f"the coordinator answered {type(message).__name__} by {type(reply).__name__} instead of "
-                f"{answer.__name__}; install the same dflow on both"
+                f"the coordinator answered {what} by {type(answer).__name__} instead of {wanted.__name__}; "
+                "install the same dflow on both"
             )
-        return reply
+        return answer
 
     def _require_task(self) -> str:
         if not self._task:
@@ -279,11 +475,27 @@ class CoordinatorClient(RefuseAll):
         return self._task
 
     def _beat(self) -> None:
-        while not self._stopped.wait(HEARTBEAT_S):
-            try:
-                self._peer.notify(Heartbeat(self._task, largest(self._traffic())))
-            except DflowError:
-                return
+        link = self._session.joined_link
+        peer = self._links.get(link) if link is not None else None
+        if peer is not None:
+            with contextlib.suppress(DflowError):  # its end is told by the link
+                peer.notify(Heartbeat(self._task, largest(self._traffic())))
+
+
+class _Link(RefuseAll):
+    """What the client does with the messages of one of its connections."""
+
+    def __init__(self, client: CoordinatorClient, link: int) -> None:
+        self._client = client
+        self._link = link
+
+    def on_notify(self, peer: Peer, message: AnyMessage, payload: memoryview) -> None:
+        """Hand it on."""
+        self._client.link_heard(self._link, message)
+
+    def on_close(self, peer: Peer, reason: str) -> None:
+        """Hand it on."""
+        self._client.link_ended(self._link, reason)
 
 
 def _live(roster: Roster, task: str) -> TaskInfo | None:

@@ -59,6 +59,7 @@ from dflow.distributed.messages import (
     Ok,
     PlaceVariable,
     Report,
+    RosterChange,
     Status,
     Unplace,
 )
@@ -223,8 +224,10 @@ class CoordinatorState:
                     commands += self._ledger.handle(WorkerLeft(task, reason))
                 case EndConnection(peer, reason):
                     commands.append(Disconnect(peer, reason))
-                case PublishRoster():
-                    commands.append(Broadcast(self._membership.live_peers(), self._membership.roster()))
+                case PublishRoster(since, version, lives):
+                    entries = tuple((life, self._membership.entry(life)) for life in lives)
+                    change = RosterChange(since, version, entries)
+                    commands.append(Broadcast(self._membership.live_peers(), change))
                 case RefuseJoin():
                     pass
         return commands

@@ -26,6 +26,12 @@ def failure_of(error: BaseException) -> Failure:
     return Failure(kind=type(error).__name__, text=text)
 
 
+def error_from(failure: Failure) -> DflowError:
+    """The exception to raise for a failure whose text says by itself who failed."""
+    kind = _KINDS.get(failure.kind)
+    return RemoteError(f"{failure.kind}: {failure.text}") if kind is None else kind(failure.text)
+
+
 def error_of(failure: Failure, peer: str) -> DflowError:
     """The exception to raise at the asker, whose text names the `peer` that failed."""
     kind = _KINDS.get(failure.kind)

@@ -6,7 +6,8 @@ Invariants:
 - a task that joins again in the same incarnation is the member it was, and nobody is told; one of another incarnation
   is a new entry, and the old one keeps its time and reason;
 - one that was given up may not come back in the same incarnation, since its work has gone to others;
-- the roster is published, with the next version, after every change and at no other time;
+- every change of the roster makes its next version, and is published once: at once while the cluster is small, else
+  together with the others of a tick, so that many who join do not tell many of each;
 - after a restart, the members are those of before, away until they join again.
 
 A task is live from its Join until it says Leave, no heartbeat came for `heartbeat_timeout_s`, or its connection ended
@@ -29,6 +30,8 @@ from dflow.tracing.task_name import short_task_name, split_task_name, task_name
 FINISHED = "finished"
 #: Why a server leaves when it was told to stop.
 STOPPED = "stopped"
+#: With more live tasks than this, changes of the roster wait for the next tick.
+PUBLISH_AT_ONCE = 64
 #: Reasons for leaving that are no fault.
 NORMAL_ENDS = frozenset({FINISHED, STOPPED})
 
@@ -102,7 +105,11 @@ class EndConnection:
 
 @dataclass(frozen=True)
 class PublishRoster:
-    """Send the roster to every live task."""
+    """Tell every live task what has changed since version `since`: the entries of `lives`."""
+
+    since: int
+    version: int
+    lives: tuple[int, ...]
 
 
 MembershipCommand = RefuseJoin | ReleaseTask | EndConnection | PublishRoster
@@ -159,11 +166,18 @@ class Membership:
         self._expected = dict.fromkeys(task_name(job, index) for job, count in jobs.items() for index in range(count))
         self._identity = next((found for _, found in self._records.load(_IDENTITY, _Identity)), _Identity())
         self._version = next((found.version for _, found in self._records.load(_VERSION, _Version)), 0)
+        self._published = self._version
+        self._unpublished: dict[int, None] = {}
         for _, info in self._records.load(_LIFE, TaskInfo):
             self._add(info)
 
     def handle(self, event: MembershipEvent) -> list[MembershipCommand]:
         """Take note of the event and say what follows from it."""
+        commands = self._decide(event)
+        is_due = len(self._live) <= PUBLISH_AT_ONCE or isinstance(event, Ticked)
+        return [*commands, self._publish()] if self._unpublished and is_due else commands
+
+    def _decide(self, event: MembershipEvent) -> list[MembershipCommand]:
         match event:
             case Started():
                 return self._start(event)
@@ -209,6 +223,10 @@ class Membership:
         identity = self._identity
         return Roster(tuple(self._joined), tuple(self._expected), self._version, identity.cluster, identity.epoch)
 
+    def entry(self, life: int) -> TaskInfo:
+        """What the roster says of a life."""
+        return self._joined[life]
+
     def live_peers(self) -> tuple[int, ...]:
         """The connections of the live tasks that are not away, in order of joining."""
         return tuple(live.peer for live in self._live.values() if live.peer is not None)
@@ -244,11 +262,11 @@ class Membership:
             return self._take_back(event, held)
         commands: list[MembershipCommand] = []
         if held is not None:
-            commands = self._release_all([event.task], event.at_s, "it has started anew")
+            commands = self._release([event.task], event.at_s, "it has started anew")
         self._add(TaskInfo(event.task, event.address, event.at_s, incarnation=event.incarnation))
-        self._records.put(self._key(len(self._joined) - 1), self._joined[-1])
+        self._changed(len(self._joined) - 1)
         self._connect(event)
-        return [*commands, self._publish()]
+        return commands
 
     def _refusal(self, event: Joined) -> RefuseJoin | None:
         who, cluster = short_task_name(event.task), self._identity.cluster
@@ -311,17 +329,13 @@ class Membership:
             self._live[info.task] = _Live(life, None, info.joined_at_s, "")
 
     def _release(self, tasks: list[str], at_s: float, reason: str = "") -> list[MembershipCommand]:
-        commands = self._release_all(tasks, at_s, reason)
-        return [*commands, self._publish()] if commands else []
-
-    def _release_all(self, tasks: list[str], at_s: float, reason: str = "") -> list[MembershipCommand]:
         commands: list[MembershipCommand] = []
         for task in tasks:
             live = self._live.pop(task)
             why = reason or live.reason
             info = msgspec.structs.replace(self._joined[live.life], left_at_s=at_s, left=why)
             self._joined[live.life] = info
-            self._records.put(self._key(live.life), info)
+            self._changed(live.life)
             commands.append(ReleaseTask(task, live.life, why))
             if live.peer is not None:
                 del self._names_of[live.peer]
@@ -329,14 +343,18 @@ class Membership:
                     commands.append(EndConnection(live.peer, why))
         return commands
 
-    def _publish(self) -> PublishRoster:
+    def _changed(self, life: int) -> None:
+        """The entry of a life has changed."""
         self._version += 1
+        self._unpublished[life] = None
         self._records.put(_VERSION, _Version(self._version))
-        return PublishRoster()
+        self._records.put(f"{_LIFE}{life:012d}", self._joined[life])
 
-    @staticmethod
-    def _key(life: int) -> str:
-        return f"{_LIFE}{life:012d}"
+    def _publish(self) -> PublishRoster:
+        since, self._published = self._published, self._version
+        lives = tuple(sorted(self._unpublished))
+        self._unpublished.clear()
+        return PublishRoster(since, self._version, lives)
 
     @staticmethod
     def _end_of(info: TaskInfo) -> str:

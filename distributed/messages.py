@@ -201,7 +201,7 @@ class Tensor(Message, frozen=True):
 
 
 class Join(Message, frozen=True):
-    """A task is up and listens at `address`; answered by `Roster`, which is sent again at every change.
+    """A task is up and listens at `address`; answered by `Roster`; each `RosterChange` follows.
 
     `incarnation`  one life of the task: with the same one and the same address it is the member it was before
     `cluster`      the cluster it was a member of, or empty; a coordinator of another one refuses it
@@ -237,6 +237,18 @@ class Roster(Message, frozen=True):
     version: int = 0
     cluster: str = ""
     epoch: int = 0
+
+
+class RosterChange(Message, frozen=True):
+    """What has changed in the roster from version `since` to `version`.
+
+    Each of `entries` is a place in `Roster.tasks` and what stands there now; the places after the last are new tasks,
+    which are no longer expected. Not answered.
+    """
+
+    since: int
+    version: int
+    entries: tuple[tuple[int, TaskInfo], ...]
 
 
 class EdgeTraffic(msgspec.Struct, frozen=True):
@@ -403,6 +415,7 @@ AnyMessage = (
     | Tensor
     | Join
     | Roster
+    | RosterChange
     | Heartbeat
     | PlaceVariable
     | Placed

@@ -1,6 +1,7 @@
 """A task that needs no code of the user's: it holds variables and runs the plans it is sent, until told to stop.
 
-Invariant: it ends by itself when the coordinator is lost, since nobody could find or stop it any more.
+Invariant: it outlives the coordinator, whose successor finds it as it was; it ends by itself when there was none for
+`give_up_s`, since nobody could find or stop it any more, and when its launcher has ended.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import sys
 
 from dflow.distributed.coordinator_client import CoordinatorClient
+from dflow.distributed.coordinator_session import SessionSettings
 from dflow.distributed.membership import STOPPED
 from dflow.distributed.stop_signal import StopSignal
 from dflow.distributed.task_server import TaskServer
@@ -19,11 +21,21 @@ from dflow.tracing.task_name import short_task_name
 class StockTask:
     """The task `task` of the cluster whose coordinator is at `coordinator`, listening at `address`.
 
-    raises  DeadlineExceeded when the coordinator is not there; RemoteError when a live task has the name
+    `give_up_s`  how long a coordinator that was lost is sought
+    raises       DeadlineExceeded when the coordinator is not there; RemoteError when a live task has the name
     """
 
-    def __init__(self, transport: Transport, task: str, coordinator: str, address: str = LOCAL_ADDRESS) -> None:
-        self.client = CoordinatorClient(transport, coordinator, name=task)
+    def __init__(
+        self,
+        transport: Transport,
+        task: str,
+        coordinator: str,
+        address: str = LOCAL_ADDRESS,
+        *,
+        give_up_s: float = SessionSettings.give_up_s,
+    ) -> None:
+        settings = SessionSettings(give_up_s=give_up_s, rejoins_anew=True)
+        self.client = CoordinatorClient(transport, coordinator, name=task, settings=settings)
         self.server = TaskServer(task, transport, address=address)
         self.client.call_on_roster(self.server.roster_changed)
         self.client.join(task, self.server.address, traffic=self.server.traffic)
@@ -34,10 +46,18 @@ class StockTask:
         self.server.close()
 
 
-def serve_task(stop: StopSignal, transport: Transport, task: str, coordinator: str, address: str) -> int:
+def serve_task(
+    stop: StopSignal,
+    transport: Transport,
+    task: str,
+    coordinator: str,
+    address: str = LOCAL_ADDRESS,
+    *,
+    give_up_s: float = SessionSettings.give_up_s,
+) -> int:
     """Be a stock task until `stop`; returns the exit status. Raises what `StockTask` raises."""
-    stock = StockTask(transport, task, coordinator, address)
-    stock.client.call_on_lost(lambda reason: stop.stop(f"the coordinator at {coordinator} is lost: {reason}"))
+    stock = StockTask(transport, task, coordinator, address, give_up_s=give_up_s)
+    stock.client.call_on_lost(stop.stop)
     status, fault = stop.wait_for_exit_status()
     if fault:
         print(f"dflow task {short_task_name(task)}: {fault}", file=sys.stderr)

@@ -9,7 +9,9 @@ import pytest
 from dflow.distributed.coordinator import Coordinator
 from dflow.distributed.coordinator_client import CoordinatorClient
 from dflow.distributed.coordinator_events import Asked, Started, Ticked, Told
-from dflow.distributed.messages import ClaimSteps, EdgeTraffic, Heartbeat, Roster
+from dflow.distributed.coordinator_session import SessionSettings
+from dflow.distributed.coordinator_store import MemoryStore
+from dflow.distributed.messages import AnyMessage, ClaimSteps, EdgeTraffic, Heartbeat, Roster
 from dflow.distributed.traffic_totals import EDGES_TOLD
 from dflow.distributed.transport.base import Transport
 from dflow.distributed.transport.memory import MemoryNetwork
@@ -35,17 +37,28 @@ class Cluster:
         self.now_s = 100.0
         self.transport = transport
         self.clients: list[CoordinatorClient] = []
+        self.store = MemoryStore()
+        self.start(address)
+
+    def start(self, address: str, store: MemoryStore | None = None) -> None:
         self.coordinator = Coordinator(
-            transport, address, {"ps": 1, "worker": 2}, tick_s=None, clock=lambda: self.now_s
+            self.transport,
+            address,
+            {"ps": 1, "worker": 2},
+            store=store or self.store,
+            tick_s=None,
+            clock=lambda: self.now_s,
         )
 
-    def client(self, name: str = "tool") -> CoordinatorClient:
-        client = CoordinatorClient(self.transport, self.coordinator.address, name=name, timeout_s=SOON_S)
+    def client(self, name: str = "tool", give_up_s: float = 600.0) -> CoordinatorClient:
+        settings = SessionSettings(longest_pause_s=0.05, give_up_s=give_up_s)
+        address = self.coordinator.address
+        client = CoordinatorClient(self.transport, address, name=name, timeout_s=SOON_S, settings=settings)
         self.clients.append(client)
         return client
 
-    def task(self, task: str) -> CoordinatorClient:
-        client = self.client(task)
+    def task(self, task: str, give_up_s: float = 600.0) -> CoordinatorClient:
+        client = self.client(task, give_up_s)
         client.join(task, f"at {task}")
         return client
 
@@ -125,7 +138,7 @@ def test_silence_ends_the_connection_of_a_task(cluster: Cluster) -> None:
     cluster.coordinator.tick()
     assert gone.wait(SOON_S)
     assert client.lost
-    with pytest.raises(TransportClosed):
+    with pytest.raises(TaskLost, match=r"did not take this task back: coordinator: worker:0 left at 1000.0 s"):
         client.status()
     [task] = cluster.client().status().tasks
     assert task.left == "no heartbeat for 10.0 s"
@@ -158,14 +171,80 @@ def test_what_only_a_task_may_ask_is_refused_before_it_is_sent(cluster: Cluster)
         cluster.client().claim("run", 1)
 
 
-def test_the_coordinators_end_wakes_those_who_wait(cluster: Cluster) -> None:
-    client = cluster.task(WORKER0)
+def test_the_coordinators_end_for_longer_than_is_borne_wakes_those_who_wait(cluster: Cluster) -> None:
+    client = cluster.task(WORKER0, give_up_s=0.0)
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(client.wait_for_tasks, [PS0], timeout_s=SOON_S)
         cluster.coordinator.close()
-        with pytest.raises(TransportClosed, match=r"coordinator at .* is lost"):
+        with pytest.raises(TransportClosed, match=r"coordinator at .* is lost: it could not be reached for 0.0 s"):
             waiting.result(SOON_S)
     client.leave()
+
+
+def test_a_coordinator_started_again_takes_its_tasks_back_and_nobody_sees_a_change(cluster: Cluster) -> None:
+    first, second = cluster.task(WORKER0), cluster.task(WORKER1)
+    assert second.wait_for_tasks([WORKER0, WORKER1], timeout_s=SOON_S).version == 2
+    claimed = first.claim("run", 40)
+    assert first.elect("init")
+    rosters: list[Roster] = []
+    first.call_on_roster(rosters.append)
+    lost: list[str] = []
+    first.call_on_lost(lost.append)
+    address, before = cluster.coordinator.address, cluster.coordinator.status()
+    cluster.coordinator.close()
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(second.claim, "run", 40, timeout_s=SOON_S)
+        cluster.start(address)
+        assert waiting.result(SOON_S).start == claimed.stop
+    assert first.claim("run", 40, done=len(claimed)).start > claimed.stop
+    assert not second.elect("init")
+    after = cluster.client().status()
+    assert after.tasks == before.tasks
+    assert after.steps_done == len(claimed)
+    assert (len(rosters), lost) == (1, [])
+
+
+def test_a_coordinator_without_the_state_of_the_first_takes_none_of_its_tasks(cluster: Cluster) -> None:
+    client = cluster.task(WORKER0)
+    lost, gone = list[str](), threading.Event()
+    client.call_on_lost(lambda reason: (lost.append(reason), gone.set())[1])
+    cluster.coordinator.close()
+    cluster.start(cluster.coordinator.address, MemoryStore())
+    assert gone.wait(SOON_S)
+    assert "worker:0 is a task of cluster" in lost[0]
+    assert "it was started without the state of the first, which `--state FILE` keeps" in lost[0]
+
+
+def test_what_is_asked_in_vain_says_since_when_there_is_no_coordinator(cluster: Cluster) -> None:
+    client = cluster.task(WORKER0)
+    cluster.coordinator.close()
+    with pytest.raises(DeadlineExceeded, match=r"did not answer GetStatus of .* there is no connection to it since"):
+        client.status(timeout_s=0.5)
+    with pytest.raises(DeadlineExceeded, match=r"1 are missing: ps:0; .* there is no connection to it since"):
+        client.wait_for_tasks([PS0], timeout_s=0.01)
+    assert "there is no connection" in client.outage
+
+
+def test_a_client_without_a_thread_does_in_a_tick_what_is_due(cluster: Cluster) -> None:
+    client = CoordinatorClient(
+        cluster.transport,
+        cluster.coordinator.address,
+        name=WORKER0,
+        is_threaded=False,
+        clock=lambda: cluster.now_s,
+    )
+    cluster.clients.append(client)
+    client.join(WORKER0, "here")
+    client.tick()
+    assert not beats(cluster)
+    cluster.now_s += 1.0
+    client.tick()
+    client.status()
+    assert beats(cluster) == [Heartbeat(WORKER0)]
+
+
+def beats(cluster: Cluster) -> list[AnyMessage]:
+    return [event.message for event in cluster.coordinator.log() if isinstance(event, Told)]
 
 
 def test_a_stranger_cannot_claim_in_the_name_of_a_task(cluster: Cluster) -> None:

@@ -1,6 +1,7 @@
 from dflow.distributed.coordinator_events import Started, Ticked
 from dflow.distributed.durable_records import DurableRecords, apply_changes
 from dflow.distributed.membership import (
+    PUBLISH_AT_ONCE,
     ConnectionLost,
     EndConnection,
     HeartbeatArrived,
@@ -23,7 +24,7 @@ def cluster() -> Membership:
 def test_tasks_are_expected_until_they_join() -> None:
     members = cluster()
     assert members.roster().expected == (PS0, WORKER0, WORKER1)
-    assert members.handle(Joined(1.0, 7, WORKER0, "h:1")) == [PublishRoster()]
+    assert members.handle(Joined(1.0, 7, WORKER0, "h:1")) == [PublishRoster(0, 1, (0,))]
     assert members.roster().expected == (PS0, WORKER1)
     assert members.roster().tasks == (TaskInfo(WORKER0, "h:1", 1.0),)
 
@@ -60,7 +61,7 @@ def test_silence_for_the_timeout_is_a_leave_and_a_heartbeat_puts_it_off() -> Non
     assert members.handle(Ticked(10.0)) == [
         ReleaseTask(WORKER0, 0, "no heartbeat for 10.0 s"),
         EndConnection(7, "no heartbeat for 10.0 s"),
-        PublishRoster(),
+        PublishRoster(2, 3, (0,)),
     ]
     assert members.live_peers() == (8,)
 
@@ -79,7 +80,7 @@ def test_one_whose_connection_ended_is_away_for_a_while_and_has_then_left_for_th
     assert members.handle(ConnectionLost(3.0, 9, "a stranger went")) == []
     assert members.live_peers() == ()
     assert members.handle(Ticked(3.9)) == []
-    assert members.handle(Ticked(4.0)) == [ReleaseTask(WORKER0, 0, "reset"), PublishRoster()]
+    assert members.handle(Ticked(4.0)) == [ReleaseTask(WORKER0, 0, "reset"), PublishRoster(1, 2, (0,))]
 
 
 def test_to_be_away_puts_the_end_of_a_silent_task_not_off() -> None:
@@ -116,7 +117,7 @@ def test_another_incarnation_takes_the_place_of_one_that_is_away() -> None:
     members.handle(ConnectionLost(3.0, 7, "killed"))
     assert members.handle(Joined(3.1, 8, WORKER0, "h:2", "b")) == [
         ReleaseTask(WORKER0, 0, "it has started anew"),
-        PublishRoster(),
+        PublishRoster(1, 3, (0, 1)),
     ]
     assert [info.incarnation for info in members.roster().tasks] == ["a", "b"]
     assert members.life(WORKER0) == 1
@@ -130,7 +131,7 @@ def test_one_that_was_given_up_may_not_come_back_in_that_incarnation() -> None:
     assert isinstance(refusal, RefuseJoin)
     assert refusal.kind == "TaskLost"
     assert "worker:0 left at 10.0 s: no heartbeat for 10.0 s; its work has gone to others" in refusal.text
-    assert members.handle(Joined(12.0, 8, WORKER0, "h:1", "b")) == [PublishRoster()]
+    assert members.handle(Joined(12.0, 8, WORKER0, "h:1", "b")) == [PublishRoster(2, 3, (1,))]
 
 
 def test_a_task_of_another_cluster_is_refused_with_both_names() -> None:
@@ -140,7 +141,7 @@ def test_a_task_of_another_cluster_is_refused_with_both_names() -> None:
     assert isinstance(refusal, RefuseJoin)
     assert refusal.kind == "TaskLost"
     assert "worker:0 is a task of cluster red, and this is the coordinator of blue" in refusal.text
-    assert members.handle(Joined(1.0, 7, WORKER0, "h:1", "a", "blue")) == [PublishRoster()]
+    assert members.handle(Joined(1.0, 7, WORKER0, "h:1", "a", "blue")) == [PublishRoster(0, 1, (0,))]
 
 
 def restarted(records: DurableRecords, rows: dict[str, bytes], at_s: float) -> Membership:
@@ -168,7 +169,7 @@ def test_after_a_restart_the_members_are_those_of_before_and_have_a_while_to_com
     late = restarted(records, rows, 50.0)
     assert late.handle(Ticked(60.0)) == [
         ReleaseTask(WORKER0, 0, "it did not come back within 10.0 s of the coordinator's restart"),
-        PublishRoster(),
+        PublishRoster(3, 4, (0,)),
     ]
     assert late.roster().version == before.version + 1
 
@@ -199,5 +200,17 @@ def test_available_are_the_live_and_the_expected_by_index() -> None:
 
 def test_a_task_outside_the_expected_ones_may_join() -> None:
     members = cluster()
-    assert members.handle(Joined(0.0, 1, "/job:eval/task:0", "h:1")) == [PublishRoster()]
+    assert members.handle(Joined(0.0, 1, "/job:eval/task:0", "h:1")) == [PublishRoster(0, 1, (0,))]
     assert members.jobs() == ("eval", "ps", "worker")
+
+
+def test_changes_of_a_large_cluster_are_published_together_at_the_next_tick() -> None:
+    members = Membership({})
+    tasks = [f"/job:worker/task:{index}" for index in range(PUBLISH_AT_ONCE + 3)]
+    published = [len(members.handle(Joined(0.0, peer, task, "h"))) for peer, task in enumerate(tasks)]
+    assert published == [1] * PUBLISH_AT_ONCE + [0, 0, 0]
+    count = PUBLISH_AT_ONCE
+    assert members.handle(LeaveAsked(0.0, 0, "finished")) == [ReleaseTask(tasks[0], 0, "finished")]
+    assert members.roster().version == count + 4, "who joins now sees all that has happened"
+    assert members.handle(Ticked(0.5)) == [PublishRoster(count, count + 4, (0, count, count + 1, count + 2))]
+    assert members.handle(Ticked(1.0)) == []

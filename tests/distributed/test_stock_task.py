@@ -21,8 +21,8 @@ def coordinator() -> Iterator[Coordinator]:
     made.close()
 
 
-def spawn(coordinator: Coordinator, tmp_path: Path) -> Spawned:
-    words = ("-m", "dflow", "task", "--job", "ps", "--index", "0", "--coordinator", coordinator.address)
+def spawn(coordinator: Coordinator, tmp_path: Path, *more: str) -> Spawned:
+    words = ("-m", "dflow", "task", "--job", "ps", "--index", "0", "--coordinator", coordinator.address, *more)
     return Spawned(*words, cwd=tmp_path, JAX_PLATFORMS="cpu")
 
 
@@ -43,13 +43,14 @@ def test_it_joins_and_leaves_quietly_at_sigterm(coordinator: Coordinator, tmp_pa
     client.close()
 
 
-def test_it_ends_with_the_coordinator(coordinator: Coordinator, tmp_path: Path) -> None:
-    with spawn(coordinator, tmp_path) as task:
-        joined(coordinator)
+def test_it_ends_when_there_was_no_coordinator_for_too_long(coordinator: Coordinator, tmp_path: Path) -> None:
+    with spawn(coordinator, tmp_path, "--coordinator-timeout", "0") as task:
+        client = joined(coordinator)
         coordinator.close()
         status, output = task.finish()
     assert status == 1
-    assert f"dflow task ps:0: the coordinator at {coordinator.address} is lost" in output
+    assert f"dflow task ps:0: the coordinator at {coordinator.address} is lost: it could not be reached for" in output
+    client.close()
 
 
 def test_a_name_that_is_taken_is_an_error(coordinator: Coordinator, tmp_path: Path) -> None:

@@ -1,0 +1,424 @@
+"""A client's side of the coordinator as a state machine: what is asked, over which link, and what after a loss.
+
+No clock, no sockets, no threads: times come with the events, and what is to be done is a command. A link is one
+connection, named by a number that is never used twice, as an ask is.
+
+Invariants:
+- each Asking is settled by exactly one Settle, unless it is Withdrawn;
+- an ask that has no answer is asked again over the next link, in the order of asking, after the task is back in the
+  cluster; the coordinator carries none out twice, since a claim has its number and all else is the same when repeated;
+- a task comes back as the member it was: in the same incarnation, and to no other cluster;
+- a link is sought again after pauses that grow up to `longest_pause_s`, each shortened by chance from `seed`, until
+  none could be had for `give_up_s`; then, and when the coordinator has given the task up, it is over: GaveUp, once;
+- `roster` never gets older: of two, the one with the greater version is shown last.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import msgspec
+
+from dflow.distributed.messages import (
+    AnyMessage,
+    Claimed,
+    ClaimSteps,
+    Failure,
+    Join,
+    Leave,
+    Roster,
+    RosterChange,
+)
+
+#: The ask by which a task comes back; those of the program are greater.
+REJOIN = 0
+
+
+@dataclass(frozen=True)
+class SessionSettings:
+    """How a client bears the loss of the coordinator.
+
+    `first_pause_s`    after the first loss; each pause is twice as long as the one before
+    `longest_pause_s`  where that ends
+    `connect_s`        how long each attempt may take
+    `give_up_s`        how long it is sought
+    `rejoins_anew`     when it was given up meanwhile, whether it joins as a new task of the same name; this fits one
+                       that holds variables and has no program that would have to begin again
+    """
+
+    first_pause_s: float = 0.05
+    longest_pause_s: float = 2.0
+    connect_s: float = 2.0
+    give_up_s: float = 600.0
+    rejoins_anew: bool = False
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A link to the coordinator is there."""
+
+    at_s: float
+    link: int
+
+
+@dataclass(frozen=True)
+class OpenFailed:
+    """No link could be had."""
+
+    at_s: float
+    why: str
+
+
+@dataclass(frozen=True)
+class LinkEnded:
+    """A link is no more; nothing more comes over it."""
+
+    at_s: float
+    link: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Asking:
+    """The program asks; `ask` is greater than all before."""
+
+    at_s: float
+    ask: int
+    message: AnyMessage
+
+
+@dataclass(frozen=True)
+class Withdrawn:
+    """The program waits for the answer no longer."""
+
+    at_s: float
+    ask: int
+
+
+@dataclass(frozen=True)
+class Answered:
+    """The answer to an ask came over a link; a `Failure` is one too."""
+
+    at_s: float
+    link: int
+    ask: int
+    message: AnyMessage
+
+
+@dataclass(frozen=True)
+class Heard:
+    """A message came over a link that was not asked for."""
+
+    at_s: float
+    link: int
+    message: AnyMessage
+
+
+@dataclass(frozen=True)
+class Woke:
+    """It is `wake_at_s`, or later."""
+
+    at_s: float
+
+
+@dataclass(frozen=True)
+class Ending:
+    """The program is done with the coordinator."""
+
+    at_s: float
+    reason: str
+
+
+SessionEvent = Opened | OpenFailed | LinkEnded | Asking | Withdrawn | Answered | Heard | Woke | Ending
+
+
+@dataclass(frozen=True)
+class OpenLink:
+    """Connect to the coordinator: an Opened or an OpenFailed is to follow."""
+
+
+@dataclass(frozen=True)
+class Send:
+    """Ask over the link; the answer is to be told as Answered with the same `ask`."""
+
+    link: int
+    ask: int
+    message: AnyMessage
+
+
+@dataclass(frozen=True)
+class Tell:
+    """Say over the link what has no answer."""
+
+    link: int
+    message: AnyMessage
+
+
+@dataclass(frozen=True)
+class EndLink:
+    """End the link; its LinkEnded changes nothing any more."""
+
+    link: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Settle:
+    """Give the program its answer."""
+
+    ask: int
+    message: AnyMessage
+
+
+@dataclass(frozen=True)
+class ShowRoster:
+    """There is a newer roster."""
+
+    roster: Roster
+
+
+@dataclass(frozen=True)
+class GaveUp:
+    """There is no coordinator for this client any more."""
+
+    reason: str
+
+
+SessionCommand = OpenLink | Send | Tell | EndLink | Settle | ShowRoster | GaveUp
+
+
+class CoordinatorSession:
+    """One client of the coordinator, from its first Opened on.
+
+    `who`          how errors call the coordinator, with its address
+    `incarnation`  this life of the process, different from all others
+    """
+
+    def __init__(self, *, who: str, incarnation: str, settings: SessionSettings | None = None, seed: int = 0) -> None:
+        self._who = who
+        self._settings = settings or SessionSettings()
+        self._random = random.Random(seed)
+        self._incarnation = incarnation
+        self._lives = 1
+        self._link: int | None = None
+        self._is_in = False
+        self._is_opening = True
+        self._pauses = 0
+        self._open_at_s = 0.0
+        self._down_since_s: float | None = None
+        self._down_reason = ""
+        self._member: Join | None = None
+        self._join_ask = REJOIN
+        self._asks: dict[int, AnyMessage] = {}
+        self._last_claims: dict[str, int] = {}
+        self._ended: Failure | None = None
+        self.roster = Roster((), ())
+
+    @property
+    def ended(self) -> str:
+        """Why it is over; empty while it is not."""
+        return self._ended.text if self._ended is not None else ""
+
+    @property
+    def joined_link(self) -> int | None:
+        """The link over which this client is a task of the cluster now."""
+        return self._link if self._is_in and self._member is not None else None
+
+    @property
+    def wake_at_s(self) -> float | None:
+        """When Woke is due; None when nothing is waited for."""
+        if self._ended is not None or self._link is not None or self._is_opening:
+            return None
+        return self._open_at_s
+
+    @property
+    def open_asks(self) -> int:
+        """How many asks have no answer."""
+        return len(self._asks)
+
+    def outage(self, at_s: float) -> str:
+        """Since when there is no coordinator and why, as the end of a sentence; empty while there is one."""
+        if self._down_since_s is None:
+            return ""
+        return f"; there is no connection to it since {at_s - self._down_since_s:.1f} s: {self._down_reason}"
+
+    def handle(self, event: SessionEvent) -> list[SessionCommand]:
+        """Take note of the event and say what is to be done, in order."""
+        if self._ended is not None:
+            return self._refuse(event)
+        match event:
+            case Opened(_, link):
+                return self._opened(link)
+            case OpenFailed(at_s, why):
+                self._is_opening = False
+                return self._lost(at_s, why)
+            case LinkEnded(at_s, link, reason) if link == self._link:
+                self._link, self._is_in = None, False
+                return self._lost(at_s, reason)
+            case Asking(_, ask, message):
+                return self._ask(ask, message)
+            case Withdrawn(_, ask):
+                self._asks.pop(ask, None)
+                return self._join_withdrawn() if self._member is not None and ask == self._join_ask else []
+            case Answered(_, link, ask, message) if link == self._link:
+                return self._answered(ask, message)
+            case Heard(at_s, link, message) if link == self._link:
+                return self._heard(at_s, message)
+            case Woke(at_s):
+                return self._wake(at_s)
+            case Ending(_, reason):
+                text = f"the connection to {self._who} was closed: {reason}"
+                return self._end(Failure("TransportClosed", text), reason)
+            case _:
+                return []
+
+    def _refuse(self, event: SessionEvent) -> list[SessionCommand]:
+        assert self._ended is not None
+        match event:
+            case Opened(_, link):
+                return [EndLink(link, self._ended.text)]
+            case Asking(_, ask, _):
+                return [Settle(ask, self._ended)]
+            case _:
+                return []
+
+    # Links.
+
+    def _opened(self, link: int) -> list[SessionCommand]:
+        self._is_opening = False
+        self._link = link
+        if self._member is not None:
+            return [Send(link, self._join_ask, self._member)]
+        self._up()
+        return self._send_all()
+
+    def _lost(self, at_s: float, why: str) -> list[SessionCommand]:
+        if self._down_since_s is None:
+            self._down_since_s = at_s
+        self._down_reason = why
+        settings = self._settings
+        pause_s = min(settings.longest_pause_s, settings.first_pause_s * 2.0 ** min(self._pauses, 60))
+        self._pauses += 1
+        self._open_at_s = at_s + pause_s * self._random.uniform(0.5, 1.0)
+        return self._wake(at_s)
+
+    def _wake(self, at_s: float) -> list[SessionCommand]:
+        if self._link is not None or self._is_opening:
+            return []
+        down_s = at_s - (self._down_since_s if self._down_since_s is not None else at_s)
+        if down_s >= self._settings.give_up_s:
+            text = f"{self._who} is lost: it could not be reached for {down_s:.1f} s: {self._down_reason}"
+            return self._give_up(Failure("TransportClosed", text))
+        if at_s < self._open_at_s:
+            return []
+        self._is_opening = True
+        return [OpenLink()]
+
+    def _up(self) -> None:
+        self._is_in = True
+        self._down_since_s, self._down_reason = None, ""
+
+    def _send_all(self) -> list[SessionCommand]:
+        assert self._link is not None
+        return [Send(self._link, ask, message) for ask, message in self._asks.items()]
+
+    def _give_up(self, failure: Failure) -> list[SessionCommand]:
+        return [*self._end(failure, failure.text), GaveUp(failure.text)]
+
+    def _end(self, failure: Failure, reason: str) -> list[SessionCommand]:
+        self._ended = failure
+        commands: list[SessionCommand] = []
+        if self._link is not None:
+            if self._is_in and self._member is not None:
+                commands.append(Tell(self._link, Leave(self._member.task, reason)))
+            commands.append(EndLink(self._link, reason))
+        commands += [Settle(ask, failure) for ask in self._asks]
+        self._link, self._is_in = None, False
+        self._asks.clear()
+        return commands
+
+    # Asks.
+
+    def _ask(self, ask: int, message: AnyMessage) -> list[SessionCommand]:
+        match message:
+            case Join(task, address):
+                self._member, self._join_ask, self._is_in = Join(task, address, self._incarnation), ask, False
+                message = self._member
+            case ClaimSteps(run=run):
+                message = msgspec.structs.replace(message, number=ask, last=self._last_claims.get(run, 0))
+        self._asks[ask] = message
+        may_go = self._link is not None and (self._is_in or isinstance(message, Join))
+        return [Send(self._link, ask, message)] if may_go and self._link is not None else []
+
+    def _answered(self, ask: int, message: AnyMessage) -> list[SessionCommand]:
+        self._pauses = 0
+        if self._member is not None and ask == self._join_ask:
+            return self._join_answered(ask, message, self._member)
+        asked = self._asks.pop(ask, None)
+        if asked is None:
+            return []
+        if isinstance(asked, ClaimSteps) and isinstance(message, Claimed):
+            self._last_claims[asked.run] = ask
+        elif isinstance(asked, Leave):
+            self._member = None
+        return [Settle(ask, message)]
+
+    def _join_withdrawn(self) -> list[SessionCommand]:
+        self._member = None
+        if self._link is None:
+            return []
+        self._up()
+        return self._send_all()
+
+    def _join_answered(self, ask: int, message: AnyMessage, member: Join) -> list[SessionCommand]:
+        assert self._link is not None
+        is_first = self._asks.pop(ask, None) is not None
+        if isinstance(message, Roster):
+            self._member = msgspec.structs.replace(member, cluster=message.cluster)
+            self._join_ask = REJOIN
+            self._up()
+            shown = self._show(message)
+            return [*shown, *([Settle(ask, message)] if is_first else []), *self._send_all()]
+        if is_first:
+            self._member = None
+            self._up()
+            return [Settle(ask, message), *self._send_all()]
+        why = message if isinstance(message, Failure) else Failure("WireError", f"{self._who} answered a Join wrongly")
+        if why.kind == "TaskLost" and self._settings.rejoins_anew:
+            self._lives += 1
+            self._member = msgspec.structs.replace(member, incarnation=f"{self._incarnation}.{self._lives}")
+            return [Send(self._link, REJOIN, self._member)]
+        self._is_in = False
+        return self._give_up(Failure(why.kind, f"{self._who} did not take this task back: {why.text}"))
+
+    # Rosters.
+
+    def _heard(self, at_s: float, message: AnyMessage) -> list[SessionCommand]:
+        match message:
+            case Roster():
+                return self._show(message)
+            case RosterChange(since, version) if since <= self.roster.version < version:
+                return self._show(changed_roster(self.roster, message))
+            case RosterChange(since, version) if self.roster.version < since and self._link is not None:
+                link, self._link, self._is_in = self._link, None, False
+                text = f"roster {self.roster.version} is here, and the changes since {since} came: some were lost"
+                return [EndLink(link, text), *self._lost(at_s, text)]
+            case _:
+                return []
+
+    def _show(self, roster: Roster) -> list[SessionCommand]:
+        if roster.version <= self.roster.version and self.roster.tasks:
+            return []
+        self.roster = roster
+        return [ShowRoster(roster)]
+
+
+def changed_roster(roster: Roster, change: RosterChange) -> Roster:
+    """The roster after the change."""
+    tasks = list(roster.tasks)
+    for place, info in change.entries:
+        tasks[place : place + 1] = [info]
+    joined = {info.task for _, info in change.entries}
+    expected = tuple(task for task in roster.expected if task not in joined)
+    return msgspec.structs.replace(roster, tasks=tuple(tasks), expected=expected, version=change.version)
