@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
@@ -20,10 +20,21 @@ class Message(msgspec.Struct, frozen=True, tag=True):
 
 
 class Hello(Message, frozen=True):
-    """First on each connection, both ways: who speaks, and which protocol."""
+    """First on each connection, both ways: who speaks, and which protocol.
+
+    `session`   what this connection carries on or begins; empty when it ends with the connection. As an answer, empty
+                when the session that was to go on is not known
+    `received`  how many frames of the session have arrived at the speaker
+    `process`   which process speaks; see `transport.process_identity`
+    `resumes`   whether the session is one that was begun over another connection
+    """
 
     name: str
     version: int = PROTOCOL_VERSION
+    session: str = ""
+    received: int = 0
+    process: str = ""
+    resumes: bool = False
 
 
 class Ok(Message, frozen=True):

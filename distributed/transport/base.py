@@ -10,8 +10,11 @@ Invariants, kept by both transports:
   at once, or keeps the `Responder` and answers later from any thread. Waiting for a reply on a reader thread is
   refused, since the reply might be behind the message being handled. Sending from it never blocks.
 - An exception out of a handler is the answer to that one message; the connection goes on.
-- A received payload is the receiver's own: writable, and aligned to `codec.ALIGNMENT_BYTES`.
-- Whoever sends a payload leaves it unchanged from then on.
+- A received payload is the receiver's own: writable, and aligned to `codec.ALIGNMENT_BYTES` from `MIN_ALIGNED_BYTES`
+  on.
+- Whoever sends a payload leaves it unchanged from then on; with `on_released`, until that is called.
+- A message that was handed over is handled once by the other side, in order, or the connection ends: a socket that
+  breaks is replaced while both processes live and can reach each other within `Limits.resume_s`.
 """
 
 from __future__ import annotations
@@ -31,6 +34,12 @@ class Reply(NamedTuple):
     payload: memoryview
 
 
+#: Received payloads of at least so many bytes are aligned; XLA copies smaller ones faster than they are aligned.
+MIN_ALIGNED_BYTES = 16 << 10
+
+#: Told that the transport needs the memory of a payload no longer. It must not wait.
+OnReleased = Callable[[], None]
+
 #: Takes a reply, or the error that a `PendingReply.wait` would raise.
 OnReply = Callable[[Reply | BaseException], None]
 
@@ -47,7 +56,11 @@ class Limits:
     `max_hello_bytes`    size of a `Hello`
     `hello_timeout_s`    time from the connection to the end of the peer's `Hello`
     `stall_timeout_s`    time without a byte in the middle of a frame, and without room to send
-    `max_unsent`         frames queued for a peer that does not read its replies
+    `max_unsent`         frames queued for a peer that does not read its replies, or cannot be reached
+    `max_retained_bytes` bytes sent that the peer has not acknowledged, beyond which a sender waits
+    `resume_s`           time to reach a peer again whose socket broke, before the connection ends
+    `checksums`          whether frames carry checksums (what is received is checked if it has one); a frame whose
+                         bytes are not those sent is sent again over a new socket
     """
 
     max_meta_bytes: int = 1 << 20
@@ -59,6 +72,9 @@ class Limits:
     hello_timeout_s: float = 10.0
     stall_timeout_s: float = 60.0
     max_unsent: int = 4096
+    max_retained_bytes: int = 64 << 20
+    resume_s: float = 5.0
+    checksums: bool = False
 
 
 class PendingReply(Protocol):
@@ -102,8 +118,12 @@ class Peer(Protocol):
         """Send a request and wait for its reply; raises what `start` and `PendingReply.wait` raise."""
         ...
 
-    def notify(self, message: AnyMessage, payload: Payload = b"") -> None:
-        """Send a message that has no reply; raises what `start` raises."""
+    def notify(self, message: AnyMessage, payload: Payload = b"", on_released: OnReleased | None = None) -> None:
+        """Send a message that has no reply; raises what `start` raises.
+
+        on_released  called once when the memory of `payload` is no longer needed here, from any thread, maybe before
+                     this returns; not called if this raises
+        """
         ...
 
     def close(self, reason: str = "closed by this side") -> None:

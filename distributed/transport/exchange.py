@@ -9,7 +9,6 @@ whoever sets it fails the waiting calls and tells the handler.
 
 from __future__ import annotations
 
-import concurrent.futures
 import enum
 import logging
 import threading
@@ -19,18 +18,20 @@ from typing import NamedTuple, Protocol
 from dflow.distributed.codec import Payload, decode_message, encode_message
 from dflow.distributed.failures import error_of, failure_of
 from dflow.distributed.messages import AnyMessage, Failure
-from dflow.distributed.transport.base import Handler, Limits, OnReply, Reply
+from dflow.distributed.transport.base import Handler, Limits, OnReleased, OnReply, Reply
 from dflow.tracing.errors import DeadlineExceeded, InternalError, TransportClosed, WireError
 
 LOGGER = logging.getLogger("dflow")
 
 
 class Kind(enum.IntEnum):
-    """What a frame is to the exchange."""
+    """What a frame is: the first three are for exchanges, the others between links."""
 
     REQUEST = 1
     REPLY = 2
     NOTIFY = 3
+    ACK = 4
+    LAST = 5
 
 
 class Frame(NamedTuple):
@@ -40,13 +41,17 @@ class Frame(NamedTuple):
     number: int
     meta: bytes | bytearray
     payload: Payload
+    on_released: OnReleased | None = None
 
 
 class Link(Protocol):
     """Carries frames to the other side, in order."""
 
     def send(self, frame: Frame) -> None:
-        """Send, or queue when called from a reader thread; raises TransportClosed with the reason as its text."""
+        """Send, or queue when called from a reader thread; calls `frame.on_released` once unless it raises.
+
+        raises  TransportClosed with the reason as its text
+        """
         ...
 
     def close(self) -> None:
@@ -115,12 +120,11 @@ class Exchange:
         _refuse_on_reader(message, self._remote)
         return self.start(message, payload).wait(timeout_s)
 
-    def notify(self, message: AnyMessage, payload: Payload = b"") -> None:
+    def notify(self, message: AnyMessage, payload: Payload = b"", on_released: OnReleased | None = None) -> None:
         """Send a message that has no reply; see `base.Peer.notify`."""
         meta = self._meta(message, payload)
-        with self._lock:
-            self._raise_if_ended()
-        self._send(Frame(Kind.NOTIFY, 0, meta, payload))
+        self._raise_if_ended()
+        self._send(Frame(Kind.NOTIFY, 0, meta, payload, on_released))
 
     def close(self, reason: str = "closed by this side") -> None:
         """End the connection, failing the calls that wait on it with `reason`."""
@@ -231,36 +235,62 @@ class Exchange:
 
 
 class _Pending:
-    """A request that waits for its reply; see `base.PendingReply`."""
+    """A request that waits for its reply; see `base.PendingReply`.
+
+    A bare lock, and no future, since one is made for each call: held until there is an outcome.
+    """
+
+    __slots__ = ("_callbacks", "_exchange", "_number", "_outcome", "_unresolved", "asked")
 
     def __init__(self, exchange: Exchange, number: int, asked: str) -> None:
         self._exchange = exchange
         self._number = number
         self.asked = asked
-        self._future: concurrent.futures.Future[Reply] = concurrent.futures.Future()
+        self._outcome: Reply | BaseException | None = None
+        self._callbacks: list[OnReply] = []
+        self._unresolved = threading.Lock()
+        self._unresolved.acquire()
 
     def resolve(self, outcome: Reply | BaseException) -> None:
         """Wake the waiter; called once, by whoever took this out of `_waiting`."""
-        if isinstance(outcome, BaseException):
-            self._future.set_exception(outcome)
-        else:
-            self._future.set_result(outcome)
+        with _CALLBACKS:
+            self._outcome = outcome
+            callbacks = self._callbacks
+        self._unresolved.release()
+        for on_reply in callbacks:
+            self._call(on_reply, outcome)
 
     def wait(self, timeout_s: float) -> Reply:
         """The reply; see `base.PendingReply.wait`."""
-        if not self._future.done():
+        if self._outcome is None:
             _refuse_on_reader(self.asked, self._exchange.name)
-        try:
-            error = self._future.exception(timeout_s)
-        except TimeoutError:
-            raise self._exchange.give_up(self._number, self.asked, timeout_s) from None
-        if error is not None:
-            raise error
-        return self._future.result()
+            if not self._unresolved.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
+                raise self._exchange.give_up(self._number, self.asked, timeout_s)
+            self._unresolved.release()
+        outcome = self._outcome
+        if isinstance(outcome, Reply):
+            return outcome
+        assert outcome is not None
+        raise outcome
 
     def when_done(self, on_reply: OnReply) -> None:
         """Call `on_reply` once; see `base.PendingReply.when_done`."""
-        self._future.add_done_callback(lambda future: on_reply(future.exception() or future.result()))
+        with _CALLBACKS:
+            outcome = self._outcome
+            if outcome is None:
+                self._callbacks.append(on_reply)
+                return
+        self._call(on_reply, outcome)
+
+    def _call(self, on_reply: OnReply, outcome: Reply | BaseException) -> None:
+        try:
+            on_reply(outcome)
+        except Exception:
+            LOGGER.exception("what was to be done with the answer of %s failed", self._exchange.name)
+
+
+#: Guards the callbacks of every pending reply, for a few instructions at a time.
+_CALLBACKS = threading.Lock()
 
 
 class _Responder:

@@ -131,7 +131,9 @@ class _MemoryLink:
             raise TransportClosed("the other side closed the connection")
         payload = empty_payload(len(frame.payload))
         payload[:] = frame.payload
-        self._outbound.frames.put(frame._replace(payload=payload))
+        self._outbound.frames.put(frame._replace(payload=payload, on_released=None))
+        if frame.on_released is not None:
+            frame.on_released()
 
     def close(self) -> None:
         self._outbound.close()

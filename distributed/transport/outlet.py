@@ -4,33 +4,52 @@ Why: if the reader threads of two tasks both waited for room to send to each oth
 thread that reads sends only what the stream takes at once; the rest is sent by a thread started for it.
 
 Invariants: frames are never interleaved (`_sending` is held from the first byte of a frame to its last, and may be
-passed to the finishing thread). Frames sent by reader threads leave in the order they were sent: while any is
-queued, later ones queue behind it. The queue is bounded by `Limits.max_unsent`, and in time by `stall_timeout_s`.
+passed to the finishing thread). A frame is packed, and so numbered, by whoever holds `_sending`, right before it is
+sent, so that numbers go over the stream in order. Frames sent by reader threads leave in the order they were sent:
+while any is queued, later ones queue behind it. The queue is bounded by `Limits.max_unsent`, and in time by
+`stall_timeout_s`. Without a stream, frames are packed (which retains them) and not sent. A stream is closed under
+`_sending`, so that no thread is about to send on a file number that the system has given to someone else.
 """
 
 from __future__ import annotations
 
 import collections
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from dflow.distributed.transport.base import Limits
 from dflow.distributed.transport.exchange import Frame, on_reader_thread
-from dflow.distributed.transport.framing import pack_header
 from dflow.distributed.transport.stream import Parts, Stream, without
 from dflow.tracing.errors import TransportClosed
 
 
-class Outlet:
-    """The sending half of a connection; `on_failure` is told why when a queued frame could not be sent."""
+class Packing(Protocol):
+    """What an outlet is the sending half of."""
 
-    def __init__(self, stream: Stream, limits: Limits, on_failure: Callable[[str], None]) -> None:
-        self._stream = stream
+    def pack(self, frame: Frame) -> Parts:
+        """The bytes of a frame that is about to be sent."""
+        ...
+
+    def broke(self, stream: Stream, reason: str) -> bool:
+        """Sending over `stream` failed; whether its frames will be sent over another."""
+        ...
+
+    def end(self, reason: str) -> None:
+        """A queued frame could not be sent, nor will be."""
+        ...
+
+
+class Outlet:
+    """The sending half of a connection."""
+
+    def __init__(self, stream: Stream, limits: Limits, packing: Packing) -> None:
+        self._stream: Stream | None = stream
         self._limits = limits
-        self._on_failure = on_failure
+        self._packing = packing
         self._sending = threading.Lock()
         self._queue_lock = threading.Lock()
-        self._queue: collections.deque[Parts] = collections.deque()
+        self._queue: collections.deque[Frame] = collections.deque()
         self._is_draining = False
 
     def send(self, frame: Frame) -> None:
@@ -38,26 +57,49 @@ class Outlet:
 
         raises  TransportClosed with the reason as its text, after which the connection is of no use
         """
-        parts = [memoryview(part) for part in (pack_header(frame), frame.meta, frame.payload)]
         if on_reader_thread():
-            self._send_or_queue(parts)
+            self._send_or_queue(frame)
             return
         with self._sending:
-            try:
-                self._send_all(parts)
-            except TransportClosed:
-                raise
-            except BaseException:
-                self._on_failure("a send was interrupted in the middle of a frame")
-                raise
+            self._send_all(self._packing.pack(frame))
 
-    def _send_or_queue(self, parts: Parts) -> None:
+    def say_last(self, frame: Frame) -> None:
+        """Send `frame`, if that can be done at once; nothing may be sent after it."""
+        if not self._sending.acquire(blocking=False):
+            return
+        try:
+            stream, self._stream = self._stream, None
+            if stream is not None:
+                stream.send_now(self._packing.pack(frame))
+        except OSError:
+            pass
+        finally:
+            self._sending.release()
+
+    def close_stream(self, stream: Stream) -> None:
+        """Close a stream that was shut down, and send on it no more."""
+        with self._sending:
+            if self._stream is stream:
+                self._stream = None
+            stream.close()
+
+    def resume(self, stream: Stream, again: Callable[[], Sequence[Parts]]) -> None:
+        """Send over `stream` from now on: first what `again` returns, on a thread of its own, then all else."""
+        self._sending.acquire()
+        self._stream = stream
+        rest = [part for parts in again() for part in parts]
+        if rest:
+            self._start_drain(rest, drains_queue=False)
+        else:
+            self._sending.release()
+
+    def _send_or_queue(self, frame: Frame) -> None:
         with self._queue_lock:
             if self._is_draining or not self._sending.acquire(blocking=False):
-                self._enqueue(parts)
+                self._enqueue(frame)
                 return
         try:
-            rest = without(parts, _sent(self._stream.send_now, parts))
+            rest = self._send_now(self._packing.pack(frame))
         except BaseException:
             self._sending.release()
             raise
@@ -69,10 +111,10 @@ class Outlet:
             self._is_draining = True
         self._start_drain(rest, drains_queue)
 
-    def _enqueue(self, parts: Parts) -> None:
+    def _enqueue(self, frame: Frame) -> None:
         if len(self._queue) >= self._limits.max_unsent:
             raise TransportClosed(f"the other side leaves {len(self._queue)} frames unread")
-        self._queue.append(parts)
+        self._queue.append(frame)
         if not self._is_draining:
             self._is_draining = True
             self._start_drain([], drains_queue=True)
@@ -88,13 +130,13 @@ class Outlet:
                     self._send_all(begun)
                 finally:
                     self._sending.release()
-            while drains_queue and (parts := self._next_queued()) is not None:
+            while drains_queue and (frame := self._next_queued()) is not None:
                 with self._sending:
-                    self._send_all(parts)
+                    self._send_all(self._packing.pack(frame))
         except TransportClosed as error:
-            self._on_failure(str(error))
+            self._packing.end(str(error))
 
-    def _next_queued(self) -> Parts | None:
+    def _next_queued(self) -> Frame | None:
         with self._queue_lock:
             if not self._queue:
                 self._is_draining = False
@@ -102,15 +144,40 @@ class Outlet:
             return self._queue.popleft()
 
     def _send_all(self, parts: Parts) -> None:
-        while parts:
-            sent = _sent(self._stream.send, parts)
-            if sent == 0:
-                raise TransportClosed(f"the other side took no byte for {self._limits.stall_timeout_s:g} s")
-            parts = without(parts, sent)
+        """Send `parts` to the last byte, or as far as the stream goes."""
+        stream = self._stream
+        if stream is None:
+            return
+        left = sum(map(len, parts))
+        try:
+            while True:
+                sent = stream.send(parts)
+                left -= sent
+                if not left:
+                    return
+                if not sent:
+                    self._broke(stream, f"the other side took no byte for {self._limits.stall_timeout_s:g} s")
+                    return
+                parts = without(parts, sent)
+        except OSError as error:
+            self._broke(stream, error.strerror or str(error))
+        except BaseException:
+            self._broke(stream, "a send was interrupted in the middle of a frame")
+            raise
 
+    def _send_now(self, parts: Parts) -> Parts:
+        """Send what goes at once; returns the rest."""
+        stream = self._stream
+        if stream is None:
+            return []
+        try:
+            sent = stream.send_now(parts)
+        except OSError as error:
+            self._broke(stream, error.strerror or str(error))
+            return []
+        return [] if sent == sum(map(len, parts)) else without(parts, sent)
 
-def _sent(send: Callable[[Parts], int], parts: Parts) -> int:
-    try:
-        return send(parts)
-    except OSError as error:
-        raise TransportClosed(error.strerror or str(error)) from error
+    def _broke(self, stream: Stream, reason: str) -> None:
+        self._stream = None
+        if not self._packing.broke(stream, reason):
+            raise TransportClosed(reason)

@@ -8,7 +8,7 @@ import os
 import queue
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,11 +16,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dflow.distributed.codec import encode_message
-from dflow.distributed.messages import PROTOCOL_VERSION, AnyMessage, Hello, Ok, Tensor
+from dflow.distributed.messages import PROTOCOL_VERSION, AnyMessage, Hello, Ok, Placed, Tensor
 from dflow.distributed.transport.addresses import Address
 from dflow.distributed.transport.base import Limits, Peer, Responder
 from dflow.distributed.transport.exchange import Frame, Kind
-from dflow.distributed.transport.framing import HEADER, MAGIC, FrameReader, pack_header
+from dflow.distributed.transport.framing import HEADER, MAGIC, Arrived, FrameReader, pack_header
 from dflow.distributed.transport.security import SameMachine, Secured
 from dflow.distributed.transport.sockets import SocketListener, SocketTransport
 from dflow.distributed.transport.stream import SocketStream
@@ -42,8 +42,8 @@ HELLO = frame(Hello("stranger"))
 OK = frame(Ok(), kind=Kind.REQUEST, number=1)
 
 
-def header(magic: bytes = MAGIC, kind: int = 1, payload: int = 0, meta: int = 0, pad: bytes = ZERO3) -> bytes:
-    return HEADER.pack(magic, kind, pad, 1, payload, meta, ZERO4)
+def header(magic: bytes = MAGIC, kind: int = 1, payload: int = 0, meta: int = 0, flags: int = 0, pad: int = 0) -> bytes:
+    return HEADER.pack(magic, kind, flags, pad, meta, 0, 1, payload, 0, 0)
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +89,7 @@ def still_serves(listener: SocketListener) -> bool:
 BEFORE_HELLO = {
     "another protocol": b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
     "zeros": bytes(64),
+    "a long hello": header(kind=3, meta=5000) + bytes(5000),
     "hello with a payload": header(kind=3, meta=len(encode_message(Hello("x"))), payload=1 << 19),
     "hello with a huge payload": header(kind=3, meta=10, payload=HUGE),
     "a request first": OK,
@@ -99,7 +100,11 @@ AFTER_HELLO = {
     "wrong magic": header(magic=b"DFLX"),
     "unknown kind": header(kind=9),
     "kind zero": header(kind=0),
-    "padding that is not zero": header(pad=b"\0\1\0"),
+    "padding that is not zero": header(pad=256),
+    "unknown flags": header(flags=4),
+    "a number without a session": HEADER.pack(MAGIC, 3, 0, 0, len(encode_message(Ok())), 0, 1, 0, 1, 0)
+    + encode_message(Ok()),
+    "an acknowledgement of nothing": HEADER.pack(MAGIC, 4, 0, 0, 0, 0, 0, 0, 0, 1),
     "huge message": header(meta=(1 << 32) - 1),
     "message just over the limit": header(meta=LIMITS.max_meta_bytes + 1),
     "huge payload": header(payload=HUGE),
@@ -109,7 +114,7 @@ AFTER_HELLO = {
     "unknown tag": header(meta=15) + b"\x81\xa4type\xa8Explode!",
     "fields of other types": header(meta=18) + b"\x82\xa4type\xa5Hello\xa4name\x03",
     "deeply nested": header(meta=60_000) + b"\x91" * 60_000,
-    "a second frame that is none": OK + b"rubbish, and more rubbish than a header takes",
+    "a second frame that is none": OK + b"rubbish" * 7,
 }
 
 
@@ -220,7 +225,7 @@ class _SlowStream:
 
 def test_an_idle_connection_outlives_the_stall_timeout() -> None:
     reader = FrameReader(_SlowStream(OK), LIMITS)  # type: ignore[arg-type]
-    assert reader.read() == Frame(Kind.REQUEST, 1, encode_message(Ok()), b"")
+    assert reader.read() == Arrived(Frame(Kind.REQUEST, 1, encode_message(Ok()), b""), 0, 0)
 
 
 def test_a_peer_that_does_not_read_ends_its_connection() -> None:
@@ -308,15 +313,23 @@ def test_localhost_is_loopback() -> None:
     listener.close()
 
 
-def test_an_interrupted_send_ends_the_connection(server: SocketListener, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(self: object, parts: list[memoryview]) -> None:
+def test_a_message_whose_sending_is_interrupted_arrives_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Recorder()
+    listener = SocketTransport().listen("127.0.0.1:0", name="server", handler=server)
+    peer = reach(SocketTransport(), listener.address, Recorder())
+    sends = SocketStream.send
+
+    def interrupted(self: SocketStream, parts: Sequence[memoryview]) -> int:
+        monkeypatch.setattr(SocketStream, "send", sends)
+        sends(self, [parts[0][:20]])
         raise KeyboardInterrupt
 
-    peer = reach(SocketTransport(), server.address, Recorder())
-    monkeypatch.setattr("dflow.distributed.transport.outlet.Outlet._send_all", interrupted)
+    monkeypatch.setattr(SocketStream, "send", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        peer.notify(Ok())
-    assert peer.closed == "a send was interrupted in the middle of a frame"
+        peer.notify(Placed("first"))
+    peer.notify(Placed("second"))
+    assert [server.notice()[0] for _ in range(2)] == [Placed("first"), Placed("second")]
+    listener.close()
 
 
 def test_responses_after_the_asker_left_are_dropped() -> None:
@@ -375,8 +388,7 @@ def test_a_name_that_the_policy_refuses_is_shut_out(caplog: pytest.LogCaptureFix
     recorder = Recorder(echo)
     listener = SocketTransport(None, _NamedAlice()).listen("127.0.0.1:0", name="server", handler=recorder)
     assert reach(SocketTransport(), listener.address, Recorder(), name="alice").call(Ok(), timeout_s=DEADLINE_S)
-    bob = Recorder()
-    reach(SocketTransport(), listener.address, bob, name="bob")
-    assert bob.close_reason()
+    with pytest.raises(errors.SecurityError, match="the other side: alice may not call itself bob"):
+        reach(SocketTransport(), listener.address, Recorder(), name="bob")
     assert "alice may not call itself bob" in reasons(caplog)
     listener.close()

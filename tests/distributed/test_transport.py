@@ -11,7 +11,16 @@ import pytest
 
 from dflow.distributed.codec import ALIGNMENT_BYTES
 from dflow.distributed.messages import AnyMessage, Failure, Heartbeat, Ok, Placed, ReadVariable, Registered
-from dflow.distributed.transport.base import Handler, Limits, Listener, Peer, RefuseAll, Reply, Responder
+from dflow.distributed.transport.base import (
+    MIN_ALIGNED_BYTES,
+    Handler,
+    Limits,
+    Listener,
+    Peer,
+    RefuseAll,
+    Reply,
+    Responder,
+)
 from dflow.tracing import errors
 from tests.distributed.transports import DEADLINE_S, KINDS, Kind, Recorder, echo, hold, reach
 
@@ -49,7 +58,7 @@ def test_both_ends_learn_each_others_names(serve: Serve) -> None:
     assert peer.call(Ok(), timeout_s=DEADLINE_S).message == Placed("client")
 
 
-@pytest.mark.parametrize("size_bytes", [0, 1, 4095, 65_537, 64 << 20])
+@pytest.mark.parametrize("size_bytes", [0, 1, 4095, MIN_ALIGNED_BYTES, 65_537, 64 << 20])
 def test_a_payload_comes_back_whole_aligned_and_writable(serve: Serve, size_bytes: int) -> None:
     peer, _ = serve(Recorder(echo))
     sent = np.random.default_rng(0).integers(0, 256, size_bytes, dtype=np.uint8)
@@ -58,7 +67,7 @@ def test_a_payload_comes_back_whole_aligned_and_writable(serve: Serve, size_byte
     assert message == ReadVariable("w")
     assert np.array_equal(received, sent)
     assert received.flags.writeable
-    assert not size_bytes or received.ctypes.data % ALIGNMENT_BYTES == 0
+    assert size_bytes < MIN_ALIGNED_BYTES or received.ctypes.data % ALIGNMENT_BYTES == 0
 
 
 def test_notifications_arrive_in_order(serve: Serve) -> None:
@@ -306,3 +315,16 @@ def test_the_last_words_before_a_close_arrive(serve: Serve) -> None:
     peer.notify(Heartbeat("/job:worker/task:0"))
     peer.close()
     assert server.notice()[0] == Heartbeat("/job:worker/task:0")
+
+
+@pytest.mark.parametrize("size_bytes", [0, 10, 1 << 20])
+def test_a_sender_is_told_once_when_the_memory_of_a_payload_is_free(serve: Serve, size_bytes: int) -> None:
+    server = Recorder(echo)
+    peer, _ = serve(server)
+    released = threading.Semaphore(0)
+    peer.notify(Ok(), bytes(size_bytes), released.release)
+    assert server.notice() == (Ok(), bytes(size_bytes))
+    assert peer.call(Ok(), timeout_s=DEADLINE_S)
+    assert released.acquire(timeout=DEADLINE_S)
+    peer.close()
+    assert not released.acquire(blocking=False)

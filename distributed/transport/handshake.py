@@ -1,0 +1,58 @@
+"""The first words of a connection: who speaks, which protocol, and which session goes on.
+
+The side that dialled speaks first. A `Hello` that resumes a session is answered by one of the same session, or of
+none when the session is not known: then the other side has ended it, or has started anew.
+"""
+
+from __future__ import annotations
+
+from dflow.distributed.codec import decode_message, encode_message
+from dflow.distributed.failures import error_of
+from dflow.distributed.messages import PROTOCOL_VERSION, Failure, Hello
+from dflow.distributed.transport.base import Limits
+from dflow.distributed.transport.exchange import Frame, Kind
+from dflow.distributed.transport.framing import Deadline, pack_header, read_first
+from dflow.distributed.transport.security import Secured, SecurityPolicy
+from dflow.distributed.transport.stream import Stream, without
+from dflow.tracing.errors import DeadlineExceeded, WireError
+
+_LONGEST_NAME = 256
+
+
+def say_hello(stream: Stream, hello: Hello | Failure, deadline: Deadline) -> None:
+    """Send `hello`, or why there is none; raises DeadlineExceeded or OSError."""
+    frame = Frame(Kind.NOTIFY, 0, encode_message(hello), b"")
+    parts = [memoryview(pack_header(frame)), memoryview(frame.meta)]
+    stream.set_timeout(deadline.left_s)
+    while parts:
+        if not (sent := stream.send(parts)):
+            raise DeadlineExceeded(f"a Hello could not be sent within {deadline.timeout_s:g} s")
+        parts = without(parts, sent)
+
+
+def hear_hello(secured: Secured, security: SecurityPolicy, limits: Limits, deadline: Deadline) -> Hello:
+    """The other side's first word; its version is checked by `check_version`.
+
+    raises  WireError; SecurityError if it may not have that name, or says that this side may not; DeadlineExceeded;
+            TransportClosed; OSError
+    """
+    hello = decode_message(read_first(secured.stream, limits, deadline).meta)
+    if isinstance(hello, Failure):
+        raise error_of(hello, "the other side")
+    if not isinstance(hello, Hello):
+        raise WireError(f"the first message is a {type(hello).__name__}; a connection starts with a Hello")
+    if not (0 < len(hello.name) <= _LONGEST_NAME and hello.name.isprintable()):
+        raise WireError(
+            f"a name of {len(hello.name)} characters, not all of which can be printed; 1 to {_LONGEST_NAME} may"
+        )
+    security.may_be_called(secured.identity, hello.name)
+    return hello
+
+
+def check_version(hello: Hello) -> None:
+    """Raise WireError if the other side speaks another version of the protocol."""
+    if hello.version != PROTOCOL_VERSION:
+        raise WireError(
+            f"{hello.name} speaks protocol version {hello.version} and this side version {PROTOCOL_VERSION}; "
+            "install the same dflow on both"
+        )

@@ -1,0 +1,251 @@
+"""A listening socket, the strangers at it, and the sessions that were begun over it.
+
+Invariants: the policy secures a connection before anything is read from it as a frame, and nothing but a `Hello` of
+this protocol version is taken from it before it is a peer; both together within `Limits.hello_timeout_s`. A session
+is resumed only by whoever has the identity and the name it was begun with. A broken session ends when another process
+comes by its name, since the one it waits for is then no more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from dataclasses import dataclass
+
+from dflow.distributed.failures import failure_of
+from dflow.distributed.messages import Hello
+from dflow.distributed.transport.admission import Admission
+from dflow.distributed.transport.base import Handler, Limits
+from dflow.distributed.transport.connection import Connection
+from dflow.distributed.transport.exchange import LOGGER, Exchange
+from dflow.distributed.transport.families import Bound, send_at_once
+from dflow.distributed.transport.framing import Deadline
+from dflow.distributed.transport.handshake import check_version, hear_hello, say_hello
+from dflow.distributed.transport.process_identity import process_identity
+from dflow.distributed.transport.renewal import AwaitRedial
+from dflow.distributed.transport.security import Secured, SecurityPolicy
+from dflow.distributed.transport.stream import Stream
+from dflow.distributed.transport.throttle import Throttle, on_one_line
+from dflow.tracing.errors import DflowError, SecurityError, WireError
+
+_AFTER_FAULT_S = 0.02
+
+
+@dataclass(eq=False)
+class _Session:
+    """A peer that came over this listener. `renewal` is None if it asked for no session."""
+
+    hello: Hello
+    identity: str
+    exchange: Exchange
+    connection: Connection
+    renewal: AwaitRedial | None
+
+
+class SocketListener:
+    """Takes connections at one address; see `base.Listener`. `own` names whom it listens for."""
+
+    def __init__(self, bound: Bound, own: str, handler: Handler, limits: Limits, security: SecurityPolicy) -> None:
+        self._bound = bound
+        self._name = own
+        self._handler = handler
+        self._limits = limits
+        self._security = security
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._admission = Admission(
+            connections=limits.max_connections, strangers=limits.max_strangers, per_source=limits.max_from_source
+        )
+        self._last_number = 0
+        self._strangers: dict[int, socket.socket] = {}
+        self._throttle = Throttle()
+        self._sessions: set[_Session] = set()
+        threading.Thread(target=self._accept_all, name=f"dflow accept {own}", daemon=True).start()
+
+    @property
+    def address(self) -> str:
+        """The address to connect to, with the real port or path."""
+        return str(self._bound.address)
+
+    def close(self) -> None:
+        """Stop listening and end every connection made here."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            strangers, sessions = list(self._strangers.values()), list(self._sessions)
+        _shut_down(self._bound.sock)
+        self._bound.sock.close()
+        self._bound.clean_up()
+        for sock in strangers:
+            _shut_down(sock)
+        for session in sessions:
+            session.exchange.close(f"{self._name} stopped listening")
+
+    def _accept_all(self) -> None:
+        while True:
+            try:
+                sock, source = self._bound.sock.accept()
+            except OSError as error:
+                if self._is_closed:
+                    return
+                self._warn("a connection could not be accepted: %s", error)
+                time.sleep(_AFTER_FAULT_S)
+                continue
+            host = source[0] if source else ""
+            where = str(source or self._bound.address)
+            number = self._admit(sock, host, where)
+            if number is not None:
+                self._start(sock, number, where)
+
+    def _start(self, sock: socket.socket, number: int, source: str) -> None:
+        reader = threading.Thread(target=self._serve, args=(sock, number, source), daemon=True)
+        reader.name = f"dflow read {self._name}"
+        try:
+            reader.start()
+        except RuntimeError as error:  # no more threads for now
+            self._warn("connection from %s refused: %s", source, error)
+            self._forget(number)
+            sock.close()
+
+    def _admit(self, sock: socket.socket, host: str, source: str) -> int | None:
+        """The number of a connection that may wait until it is believed, for which others may have to go."""
+        with self._lock:
+            self._last_number += 1
+            number = self._last_number
+            decision = self._admission.arrive(number, host)
+            evicted = [self._strangers.pop(one) for one in decision.evicted]
+            is_admitted = decision.admitted and not self._is_closed
+            if is_admitted:
+                self._strangers[number] = sock
+        for stranger in evicted:
+            self._warn("a connection was given up for one from %s: %s", source, decision.why)
+            _shut_down(stranger)
+        if is_admitted:
+            return number
+        self._warn("connection from %s refused: %s", source, decision.why or "it stopped listening")
+        sock.close()
+        return None
+
+    def _warn(self, text: str, *values: object) -> None:
+        """Log what strangers bring about, which is as often as they like."""
+        more = self._throttle.ask()
+        if more is not None:
+            LOGGER.warning("%s: %s%s", self._name, on_one_line(text % values), more)
+
+    def _serve(self, sock: socket.socket, number: int, source: str) -> None:
+        stream: Stream | None = None
+        session: _Session | None = None
+        try:
+            deadline = Deadline.after(self._limits.hello_timeout_s)
+            secured = self._secure(sock, deadline)
+            stream = secured.stream
+            hello = self._hear(secured, deadline)
+            if hello.resumes:
+                is_taken = self._resume(secured, hello, deadline)
+                stream = None if is_taken else stream
+                return
+            session = self._begin(secured, hello, deadline)
+            if self._promote(number, session):
+                session.connection.serve(session.exchange)
+                stream = None
+        except (DflowError, OSError) as error:
+            self._warn("connection from %s closed: %s", source, _reason(error))
+        finally:
+            self._forget(number, session)
+            if stream is not None:
+                stream.close()
+
+    def _secure(self, sock: socket.socket, deadline: Deadline) -> Secured:
+        try:
+            send_at_once(sock)
+            return self._security.secure_server(sock, self._bound.address, deadline.left_s)
+        except BaseException:
+            sock.close()
+            raise
+
+    def _hear(self, secured: Secured, deadline: Deadline) -> Hello:
+        """The stranger's first word; one that may not have its name is told so, and need not try again."""
+        try:
+            return hear_hello(secured, self._security, self._limits, deadline)
+        except SecurityError as error:
+            say_hello(secured.stream, failure_of(error), deadline)
+            raise
+
+    def _begin(self, secured: Secured, hello: Hello, deadline: Deadline) -> _Session:
+        """Make a peer of a stranger that has said a first `Hello`."""
+        answer = Hello(self._name, session=hello.session, process=process_identity())
+        say_hello(secured.stream, answer, deadline)
+        check_version(hello)
+        secured.stream.set_timeout(self._limits.stall_timeout_s)
+        renewal = AwaitRedial(hello.process, answer, self._limits) if hello.session else None
+        connection = Connection(secured.stream, self._limits, renewal)
+        exchange = Exchange(connection, local=self._name, remote=hello.name, handler=self._handler, limits=self._limits)
+        return _Session(hello, secured.identity, exchange, connection, renewal)
+
+    def _promote(self, number: int, session: _Session) -> bool:
+        """Count a stranger as a peer, unless it was given up or the listener has closed meanwhile."""
+        with self._lock:
+            is_peer = self._admission.believe(number) and not self._is_closed
+            self._strangers.pop(number, None)
+            others = list(self._sessions)
+            if is_peer:
+                self._sessions.add(session)
+        if not is_peer:
+            session.exchange.close(f"{self._name} stopped listening")
+        for other in others:
+            if _has_replaced(session, other):
+                other.exchange.close(f"another process has come as {session.hello.name}")
+        return is_peer
+
+    def _forget(self, number: int, session: _Session | None = None) -> None:
+        with self._lock:
+            self._admission.leave(number)
+            self._strangers.pop(number, None)
+            if session is not None:
+                self._sessions.discard(session)
+
+    def _resume(self, secured: Secured, hello: Hello, deadline: Deadline) -> bool:
+        """Give a stream to the session it goes on for; or say that there is none, and return False."""
+        check_version(hello)
+        session = self._find(hello, secured.identity)
+        if session is not None and session.renewal is not None:
+            before = session.connection.stream
+            if session.renewal.offer(secured.stream, hello.received):
+                before.shut_down()
+                return True
+        say_hello(secured.stream, Hello(self._name), deadline)
+        LOGGER.info("%s: %s wants to go on with a session that has ended here", self._name, hello.name)
+        return False
+
+    def _find(self, hello: Hello, identity: str) -> _Session | None:
+        with self._lock:
+            for session in self._sessions:
+                if session.hello.session == hello.session and hello.session:
+                    break
+            else:
+                return None
+        if session.identity != identity or session.hello.name != hello.name:
+            raise SecurityError(f"{hello.name} is not {session.hello.name}, whose session it wants to go on with")
+        if session.hello.process != hello.process:
+            raise WireError(f"{hello.name} has started anew, but wants to go on with the session it had before")
+        return session
+
+
+def _has_replaced(new: _Session, old: _Session) -> bool:
+    """Whether the process that `old` waits for is no more, since another has its place."""
+    same_name = old.hello.name == new.hello.name and old.identity == new.identity
+    return same_name and old.hello.process != new.hello.process and old.connection.is_broken
+
+
+def _reason(error: BaseException) -> str:
+    system = error.strerror if isinstance(error, OSError) else None
+    return system or str(error) or type(error).__name__
+
+
+def _shut_down(sock: socket.socket) -> None:
+    """Wake whoever waits on `sock`; the thread that serves it closes it."""
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,92 @@
+"""A proxy between two tasks that cuts their connections, at any byte, as it is told."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+import threading
+
+from dflow.distributed.transport.addresses import TcpAddress, parse_address
+
+
+class Proxy:
+    """Passes bytes on to `address`; each connection is cut after a number of bytes that `draw` gives."""
+
+    def __init__(self, address: str, draw: random.Random, *, most_bytes: int) -> None:
+        self.turn_to(address)
+        self._draw = draw
+        self._most_bytes = most_bytes
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self._lock = threading.Lock()
+        self._open: list[socket.socket] = []
+        self.connections = 0
+        self.cuts_at_once = False
+        self.flip_at: int | None = None
+        threading.Thread(target=self._accept_all, daemon=True).start()
+
+    @property
+    def address(self) -> str:
+        """Where to connect to."""
+        return f"127.0.0.1:{self._listening.getsockname()[1]}"
+
+    def turn_to(self, address: str) -> None:
+        """Pass later connections on to another address."""
+        target = parse_address(address)
+        assert isinstance(target, TcpAddress)
+        self._target = target
+
+    def cut(self) -> None:
+        """Cut every connection now."""
+        with self._lock:
+            for sock in self._open:
+                _cut(sock)
+            self._open.clear()
+
+    def close(self) -> None:
+        """Take no more connections, and cut those there are."""
+        _cut(self._listening)
+        self._listening.close()
+        self.cut()
+
+    def _accept_all(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listening.accept()
+                if self.cuts_at_once:
+                    near.close()
+                    continue
+                far = socket.create_connection((self._target.host, self._target.port))
+                self.connections += 1
+                with self._lock:
+                    self._open += [near, far]
+                for source, sink in ((near, far), (far, near)):
+                    threading.Thread(target=self._pass, args=(source, sink), daemon=True).start()
+
+    def _pass(self, source: socket.socket, sink: socket.socket) -> None:
+        left = self._draw.randint(1, self._most_bytes)
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                data = self._flipped(data)
+                if len(data) >= left:
+                    sink.sendall(data[:left])
+                    break
+                left -= len(data)
+                sink.sendall(data)
+        _cut(source)
+        _cut(sink)
+        source.close()
+
+    def _flipped(self, data: bytes) -> bytes:
+        """`data` with a bit flipped when the byte at `flip_at`, counted from when that was set, is in it."""
+        with self._lock:
+            at = self.flip_at
+            if at is None:
+                return data
+            self.flip_at = at - len(data) if at >= len(data) else None
+        return data if at >= len(data) else data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :]
+
+
+def _cut(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,218 @@
+"""Connections whose sockets break: nothing is lost or handled twice while both processes live."""
+
+from __future__ import annotations
+
+import os
+import queue
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from dflow.distributed.messages import AnyMessage, Ok, Placed, Registered
+from dflow.distributed.transport.base import Limits, Listener, Peer, Responder
+from dflow.distributed.transport.process_identity import open_process, process_identity
+from dflow.distributed.transport.sockets import SocketTransport
+from dflow.tracing import errors
+from tests.distributed.proxy import Proxy
+from tests.distributed.transports import DEADLINE_S, Recorder, echo, reach
+from tests.effort import examples
+
+#: A session that waits so long ends by its peer's death, or the test's deadline says so.
+PATIENT = Limits(resume_s=DEADLINE_S)
+
+
+@pytest.fixture
+def listener() -> Iterator[Listener]:
+    made = SocketTransport(PATIENT).listen("127.0.0.1:0", name="server", handler=Recorder(echo))
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("seed", range(examples(3)))
+def test_calls_and_values_flow_once_each_over_sockets_that_are_cut_at_any_byte(seed: int) -> None:
+    draw = random.Random(seed)
+    calls: list[int] = []
+    server_side: list[Peer] = []
+
+    def answer(peer: Peer, message: AnyMessage, payload: memoryview, responder: Responder) -> None:
+        assert isinstance(message, Registered)
+        calls.append(message.handle)
+        server_side.append(peer)
+        responder.reply(message, payload)
+
+    server, client = Recorder(answer), Recorder()
+    transport = SocketTransport(PATIENT)
+    listener = transport.listen("127.0.0.1:0", name="server", handler=server)
+    proxy = Proxy(listener.address, draw, most_bytes=1_000_000)
+    sizes = [draw.choice((0, 5, 1000, 20_000, 70_000, 300_000)) for _ in range(60)]
+    try:
+        peer = reach(transport, proxy.address, client)
+        peer.call(Registered(-1), timeout_s=DEADLINE_S)
+
+        def ask(number: int) -> None:
+            payload = number.to_bytes(4, "big") * (sizes[number % len(sizes)] // 4)
+            reply = peer.call(Registered(number), payload, timeout_s=DEADLINE_S)
+            assert (reply.message, bytes(reply.payload)) == (Registered(number), payload)
+
+        def tell(teller: Peer, start: int) -> None:
+            for number in range(start, start + 60):
+                teller.notify(Registered(number), bytes([number % 251]) * sizes[number % len(sizes)])
+
+        with ThreadPoolExecutor(4) as pool:
+            told = [pool.submit(tell, peer, 1000), pool.submit(tell, server_side[0], 2000)]
+            list(pool.map(ask, range(80)))
+            for one in told:
+                one.result(DEADLINE_S)
+        for listening, start in ((server, 1000), (client, 2000)):
+            for number in range(start, start + 60):
+                expected = (Registered(number), bytes([number % 251]) * sizes[number % len(sizes)])
+                assert listening.notice() == expected
+            assert listening.notices.empty()
+        assert sorted(calls) == list(range(-1, 80))
+        assert proxy.connections > 1
+        assert len(set(map(id, server_side))) == 1
+        assert not peer.closed
+    finally:
+        proxy.close()
+        listener.close()
+
+
+def test_a_call_that_waits_is_answered_over_the_next_socket() -> None:
+    held: queue.SimpleQueue[Responder] = queue.SimpleQueue()
+    server = Recorder(lambda peer, message, payload, responder: held.put(responder))
+    listener = SocketTransport(PATIENT).listen("127.0.0.1:0", name="server", handler=server)
+    proxy = Proxy(listener.address, random.Random(0), most_bytes=1 << 30)
+    peer = reach(SocketTransport(PATIENT), proxy.address, Recorder())
+    pending = peer.start(Ok())
+    responder = held.get(timeout=DEADLINE_S)
+    proxy.cut()
+    responder.reply(Placed("answer"), b"payload")
+    assert pending.wait(DEADLINE_S) == (Placed("answer"), b"payload")
+    proxy.close()
+    listener.close()
+
+
+def test_a_session_of_which_the_other_side_knows_nothing_ends() -> None:
+    transport = SocketTransport(PATIENT)
+    first = transport.listen("127.0.0.1:0", name="server", handler=Recorder(echo))
+    proxy = Proxy(first.address, random.Random(0), most_bytes=1 << 30)
+    client = Recorder()
+    reach(transport, proxy.address, client)
+    second = transport.listen("127.0.0.1:0", name="server", handler=Recorder(echo))
+    proxy.turn_to(second.address)
+    proxy.cut()
+    assert "server knows nothing of this connection any more" in client.close_reason()
+    for one in (proxy, first, second):
+        one.close()
+
+
+def test_a_peer_that_cannot_be_reached_again_is_given_up() -> None:
+    limits = Limits(resume_s=0.05)
+    server, client = Recorder(echo), Recorder()
+    listener = SocketTransport(limits).listen("127.0.0.1:0", name="server", handler=server)
+    proxy = Proxy(listener.address, random.Random(0), most_bytes=1 << 30)
+    reach(SocketTransport(limits), proxy.address, client).call(Ok(), timeout_s=DEADLINE_S)
+    proxy.cuts_at_once = True
+    proxy.cut()
+    assert "could not be reached again within 0.05 s" in client.close_reason()
+    assert "did not come back within 0.05 s" in server.close_reason()
+    proxy.close()
+    listener.close()
+
+
+CLIENT = """
+import sys, threading
+from dflow.distributed.messages import Placed
+from dflow.distributed.transport.base import RefuseAll
+from dflow.distributed.transport.sockets import SocketTransport
+peer = SocketTransport().connect(sys.argv[1], name="child", handler=RefuseAll(), who="server", timeout_s=60)
+peer.notify(Placed("here"))
+threading.Event().wait()
+"""
+
+SERVER = """
+import threading
+from dflow.distributed.transport.base import RefuseAll
+from dflow.distributed.transport.sockets import SocketTransport
+print(SocketTransport().listen("127.0.0.1:0", name="child", handler=RefuseAll()).address, flush=True)
+threading.Event().wait()
+"""
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:0", "unix:"])
+def test_the_death_of_a_process_that_dialled_is_seen_without_waiting_for_it_to_come_back(address: str) -> None:
+    server = Recorder()
+    listener = SocketTransport(Limits(resume_s=1e4)).listen(address, name="server", handler=server)
+    with subprocess.Popen([sys.executable, "-c", CLIENT, listener.address]) as child:
+        server.notice()
+        child.send_signal(signal.SIGKILL)
+    assert "ended" in server.close_reason()
+    listener.close()
+
+
+def test_the_death_of_a_process_that_listened_is_seen_without_dialling_for_long() -> None:
+    client = Recorder()
+    with subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        reach(SocketTransport(Limits(resume_s=1e4)), child.stdout.readline().strip(), client)
+        child.send_signal(signal.SIGKILL)
+        reason = client.close_reason()
+    assert "nothing listens there any more" in reason
+
+
+def test_an_identity_stands_for_its_process_until_it_ends() -> None:
+    mine = open_process(process_identity())
+    assert mine is not None
+    os.close(mine)
+    code = "from dflow.distributed.transport.process_identity import process_identity as i; print(i())"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    with pytest.raises(ProcessLookupError, match="has ended"):
+        open_process(ended)
+    assert open_process("another boot/1/1/1") is None
+    assert open_process("") is None
+    boot, namespace, pid, started = process_identity().split("/")
+    with pytest.raises(ProcessLookupError, match="has ended"):
+        open_process(f"{boot}/{namespace}/{pid}/{int(started) + 1}")
+
+
+def test_a_sender_waits_while_much_is_not_acknowledged_and_says_so_at_the_deadline() -> None:
+    limits = Limits(max_retained_bytes=1 << 16, stall_timeout_s=0.05, resume_s=DEADLINE_S)
+    entered, leave = threading.Event(), threading.Event()
+
+    class Stuck(Recorder):
+        """A handler that breaks the rule that it must not wait."""
+
+        def on_notify(self, peer: Peer, message: AnyMessage, payload: memoryview) -> None:
+            entered.set()
+            leave.wait(DEADLINE_S)
+
+    listener = SocketTransport(limits).listen("127.0.0.1:0", name="server", handler=Stuck())
+    peer = reach(SocketTransport(limits), listener.address, Recorder())
+    peer.notify(Ok(), bytes(1 << 17))
+    assert entered.wait(DEADLINE_S)
+    with pytest.raises(errors.TransportClosed, match=r"took nothing of \d+ bytes for 0\.05 s"):
+        peer.notify(Ok())
+    leave.set()
+    listener.close()
+
+
+def test_frames_with_flipped_bits_come_again() -> None:
+    limits = Limits(checksums=True, resume_s=DEADLINE_S)
+    server = Recorder(echo)
+    listener = SocketTransport(limits).listen("127.0.0.1:0", name="server", handler=server)
+    proxy = Proxy(listener.address, random.Random(0), most_bytes=1 << 30)
+    peer = reach(SocketTransport(limits), proxy.address, Recorder())
+    payload = bytes(range(256)) * 400
+    for flip_at in (50, 48 + 40, 1000, 100_000):
+        connections = proxy.connections
+        proxy.flip_at = flip_at
+        assert peer.call(Placed("w" * 30), payload, timeout_s=DEADLINE_S) == (Placed("w" * 30), payload)
+        assert proxy.connections == connections + 1
+    proxy.close()
+    listener.close()
