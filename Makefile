@@ -8,6 +8,8 @@ IN_PROCESSES := -n $(WORKERS) --dist worksteal
 # `make nightly` tries so many times the cases of `make test` in a round, and begins rounds for so long.
 EFFORT ?= 5
 MINUTES ?= 60
+# `make fuzz` sends so many frames; about a thousand a second.
+FRAMES ?= 1000000
 
 SERIES := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 PY := $(VENV)/bin/python
@@ -21,7 +23,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test checks lint format types layers pytest nightly golden array-api-suite jax-suite bench gpu-check wheel pins clean
+.PHONY: help setup demo test checks lint format types layers pytest nightly fuzz golden array-api-suite jax-suite bench gpu-check wheel pins clean
 
 help:  ## list the targets
 	@echo 'make TARGET [PYTHON=python3] [VENV=.venv]; needs Python 3.11 or newer and pip; set-up is done on first use'
@@ -56,6 +58,9 @@ pytest: $(STAMP)  ## the tests alone
 
 nightly: $(STAMP)  ## run the random tests for MINUTES=60 in rounds of EFFORT=5 times the cases, each from a new SEED=
 	$(PY) -m tests.nightly --minutes $(MINUTES) --effort $(EFFORT) $(if $(SEED),--seed $(SEED)) -- $(IN_PROCESSES)
+
+fuzz: $(STAMP)  ## send FRAMES=1000000 malformed and hostile frames to a live task, from a new SEED= each time
+	$(PY) -m tests.fuzz --frames $(FRAMES) $(if $(SEED),--seed $(SEED))
 
 golden: $(STAMP)  ## rewrite the expected graphs in tests/**/*.graphs with what the code gives now
 	$(PY) -m pytest --update-golden tests

@@ -1,0 +1,1 @@
+"""Malformed and hostile bytes against a live task; see `__main__`."""

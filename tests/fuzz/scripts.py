@@ -1,0 +1,172 @@
+"""What one hostile connection sends, drawn from a seed.
+
+A script is made of frames: right ones with senseless fields, and such with bytes changed, cut, doubled or swapped. It
+begins with a right `Hello` most of the time, since nothing behind a wrong one is read.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+
+from dflow.distributed.codec import encode_message
+from dflow.distributed.messages import AnyMessage, Hello
+from dflow.distributed.transport.exchange import Frame, Kind
+from dflow.distributed.transport.framing import HEADER, pack_header
+from dflow.lowering.plan import Plan
+from dflow.lowering.program import export_program
+from dflow.tracing.types import ArrayType
+from tests.fuzz.values import ENCODER, INTEGERS, damaged, struct_of, types_of
+
+TASK = "/job:ps/task:0"
+MESSAGES = types_of(AnyMessage)
+PLAN = msgspec.inspect.type_info(Plan)
+#: Payloads are no larger, so that what a task keeps for a while stays little.
+MAX_PAYLOAD = 4096
+
+
+@dataclass(frozen=True)
+class Script:
+    """Bytes to send over one connection, and how many frames they were made from."""
+
+    data: bytes
+    frames: int
+
+
+def script(rng: random.Random) -> Script:
+    """One connection's bytes."""
+    frames = [hello(rng)] if rng.random() < 0.95 else []
+    frames += [rng.choices(KINDS, WEIGHTS)[0](rng) for _ in range(rng.choice((1, 2, 5, 20, 60)))]
+    if rng.random() < 0.1:
+        rng.shuffle(frames)
+    data = b"".join(frames)
+    if rng.random() < 0.2:
+        data = data[: rng.randrange(len(data) + 1)]
+    return Script(data, len(frames))
+
+
+def hello(rng: random.Random) -> bytes:
+    """A right `Hello`, of one of a few names."""
+    return packed(encode_message(Hello(f"/job:worker/task:{rng.randrange(3)}")), b"", Kind.NOTIFY, 0)
+
+
+def packed(meta: bytes, payload: bytes, kind: Kind, number: int) -> bytes:
+    return pack_header(Frame(kind, number, meta, payload)) + meta + payload
+
+
+def wrapped(meta: bytes, payload: bytes, rng: random.Random) -> bytes:
+    kind = rng.choices((Kind.REQUEST, Kind.NOTIFY, Kind.REPLY), (6, 3, 1))[0]
+    return packed(meta, payload, kind, rng.choice((0, 1, 2, 3, (1 << 64) - 1)))
+
+
+def senseless(rng: random.Random) -> bytes:
+    """A message of the right types."""
+    fields = struct_of(rng.choice(MESSAGES), rng)
+    if fields.get("type") == "RegisterPlan":
+        return plan(rng)
+    return wrapped(ENCODER.encode(fields), rng.randbytes(rng.choice((0, 0, 4, 8, 100, MAX_PAYLOAD))), rng)
+
+
+def wrong(rng: random.Random) -> bytes:
+    """A message with a part of another type."""
+    fields = damaged(struct_of(rng.choice(MESSAGES), rng), rng)
+    return wrapped(ENCODER.encode(fields), b"", rng)
+
+
+def changed(rng: random.Random) -> bytes:
+    """A frame with bytes flipped, put in, taken out or doubled."""
+    data = bytearray(senseless(rng))
+    for _ in range(rng.choice((1, 1, 2, 8))):
+        place = rng.randrange(len(data))
+        match rng.randrange(4):
+            case 0:
+                data[place] ^= 1 << rng.randrange(8)
+            case 1:
+                data[place:place] = rng.randbytes(rng.randrange(1, 9))
+            case 2:
+                del data[place : place + rng.randrange(1, 9)]
+                data = data or bytearray(1)
+            case _:
+                data[place:place] = data[place : place + 40]
+    return bytes(data)
+
+
+def other_header(rng: random.Random) -> bytes:
+    """A frame with a number of its header replaced by one that is likely to be mishandled."""
+    data = bytearray(senseless(rng))
+    size = rng.choice((1, 4, 8))
+    place = rng.randrange(HEADER.size // size) * size
+    number = rng.choice(INTEGERS) % (1 << 8 * size)
+    data[place : place + size] = number.to_bytes(size, "little")
+    return bytes(data)
+
+
+def lying(rng: random.Random) -> bytes:
+    """msgpack that says it goes on for longer than it does, or deeper than anyone reads."""
+    heads = [kind + b"\xff\xff\xff\xff" for kind in (b"\xdd", b"\xdf", b"\xc6", b"\xdb")]
+    deep = rng.choice((b"\x91", b"\x81\xa4type", b"\xdc\x00\x01")) * rng.choice((10, 1000, 20_000))
+    return wrapped(rng.choice((*heads, deep, b"\x81\xa4type\xa8Register", b"\xc1")), b"", rng)
+
+
+def noise(rng: random.Random) -> bytes:
+    return rng.randbytes(rng.choice((1, 31, 32, 33, 200)))
+
+
+def plan(rng: random.Random) -> bytes:
+    """A plan to keep and run: drawn, or a good one with a part changed; with a program or without."""
+    assert isinstance(PLAN, msgspec.inspect.StructType)
+    fields = struct_of(PLAN, rng) if rng.random() < 0.5 else _good_plan()
+    fields["task"] = TASK if rng.random() < 0.9 else fields["task"]
+    if rng.random() < 0.7:
+        fields = damaged(fields, rng)
+    encoded = ENCODER.encode(fields)
+    if rng.random() < 0.2:
+        encoded = bytes(_flipped(encoded, rng))
+    message = {"type": "RegisterPlan", "plan": encoded, "program_sizes": [len(_program())]}
+    return packed(ENCODER.encode(message), _program(), Kind.REQUEST, 9)
+
+
+def program(rng: random.Random) -> bytes:
+    """An exported program with bytes changed, to be kept, or to be run as a variable's initialiser."""
+    data = bytes(_flipped(_program(), rng)) if rng.random() < 0.9 else _program()[: rng.randrange(len(_program()))]
+    if rng.random() < 0.5:
+        message: dict[str, Any] = {
+            "type": "RegisterPlan",
+            "plan": ENCODER.encode(_good_plan()),
+            "program_sizes": [len(data)],
+        }
+    else:
+        message = {"type": "CreateVariable", "name": "fuzz", "dtype": "float32", "shape": [3], "program": True}
+    return packed(ENCODER.encode(message), data, Kind.REQUEST, 9)
+
+
+def _flipped(data: bytes, rng: random.Random) -> bytearray:
+    changed = bytearray(data)
+    for _ in range(rng.choice((1, 2, 5))):
+        changed[rng.randrange(len(changed))] = rng.choice((0, 1, 0x7F, 0x80, 0xFF, rng.randrange(256)))
+    return changed
+
+
+def _good_plan() -> dict[str, Any]:
+    call = {"type": "call", "program": 0, "writes": ["v"], "reads": [], "takes": [], "gives": [0]}
+    send = {"type": "send", "edge": "e", "destination": TASK, "take": 0, "after": [0]}
+    return {"task": TASK, "slots": 2, "items": [call, send], "feeds": [], "fetches": []}
+
+
+@functools.cache
+def _program() -> bytes:
+    three = ArrayType(np.dtype("float32"), (3,))
+    return export_program(lambda v: [v * 2, jnp.sum(v)], [three])
+
+
+KINDS: tuple[Callable[[random.Random], bytes], ...] = (
+    *(senseless, wrong, changed, other_header, lying, noise, plan, program),
+)
+WEIGHTS = (40, 20, 12, 12, 6, 5, 4, 1)

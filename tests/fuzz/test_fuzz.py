@@ -1,0 +1,99 @@
+"""A live task, in a process of its own, among frames that no friend sends. `make fuzz` sends more of them."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dflow.distributed.messages import AnyMessage
+from dflow.distributed.transport.exchange import Kind
+from tests.effort import examples
+from tests.fuzz.__main__ import verdict
+from tests.fuzz.scripts import MESSAGES, Script, hello, packed, script
+from tests.fuzz.siege import Tally, Usage, Victim, besiege, send_script
+from tests.fuzz.values import ENCODER, struct_of
+
+
+@pytest.fixture(scope="module")
+def victim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
+    with Victim(f"unix:{tmp_path_factory.mktemp('fuzz') / 'task'}") as victim:
+        yield victim
+
+
+def test_a_task_minds_no_frames_and_holds_nothing_of_them(victim: Victim) -> None:
+    tally = Tally()
+    for number in range(4):
+        besiege(victim, number, examples(500), tally)
+    assert verdict(tally, 0) == 0
+
+
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.randoms(use_true_random=False))
+def test_a_task_minds_no_script(victim: Victim, rng: random.Random) -> None:
+    send_script(victim.address, script(rng))
+    victim.check()
+
+
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=list(HealthCheck))
+@given(rng=st.randoms(use_true_random=False), data=st.binary(max_size=100), place=st.integers(0, 100))
+def test_a_task_minds_no_bytes_at_any_place_of_the_handshake(
+    victim: Victim, rng: random.Random, data: bytes, place: int
+) -> None:
+    start = hello(rng)
+    send_script(victim.address, Script(start[:place] + data + start[place:], 1))
+    victim.check()
+
+
+@pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: str(kind.tag))
+def test_a_task_minds_no_message_with_senseless_fields(victim: Victim, kind: msgspec.inspect.StructType) -> None:
+    rng = random.Random(str(kind.tag))
+    frames = [
+        packed(ENCODER.encode(struct_of(kind, rng)), rng.randbytes(rng.choice((0, 8))), which, number)
+        for number in range(20)
+        for which in (Kind.REQUEST, Kind.NOTIFY)
+    ]
+    send_script(victim.address, Script(hello(rng) + b"".join(frames), len(frames)))
+    victim.check()
+
+
+def test_the_fuzzer_knows_every_message_and_makes_some_that_are_right() -> None:
+    assert {kind.cls for kind in MESSAGES} == set(AnyMessage.__args__)
+    rng, decoder = random.Random(0), msgspec.msgpack.Decoder(AnyMessage)
+    for kind in MESSAGES:
+        assert any(_is_right(decoder, ENCODER.encode(struct_of(kind, rng))) for _ in range(200)), kind
+
+
+def _is_right(decoder: msgspec.msgpack.Decoder[AnyMessage], data: bytes) -> bool:
+    try:
+        decoder.decode(data)
+    except msgspec.DecodeError:
+        return False
+    return True
+
+
+def test_a_script_follows_from_its_seed() -> None:
+    assert [script(random.Random(7)) for _ in range(2)] == [script(random.Random(7))] * 2
+
+
+def test_a_task_that_has_ended_is_noticed(tmp_path: Path) -> None:
+    with Victim(f"unix:{tmp_path / 'task'}") as victim:
+        os.kill(victim.process.pid, 9)
+        victim.process.wait()
+        with pytest.raises(AssertionError, match="the task ended with status -9"):
+            victim.check()
+
+
+@pytest.mark.parametrize(
+    ("last", "status"),
+    [(Usage(190, 10, 5), 1), (Usage(100, 30, 5), 1), (Usage(100, 10, 50), 1), (Usage(110, 12, 6), 0)],
+)
+def test_growth_is_noticed(last: Usage, status: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert verdict(Tally(usages=[Usage(100, 10, 5), last]), 0) == status
+    assert ("the task has grown" in capsys.readouterr().out) == bool(status)
