@@ -112,6 +112,13 @@ def _add_coordinator(commands: argparse._SubParsersAction[argparse.ArgumentParse
         help="a task not heard of for so long has left (default: 10)",
     )
     parser.add_argument(
+        "--stall-timeout",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="a task that is at work and has ended no step for so long is told as stalled (default: 60)",
+    )
+    parser.add_argument(
         "--state",
         type=Path,
         metavar="FILE",
@@ -233,7 +240,7 @@ def _coordinator(options: argparse.Namespace) -> int:
     from dflow.distributed.coordinator_store import MemoryStore, SqliteStore
 
     store = MemoryStore() if options.state is None else SqliteStore(options.state)
-    settings = CoordinatorSettings(heartbeat_timeout_s=options.heartbeat_timeout)
+    settings = CoordinatorSettings(heartbeat_timeout_s=options.heartbeat_timeout, stall_timeout_s=options.stall_timeout)
     file = _cluster_file(options)
     jobs = dict(options.jobs) or (file.counts if file else {})
     address = options.address or (file.coordinator if file else LOCAL_COORDINATOR)

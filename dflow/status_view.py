@@ -24,7 +24,7 @@ from rich.text import Text
 from dflow.distributed.launcher import LaunchView, TaskRow
 from dflow.distributed.launching.run_logs import RunLogs
 from dflow.distributed.membership import FINISHED, NORMAL_ENDS
-from dflow.distributed.messages import EdgeTraffic, Status, TaskInfo, VariableInfo
+from dflow.distributed.messages import EdgeTraffic, Status, TaskHealth, TaskInfo, VariableInfo
 from dflow.launch_table import launch_table
 from dflow.tracing.errors import DeviceError
 from dflow.tracing.task_name import short_task_name, split_task_name
@@ -362,13 +362,19 @@ def _variables_table(variables: Sequence[VariableInfo]) -> Table | None:
 def _tasks_table(status: Status, ends: Mapping[str, str]) -> Table:
     table = _table("Tasks", "task", ">joined", ">left", "why")
     newest = {info.task: info for info in status.tasks}
+    stalls = {health.task: health for health in status.health if health.stalled_since_s is not None}
     for info in sorted(status.tasks, key=lambda info: (split_task_name(info.task), info.joined_at_s)):
         end = ends.get(info.task, "") if newest[info.task] is info else ""
         left = "" if info.left_at_s is None else f"{info.left_at_s:.1f} s"
-        table.add_row(short_task_name(info.task), f"{info.joined_at_s:.1f} s", left, Text(_why(info, end)))
+        why = _stall(stalls[info.task]) if not left and not end and info.task in stalls else _why(info, end)
+        table.add_row(short_task_name(info.task), f"{info.joined_at_s:.1f} s", left, Text(why))
     for task in (*status.expected, *(task for task in ends if task not in newest and task not in status.expected)):
         table.add_row(short_task_name(task), "never", "", Text(ends.get(task, "")))
     return table
+
+
+def _stall(health: TaskHealth) -> str:
+    return f"stalled since {health.stalled_since_s:.1f} s at: {health.doing or 'steps that it claimed'}"
 
 
 def _why(info: TaskInfo, end: str) -> str:

@@ -138,7 +138,10 @@ class Cluster:
 
     def _join(self) -> None:
         self._client.call_on_roster(self._server.roster_changed)
-        roster = self._client.join(self.task, self._server.address, traffic=self._server.traffic)
+        server = self._server
+        roster = self._client.join(
+            self.task, server.address, traffic=server.traffic, steps=server.steps_ended, doing=server.doing
+        )
         job, _ = split_task_name(self.task)
         others = [task for task in roster.expected if split_task_name(task)[0] != job]
         self._client.wait_for_tasks(others, timeout_s=self._settings.join_timeout_s)

@@ -30,6 +30,7 @@ from dflow.distributed.coordinator_events import (
     Command,
     Disconnect,
     Event,
+    Log,
     PeerClosed,
     Persist,
     Reply,
@@ -219,6 +220,8 @@ class Coordinator:
         match command:
             case Persist():
                 raise InternalError("what has to last is written before all else")
+            case Log(text):
+                LOGGER.warning("%s", text)
             case Reply(ask, message):
                 with self._numbering:
                     responder = self._asks.pop(ask)

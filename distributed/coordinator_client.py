@@ -57,7 +57,9 @@ from dflow.distributed.messages import (
     Elected,
     ElectOnce,
     Failure,
+    GetHealth,
     GetStatus,
+    Health,
     Heartbeat,
     Join,
     Leave,
@@ -80,6 +82,8 @@ from dflow.tracing.task_name import short_task_name
 HEARTBEAT_S = 1.0
 #: How long a call waits for an answer that the coordinator gives at once.
 ANSWER_S = 30.0
+#: How long an error waits for what the coordinator knows of a task.
+DESCRIBE_S = 1.0
 #: How long a claim may wait for other workers to end their last steps.
 CLAIM_S = 3600.0
 
@@ -129,6 +133,8 @@ class CoordinatorClient:
         self._on_lost: list[Callable[[str], None]] = []
         self._task = ""
         self._traffic: Callable[[], tuple[EdgeTraffic, ...]] = _no_traffic
+        self._steps: Callable[[], int] = lambda: 0
+        self._doing: Callable[[], str] = str
         self._beat_at_s = 0.0
         self._closed = False
         self._todo: deque[SessionCommand] = deque()
@@ -150,14 +156,19 @@ class CoordinatorClient:
         address: str,
         *,
         traffic: Callable[[], tuple[EdgeTraffic, ...]] = _no_traffic,
+        steps: Callable[[], int] = lambda: 0,
+        doing: Callable[[], str] = str,
         timeout_s: float = ANSWER_S,
     ) -> Roster:
         """Be the task `task`, which listens at `address`, and start the heartbeats.
 
-        `traffic`  what the task has sent so far, asked before each heartbeat
+        What each heartbeat tells is asked before it:
+        `traffic`  what the task has sent so far
+        `steps`    how many parts of steps it has ended so far
+        `doing`    what it is at, as a short text, empty when it is idle; busy without end of a step is a stall
         raises     RemoteError when a live task has the name, with both addresses; DeviceError when it is no name
         """
-        self._task, self._traffic = task, traffic
+        self._task, self._traffic, self._steps, self._doing = task, traffic, steps, doing
         self._beat_at_s = self._clock() + HEARTBEAT_S
         try:
             self._ask(Join(task, address), Roster, timeout_s)
@@ -222,6 +233,20 @@ class CoordinatorClient:
                 self._on_lost.append(callback)
         if lost:
             callback(lost)
+
+    def describe(self, task: str) -> str:
+        """The task for an error about it: when it was last heard, what it is at, or why it is not there.
+
+        Never raises. Asks the coordinator, which may take `DESCRIBE_S`; says what is known here when that cannot be
+        asked, as on a thread that reads a connection.
+        """
+        if on_reader_thread() or self._session.ended or self.outage:
+            return f"{_absence(self.roster, task)} ({self.outage.removeprefix('; ') or 'as far as is known here'})"
+        try:
+            health = self._ask(GetHealth(task), Health, DESCRIBE_S)
+        except DflowError as error:
+            return f"{_absence(self.roster, task)} (nothing more is known: {error})"
+        return _described(task, health)
 
     def wait_for_tasks(self, tasks: Iterable[str], *, timeout_s: float) -> Roster:
         """Wait until all `tasks` are live; the roster in which they are.
@@ -479,7 +504,7 @@ class CoordinatorClient:
         peer = self._links.get(link) if link is not None else None
         if peer is not None:
             with contextlib.suppress(DflowError):  # its end is told by the link
-                peer.notify(Heartbeat(self._task, largest(self._traffic())))
+                peer.notify(Heartbeat(self._task, largest(self._traffic()), self._steps(), self._doing()))
 
 
 class _Link(RefuseAll):
@@ -502,8 +527,26 @@ def _live(roster: Roster, task: str) -> TaskInfo | None:
     return next((info for info in roster.tasks if info.task == task and info.left_at_s is None), None)
 
 
+def _described(task: str, answer: Health) -> str:
+    """A task and how it is, such as "ps:0 (last heard 0.3 s ago, 12 steps ended, now idle)"."""
+    health = answer.health
+    if health is None:
+        return (
+            f"{short_task_name(task)} ({answer.absence.removeprefix(short_task_name(task)).strip() or 'just joined'})"
+        )
+    stalled_s = health.stalled_since_s
+    stall = f", which has ended no step for {answer.now_s - stalled_s:.1f} s" if stalled_s is not None else ""
+    return (
+        f"{short_task_name(task)} (last heard {answer.now_s - health.heard_at_s:.1f} s ago, "
+        f"{health.steps} steps ended, "
+        f"now {'at: ' + health.doing if health.doing else 'idle'}{stall})"
+    )
+
+
 def _absence(roster: Roster, task: str) -> str:
     for info in reversed(roster.tasks):
+        if info.task == task and info.left_at_s is None:
+            return short_task_name(task)
         if info.task == task:
             return f"{short_task_name(task)} (left at {info.left_at_s or 0.0:.1f} s: {info.left})"
     return short_task_name(task)

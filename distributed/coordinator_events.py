@@ -93,4 +93,11 @@ class Disconnect:
     reason: str
 
 
-Command = Persist | Reply | Broadcast | Disconnect
+@dataclass(frozen=True)
+class Log:
+    """Tell whoever reads the coordinator's log."""
+
+    text: str
+
+
+Command = Persist | Log | Reply | Broadcast | Disconnect

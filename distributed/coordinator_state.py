@@ -26,6 +26,7 @@ from dflow.distributed.coordinator_events import (
     Command,
     Disconnect,
     Event,
+    Log,
     PeerClosed,
     Persist,
     Reply,
@@ -52,7 +53,9 @@ from dflow.distributed.messages import (
     Elected,
     ElectOnce,
     Failure,
+    GetHealth,
     GetStatus,
+    Health,
     Heartbeat,
     Join,
     Leave,
@@ -63,6 +66,7 @@ from dflow.distributed.messages import (
     Status,
     Unplace,
 )
+from dflow.distributed.progress_watch import ProgressWatch
 from dflow.distributed.step_ledger import StepLedger, StepsAsked, WorkerLeft
 from dflow.distributed.traffic_totals import TrafficTotals, largest
 from dflow.distributed.variable_directory import VariableDirectory
@@ -79,10 +83,12 @@ class CoordinatorSettings:
 
     `heartbeat_timeout_s`  a task not heard of for so long has left; after a restart, each has so long to come back
     `rejoin_s`             so has one whose connection ended so long ago
+    `stall_timeout_s`      one that is at work and has ended no step for so long is stalled, though it is heard
     """
 
     heartbeat_timeout_s: float = 10.0
     rejoin_s: float = 1.0
+    stall_timeout_s: float = 60.0
 
 
 class _Result(msgspec.Struct, frozen=True):
@@ -109,6 +115,7 @@ class CoordinatorState:
         self._ledger = StepLedger(records)
         self._elections = Elections(records)
         self._traffic = TrafficTotals()
+        self._watch = ProgressWatch(settings.stall_timeout_s)
         self._results = {name: result.value for name, result in records.load(_RESULT, _Result)}
         self.log: deque[Event] = deque(maxlen=LOG_EVENTS)
 
@@ -125,10 +132,10 @@ class CoordinatorState:
                 return self._follow(self._membership.handle(event))
             case Asked():
                 return self._asked(event)
-            case Told(at_s, peer, Heartbeat(task, traffic)):
-                if self._membership.is_live(task, peer):
-                    self._traffic.report(self._membership.life(task), traffic)
-                return self._follow(self._membership.handle(HeartbeatArrived(at_s, peer, task)))
+            case Told(at_s, peer, Heartbeat() as heartbeat):
+                followed = self._follow(self._membership.handle(HeartbeatArrived(at_s, peer, heartbeat.task)))
+                is_its_own = self._membership.is_live(heartbeat.task, peer)
+                return followed + (self._hear(at_s, heartbeat) if is_its_own else [])
             case Told(_, _, Report(name, value)):
                 self._set_result(name, value)
                 return []
@@ -139,8 +146,8 @@ class CoordinatorState:
                 return []
             case PeerClosed(at_s, peer, reason):
                 return self._follow(self._membership.handle(ConnectionLost(at_s, peer, reason)))
-            case Ticked():
-                return self._follow(self._membership.handle(event))
+            case Ticked(at_s):
+                return self._follow(self._membership.handle(event)) + self._tell_stalls(at_s)
 
     def status(self, at_s: float) -> Status:
         """Everything a person would ask."""
@@ -155,7 +162,29 @@ class CoordinatorState:
             variables=self._directory.variables(),
             traffic=largest(self._traffic.totals()),
             results=dict(self._results),
+            health=self._watch.all_health(),
         )
+
+    def _hear(self, at_s: float, heartbeat: Heartbeat) -> list[Command]:
+        task, life = heartbeat.task, self._membership.life(heartbeat.task)
+        self._traffic.report(life, heartbeat.traffic)
+        is_busy = bool(heartbeat.doing) or self._ledger.holds(task)
+        ended = self._watch.hear(life, task, at_s, heartbeat.steps, heartbeat.doing, is_busy)
+        return [Log(f"{short_task_name(task)} goes on after {stall.lasted_s:.1f} s") for stall in ended]
+
+    def _tell_stalls(self, at_s: float) -> list[Command]:
+        return [
+            Log(
+                f"{short_task_name(stall.task)} is alive and has ended no step for {at_s - stall.since_s:.1f} s; "
+                f"it is at: {stall.doing or 'steps that it claimed'}"
+            )
+            for stall in self._watch.tick(at_s)
+        ]
+
+    def _health(self, at_s: float, task: str) -> Health:
+        if not self._membership.is_there(task):
+            return Health(at_s, None, self._membership.absence(task))
+        return Health(at_s, self._watch.health(self._membership.life(task)), "")
 
     def _asked(self, event: Asked) -> list[Command]:
         match event.message:
@@ -178,6 +207,8 @@ class CoordinatorState:
             case Report(name, value):
                 self._set_result(name, value)
                 return [Reply(event.ask, Ok())]
+            case GetHealth(task):
+                return [Reply(event.ask, self._health(event.at_s, task))]
             case GetStatus():
                 return [Reply(event.ask, self.status(event.at_s))]
             case other:
@@ -220,6 +251,7 @@ class CoordinatorState:
             match command:
                 case ReleaseTask(task, life, reason):
                     self._traffic.leave(life)
+                    self._watch.leave(life)
                     self._elections.leave(life, reason)
                     commands += self._ledger.handle(WorkerLeft(task, reason))
                 case EndConnection(peer, reason):
@@ -235,6 +267,6 @@ class CoordinatorState:
 
 def _logged(event: Event) -> Event:
     match event:
-        case Told(at_s, peer, Heartbeat(task)):
-            return Told(at_s, peer, Heartbeat(task))
+        case Told(at_s, peer, Heartbeat() as heartbeat):
+            return Told(at_s, peer, msgspec.structs.replace(heartbeat, traffic=()))
     return event

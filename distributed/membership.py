@@ -208,6 +208,10 @@ class Membership:
         """The number of the life that the live task `task` leads, which no other task has or had."""
         return self._live[task].life
 
+    def is_there(self, task: str) -> bool:
+        """Whether `task` is live, away or not."""
+        return task in self._live
+
     def absence(self, task: str) -> str:
         """Why nobody else may speak for `task`: it is live, or when and why it left last, or that it never joined."""
         if task in self._live:

@@ -273,10 +273,17 @@ class EdgeTraffic(msgspec.Struct, frozen=True):
 
 
 class Heartbeat(Message, frozen=True):
-    """A task is alive; `traffic` holds its totals so far. Not answered."""
+    """A task is alive. Not answered.
+
+    `traffic`  its totals so far
+    `steps`    how many parts of steps it has ended in all
+    `doing`    what it is at, as a short text; empty when it is idle
+    """
 
     task: str
     traffic: tuple[EdgeTraffic, ...] = ()
+    steps: int = 0
+    doing: str = ""
 
 
 class PlaceVariable(Message, frozen=True):
@@ -391,6 +398,34 @@ class WorkerProgress(msgspec.Struct, frozen=True):
     metrics: dict[str, float]
 
 
+class TaskHealth(msgspec.Struct, frozen=True):
+    """What a live task last said of itself; see `Heartbeat`.
+
+    `heard_at_s`       when it was last heard
+    `stalled_since_s`  since when it has made no progress, or None when it is not stalled
+    """
+
+    task: str
+    heard_at_s: float
+    steps: int
+    doing: str
+    stalled_since_s: float | None
+
+
+class GetHealth(Message, frozen=True):
+    """How is this task? Answered by `Health`."""
+
+    task: str
+
+
+class Health(Message, frozen=True):
+    """`health` is None when the task is not live or not heard yet; `absence` says why it is not live, or nothing."""
+
+    now_s: float
+    health: TaskHealth | None
+    absence: str
+
+
 class Status(Message, frozen=True):
     """Everything the coordinator knows that a person would ask; times are in s since its start."""
 
@@ -403,6 +438,7 @@ class Status(Message, frozen=True):
     variables: tuple[VariableInfo, ...]
     traffic: tuple[EdgeTraffic, ...]
     results: dict[str, float]
+    health: tuple[TaskHealth, ...] = ()
 
 
 AnyMessage = (
@@ -437,6 +473,8 @@ AnyMessage = (
     | Elected
     | Report
     | Leave
+    | GetHealth
+    | Health
     | GetStatus
     | Status
 )

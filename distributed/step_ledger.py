@@ -109,6 +109,10 @@ class StepLedger:
         """Steps that all runs have, done or not."""
         return sum(run.total_steps for run in self._runs.values())
 
+    def holds(self, task: str) -> bool:
+        """Whether the task has claimed steps that it has not reported."""
+        return any(task in run.holding for run in self._runs.values())
+
     def workers(self) -> tuple[WorkerProgress, ...]:
         """What each task that ever claimed has done, by name."""
         return tuple(self._progress[task] for task in sorted(self._progress))

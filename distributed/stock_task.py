@@ -38,7 +38,8 @@ class StockTask:
         self.client = CoordinatorClient(transport, coordinator, name=task, settings=settings)
         self.server = TaskServer(task, transport, address=address)
         self.client.call_on_roster(self.server.roster_changed)
-        self.client.join(task, self.server.address, traffic=self.server.traffic)
+        server = self.server
+        self.client.join(task, server.address, traffic=server.traffic, steps=server.steps_ended, doing=server.doing)
 
     def close(self) -> None:
         """Leave the cluster and end what runs."""

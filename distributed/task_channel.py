@@ -138,6 +138,15 @@ class TaskChannel:
         with self._lock:
             self._rendezvous.welcome(task)
 
+    def oldest_wait(self) -> str:
+        """What is waited for longest, in words; empty when nothing is."""
+        with self._lock:
+            receiver = next(iter(self._receivers.values()), None)
+        if receiver is None:
+            return ""
+        step, edge = receiver.wait
+        return f"waits for {receiver.source} to send edge {edge!r} in {describe(step)}"
+
     def traffic(self) -> tuple[EdgeTraffic, ...]:
         """What was sent to other tasks so far, per edge and destination."""
         with self._lock:

@@ -115,6 +115,7 @@ class TaskServer:
         settings = settings or TaskSettings()
         self._lock = threading.Lock()
         self._runs: dict[StepId, _Run] = {}
+        self._steps_ended = 0
         self._live: dict[str, TaskInfo] = {}
         self._plans = PlanRegistry(name)
         self._resources = TaskResources(name, self.store)
@@ -140,6 +141,20 @@ class TaskServer:
     def traffic(self) -> tuple[EdgeTraffic, ...]:
         """What this task has sent to others so far, per edge."""
         return self._channel.traffic()
+
+    def steps_ended(self) -> int:
+        """How many parts of steps have ended here, well or not."""
+        return self._steps_ended
+
+    def doing(self) -> str:
+        """The oldest part of a step that runs here, and what is waited for longest; empty when none runs."""
+        with self._lock:
+            step, count = next(iter(self._runs), None), len(self._runs)
+        if step is None:
+            return ""
+        waits = self._channel.oldest_wait()
+        more = f" and {count - 1} more" if count > 1 else ""
+        return f"{describe(step)}{more}" + (f": {waits}" if waits else "")
 
     def statistics(self) -> TaskStatistics:
         """What this task holds now."""
@@ -226,6 +241,7 @@ class TaskServer:
     def _ended(self, run: _Run, step: StepId, outcome: Outcome) -> None:
         with self._lock:
             self._runs.pop(step, None)
+            self._steps_ended += 1
         self._channel.finish(step)
         run.end(outcome)
 

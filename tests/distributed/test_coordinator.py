@@ -243,6 +243,27 @@ def test_a_client_without_a_thread_does_in_a_tick_what_is_due(cluster: Cluster) 
     assert beats(cluster) == [Heartbeat(WORKER0)]
 
 
+def test_a_task_is_described_for_errors_about_it(cluster: Cluster) -> None:
+    first, second = cluster.task(WORKER0), cluster.client(WORKER1)
+    second.join(WORKER1, "here", steps=lambda: 12, doing=lambda: "step 13: waits for edge 'w'")
+    first.wait_for_tasks([WORKER1], timeout_s=SOON_S)
+    assert first.describe(WORKER1) == "worker:1 (just joined)"
+    assert first.describe(PS0) == "ps:0 (has not joined)"
+    cluster.now_s += 5.0
+    second._beat()
+    second.status()
+    cluster.now_s += 2.5
+    heard = "worker:1 (last heard 2.5 s ago, 12 steps ended, now at: step 13: waits for edge 'w')"
+    assert first.describe(WORKER1) == heard
+    second.leave()
+    assert first.describe(WORKER1) == "worker:1 (left at 7.5 s: finished)"
+    cluster.coordinator.close()
+    first.call_on_lost(lambda reason: None)
+    with pytest.raises(DeadlineExceeded):
+        first.status(timeout_s=0.5)
+    assert first.describe(WORKER0).startswith("worker:0 (there is no connection to it since")
+
+
 def beats(cluster: Cluster) -> list[AnyMessage]:
     return [event.message for event in cluster.coordinator.log() if isinstance(event, Told)]
 

@@ -163,7 +163,7 @@ class World:
             else answer
             for ask, answer in self.answers.items()
         }
-        return answers, msgspec.structs.replace(status, tasks=tasks)
+        return answers, msgspec.structs.replace(status, tasks=tasks, health=())
 
 
 def _without_reason(info: TaskInfo) -> TaskInfo:

@@ -9,6 +9,7 @@ from dflow.distributed.coordinator_events import (
     Command,
     Disconnect,
     Event,
+    Log,
     PeerClosed,
     Persist,
     Reply,
@@ -24,7 +25,9 @@ from dflow.distributed.messages import (
     Elected,
     ElectOnce,
     Failure,
+    GetHealth,
     GetStatus,
+    Health,
     Heartbeat,
     Join,
     Leave,
@@ -34,6 +37,7 @@ from dflow.distributed.messages import (
     ReadVariable,
     Report,
     Roster,
+    RosterChange,
     Status,
 )
 
@@ -69,7 +73,7 @@ def test_a_join_is_answered_by_the_roster_and_told_to_all() -> None:
     roster = answer(commands, 2)
     assert isinstance(roster, Roster)
     assert [info.task for info in roster.tasks] == [WORKER0, WORKER1, PS0]
-    assert Broadcast((10, 11, 12), roster) in commands
+    assert Broadcast((10, 11, 12), RosterChange(2, 3, ((2, roster.tasks[2]),))) in commands
 
 
 def test_a_join_that_is_refused_is_told_to_nobody() -> None:
@@ -165,6 +169,41 @@ def test_nothing_is_written_for_heartbeats_traffic_ticks_and_questions() -> None
     sent = (EdgeTraffic("w", PS0, WORKER0, 3, 24),)
     events: list[Event] = [Told(1.0, 10, Heartbeat(WORKER0, sent)), Ticked(2.0), Asked(3.0, 10, 2, GetStatus())]
     assert not [command for event in events for command in state.handle(event) if isinstance(command, Persist)]
+
+
+def test_a_task_that_is_heard_and_ends_no_step_is_stalled_and_the_log_says_so_once() -> None:
+    state = cluster()
+    for at_s in range(0, 64, 4):
+        state.handle(Told(at_s, 10, Heartbeat(WORKER0, (), 12, "step 13: waits for edge 'w'")))
+        state.handle(Told(at_s, 11, Heartbeat(WORKER1, (), at_s, "step")))
+    text = "worker:0 is alive and has ended no step for 60.5 s; it is at: step 13: waits for edge 'w'"
+    assert state.handle(Ticked(60.5)) == [Log(text)]
+    assert state.handle(Ticked(61.0)) == []
+    first, second = status(state, 61.0).health
+    assert (first.heard_at_s, first.stalled_since_s, second.stalled_since_s) == (60, 0, None)
+    assert answer(state.handle(Asked(61.0, 99, 2, GetHealth(WORKER0))), 2) == Health(61.0, first, "")
+    assert state.handle(Told(62.0, 10, Heartbeat(WORKER0, (), 13, "step 14"))) == [Log("worker:0 goes on after 62.0 s")]
+
+
+def test_a_task_that_holds_claimed_steps_is_at_work_though_it_runs_none() -> None:
+    state = cluster()
+    state.handle(Asked(0.0, 10, 2, ClaimSteps("run", WORKER0, 1, 1)))
+    for at_s in range(0, 64, 4):
+        state.handle(Told(at_s, 10, Heartbeat(WORKER0)))
+        state.handle(Told(at_s, 11, Heartbeat(WORKER1)))
+    [log] = state.handle(Ticked(60.0))
+    assert log == Log("worker:0 is alive and has ended no step for 60.0 s; it is at: steps that it claimed")
+
+
+def test_the_health_of_a_task_that_is_not_there_says_why() -> None:
+    state = cluster()
+    assert answer(state.handle(Asked(1.0, 99, 2, GetHealth(PS0))), 2) == Health(1.0, None, "ps:0 has not joined")
+    assert answer(state.handle(Asked(1.0, 99, 3, GetHealth(WORKER0))), 3) == Health(1.0, None, "")
+    state.handle(Told(1.0, 10, Heartbeat(WORKER0)))
+    state.handle(Asked(2.0, 10, 4, Leave(WORKER0, "finished")))
+    left = Health(3.0, None, "worker:0 left at 2.0 s: finished")
+    assert answer(state.handle(Asked(3.0, 99, 5, GetHealth(WORKER0))), 5) == left
+    assert status(state).health == ()
 
 
 def test_a_message_meant_for_a_task_is_refused() -> None:
