@@ -14,8 +14,10 @@ FRAMES ?= 1000000
 SERIES := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 PY := $(VENV)/bin/python
 # One stamp a Python: asked for another one, make sets the environment up again.
+comma := ,
 STAMP := $(VENV)/.installed-$(SERIES)
-EXTRAS := examples,models,security,dev
+# Ray's tests run on one Python, as its wheel is large and its start slow.
+EXTRAS := examples,models,security,dev$(if $(filter 3.11,$(SERIES)),$(comma)ray)
 # JAX ended its support of Python 3.11 at 0.10.2; every later Python takes the newer line.
 PINS := constraints/python$(if $(filter 3.11,$(SERIES)),3.11,3.12).txt
 

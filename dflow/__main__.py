@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from dflow.distributed.transport.base import Transport
 
 COORDINATOR_VARIABLE = "DFLOW_COORDINATOR"
-LOCAL_COORDINATOR = "127.0.0.1:0"
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -101,7 +100,7 @@ def _add_coordinator(commands: argparse._SubParsersAction[argparse.ArgumentParse
     parser.add_argument(
         "--address",
         metavar="HOST:PORT",
-        help=f"where to listen (default: what the cluster file says, else {LOCAL_COORDINATOR}, a free port)",
+        help="where to listen (default: what the cluster file says, else a free port of DFLOW_ADDRESS or 127.0.0.1)",
     )
     _add_cluster_file(parser)
     parser.add_argument(
@@ -238,12 +237,13 @@ def _coordinator(options: argparse.Namespace) -> int:
     from dflow.distributed.coordinator import serve_coordinator
     from dflow.distributed.coordinator_state import CoordinatorSettings
     from dflow.distributed.coordinator_store import MemoryStore, SqliteStore
+    from dflow.distributed.detection.this_host import listening_address
 
     store = MemoryStore() if options.state is None else SqliteStore(options.state)
     settings = CoordinatorSettings(heartbeat_timeout_s=options.heartbeat_timeout, stall_timeout_s=options.stall_timeout)
     file = _cluster_file(options)
     jobs = dict(options.jobs) or (file.counts if file else {})
-    address = options.address or (file.coordinator if file else LOCAL_COORDINATOR)
+    address = options.address or (file.coordinator if file else listening_address(os.environ.get("DFLOW_ADDRESS", "")))
     return serve_coordinator(stop, _transport(options), address, jobs, store=store, settings=settings)
 
 

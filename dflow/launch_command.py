@@ -12,11 +12,19 @@ from dataclasses import replace
 from pathlib import Path
 
 from dflow.distributed.launching.launch_plan import LaunchPlan, Setting
+from dflow.distributed.launching.place import Place
+from dflow.distributed.launching.ray_resources import RayResources
 from dflow.distributed.launching.restarts import RestartPolicy
 from dflow.distributed.launching.shares import Share, core_shares, gpu_shares, visible_gpus
+from dflow.distributed.launching.this_machine import ThisMachine
 from dflow.distributed.stop_signal import StopSignal
+from dflow.distributed.transport.chosen_security import choose_security
+from dflow.distributed.transport.security import SameMachine
+from dflow.distributed.transport.sockets import SocketTransport
 from dflow.option_types import at_least_one, checked, count, job_count
-from dflow.tracing.errors import DflowError
+from dflow.tracing.errors import ConfigError, DflowError
+
+RAY = "ray"
 
 
 def add_launch_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -49,6 +57,21 @@ def add_launch_command(commands: argparse._SubParsersAction[argparse.ArgumentPar
         "1 s, 2 s, and so on up to 60 s; without a job, of the tasks that run the script. A stock task comes back "
         "empty. Repeatable",
     )
+    where = parser.add_argument_group("where")
+    where.add_argument(
+        "--on",
+        choices=("this-machine", RAY),
+        default="this-machine",
+        help="this machine (default), or the Ray cluster that RAY_ADDRESS names or that runs here; each task is then "
+        "an actor, and --restart says how often Ray starts it again",
+    )
+    for job, text in (("ps", "each stock task"), ("worker", "each task that runs the script")):
+        where.add_argument(
+            f"--{job}-resources",
+            type=checked(RayResources.parse),
+            metavar="NAME=AMOUNT,...",
+            help=f"what {text} asks of its Ray node, such as CPU=1,GPU=0.5 (default: CPU=1)",
+        )
     share = parser.add_argument_group("what each worker gets of this machine")
     share.add_argument(
         "--gpus-per-worker",
@@ -90,24 +113,49 @@ def _launch(options: argparse.Namespace) -> int:
         return 2
     try:
         plan = _launch_plan(options)
-        shares = _shares(plan.workers, options)
+        place, note = _on_ray(plan, options) if options.on == RAY else _here(plan, options)
     except DflowError as error:
         print(f"dflow launch: {error}", file=sys.stderr)
         return 2
+    # After Ray has started, which takes SIGTERM for itself.
     stop = StopSignal()
     from dflow.distributed.launcher import launch
     from dflow.distributed.launching.run_logs import RunLogs
-    from dflow.distributed.launching.this_machine import ThisMachine
-    from dflow.distributed.transport.chosen_security import choose_security
-    from dflow.distributed.transport.sockets import SocketTransport
     from dflow.status_view import LoggedView, make_console, make_view
 
-    transport = SocketTransport(security=choose_security(os.environ))
     logs = RunLogs(options.logs or Path(tempfile.mkdtemp(prefix=f"dflow-{Path(options.script).stem}-")))
     with make_view(make_console()) as shown, contextlib.closing(logs):
         view = LoggedView(shown, logs)
-        view.show_event(f"each task's output is kept in {logs.folder}")
-        return launch(stop, plan, ThisMachine(shares), view, transport)
+        view.show_event(f"{note}each task's output is kept in {logs.folder}")
+        launched = replace(plan, restarts={}) if options.on == RAY else plan
+        return launch(stop, launched, place, view, SocketTransport(security=choose_security(os.environ)))
+
+
+def _here(plan: LaunchPlan, options: argparse.Namespace) -> tuple[Place, str]:
+    _refuse(options, "ps_resources", "worker_resources", why="are for Ray; write --on ray")
+    return ThisMachine(_shares(plan.workers, options)), ""
+
+
+def _on_ray(plan: LaunchPlan, options: argparse.Namespace) -> tuple[Place, str]:
+    _refuse(options, "gpus_per_worker", "cpus_per_worker", why="are for this machine; write --worker-resources for Ray")
+    try:
+        from dflow.distributed.launching.on_ray import OnRay
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != RAY:
+            raise
+        raise ConfigError("--on ray needs Ray, which is not installed\n  pip install 'dflow[ray]'") from None
+    asked: dict[str, RayResources] = {}
+    for jobs, each in ((plan.stock, options.ps_resources), (plan.jobs, options.worker_resources)):
+        asked |= dict.fromkeys(jobs, each or RayResources())
+    is_secured = not isinstance(choose_security(os.environ), SameMachine)
+    place = OnRay(asked, plan.restarts, is_secured=is_secured)
+    return place, f"{place.described(plan.counts)}; "
+
+
+def _refuse(options: argparse.Namespace, *names: str, why: str) -> None:
+    for name in names:
+        if getattr(options, name) is not None:
+            raise ConfigError(f"--{name.replace('_', '-')} {why}")
 
 
 def _launch_plan(options: argparse.Namespace) -> LaunchPlan:

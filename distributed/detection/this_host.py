@@ -83,12 +83,13 @@ def own_host(coordinator: str) -> str:
     return found or "127.0.0.1"
 
 
-def listening_address(said: str, coordinator: str) -> str:
-    """Where a task listens: at `said`, a `host` or `host:port`, or else at the address that leads to the coordinator.
+def listening_address(said: str, coordinator: str = "") -> str:
+    """Where a task listens: at `said`, a `host` or `host:port`, or else at the address that leads to the coordinator,
+    and without one at loopback.
 
     All others reach it by this, so a task behind a translated address has to be told.
     """
-    host = said or own_host(coordinator)
+    host = said or (own_host(coordinator) if coordinator else "127.0.0.1")
     if not said and host.startswith("127."):
         return LOCAL_ADDRESS
     if host.startswith("unix:") or re.search(r"^(\[.*\]|[^:]*):[0-9]+$", host):

@@ -15,7 +15,6 @@ from dflow.tracing.errors import ConfigError
 from dflow.tracing.task_name import split_task_name, task_name
 
 COORDINATOR = "coordinator"
-ANY_PORT = "127.0.0.1:0"
 _SETTING = re.compile(r"(?:([A-Za-z]\w*)(?::([0-9]+))?:)?([A-Za-z_]\w*)=(.*)", re.DOTALL)
 
 
@@ -102,12 +101,12 @@ class LaunchPlan:
 
     def program(self, task: str, coordinator: str) -> TaskProgram:
         """What `task` runs when the coordinator is at `coordinator`; for the coordinator itself, that is
-        where it listens, on a free port when it is empty.
+        where it listens; when that is empty, on a free port of the host that DFLOW_ADDRESS or else loopback is.
         """
         said = {setting.name: setting.value for setting in self.environment if setting.applies_to(task)}
         if task == COORDINATOR:
             counts = [word for job, count in self.counts.items() for word in ("--job", f"{job}={count}")]
-            return _own(task, said, "coordinator", *counts, "--address", coordinator or ANY_PORT)
+            return _own(task, said, "coordinator", *counts, *(("--address", coordinator) if coordinator else ()))
         job, index = split_task_name(task)
         role = {"DFLOW_COORDINATOR": coordinator, "DFLOW_JOB": job, "DFLOW_INDEX": str(index)}
         if job in self.stock:

@@ -97,7 +97,7 @@ def test_a_cluster_file_serves_every_command(tmp_path: Path, capsys: pytest.Capt
     ):
         [line] = coordinator.read_until(LISTENING)
         assert line == f"{LISTENING}{address}\n"
-        client = CoordinatorClient(SocketTransport(), address, name="tool", timeout_s=60)
+        client = CoordinatorClient(SocketTransport(), address, name="/job:ps/task:0", timeout_s=60)
         client.join("/job:ps/task:0", "here:1")
         client.wait_for_tasks(["/job:ps/task:1"], timeout_s=60)
         assert main(["status", "--cluster", str(file)]) == 0

@@ -34,7 +34,7 @@ def test_servers_run_dflow_itself_and_leave_accelerators_alone() -> None:
     assert program.environment["DFLOW_COORDINATOR"] == "127.0.0.1:7"
     assert program.defaults == {"JAX_PLATFORMS": "cpu"}
     words = " ".join(PLAN.program(COORDINATOR, "").words)
-    assert words.endswith("coordinator --job ps=2 --job worker=2 --job evaluator=1 --address 127.0.0.1:0")
+    assert words.endswith("coordinator --job ps=2 --job worker=2 --job evaluator=1")
     assert PLAN.program(COORDINATOR, "127.0.0.1:7").words[-1] == "127.0.0.1:7"
 
 

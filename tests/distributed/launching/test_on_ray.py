@@ -1,0 +1,90 @@
+"""`dflow launch --on ray` on a Ray cluster of this machine, which the launch itself starts.
+
+One launch shows all, since the start of Ray is slow: a worker that is killed once and comes back, one that fails for
+good, and the end of everything.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+from dflow.__main__ import main
+from tests.distributed.processes import Spawned, exists
+
+needs_ray = pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None, reason="Ray is not installed; pip install 'dflow[ray]' brings it"
+)
+
+SCRIPT = """
+import os, signal
+import jax.numpy as jnp
+import dflow
+
+cluster = dflow.connect()
+print("pid", os.getpid(), "of", os.getppid())
+if os.environ["DFLOW_JOB"] == "evaluator":
+    raise SystemExit(3)
+if cluster.index == 1 and not os.path.exists("been here"):
+    open("been here", "w").close()
+    os.kill(os.getpid(), signal.SIGKILL)
+with cluster.parameter_servers():
+    count = dflow.Variable(lambda: jnp.zeros(()), name="count")
+
+@dflow.jit
+def step(x):
+    count.assign_add(x)
+    return {"loss": count.read()}
+
+for metrics in dflow.distributed.Async(cluster).run(step, iter(lambda: jnp.float32(1), None), steps=20):
+    pass
+if cluster.elect("report"):
+    cluster.report("count", float(count))
+"""
+
+
+@needs_ray
+def test_tasks_are_actors_that_ray_starts_again(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    words = ["--workers", "2", "--job", "evaluator=1", "--restart", "worker=on-failure:2", "--logs", "logs"]
+    few = ["--ps-resources", "CPU=0.25", "--worker-resources", "CPU=0.25"]
+    with Spawned("-m", "dflow", "launch", "--on", "ray", *few, *words, "train.py", cwd=tmp_path) as launched:
+        status, output = launched.finish()
+    assert status == 1, output
+    assert "dflow: on a Ray cluster of 1 node with CPU" in output
+    assert "[worker:1] (started again by Ray)" in output
+    assert "dflow: evaluator:0 ended: exit status 3; 2 of 3 workers go on" in output
+    assert re.search(r"\n count +20 ", output), output
+    pids = [int(pid) for found in re.findall(r"pid (\d+) of (\d+)", output) for pid in found]
+    assert len(pids) == 8, output
+    assert not any(exists(pid) for pid in pids)
+    assert "(started again by Ray)" in (tmp_path / "logs/worker-1.log").read_text()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed")
+def test_without_ray_the_way_to_get_it_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    assert main(["launch", "--on", "ray", "train.py"]) == 2
+    assert "dflow launch: --on ray needs Ray, which is not installed\n  pip install" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--ps-resources", "CPU=1"], "--ps-resources are for Ray; write --on ray"),
+        (["--on", "ray", "--cpus-per-worker", "1"], "--cpus-per-worker are for this machine; write --worker-resources"),
+    ],
+)
+def test_options_of_another_place_are_refused(
+    words: list[str], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    assert main(["launch", *words, "train.py"]) == 2
+    assert text in capsys.readouterr().err
