@@ -15,6 +15,7 @@ SERIES := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2]
 PY := $(VENV)/bin/python
 # One stamp a Python: asked for another one, make sets the environment up again.
 comma := ,
+PEERS := .venv-tensorflow
 STAMP := $(VENV)/.installed-$(SERIES)
 # Ray's tests run on one Python, as its wheel is large and its start slow.
 EXTRAS := examples,models,security,dev$(if $(filter 3.11,$(SERIES)),$(comma)ray)
@@ -25,7 +26,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test checks lint format types layers pytest nightly fuzz golden array-api-suite jax-suite bench gpu-check wheel pins clean
+.PHONY: help setup demo test checks lint format types layers pytest nightly fuzz golden array-api-suite jax-suite bench bench-peers gpu-check wheel pins clean
 
 help:  ## list the targets
 	@echo 'make TARGET [PYTHON=python3] [VENV=.venv]; needs Python 3.11 or newer and pip; set-up is done on first use'
@@ -84,6 +85,10 @@ bench: $(STAMP)  ## run each file of benchmarks/; each prints a table
 	@set -e; for file in benchmarks/[!_]*.py; do \
 	  name=$$(basename "$$file" .py); echo "== $$name"; $(PY) -m "benchmarks.$$name"; \
 	done
+
+bench-peers: $(STAMP)  ## the null step beside TensorFlow's own runtime, which gets an environment of its own; PEERS_OPTIONS='--kind dense'
+	@test -x $(PEERS)/bin/python || { $(call make-venv,$(PEERS)) && $(call pip,$(PEERS)) install -q 'tensorflow-cpu==2.21.*'; }
+	$(PY) -m benchmarks.null_step --beside $(PEERS)/bin/python $(or $(PEERS_OPTIONS),--every)
 
 gpu-check: $(STAMP)  ## on a GPU, run the tests that are worth it there and the benchmarks; ON=cpu tries the way itself, in little
 	$(PY) -m tests.gpu_check $(if $(ON),--on $(ON))

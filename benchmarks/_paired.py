@@ -67,13 +67,17 @@ def _processor() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
-def options(description: str | None, **defaults: int | tuple[str, ...]) -> argparse.Namespace:
-    """The command line: `--json`, and for each of `defaults` a whole number, or one of several words."""
+def options(description: str | None, **defaults: int | tuple[str, ...] | None) -> argparse.Namespace:
+    """The command line: `--json`, and for each of `defaults` a whole number, one of several words, any word, or nothing."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="write the figures to benchmarks/results/")
     for name, default in defaults.items():
-        if isinstance(default, int):
+        if default is False:
+            parser.add_argument(f"--{name}", action="store_true")
+        elif isinstance(default, int):
             parser.add_argument(f"--{name}", type=int, default=default)
+        elif default is None:
+            parser.add_argument(f"--{name}")
         else:
             parser.add_argument(f"--{name}", choices=default, default=default[0])
     return parser.parse_args()

@@ -4,14 +4,21 @@ Every worker fetches from every shard, computes next to nothing, sends a trivial
 the other workers. Each task is a process. *scalar* fetches one number from each shard; *dense* the whole model of so
 many MB; *sparse* 32 random rows of a table of `--mb` MB. *raw* is the same bytes over plain TCP sockets between as many
 processes, in the same run, round by round. The paper's own line is of 16 ps tasks on as many machines.
+
+`--beside PYTHON` names an environment with TensorFlow, whose own runtime (gRPC, graph mode) then does the same step, as a
+cluster of as many processes, in turn with ours. `make bench-peers` makes such an environment. `--every` measures what
+is published.
 """
 
 from __future__ import annotations
 
 import json
+import socket
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,40 +28,147 @@ from benchmarks._raw_sockets import raw_servers
 
 ROOT = Path(__file__).parents[1]
 ROUNDS = 5
+RUN_S = 900
 #: Median step times of 1 and of 100 workers, in ms.
 PAPER = {"scalar": "1.8 to 8.8", "dense 100": "147 to 613", "dense 1000": "1010 to 7160", "sparse": "5 to 20"}
 
 
+#: How often the whole of each is begun anew when two runtimes are compared.
+TURNS = 3
+
+#: By way, round and step, in s.
+Times = dict[str, list[list[float]]]
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is measured: `steps` steps in all, in so many `rounds`."""
+
+    kind: str
+    ps: int
+    workers: int
+    mb: int
+    steps: int
+    rounds: int
+
+    def words(self, *names: str) -> list[str]:
+        """As words of a command line."""
+        numbers = {**asdict(self), "steps": max(1, self.steps // self.rounds)}
+        return [word for name in names for word in (f"--{name}", str(numbers[name]))]
+
+
+#: What is published.
+EVERY = (
+    *(Step("scalar", 2, workers, 0, 1000, ROUNDS) for workers in (1, 2, 4)),
+    *(Step("dense", 2, workers, 100, 50, ROUNDS) for workers in (1, 2)),
+    Step("dense", 2, 1, 1000, 15, ROUNDS),
+    *(Step("sparse", 2, 1, mb, 1000, ROUNDS) for mb in (250, 4000)),
+)
+
+
 def main() -> None:
-    given = options(__doc__, ps=2, workers=1, kind=("scalar", "dense", "sparse"), mb=100, steps=400, rounds=ROUNDS)
-    row = measured(given.kind, given.ps, given.workers, given.mb, given.steps, given.rounds)
-    publish("null_step", [row], as_json=given.json)
+    given = options(
+        __doc__,
+        ps=2,
+        workers=1,
+        kind=("scalar", "dense", "sparse"),
+        mb=100,
+        steps=400,
+        rounds=ROUNDS,
+        beside=None,
+        every=False,
+    )
+    step = Step(given.kind, given.ps, given.workers, given.mb, given.steps, given.rounds)
+    rows = [measured(each, given.beside) for each in (EVERY if given.every else [step])]
+    publish("null_step", rows, as_json=given.json)
 
 
-def measured(kind: str, ps: int, workers: int, mb: int, steps: int, rounds: int) -> dict[str, Any]:
+def measured(step: Step, beside: str | None) -> dict[str, Any]:
     """A line of the table."""
-    each = max(1, steps // rounds)
-    ask, reply = request_bytes(kind, ps, mb)
-    with raw_servers(ps, workers, ask, reply) as ports:
-        numbers = {"ps": ps, "workers": workers, "mb": mb, "steps": each, "rounds": rounds, "ask": ask, "reply": reply}
-        words = [word for name, number in numbers.items() for word in (f"--{name}", str(number))]
-        times = run_workers(ps, workers, ["--kind", kind, *words, "--ports", *map(str, ports)])
+    times = by_dflow(step)
+    peers: list[list[float]] = []
+    for _ in range(TURNS if beside else 0):
+        peers += by_tensorflow(step, str(beside))
+        again = by_dflow(step)
+        times = {way: times[way] + again[way] for way in times}
     ours, raws = ([statistics.median(round_) for round_ in times[way]] for way in ("dflow", "raw"))
     ratio, low, high = median_ratio(ours, raws)
     every = sorted(time for round_ in times["dflow"] for time in round_)
-    return {
-        "kind": kind,
-        "ps": ps,
-        "workers": workers,
-        "MB": mb if kind != "scalar" else 0,
+    row = {
+        "kind": step.kind,
+        "ps": step.ps,
+        "workers": step.workers,
+        "MB": step.mb if step.kind != "scalar" else 0,
         "median ms": 1e3 * statistics.median(every),
         "p90 ms": 1e3 * every[len(every) * 9 // 10],
         "raw ms": 1e3 * statistics.median(time for round_ in times["raw"] for time in round_),
-        "ratio": ratio,
+        "/ raw": ratio,
         "p10": low,
         "p90": high,
-        "paper ms": PAPER.get(kind) or PAPER.get(f"{kind} {mb}", ""),
+        "paper ms": PAPER.get(step.kind) or PAPER.get(f"{step.kind} {step.mb}", ""),
     }
+    if peers:
+        theirs = [statistics.median(round_) for round_ in peers]
+        ratio, low, high = median_ratio(ours[: len(theirs)], theirs)
+        row |= {"TensorFlow ms": 1e3 * statistics.median(theirs), "/ TensorFlow": ratio, "p10 ": low, "p90 ": high}
+    return row
+
+
+def by_dflow(step: Step) -> Times:
+    """The times of worker 0: of our steps, and of raw sockets in turn with them."""
+    ask, reply = request_bytes(step.kind, step.ps, step.mb)
+    script = str(ROOT / "benchmarks" / "_null_step_worker.py")
+    cluster = ["-m", "dflow", "launch", "--ps", str(step.ps), "--workers", str(step.workers), script]
+    with raw_servers(step.ps, step.workers, ask, reply) as ports:
+        words = step.words("kind", "ps", "workers", "mb", "steps", "rounds")
+        said = [*words, "--ask", str(ask), "--reply", str(reply), "--ports", *map(str, ports)]
+        ended = subprocess.run(
+            [sys.executable, *cluster, *said], cwd=ROOT, capture_output=True, text=True, timeout=RUN_S, check=False
+        )
+    found: Times = found_in(ended.stdout, "[worker:0] times ", ended.stdout + ended.stderr)
+    return found
+
+
+def by_tensorflow(step: Step, python: str) -> list[list[float]]:
+    """The times of worker 0 of a cluster of TensorFlow's."""
+    addresses = [f"localhost:{port}" for port in free_ports(step.ps + step.workers)]
+    spec = ["--ps", *addresses[: step.ps], "--workers", *addresses[step.ps :]]
+    script = str(ROOT / "benchmarks" / "_null_step_tensorflow.py")
+    tasks = [("ps", index) for index in range(step.ps)] + [("worker", index) for index in range(step.workers)]
+    running = {
+        (job, index): subprocess.Popen(
+            [python, script, "--job", job, "--index", str(index), *step.words("kind", "mb", "steps", "rounds"), *spec],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for job, index in tasks
+    }
+    try:
+        output, _ = running["worker", 0].communicate(timeout=RUN_S)
+    finally:
+        for task in running.values():
+            task.kill()
+            task.wait()
+    found: list[list[float]] = found_in(output, "times ", output)
+    return found
+
+
+def found_in(output: str, start: str, all_output: str) -> Any:
+    """What a worker printed after `start`."""
+    lines = [line for line in output.splitlines() if line.startswith(start)]
+    if not lines:
+        raise SystemExit(f"the cluster failed:\n{all_output}")
+    return json.loads(lines[0].removeprefix(start))
+
+
+def free_ports(count: int) -> Sequence[int]:
+    """Ports that nobody listens at now."""
+    socks = [socket.create_server(("localhost", 0)) for _ in range(count)]
+    ports = [sock.getsockname()[1] for sock in socks]
+    for sock in socks:
+        sock.close()
+    return ports
 
 
 def request_bytes(kind: str, ps: int, mb: int) -> tuple[int, int]:
@@ -65,18 +179,6 @@ def request_bytes(kind: str, ps: int, mb: int) -> tuple[int, int]:
         return 4, mb * 1_000_000 // ps
     rows = ROWS_FETCHED // ps
     return 4 * rows, 4 * COLUMNS * rows
-
-
-def run_workers(ps: int, workers: int, words: list[str]) -> dict[str, list[list[float]]]:
-    """The times of worker 0, in s: by way, round and step."""
-    script = str(ROOT / "benchmarks" / "_null_step_worker.py")
-    command = [sys.executable, "-m", "dflow", "launch", "--ps", str(ps), "--workers", str(workers), script, *words]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
-    lines = [line for line in ended.stdout.splitlines() if line.startswith("[worker:0] times ")]
-    if ended.returncode or not lines:
-        raise SystemExit(f"the cluster failed with {ended.returncode}:\n{ended.stdout}\n{ended.stderr}")
-    found: dict[str, list[list[float]]] = json.loads(lines[0].removeprefix("[worker:0] times "))
-    return found
 
 
 if __name__ == "__main__":

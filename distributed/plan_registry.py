@@ -20,7 +20,7 @@ import msgspec
 
 from dflow.distributed.messages import RegisterPlan
 from dflow.distributed.plan_checks import check_from_peer, check_plan
-from dflow.lowering.plan import Call, Plan, Read, Recv, Send, calls_in
+from dflow.lowering.plan import Call, Plan, Read, Recv, Send, UseResource, calls_in
 from dflow.lowering.program import Program, load_program
 from dflow.lowering.waits import Schedule
 from dflow.tracing.errors import InternalError, WireError
@@ -48,7 +48,10 @@ class Registration:
         items = self.schedule.plan.items
         if len(self.keys) > MOST_QUICK_KEYS:
             return False
-        return all(item.quick if isinstance(item, Call) else isinstance(item, Read | Send | Recv) for item in items)
+        return all(
+            item.quick if isinstance(item, Call) else isinstance(item, Read | Send | Recv | UseResource)
+            for item in items
+        )
 
     @cached_property
     def keys(self) -> tuple[str, ...]:
