@@ -1,8 +1,8 @@
 """The null step by TensorFlow's own runtime, for an environment that has TensorFlow and no JAX; prints times as JSON.
 
 Graph mode, between-graph replication, variables on ps tasks, gRPC: what the paper measured, as it is shipped today. The
-barrier is two queues on ps task 0, as in TensorFlow's own synchronous replicas: each worker hands in a token when it has
-updated, and worker 0 gives each one back when it has all.
+barrier is two queues on ps task 0, as in TensorFlow's own synchronous replicas: each worker hands in a token when it
+has updated, and worker 0 gives each one back when it has all. A single worker waits for nobody.
 """
 
 from __future__ import annotations
@@ -47,10 +47,8 @@ def run(server: v1.train.Server, given: argparse.Namespace) -> None:
     shards, counts = [], []
     for index in range(len(given.ps)):
         with tf.device(f"/job:ps/task:{index}"):
-            shards.append(
-                v1.get_variable(f"shard_{index}", shape, initializer=v1.zeros_initializer(), use_resource=True)
-            )
-            counts.append(v1.get_variable(f"count_{index}", (), initializer=v1.zeros_initializer(), use_resource=True))
+            shards.append(variable(f"shard_{index}", shape))
+            counts.append(variable(f"count_{index}", ()))
     indices = v1.placeholder(tf.int32, [ROWS_FETCHED // len(given.ps)])
     with tf.device(f"/job:worker/task:{given.index}"):
         fetched = [tf.gather(shard, indices) if given.kind == "sparse" else shard.read_value() for shard in shards]
@@ -80,9 +78,16 @@ def run(server: v1.train.Server, given: argparse.Namespace) -> None:
         print("times " + json.dumps(times), flush=True)
 
 
+def variable(name: str, shape: tuple[int, ...]) -> tf.Variable:
+    """A variable of zeros."""
+    return v1.get_variable(name, shape, initializer=v1.zeros_initializer(), use_resource=True)
+
+
 def barrier(updates: list[tf.Operation], given: argparse.Namespace) -> tf.Operation:
     """An op that is done when all workers have done `updates`."""
     count = len(given.workers)
+    if count == 1:
+        return tf.group(*updates)
     with tf.device("/job:ps/task:0"):
         arrived = tf.queue.FIFOQueue(count, tf.int32, (), shared_name="arrived")
         tokens = tf.queue.FIFOQueue(count, tf.int32, (), shared_name="tokens")

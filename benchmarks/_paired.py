@@ -68,7 +68,7 @@ def _processor() -> str:
 
 
 def options(description: str | None, **defaults: int | tuple[str, ...] | None) -> argparse.Namespace:
-    """The command line: `--json`, and for each of `defaults` a whole number, one of several words, any word, or nothing."""
+    """The command line: `--json`, and one for each of `defaults`: a number, one of several words, a word, nothing."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="write the figures to benchmarks/results/")
     for name, default in defaults.items():

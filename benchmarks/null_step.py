@@ -5,8 +5,8 @@ the other workers. Each task is a process. *scalar* fetches one number from each
 many MB; *sparse* 32 random rows of a table of `--mb` MB. *raw* is the same bytes over plain TCP sockets between as many
 processes, in the same run, round by round. The paper's own line is of 16 ps tasks on as many machines.
 
-`--beside PYTHON` names an environment with TensorFlow, whose own runtime (gRPC, graph mode) then does the same step, as a
-cluster of as many processes, in turn with ours. `make bench-peers` makes such an environment. `--every` measures what
+`--beside PYTHON` names an environment with TensorFlow, whose own runtime (gRPC, graph mode) then does the same step, as
+a cluster of as many processes, in turn with ours. `make bench-peers` makes such an environment. `--every` measures what
 is published.
 """
 
@@ -67,17 +67,8 @@ EVERY = (
 
 
 def main() -> None:
-    given = options(
-        __doc__,
-        ps=2,
-        workers=1,
-        kind=("scalar", "dense", "sparse"),
-        mb=100,
-        steps=400,
-        rounds=ROUNDS,
-        beside=None,
-        every=False,
-    )
+    numbers = {"ps": 2, "workers": 1, "mb": 100, "steps": 400, "rounds": ROUNDS}
+    given = options(__doc__, kind=("scalar", "dense", "sparse"), **numbers, beside=None, every=False)
     step = Step(given.kind, given.ps, given.workers, given.mb, given.steps, given.rounds)
     rows = [measured(each, given.beside) for each in (EVERY if given.every else [step])]
     publish("null_step", rows, as_json=given.json)
