@@ -38,6 +38,7 @@ from dflow.distributed.messages import (
     VariableCreated,
     WriteVariable,
 )
+from dflow.distributed.step_counts import StepCounts
 from dflow.distributed.task_server import TaskServer, TaskSettings
 from dflow.distributed.transport.addresses import LOCAL_ADDRESS
 from dflow.distributed.transport.base import Peer, Reply, Transport
@@ -49,6 +50,7 @@ from dflow.lowering.local import Runner, fetched, lower_programs, refuse_spread
 from dflow.lowering.passes.base import Observer, run_passes
 from dflow.lowering.pipeline import pipeline
 from dflow.lowering.program import export_program
+from dflow.lowering.recorder import STEP_BEGAN, STEP_ENDED, Recorder, described_end
 from dflow.lowering.store import Store
 from dflow.tracing.context import Slot, home
 from dflow.tracing.device import scope_here
@@ -128,6 +130,8 @@ class Cluster:
         waits = TaskSettings(wait_timeout_s=settings.step_timeout_s)
         self._server = TaskServer(name, transport, store=store, address=address, settings=waits)
         self._server.count_steps_from(first)
+        #: The steps that this task has started.
+        self.steps = StepCounts()
         try:
             self._join()
         except BaseException:
@@ -145,6 +149,11 @@ class Cluster:
         job, _ = split_task_name(self.task)
         others = [task for task in roster.expected if split_task_name(task)[0] != job]
         self._client.wait_for_tasks(others, timeout_s=self._settings.join_timeout_s)
+
+    @property
+    def recorder(self) -> Recorder:
+        """The newest events of this task."""
+        return self._server.recorder
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -273,6 +282,20 @@ class Cluster:
         raises  what failed first on any of them, whose text names the task; TaskLost when a task is gone
         """
         step = StepId(self.task, next(self._steps))
+        began_ns = self._server.recorder.note(STEP_BEGAN, step)
+        try:
+            fetches = self._run_step(step, handles, feeds)
+        except BaseException as error:
+            self._step_ended(step, began_ns, error)
+            raise
+        self._step_ended(step, began_ns, None)
+        return fetches
+
+    def _step_ended(self, step: StepId, began_ns: int, error: BaseException | None) -> None:
+        ended_ns = self._server.recorder.note(STEP_ENDED, step, "", described_end(error))
+        self.steps.ended((ended_ns - began_ns) / 1e9, error)
+
+    def _run_step(self, step: StepId, handles: Mapping[str, int], feeds: Sequence[Any]) -> tuple[jax.Array, ...]:
         others = {task: self._server.peer(task) for task in handles if task != self.task}
         parts = _Parts((self.task, *others))
         try:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from dflow.distributed.transport.base import Handler, Peer, Transport
+from dflow.lowering.recorder import CONNECTED, Note, not_noted
 from dflow.tracing.errors import TaskLost
 
 
@@ -25,11 +26,20 @@ class _Place:
 class Peers:
     """The other tasks of the cluster, as `name` reaches them; every method may be called from any thread."""
 
-    def __init__(self, transport: Transport, *, name: str, handler: Handler, connect_timeout_s: float) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        *,
+        name: str,
+        handler: Handler,
+        connect_timeout_s: float,
+        note: Note = not_noted,
+    ) -> None:
         self._transport = transport
         self._name = name
         self._handler = handler
         self._connect_timeout_s = connect_timeout_s
+        self._note = note
         self._lock = threading.Lock()
         self._places: dict[str, _Place] = {}
 
@@ -67,6 +77,7 @@ class Peers:
             place = self._places.get(peer.name)
         if place is not None and place.peer is None:
             place.peer = peer
+            self._note(CONNECTED, None, peer.name, "by its own will")
 
     def close(self) -> None:
         """End every connection and forget every address."""
@@ -79,4 +90,5 @@ class Peers:
         if peer.name != task:
             peer.close("another was wanted there")
             raise TaskLost(f"{task} is not at {address} any more, where {peer.name} answers")
+        self._note(CONNECTED, None, task, address)
         return peer

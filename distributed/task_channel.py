@@ -20,6 +20,7 @@ from dflow.distributed.messages import EdgeTraffic, Tensor
 from dflow.distributed.peers import Peers
 from dflow.distributed.rendezvous import EndWait, Rendezvous, RendezvousStatistics, describe
 from dflow.lowering.channel import Deliver, Sent, StepId
+from dflow.lowering.recorder import RECEIVED, SENT, WAIT_EXPIRED, Recorder
 from dflow.tracing.errors import DeadlineExceeded, DflowError, WireError
 
 LOGGER = logging.getLogger("dflow")
@@ -50,14 +51,24 @@ class _Receiver:
 class TaskChannel:
     """The channel of the task `name`; see `lowering.channel.Channel`. Any method may be called from any thread."""
 
-    def __init__(self, name: str, peers: Peers, *, wait_timeout_s: float, deadlines: MakeDeadlines = Deadlines) -> None:
+    def __init__(
+        self,
+        name: str,
+        peers: Peers,
+        *,
+        wait_timeout_s: float,
+        deadlines: MakeDeadlines = Deadlines,
+        recorder: Recorder | None = None,
+    ) -> None:
         self._name = name
+        self._recorder = recorder or Recorder()
         self._peers = peers
         self._lock = threading.Lock()
         self._rendezvous: Rendezvous[_Receiver, Sent] = Rendezvous()
         self._receivers: dict[_Wait, _Receiver] = {}
         self._deadlines: EndOfWaits[_Wait] = deadlines(wait_timeout_s, self._expire)
         self._traffic: dict[tuple[str, str], _Total] = {}
+        self._taken_in: dict[str, _Total] = {}
 
     def send(self, step: StepId, edge: str, destination: str, value: Sent) -> None:
         """Hand `value` over for `destination`, waiting until it is computed and the connection has taken it.
@@ -69,7 +80,10 @@ class TaskChannel:
             return
         payload = encode_array(value)
         message = Tensor(step.origin, step.number, edge, value.dtype.name, tuple(value.shape))
-        self._peers.get(destination).notify(message, payload)
+        peer = self._peers.get(destination)
+        began = self._recorder.clock()
+        peer.notify(message, payload)
+        self._recorder.note(SENT, step, edge, destination, len(payload), began)
         with self._lock:
             total = self._traffic.setdefault((edge, destination), _Total())
             total.values += 1
@@ -85,9 +99,10 @@ class TaskChannel:
                 self._deadlines.add(receiver.wait)
         self._carry_out(commands)
 
-    def arrived(self, tensor: Tensor, payload: memoryview) -> None:
-        """A value came from another task; raises WireError if it is malformed."""
+    def arrived(self, tensor: Tensor, payload: memoryview, source: str) -> None:
+        """A value came from the task `source`; raises WireError if it is malformed."""
         step = StepId(tensor.origin, tensor.step)
+        self._recorder.note(RECEIVED, step, tensor.edge, source, len(payload))
         value: Sent
         try:
             value = decode_array(tensor.dtype, tensor.shape, payload)
@@ -95,7 +110,12 @@ class TaskChannel:
             raise WireError(f"the value of edge {tensor.edge!r} in {describe(step)} is malformed: {error}") from error
         if value.nbytes > SMALL_BYTES or value.dtype.kind not in NUMPY_KINDS:
             value = jax.device_put(value, may_alias=True)
-        self._put(step, tensor.edge, value)
+        with self._lock:
+            total = self._taken_in.setdefault(source, _Total())
+            total.values += 1
+            total.size_bytes += len(payload)
+            commands = self._rendezvous.put(step, tensor.edge, value)
+        self._carry_out(commands)
 
     def begin(self, step: StepId) -> None:
         """See `Rendezvous.begin`."""
@@ -155,6 +175,11 @@ class TaskChannel:
                 for (edge, destination), total in self._traffic.items()
             )
 
+    def taken_in(self) -> dict[str, int]:
+        """How many bytes of values came from each other task."""
+        with self._lock:
+            return {task: total.size_bytes for task, total in self._taken_in.items()}
+
     def statistics(self) -> RendezvousStatistics:
         """What the rendezvous holds, and has done."""
         with self._lock:
@@ -179,6 +204,7 @@ class TaskChannel:
                 f"{self._name} waited {self._deadlines.timeout_s:g} s for {receiver.source} to send edge {edge!r} in "
                 f"{describe(step)}; look there for an error, or allow a longer wait"
             )
+            self._recorder.note(WAIT_EXPIRED, step, edge, receiver.source)
             commands = self._rendezvous.expire(step, edge, error)
         self._carry_out(commands)
 

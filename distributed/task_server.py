@@ -54,6 +54,7 @@ from dflow.distributed.messages import (
 from dflow.distributed.peers import Peers
 from dflow.distributed.plan_registry import PlanRegistry, Registration
 from dflow.distributed.rendezvous import RendezvousStatistics, describe
+from dflow.distributed.step_counts import StepCounts
 from dflow.distributed.task_channel import TaskChannel
 from dflow.distributed.task_resources import TaskResources
 from dflow.distributed.trampoline import run_soon
@@ -64,6 +65,14 @@ from dflow.lowering.execute import Execution, Outcome, Submit
 from dflow.lowering.foreign_program import read_program
 from dflow.lowering.plan import Plan
 from dflow.lowering.program import Program
+from dflow.lowering.recorder import (
+    CONNECTION_LOST,
+    PART_BEGAN,
+    PART_ENDED,
+    ROSTER_CHANGED,
+    Recorder,
+    described_end,
+)
 from dflow.lowering.store import Store
 from dflow.tracing.errors import DflowError, InternalError, StepCancelled, TaskLost, VariableError, WireError
 from dflow.tracing.types import ArrayType
@@ -96,6 +105,7 @@ class TaskServer:
     """The task `name`, listening at `address` from construction on.
 
     pool, deadlines  where its work is done and its waits end, instead of on threads of its own
+    recorder         what keeps its newest events
     raises           what `Transport.listen` raises
     """
 
@@ -109,8 +119,10 @@ class TaskServer:
         settings: TaskSettings | None = None,
         pool: Executor | None = None,
         deadlines: MakeDeadlines = Deadlines,
+        recorder: Recorder | None = None,
     ) -> None:
         self.name = name
+        self.recorder = recorder or Recorder()
         self.store = store or Store()
         settings = settings or TaskSettings()
         self._lock = threading.Lock()
@@ -120,8 +132,21 @@ class TaskServer:
         self._plans = PlanRegistry(name)
         self._resources = TaskResources(name, self.store)
         self._pool = pool or ThreadPoolExecutor(settings.threads, thread_name_prefix=f"dflow {name}")
-        self._peers = Peers(transport, name=name, handler=self, connect_timeout_s=settings.connect_timeout_s)
-        self._channel = TaskChannel(name, self._peers, wait_timeout_s=settings.wait_timeout_s, deadlines=deadlines)
+        self.parts = StepCounts()
+        self._peers = Peers(
+            transport,
+            name=name,
+            handler=self,
+            connect_timeout_s=settings.connect_timeout_s,
+            note=self.recorder.note,
+        )
+        self._channel = TaskChannel(
+            name,
+            self._peers,
+            wait_timeout_s=settings.wait_timeout_s,
+            deadlines=deadlines,
+            recorder=self.recorder,
+        )
         self._listener = transport.listen(address, name=name, handler=self)
 
     @property
@@ -190,6 +215,7 @@ class TaskServer:
                 raise InternalError(f"{self.name} already runs a plan in {describe(step)}")
             self._channel.begin(step)
             self._runs[step] = run
+            run.began_ns = self.recorder.note(PART_BEGAN, step)
         try:
             submit(start)
         except RuntimeError:
@@ -231,6 +257,7 @@ class TaskServer:
                 feeds,
                 on_done=partial(self._ended, run, step),
                 submit=submit,
+                note=self.recorder.note,
             )
         except BaseException as error:
             self._cancel_run(step, error)
@@ -243,7 +270,10 @@ class TaskServer:
             self._runs.pop(step, None)
             self._steps_ended += 1
         self._channel.finish(step)
-        run.end(outcome)
+        outcome = run.told(outcome)
+        ended_ns = self.recorder.note(PART_ENDED, step, "", described_end(outcome))
+        self.parts.ended((ended_ns - run.began_ns) / 1e9, outcome)
+        run.on_done(outcome)
 
     # The other tasks.
 
@@ -253,6 +283,7 @@ class TaskServer:
         gone = {info.task: info for info in roster.tasks if info.task not in live}
         with self._lock:
             before, self._live = self._live, live
+        self.recorder.note(ROSTER_CHANGED, None, "", f"version {roster.version}, {len(live)} live, {len(gone)} left")
         for task, info in gone.items():
             if task != self.name:
                 self.task_left(task, info.left or "it said no reason")
@@ -300,7 +331,7 @@ class TaskServer:
         """Take a value or a cancellation."""
         match message:
             case Tensor():
-                self._take_in(message, payload)
+                self._take_in(peer, message, payload)
             case CancelStep():
                 self._cancel_as_told(message)
             case _:
@@ -308,13 +339,14 @@ class TaskServer:
 
     def on_close(self, peer: Peer, reason: str) -> None:
         """End the waits for values from a peer, since some may be lost with the connection."""
+        self.recorder.note(CONNECTION_LOST, None, peer.name, reason)
         error = TaskLost(f"the connection between {self.name} and {peer.name} has ended: {reason}")
         self._channel.connection_lost(peer.name, error)
 
-    def _take_in(self, message: Tensor, payload: memoryview) -> None:
+    def _take_in(self, peer: Peer, message: Tensor, payload: memoryview) -> None:
         """Hand a value to who waits for it; one that is malformed ends its step, since no other will come."""
         try:
-            self._channel.arrived(message, payload)
+            self._channel.arrived(message, payload, peer.name)
         except WireError as error:
             self.cancel(StepId(message.origin, message.step), error)
             raise
@@ -391,7 +423,8 @@ class _Run:
     """
 
     def __init__(self, on_done: Callable[[Outcome], None]) -> None:
-        self._on_done = on_done
+        self.on_done = on_done
+        self.began_ns = 0
         self._lock = threading.Lock()
         self._execution: Execution | None = None
         self._cause: BaseException | None = None
@@ -412,8 +445,8 @@ class _Run:
             execution.cancel(error)
         return is_first and execution is None
 
-    def end(self, outcome: Outcome) -> None:
-        self._on_done(self._cause or outcome if isinstance(outcome, BaseException) else outcome)
+    def told(self, outcome: Outcome) -> Outcome:
+        return self._cause or outcome if isinstance(outcome, BaseException) else outcome
 
 
 def _answer_run(responder: Responder, outcome: Outcome) -> None:

@@ -21,6 +21,7 @@ from dflow.lowering.channel import Channel, Sent, StepId
 from dflow.lowering.loops import PENDING, Loop, OnItem
 from dflow.lowering.plan import Branch, Call, Copy, Item, Read, Recv, Scan, Send, UseResource, While
 from dflow.lowering.program import Program
+from dflow.lowering.recorder import ITEM_BEGAN, ITEM_ENDED, ITEM_FAILED, Note, not_noted
 from dflow.lowering.store import Store
 from dflow.lowering.waiters import Cancel
 from dflow.lowering.waits import Schedule, gives
@@ -37,7 +38,7 @@ class Execution:
 
     `on_done` is called once, from any thread, with the fetches or with the first error. A turn of a loop may start
     before all is there: `feeds` that are PENDING come by `feed`; `held` says for how many `release`s an item waits; and
-    `on_item` is told of each item that is done, with what it gave.
+    `on_item` is told of each item that is done, with what it gave. `note` is told of what begins and ends.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Execution:
         submit: Submit,
         held: Mapping[int, int] | None = None,
         on_item: OnItem | None = None,
+        note: Note = not_noted,
     ) -> None:
         plan = schedule.plan
         if len(feeds) != len(plan.feeds):
@@ -67,7 +69,7 @@ class Execution:
             if value is PENDING and slot not in pending:
                 pending.append(slot)
         self._lock = threading.Lock()
-        self._on_item = on_item
+        self._on_item, self._note = on_item, note
         self._waiting, self._uses = list(schedule.waiting), list(schedule.uses)
         self._left = len(plan.items)
         self._has_started = False
@@ -138,7 +140,9 @@ class Execution:
         while queue and not self._ended:
             index = queue.popleft()
             try:
-                if self._perform(self._schedule.plan.items[index], index):
+                plan = self._schedule.plan
+                self._note(ITEM_BEGAN, self._step, plan, index)
+                if self._perform(plan.items[index], index):
                     queue.extend(self._done(index))
             except BaseException as error:
                 self._fail(index, error)
@@ -226,7 +230,7 @@ class Execution:
         on_item: OnItem | None = None,
     ) -> Execution:
         schedule, around = self._schedule.bodies[body], (self._programs, self._store, self._channel, self._step)
-        return Execution(schedule, *around, feeds, on_done, self._submit, held, on_item)
+        return Execution(schedule, *around, feeds, on_done, self._submit, held, on_item, self._note)
 
     def _cancel_at_end(self, index: int, cancel: Cancel) -> None:
         with self._lock:
@@ -259,13 +263,17 @@ class Execution:
 
     def _fail(self, index: int, error: BaseException) -> None:
         """End with the error of an item, which is named; of a body's, the branch or loop after it."""
-        names = self._schedule.plan.names
+        plan = self._schedule.plan
+        names = plan.names
+        if not self._ended:
+            self._note(ITEM_FAILED, self._step, plan, (index, type(error).__name__))
         if isinstance(error, Exception) and names and not self._ended:
             error.add_note(f"in {names[index]}")
         self._end(error)
 
     def _done(self, index: int) -> list[int]:
         """Count an item as done; the items that may run now."""
+        self._note(ITEM_ENDED, self._step, self._schedule.plan, index)
         if self._on_item is not None:
             # Before it is counted, so that whoever is told hears of the end last.
             self._on_item(index, [(slot, self._slots[slot]) for slot in gives(self._schedule.plan.items[index])])

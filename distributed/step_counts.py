@@ -1,0 +1,76 @@
+"""How many steps ended in which way and how long they took, counted from the start of a task.
+
+Invariants: counts never shrink; classes of errors are those of dflow, and all others are counted as one, so that a
+program cannot make ever more of them.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left
+from dataclasses import dataclass
+
+from dflow.tracing import errors
+
+#: Bounds of step times, in s: from what a step over tasks at least takes to what nobody waits for.
+BOUNDS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
+OTHER_ERROR = "other"
+#: Of the time of a step, how much the newest one counts in the running mean.
+NEWEST_PART = 0.1
+
+
+@dataclass(frozen=True)
+class StepTotals:
+    """What was counted.
+
+    `buckets`  how many ended well by place of the least of `BOUNDS_S` that is no less than their time, those above all
+               of them last
+    `total_s`  their time in all
+    `mean_s`   a running mean of it, in which the newest count most; 0 while none has ended
+    `errors`   how many ended by an error, by its class
+    """
+
+    buckets: tuple[int, ...]
+    total_s: float
+    mean_s: float
+    errors: dict[str, int]
+
+    @property
+    def done(self) -> int:
+        """How many ended well."""
+        return sum(self.buckets)
+
+
+class StepCounts:
+    """Counts steps; any thread may call this."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._buckets = [0] * (len(BOUNDS_S) + 1)
+        self._total_s = 0.0
+        self._mean_s = 0.0
+        self._errors: dict[str, int] = {}
+
+    def ended(self, took_s: float, outcome: object) -> None:
+        """A step took so long; `outcome` is what it ended with, an error or anything else."""
+        with self._lock:
+            if isinstance(outcome, BaseException):
+                name = error_class(outcome)
+                self._errors[name] = self._errors.get(name, 0) + 1
+                return
+            self._buckets[bisect_left(BOUNDS_S, took_s)] += 1
+            self._total_s += took_s
+            self._mean_s += (took_s - self._mean_s) * (NEWEST_PART if self._mean_s else 1.0)
+
+    def totals(self) -> StepTotals:
+        """What was counted so far."""
+        with self._lock:
+            return StepTotals(tuple(self._buckets), self._total_s, self._mean_s, dict(self._errors))
+
+
+def error_class(error: BaseException) -> str:
+    """The name of an error's class, or of the nearest one above it that is dflow's."""
+    for kind in type(error).__mro__:
+        if kind is not errors.DflowError and getattr(errors, kind.__name__, None) is kind:
+            return str(kind.__name__)
+    return OTHER_ERROR
