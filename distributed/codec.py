@@ -129,16 +129,6 @@ def parse_dtype(name: str) -> np.dtype[Any]:
         raise WireError(f"dtype {name!r} does not travel; these do: {', '.join(sorted(DTYPES))}") from None
 
 
-def empty_payload(size_bytes: int) -> memoryview:
-    """A fresh writable buffer that starts at a multiple of `ALIGNMENT_BYTES`; memory is used only once it is filled.
-
-    raises  MemoryError
-    """
-    block = np.empty(size_bytes + ALIGNMENT_BYTES, np.uint8)
-    offset = -block.ctypes.data % ALIGNMENT_BYTES
-    return block[offset : offset + size_bytes].data
-
-
 def _host_array(value: jax.Array | npt.NDArray[Any]) -> npt.NDArray[Any]:
     if str(value.dtype).startswith("key<"):
         raise WireError(

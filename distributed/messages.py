@@ -27,6 +27,7 @@ class Hello(Message, frozen=True):
     `received`  how many frames of the session have arrived at the speaker
     `process`   which process speaks; see `transport.process_identity`
     `resumes`   whether the session is one that was begun over another connection
+    `shares`    whether the speaker would send large payloads by memory that both see; done when both say so
     """
 
     name: str
@@ -35,6 +36,7 @@ class Hello(Message, frozen=True):
     received: int = 0
     process: str = ""
     resumes: bool = False
+    shares: bool = False
 
 
 class Ok(Message, frozen=True):

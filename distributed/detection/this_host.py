@@ -17,7 +17,7 @@ from pathlib import Path
 
 from dflow.distributed.detection.cluster_file import read_cluster_file
 from dflow.distributed.detection.detect import Surroundings
-from dflow.distributed.transport.addresses import LOCAL_ADDRESS
+from dflow.distributed.transport.addresses import LOCAL_ADDRESS, also_near
 from dflow.tracing.errors import DeadlineExceeded
 
 METADATA_S = 10.0
@@ -87,14 +87,17 @@ def listening_address(said: str, coordinator: str = "") -> str:
     """Where a task listens: at `said`, a `host` or `host:port`, or else at the address that leads to the coordinator,
     and without one at loopback.
 
-    All others reach it by this, so a task behind a translated address has to be told.
+    All others reach it by this, so a task behind a translated address has to be told. Those of this machine also reach
+    it by a Unix socket.
     """
     host = said or (own_host(coordinator) if coordinator else "127.0.0.1")
     if not said and host.startswith("127."):
         return LOCAL_ADDRESS
-    if host.startswith("unix:") or re.search(r"^(\[.*\]|[^:]*):[0-9]+$", host):
+    if "unix:" in host:
         return host
-    return f"[{host}]:0" if ":" in host and not host.startswith("[") else f"{host}:0"
+    if re.search(r"^(\[.*\]|[^:]*):[0-9]+$", host):
+        return also_near(host)
+    return also_near(f"[{host}]:0" if ":" in host and not host.startswith("[") else f"{host}:0")
 
 
 def _own_address_towards(host: str) -> str:

@@ -2,7 +2,8 @@
 
 Why: to everyone but the transport an address is text that is passed on; this file alone reads it. An address is
 `host:port`, `[host]:port` for an IPv6 address, or `unix:/path`. `unix:` without a path listens at a new one, in a
-folder that only this user can enter.
+folder that only this user can enter. `host:port;unix:/path@identity` is two ways to one place: the second, which is
+faster, for processes of the machine and user with that identity.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 MAX_UNIX_PATH_BYTES = 107
 
 #: Where a task listens that only tasks of this machine have to reach.
-LOCAL_ADDRESS = "127.0.0.1:0"
+LOCAL_ADDRESS = "127.0.0.1:0;unix:"
 
 _UNIX = "unix:"
 
@@ -50,6 +51,37 @@ class UnixAddress:
 
 
 Address = TcpAddress | UnixAddress
+
+
+@dataclass(frozen=True)
+class Endpoints:
+    """The ways to a place: `main` for everyone, and `near`, if there is one, for who has the `identity`."""
+
+    main: Address
+    near: UnixAddress | None = None
+    identity: str = ""
+
+    def __str__(self) -> str:
+        if self.near is None:
+            return str(self.main)
+        return f"{self.main};{self.near}" + (f"@{self.identity}" if self.identity else "")
+
+
+def parse_endpoints(text: str) -> Endpoints:
+    """The ways that `text` says; raises ValueError if it says none."""
+    main, semicolon, near = text.partition(";")
+    if not semicolon:
+        return Endpoints(parse_address(main))
+    path, _, identity = near.partition("@")
+    address = parse_address(path)
+    if not isinstance(address, UnixAddress):
+        raise ValueError(f"the second way of address {text!r} is not of the form 'unix:/path@identity'")
+    return Endpoints(parse_address(main), address, identity)
+
+
+def also_near(address: str) -> str:
+    """The `host:port` to listen at, with a second way for those of this machine."""
+    return f"{address};{_UNIX}"
 
 
 def parse_address(text: str) -> Address:

@@ -59,6 +59,8 @@ class Limits:
     `max_unsent`         frames queued for a peer that does not read its replies, or cannot be reached
     `max_retained_bytes` bytes sent that the peer has not acknowledged, beyond which a sender waits
     `resume_s`           time to reach a peer again whose socket broke, before the connection ends
+    `shared_bytes`       memory to each peer of this machine by which large payloads go, of which pages are taken when
+                         used; 0 is none
     `checksums`          whether frames carry checksums (what is received is checked if it has one); a frame whose
                          bytes are not those sent is sent again over a new socket
     """
@@ -74,6 +76,7 @@ class Limits:
     max_unsent: int = 4096
     max_retained_bytes: int = 64 << 20
     resume_s: float = 5.0
+    shared_bytes: int = 1 << 30
     checksums: bool = False
 
 

@@ -23,6 +23,7 @@ from dflow.distributed.transport.exchange import LOGGER, Exchange, Frame, Kind, 
 from dflow.distributed.transport.framing import Arrived, FrameReader, checksum_of, pack_header
 from dflow.distributed.transport.outlet import Outlet
 from dflow.distributed.transport.session import Session
+from dflow.distributed.transport.shared_memory import SHARED_FROM_BYTES, SharedMemory
 from dflow.distributed.transport.stream import Parts, Stream
 from dflow.tracing.errors import TransportClosed, WireError
 
@@ -63,8 +64,11 @@ class _Kept(NamedTuple):
 class Connection:
     """The `Link` of an exchange, over a stream that may be renewed."""
 
-    def __init__(self, stream: Stream, limits: Limits, renewal: Renewal | None) -> None:
+    def __init__(
+        self, stream: Stream, limits: Limits, renewal: Renewal | None, memory: SharedMemory | None = None
+    ) -> None:
         self._limits = limits
+        self._memory = memory
         self._renewal = renewal
         self._stream = stream
         self._outlet = Outlet(stream, limits, self)
@@ -154,6 +158,17 @@ class Connection:
 
     # Sending.
 
+    def _copied(self, frame: Frame) -> Frame | None:
+        """The frame with a copy of its payload, which its sender may have back at once; None to send it as it is."""
+        size_bytes = len(frame.payload)
+        if size_bytes >= SHARED_FROM_BYTES and self._memory is not None:
+            place = self._memory.pool.put(frame.payload)
+            if place is not None:
+                return frame._replace(payload=place, on_released=None, is_shared=True)
+        if size_bytes <= COPIED_BYTES or (self._renewal is None and frame.on_released is not None):
+            return frame._replace(payload=bytes(frame.payload), on_released=None)
+        return None
+
     def _wait_for_room(self) -> None:
         """Wait while the other side has yet to acknowledge much; raises TransportClosed if it does not."""
         session, limits = self._session, self._limits
@@ -197,7 +212,7 @@ class Connection:
 
     def _read(self, stream: Stream, exchange: Exchange) -> tuple[str, bool]:
         """Hand every frame to the exchange; returns why there are no more, and whether the stream broke."""
-        reader = FrameReader(stream, self._limits)
+        reader = FrameReader(stream, self._limits, self._memory and self._memory.view)
         try:
             while (arrived := reader.read()) is not None:
                 if arrived.frame.kind is Kind.LAST:

@@ -35,13 +35,17 @@ class Kind(enum.IntEnum):
 
 
 class Frame(NamedTuple):
-    """One message on its way. `number` ties a reply to its request, and is 0 for a notification."""
+    """One message on its way. `number` ties a reply to its request, and is 0 for a notification.
+
+    `is_shared` is true on the wire alone, where the payload says where in shared memory it is.
+    """
 
     kind: Kind
     number: int
     meta: bytes | bytearray
     payload: Payload
     on_released: OnReleased | None = None
+    is_shared: bool = False
 
 
 class Link(Protocol):

@@ -6,12 +6,19 @@ import contextlib
 import os
 import socket
 import tempfile
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 from dflow.distributed.transport.addresses import Address, TcpAddress, UnixAddress
 
 _BACKLOG = 128
+
+_FOLDER, _SOCKET = "dflow-task-", "socket"
+
+#: A younger folder may be that of a process which is about to listen there.
+_LEFT_AFTER_S = 60.0
 
 
 class Bound(NamedTuple):
@@ -55,8 +62,8 @@ def _bind_tcp(address: TcpAddress) -> Bound:
 
 
 def _bind_unix(address: UnixAddress) -> Bound:
-    folder = "" if address.path else tempfile.mkdtemp(prefix="dflow-")
-    path = address.path or os.path.join(folder, "socket")
+    folder = "" if address.path else _new_folder()
+    path = address.path or os.path.join(folder, _SOCKET)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         _remove_if_dead(path)
@@ -73,6 +80,17 @@ def _bind_unix(address: UnixAddress) -> Bound:
             os.rmdir(folder)
 
     return Bound(sock, UnixAddress(path), clean_up)
+
+
+def _new_folder() -> str:
+    """A folder that only this user can enter; those that killed processes left behind are removed."""
+    for left in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"):
+        with contextlib.suppress(OSError):
+            about = left.stat()
+            if about.st_uid == os.geteuid() and time.time() - about.st_mtime > _LEFT_AFTER_S:
+                _remove_if_dead(str(left / _SOCKET))
+                left.rmdir()
+    return tempfile.mkdtemp(prefix=_FOLDER)
 
 
 def _dial_unix(address: UnixAddress, timeout_s: float) -> socket.socket:

@@ -7,7 +7,7 @@ A frame is a header, then the message (`meta`), then the payload. The header is 
 
     0   4 bytes   magic `DFLW`
     4   u8        kind, a number of `exchange.Kind`
-    5   u8        flags: 1 when the frame carries a checksum
+    5   u8        flags: 1 when the frame carries a checksum, 2 when the payload says where in shared memory it is
     6   2 bytes   zero
     8   u32       meta size in bytes
     12  u32       CRC-32 of meta and payload when flagged, else zero (CRC-32 and not CRC-32C, since Python has it at
@@ -30,9 +30,11 @@ import zlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from dflow.distributed.codec import Payload, empty_payload
+from dflow.distributed.codec import Payload
 from dflow.distributed.transport.base import MIN_ALIGNED_BYTES, Limits
+from dflow.distributed.transport.buffers import RECEIVED
 from dflow.distributed.transport.exchange import Frame, Kind
+from dflow.distributed.transport.shared_memory import PLACE_BYTES, SharedView
 from dflow.distributed.transport.stream import Stream
 from dflow.tracing.errors import DeadlineExceeded, TransportClosed, WireError
 
@@ -40,6 +42,7 @@ MAGIC = b"DFLW"
 HEADER = struct.Struct("<4sBBHIIQQQQ")
 
 _CHECKED = 1
+_SHARED = 2
 _BUFFER_BYTES = 1 << 16
 _KINDS = {kind.value: kind for kind in Kind}
 
@@ -75,8 +78,8 @@ def checksum_of(parts: Sequence[Payload]) -> int:
 
 def pack_header(frame: Frame, *, checksum: int | None = None, sequence: int = 0, acknowledged: int = 0) -> bytes:
     """The header of `frame`; `checksum` None is none."""
-    flags = 0 if checksum is None else _CHECKED
-    kind, number, meta, payload, _ = frame
+    kind, number, meta, payload, _, is_shared = frame
+    flags = (0 if checksum is None else _CHECKED) | (_SHARED if is_shared else 0)
     return HEADER.pack(MAGIC, kind, flags, 0, len(meta), checksum or 0, number, len(payload), sequence, acknowledged)
 
 
@@ -86,7 +89,7 @@ def parse_header(data: bytes | bytearray | memoryview, limits: Limits) -> Header
     if magic != MAGIC:
         raise WireError(f"a frame starts with {magic!r} instead of {MAGIC!r}; the other side does not speak dflow")
     known = _KINDS.get(kind)
-    if known is None or pad or flags & ~_CHECKED:
+    if known is None or pad or flags > _CHECKED | _SHARED:
         raise WireError(f"a frame header of unknown form: kind {kind}, flags {flags}, padding {pad:04x}")
     if meta_bytes > limits.max_meta_bytes:
         raise WireError(f"a message of {meta_bytes} bytes is over the limit of {limits.max_meta_bytes}")
@@ -98,8 +101,9 @@ def parse_header(data: bytes | bytearray | memoryview, limits: Limits) -> Header
 class FrameReader:
     """Reads frames from a stream whose time-out is `limits.stall_timeout_s`."""
 
-    def __init__(self, stream: Stream, limits: Limits) -> None:
+    def __init__(self, stream: Stream, limits: Limits, shared: SharedView | None = None) -> None:
         self._stream = stream
+        self._shared = shared
         self._limits = limits
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
         self._start = 0
@@ -120,12 +124,19 @@ class FrameReader:
         if header.payload_bytes < MIN_ALIGNED_BYTES:
             payload = self._take(header.payload_bytes)
         else:
-            payload = empty_payload(header.payload_bytes)
+            payload = RECEIVED.take(header.payload_bytes)
             self._fill(payload)
-        if header.flags and checksum_of((meta, payload)) != header.checksum:
+        if header.flags & _CHECKED and checksum_of((meta, payload)) != header.checksum:
             raise CorruptFrame(f"a frame of {len(meta) + len(payload)} bytes does not have the checksum that it states")
+        if header.flags & _SHARED:
+            payload = self._shared_payload(payload)
         frame = Frame(header.kind, header.number, meta, payload)
         return Arrived(frame, header.sequence, header.acknowledged)
+
+    def _shared_payload(self, place: Payload) -> memoryview:
+        if self._shared is None or len(place) != PLACE_BYTES:
+            raise WireError(f"a payload of {len(place)} bytes is said to be in shared memory, but is not")
+        return self._shared.take(place, self._limits.max_payload_bytes)
 
     def _take(self, size_bytes: int) -> bytearray:
         """The next bytes, in memory of their own."""

@@ -12,10 +12,12 @@ import contextlib
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dflow.distributed.failures import failure_of
 from dflow.distributed.messages import Hello
+from dflow.distributed.transport.addresses import Address, Endpoints, UnixAddress
 from dflow.distributed.transport.admission import Admission
 from dflow.distributed.transport.base import Handler, Limits
 from dflow.distributed.transport.connection import Connection
@@ -23,9 +25,10 @@ from dflow.distributed.transport.exchange import LOGGER, Exchange
 from dflow.distributed.transport.families import Bound, send_at_once
 from dflow.distributed.transport.framing import Deadline
 from dflow.distributed.transport.handshake import check_version, hear_hello, say_hello
-from dflow.distributed.transport.process_identity import process_identity
+from dflow.distributed.transport.process_identity import host_identity, process_identity
 from dflow.distributed.transport.renewal import AwaitRedial
 from dflow.distributed.transport.security import Secured, SecurityPolicy
+from dflow.distributed.transport.shared_memory import SharedMemory, may_share
 from dflow.distributed.transport.stream import Stream
 from dflow.distributed.transport.throttle import Throttle, on_one_line
 from dflow.tracing.errors import DflowError, SecurityError, WireError
@@ -44,11 +47,23 @@ class _Session:
     renewal: AwaitRedial | None
 
 
-class SocketListener:
-    """Takes connections at one address; see `base.Listener`. `own` names whom it listens for."""
+@dataclass(frozen=True)
+class _Arrival:
+    """A connection that was accepted `at` one of the listener's addresses, and its number for the admission."""
 
-    def __init__(self, bound: Bound, own: str, handler: Handler, limits: Limits, security: SecurityPolicy) -> None:
-        self._bound = bound
+    sock: socket.socket
+    at: Address
+    source: str
+    number: int
+
+
+class SocketListener:
+    """Takes connections at one address, by one way or two; see `base.Listener`. `own` names whom it listens for."""
+
+    def __init__(
+        self, bounds: Sequence[Bound], own: str, handler: Handler, limits: Limits, security: SecurityPolicy
+    ) -> None:
+        self._bounds = bounds
         self._name = own
         self._handler = handler
         self._limits = limits
@@ -62,12 +77,16 @@ class SocketListener:
         self._strangers: dict[int, socket.socket] = {}
         self._throttle = Throttle()
         self._sessions: set[_Session] = set()
-        threading.Thread(target=self._accept_all, name=f"dflow accept {own}", daemon=True).start()
+        for bound in bounds:
+            threading.Thread(target=self._accept_all, args=(bound,), name=f"dflow accept {own}", daemon=True).start()
 
     @property
     def address(self) -> str:
         """The address to connect to, with the real port or path."""
-        return str(self._bound.address)
+        main, *near = (bound.address for bound in self._bounds)
+        if near and isinstance(near[0], UnixAddress):
+            return str(Endpoints(main, near[0], host_identity()))
+        return str(main)
 
     def close(self) -> None:
         """Stop listening and end every connection made here."""
@@ -76,18 +95,19 @@ class SocketListener:
                 return
             self._is_closed = True
             strangers, sessions = list(self._strangers.values()), list(self._sessions)
-        _shut_down(self._bound.sock)
-        self._bound.sock.close()
-        self._bound.clean_up()
+        for bound in self._bounds:
+            _shut_down(bound.sock)
+            bound.sock.close()
+            bound.clean_up()
         for sock in strangers:
             _shut_down(sock)
         for session in sessions:
             session.exchange.close(f"{self._name} stopped listening")
 
-    def _accept_all(self) -> None:
+    def _accept_all(self, bound: Bound) -> None:
         while True:
             try:
-                sock, source = self._bound.sock.accept()
+                sock, source = bound.sock.accept()
             except OSError as error:
                 if self._is_closed:
                     return
@@ -95,20 +115,20 @@ class SocketListener:
                 time.sleep(_AFTER_FAULT_S)
                 continue
             host = source[0] if source else ""
-            where = str(source or self._bound.address)
+            where = str(source or bound.address)
             number = self._admit(sock, host, where)
             if number is not None:
-                self._start(sock, number, where)
+                self._start(_Arrival(sock, bound.address, where, number))
 
-    def _start(self, sock: socket.socket, number: int, source: str) -> None:
-        reader = threading.Thread(target=self._serve, args=(sock, number, source), daemon=True)
+    def _start(self, arrival: _Arrival) -> None:
+        reader = threading.Thread(target=self._serve, args=(arrival,), daemon=True)
         reader.name = f"dflow read {self._name}"
         try:
             reader.start()
         except RuntimeError as error:  # no more threads for now
-            self._warn("connection from %s refused: %s", source, error)
-            self._forget(number)
-            sock.close()
+            self._warn("connection from %s refused: %s", arrival.source, error)
+            self._forget(arrival.number)
+            arrival.sock.close()
 
     def _admit(self, sock: socket.socket, host: str, source: str) -> int | None:
         """The number of a connection that may wait until it is believed, for which others may have to go."""
@@ -135,35 +155,35 @@ class SocketListener:
         if more is not None:
             LOGGER.warning("%s: %s%s", self._name, on_one_line(text % values), more)
 
-    def _serve(self, sock: socket.socket, number: int, source: str) -> None:
+    def _serve(self, arrival: _Arrival) -> None:
         stream: Stream | None = None
         session: _Session | None = None
         try:
             deadline = Deadline.after(self._limits.hello_timeout_s)
-            secured = self._secure(sock, deadline)
+            secured = self._secure(arrival, deadline)
             stream = secured.stream
             hello = self._hear(secured, deadline)
             if hello.resumes:
                 is_taken = self._resume(secured, hello, deadline)
                 stream = None if is_taken else stream
                 return
-            session = self._begin(secured, hello, deadline)
-            if self._promote(number, session):
+            session = self._begin(arrival, secured, hello, deadline)
+            if self._promote(arrival.number, session):
                 session.connection.serve(session.exchange)
                 stream = None
         except (DflowError, OSError) as error:
-            self._warn("connection from %s closed: %s", source, _reason(error))
+            self._warn("connection from %s closed: %s", arrival.source, _reason(error))
         finally:
-            self._forget(number, session)
+            self._forget(arrival.number, session)
             if stream is not None:
                 stream.close()
 
-    def _secure(self, sock: socket.socket, deadline: Deadline) -> Secured:
+    def _secure(self, arrival: _Arrival, deadline: Deadline) -> Secured:
         try:
-            send_at_once(sock)
-            return self._security.secure_server(sock, self._bound.address, deadline.left_s)
+            send_at_once(arrival.sock)
+            return self._security.secure_server(arrival.sock, arrival.at, deadline.left_s)
         except BaseException:
-            sock.close()
+            arrival.sock.close()
             raise
 
     def _hear(self, secured: Secured, deadline: Deadline) -> Hello:
@@ -174,14 +194,16 @@ class SocketListener:
             say_hello(secured.stream, failure_of(error), deadline)
             raise
 
-    def _begin(self, secured: Secured, hello: Hello, deadline: Deadline) -> _Session:
+    def _begin(self, arrival: _Arrival, secured: Secured, hello: Hello, deadline: Deadline) -> _Session:
         """Make a peer of a stranger that has said a first `Hello`."""
-        answer = Hello(self._name, session=hello.session, process=process_identity())
+        shares = hello.shares and may_share(arrival.at, secured.stream, self._limits)
+        answer = Hello(self._name, session=hello.session, process=process_identity(), shares=shares)
         say_hello(secured.stream, answer, deadline)
         check_version(hello)
+        memory = SharedMemory.agree(arrival.sock, self._limits.shared_bytes) if shares else None
         secured.stream.set_timeout(self._limits.stall_timeout_s)
         renewal = AwaitRedial(hello.process, answer, self._limits) if hello.session else None
-        connection = Connection(secured.stream, self._limits, renewal)
+        connection = Connection(secured.stream, self._limits, renewal, memory)
         exchange = Exchange(connection, local=self._name, remote=hello.name, handler=self._handler, limits=self._limits)
         return _Session(hello, secured.identity, exchange, connection, renewal)
 

@@ -12,8 +12,8 @@ import queue
 import threading
 import time
 
-from dflow.distributed.codec import empty_payload
-from dflow.distributed.transport.base import Handler, Limits
+from dflow.distributed.transport.base import MIN_ALIGNED_BYTES, Handler, Limits
+from dflow.distributed.transport.buffers import RECEIVED
 from dflow.distributed.transport.exchange import LOGGER, Exchange, Frame, become_reader
 from dflow.tracing.errors import DeadlineExceeded, TransportClosed, WireError
 
@@ -129,7 +129,8 @@ class _MemoryLink:
     def send(self, frame: Frame) -> None:
         if self._outbound.is_closed:
             raise TransportClosed("the other side closed the connection")
-        payload = empty_payload(len(frame.payload))
+        size_bytes = len(frame.payload)
+        payload = RECEIVED.take(size_bytes) if size_bytes >= MIN_ALIGNED_BYTES else memoryview(bytearray(size_bytes))
         payload[:] = frame.payload
         self._outbound.frames.put(frame._replace(payload=payload, on_released=None))
         if frame.on_released is not None:

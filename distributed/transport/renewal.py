@@ -13,6 +13,8 @@ import threading
 import time
 from collections.abc import Callable
 
+import msgspec
+
 from dflow.distributed.messages import Hello
 from dflow.distributed.transport.base import Limits
 from dflow.distributed.transport.connection import Renewed
@@ -166,4 +168,4 @@ class AwaitRedial:
 
 
 def _with_received(hello: Hello, received: int) -> Hello:
-    return Hello(hello.name, hello.version, hello.session, received, hello.process, hello.resumes)
+    return msgspec.structs.replace(hello, received=received)

@@ -10,23 +10,26 @@ or late ends its own connection with a logged reason and nothing else.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dflow.distributed.messages import Hello
-from dflow.distributed.transport.addresses import Address, parse_address
+from dflow.distributed.transport.addresses import Address, Endpoints, UnixAddress, parse_endpoints
 from dflow.distributed.transport.base import Handler, Limits
 from dflow.distributed.transport.connection import Connection, Renewed
 from dflow.distributed.transport.exchange import Exchange
-from dflow.distributed.transport.families import bind, dial, send_at_once
+from dflow.distributed.transport.families import Bound, bind, dial, send_at_once
 from dflow.distributed.transport.framing import Deadline
 from dflow.distributed.transport.handshake import check_version, hear_hello, say_hello
 from dflow.distributed.transport.listener import SocketListener
-from dflow.distributed.transport.process_identity import process_identity
+from dflow.distributed.transport.process_identity import host_identity, process_identity
 from dflow.distributed.transport.renewal import Redial, SessionUnknown
 from dflow.distributed.transport.security import SameMachine, Secured, SecurityPolicy
+from dflow.distributed.transport.shared_memory import SharedMemory, may_share
 from dflow.tracing.errors import DeadlineExceeded, SecurityError, TransportClosed, WireError
 
 _FIRST_RETRY_S = 0.02
@@ -42,20 +45,32 @@ class SocketTransport:
 
     def listen(self, address: str, *, name: str, handler: Handler) -> SocketListener:
         """Take connections at `address`; see `base.Transport.listen`."""
-        place = parse_address(address)
-        self._security.may_listen(place)
-        return SocketListener(bind(place), name, handler, self._limits, self._security)
+        ways = parse_endpoints(address)
+        places = [ways.main] if ways.near is None else [ways.main, ways.near]
+        for place in places:
+            self._security.may_listen(place)
+        bounds: list[Bound] = []
+        try:
+            for place in places:
+                bounds.append(bind(place))
+        except BaseException:
+            for bound in bounds:
+                bound.sock.close()
+                bound.clean_up()
+            raise
+        return SocketListener(bounds, name, handler, self._limits, self._security)
 
     def connect(self, address: str, *, name: str, handler: Handler, who: str, timeout_s: float) -> Exchange:
         """Connect to `address`, retrying while nothing answers there; see `base.Transport.connect`."""
-        place = parse_address(address)
-        self._security.may_connect(place)
+        places = _ways_from_here(parse_endpoints(address))
+        for place in places:
+            self._security.may_connect(place)
         deadline = time.monotonic() + timeout_s
         retry_s = _FIRST_RETRY_S
         while True:
             left_s = max(deadline - time.monotonic(), 0.001)
             try:
-                return self._connect_once(place, name, handler, left_s)
+                return self._connect_once(places, name, handler, left_s)
             except (WireError, SecurityError) as error:
                 raise type(error)(f"{who} at {address} cannot be spoken to: {error}") from error
             except (OSError, TransportClosed, DeadlineExceeded) as error:
@@ -67,13 +82,21 @@ class SocketTransport:
             time.sleep(retry_s)
             retry_s = min(2 * retry_s, _LONGEST_RETRY_S)
 
-    def _connect_once(self, place: Address, name: str, handler: Handler, timeout_s: float) -> Exchange:
+    def _connect_once(self, places: Sequence[Address], name: str, handler: Handler, timeout_s: float) -> Exchange:
+        """Connect by the first way that leads there."""
+        for place in places[:-1]:
+            with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
+                return self._connect_by(place, name, handler, timeout_s)
+        return self._connect_by(places[-1], name, handler, timeout_s)
+
+    def _connect_by(self, place: Address, name: str, handler: Handler, timeout_s: float) -> Exchange:
         limits = self._limits
-        hello = Hello(name, session=secrets.token_hex(16), process=process_identity())
+        shares = isinstance(place, UnixAddress) and limits.shared_bytes > 0
+        hello = Hello(name, session=secrets.token_hex(16), process=process_identity(), shares=shares)
         way = _Way(place, limits, self._security)
-        secured, answer = way.greet(hello, timeout_s)
+        secured, answer, memory = way.greet(hello, timeout_s)
         renewal = Redial(_Resuming(way, hello, answer, secured.identity), limits.resume_s) if answer.session else None
-        connection = Connection(secured.stream, limits, renewal)
+        connection = Connection(secured.stream, limits, renewal, memory)
         peer = Exchange(connection, local=name, remote=answer.name, handler=handler, limits=limits)
         threading.Thread(target=connection.serve, args=(peer,), name=f"dflow read {peer.name}", daemon=True).start()
         return peer
@@ -87,8 +110,8 @@ class _Way:
     limits: Limits
     security: SecurityPolicy
 
-    def greet(self, hello: Hello, timeout_s: float) -> tuple[Secured, Hello]:
-        """A stream over which both sides have said `Hello`."""
+    def greet(self, hello: Hello, timeout_s: float) -> tuple[Secured, Hello, SharedMemory | None]:
+        """A stream over which both sides have said `Hello`, and the memory they have agreed to share."""
         deadline = Deadline.after(min(timeout_s, self.limits.hello_timeout_s))
         sock = dial(self.place, timeout_s)
         try:
@@ -101,11 +124,13 @@ class _Way:
             say_hello(secured.stream, hello, deadline)
             answer = hear_hello(secured, self.security, self.limits, deadline)
             check_version(answer)
+            shares = hello.shares and answer.shares and may_share(self.place, secured.stream, self.limits)
+            memory = SharedMemory.agree(sock, self.limits.shared_bytes) if shares else None
             secured.stream.set_timeout(self.limits.stall_timeout_s)
         except BaseException:
             secured.stream.close()
             raise
-        return secured, answer
+        return secured, answer, memory
 
 
 @dataclass(frozen=True)
@@ -120,12 +145,18 @@ class _Resuming:
     def __call__(self, received: int, timeout_s: float) -> Renewed:
         ours = self.hello
         hello = Hello(ours.name, session=ours.session, received=received, process=ours.process, resumes=True)
-        secured, answer = self.way.greet(hello, timeout_s)
+        secured, answer, _ = self.way.greet(hello, timeout_s)
         same = (answer.session, answer.name, secured.identity) == (ours.session, self.answer.name, self.identity)
         if not same or answer.process != self.answer.process:
             secured.stream.close()
             raise SessionUnknown(f"{answer.name} knows nothing of this connection any more")
         return Renewed(secured.stream, answer.received)
+
+
+def _ways_from_here(ways: Endpoints) -> list[Address]:
+    """How to get there from this process, fastest first."""
+    is_near = ways.near is not None and ways.identity == host_identity() != ""
+    return [ways.near, ways.main] if is_near and ways.near is not None else [ways.main]
 
 
 def _reason(error: BaseException) -> str:

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from dflow.distributed.transport.addresses import MAX_UNIX_PATH_BYTES, TcpAddress, UnixAddress, parse_address
+from dflow.distributed.transport.addresses import (
+    MAX_UNIX_PATH_BYTES,
+    Endpoints,
+    TcpAddress,
+    UnixAddress,
+    also_near,
+    parse_address,
+    parse_endpoints,
+)
 
 
 @pytest.mark.parametrize(
@@ -42,3 +50,25 @@ def test_a_path_starts_at_the_root() -> None:
 @pytest.mark.parametrize(("host", "loopback"), [("127.0.0.1", True), ("::1", True), ("0.0.0.0", False), ("ps", False)])
 def test_only_numbers_of_this_machine_are_loopback(host: str, loopback: bool) -> None:
     assert TcpAddress(host, 1).is_loopback is loopback
+
+
+@pytest.mark.parametrize(
+    ("text", "ways"),
+    [
+        ("127.0.0.1:80", Endpoints(TcpAddress("127.0.0.1", 80))),
+        ("ps0:80;unix:", Endpoints(TcpAddress("ps0", 80), UnixAddress(""))),
+        ("[::1]:80;unix:/run/ps@boot/0", Endpoints(TcpAddress("::1", 80), UnixAddress("/run/ps"), "boot/0")),
+    ],
+)
+def test_two_ways_are_read_and_written(text: str, ways: Endpoints) -> None:
+    assert parse_endpoints(text) == ways
+    assert str(ways) == text
+
+
+def test_the_second_way_is_a_unix_socket() -> None:
+    with pytest.raises(ValueError, match=r"second way of address .* is not of the form 'unix:/path@identity'"):
+        parse_endpoints("127.0.0.1:80;127.0.0.1:81")
+
+
+def test_a_task_listens_near_too() -> None:
+    assert parse_endpoints(also_near("ps0:0")) == Endpoints(TcpAddress("ps0", 0), UnixAddress(""))

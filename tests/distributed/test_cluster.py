@@ -497,7 +497,7 @@ def test_nonsense_at_a_task_ends_its_own_connection_alone(nonsense: bytes) -> No
     _, step = one_variable(worker)
     step(jnp.ones(3))
     for address in (task.server.address, worker._server.address, coordinator.address):
-        host, _, port = address.rpartition(":")
+        host, _, port = address.partition(";")[0].rpartition(":")
         stranger = socket.create_connection((host, int(port)), timeout=DEADLINE_S)
         with stranger, contextlib.suppress(OSError):
             stranger.sendall(nonsense)

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflow.distributed import array_lists, codec, messages
+from dflow.distributed.transport.buffers import RECEIVED
 from dflow.tracing.errors import WireError
 
 MESSAGES = (
@@ -112,16 +113,8 @@ def test_keys_are_refused_with_the_way_out() -> None:
         codec.encode_array(jax.random.key(0))
 
 
-@pytest.mark.parametrize("size_bytes", [0, 1, 63, 64, 65, 1 << 20])
-def test_a_payload_buffer_is_aligned_and_writable(size_bytes: int) -> None:
-    buffer = codec.empty_payload(size_bytes)
-    assert len(buffer) == size_bytes
-    assert not buffer.readonly
-    assert not size_bytes or np.frombuffer(buffer, np.uint8).ctypes.data % codec.ALIGNMENT_BYTES == 0
-
-
 def test_a_received_array_goes_to_the_cpu_without_a_copy() -> None:
-    buffer = codec.empty_payload(4 * 4096)
+    buffer = RECEIVED.take(4 * 4096)
     array = codec.decode_array("float32", (4096,), buffer)
     array[:] = 1
     placed = jax.device_put(array, jax.devices("cpu")[0], may_alias=True)

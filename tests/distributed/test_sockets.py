@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from dflow.distributed.codec import encode_message
 from dflow.distributed.messages import PROTOCOL_VERSION, AnyMessage, Hello, Ok, Placed, Tensor
-from dflow.distributed.transport.addresses import Address
+from dflow.distributed.transport.addresses import LOCAL_ADDRESS, Address
 from dflow.distributed.transport.base import Limits, Peer, Responder
 from dflow.distributed.transport.exchange import Frame, Kind
 from dflow.distributed.transport.framing import HEADER, MAGIC, Arrived, FrameReader, pack_header
@@ -383,12 +383,54 @@ class _NamedAlice(SameMachine):
             raise errors.SecurityError(f"{identity} may not call itself {name}")
 
 
-def test_a_name_that_the_policy_refuses_is_shut_out(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING, "dflow")
+def test_a_name_that_the_policy_refuses_is_shut_out_and_told_why() -> None:
     recorder = Recorder(echo)
     listener = SocketTransport(None, _NamedAlice()).listen("127.0.0.1:0", name="server", handler=recorder)
     assert reach(SocketTransport(), listener.address, Recorder(), name="alice").call(Ok(), timeout_s=DEADLINE_S)
     with pytest.raises(errors.SecurityError, match="the other side: alice may not call itself bob"):
         reach(SocketTransport(), listener.address, Recorder(), name="bob")
-    assert "alice may not call itself bob" in reasons(caplog)
+    listener.close()
+
+
+def test_folders_that_killed_processes_left_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    made = {}
+    for name in ("dead", "young", "alive"):
+        (tmp_path / f"dflow-task-{name}").mkdir()
+        made[name] = socket.socket(socket.AF_UNIX)
+        made[name].bind(str(tmp_path / f"dflow-task-{name}" / "socket"))
+        if name != "young":
+            os.utime(tmp_path / f"dflow-task-{name}", (0, 0))
+    made["alive"].listen()
+    made["dead"].close()
+    listener = SocketTransport().listen("unix:", name="server", handler=Recorder())
+    assert {path.name for path in tmp_path.iterdir()} >= {"dflow-task-young", "dflow-task-alive"}
+    assert not (tmp_path / "dflow-task-dead").exists()
+    listener.close()
+    for sock in made.values():
+        sock.close()
+
+
+class _Watched(SameMachine):
+    """Keeps by which kind of socket connections are made."""
+
+    def __init__(self) -> None:
+        self.families: list[int] = []
+
+    def secure_client(self, sock: socket.socket, address: Address, timeout_s: float) -> Secured:
+        self.families.append(sock.family)
+        return super().secure_client(sock, address, timeout_s)
+
+
+@pytest.mark.parametrize("way", ["near", "far", "gone"])
+def test_the_unix_socket_of_a_task_is_for_who_is_on_its_machine(way: str) -> None:
+    listener = SocketTransport().listen(LOCAL_ADDRESS, name="server", handler=Recorder(echo))
+    address, watched = listener.address, _Watched()
+    if way == "far":
+        address = address.replace("@", "@another")
+    if way == "gone":
+        address = address.replace("/socket@", "/none@")
+    peer = reach(SocketTransport(None, watched), address, Recorder())
+    assert peer.call(Ok(), timeout_s=DEADLINE_S).message == Ok()
+    assert watched.families == [socket.AF_UNIX if way == "near" else socket.AF_INET]
     listener.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import queue
 import tempfile
@@ -46,11 +47,18 @@ def certificates() -> MutualTls:
         return MutualTls.in_folder(Path(folder))
 
 
+def without_shared_memory(limits: Limits | None) -> SocketTransport:
+    """Sockets that carry large payloads too."""
+    return SocketTransport(dataclasses.replace(limits or Limits(), shared_bytes=0))
+
+
 KINDS = {
     "memory": Kind(MemoryNetwork, free="", nobody="nowhere"),
     "tcp": Kind(SocketTransport, free="127.0.0.1:0", nobody="127.0.0.1:1"),
     "tls": Kind(lambda limits: SocketTransport(limits, certificates()), free="127.0.0.1:0", nobody="127.0.0.1:1"),
-    "unix": Kind(SocketTransport, free="unix:", nobody="unix:/nowhere"),
+    "unix": Kind(without_shared_memory, free="unix:", nobody="unix:/nowhere"),
+    "shared memory": Kind(SocketTransport, free="unix:", nobody="unix:/nowhere"),
+    "task": Kind(SocketTransport, free="127.0.0.1:0;unix:", nobody="127.0.0.1:1;unix:/nowhere@nobody"),
 }
 
 

@@ -1,0 +1,178 @@
+"""Payloads between two processes of one machine: written once into memory that both see, and used there.
+
+Why: a copy through the kernel costs as much as several copies in memory, and its receiver needs a buffer besides.
+
+The sender owns the memory and hands its descriptor over by the Unix socket. It starts with one byte for each value
+that may be under way (a slot), then the values. The sender sets a value's byte and sends slot, place and size as the
+frame's payload; the receiver clears the byte when the array made from the value is gone, which costs no message.
+
+Invariants: the sender writes only into blocks whose byte the receiver has cleared. Both sides map the memory for as
+long as anything refers to it, and its size is sealed, so that neither can take it away under the other; the receiver
+checks the seal, and that what it is told lies inside. Both processes are of one user, who could change the memory of
+either anyway.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import socket
+import struct
+import threading
+import weakref
+from collections import deque
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from dflow.distributed.codec import Payload
+from dflow.distributed.transport.addresses import Address, UnixAddress
+from dflow.distributed.transport.base import Limits
+from dflow.distributed.transport.blocks import GRAIN_BYTES, Blocks
+from dflow.distributed.transport.stream import SocketStream, Stream
+from dflow.tracing.errors import TransportClosed, WireError
+
+#: Smaller payloads go over the socket, where they cost no more.
+SHARED_FROM_BYTES = 64 << 10
+
+_SLOTS = GRAIN_BYTES
+_PLACE = struct.Struct("<QQQ")
+PLACE_BYTES = _PLACE.size
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_MARK = b"M"
+
+
+class _Lent(NamedTuple):
+    slot: int
+    offset: int
+
+
+class SharedPool:
+    """The sending end: a memory of `size_bytes` for values, of which pages are taken only when used."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.descriptor = os.memfd_create("dflow", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self.descriptor, _SLOTS + size_bytes)
+            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
+            self._bytes = np.frombuffer(mmap.mmap(self.descriptor, _SLOTS + size_bytes), np.uint8)
+        except BaseException:
+            os.close(self.descriptor)
+            raise
+        self._lock = threading.Lock()
+        self._blocks = Blocks(size_bytes)
+        self._free_slots = deque(range(_SLOTS))
+        self._lent: list[_Lent] = []
+
+    @property
+    def lent_bytes(self) -> int:
+        """The size of the blocks that the other side still uses."""
+        with self._lock:
+            self._collect()
+            return self._blocks.taken_bytes
+
+    def put(self, payload: Payload) -> bytes | None:
+        """Copy `payload` into the memory; where it is, for `SharedView.take`, or None when there is no room."""
+        size_bytes = len(payload)
+        with self._lock:
+            self._collect()
+            if not self._free_slots:
+                return None
+            offset = self._blocks.take(size_bytes)
+            if offset is None:
+                return None
+            slot = self._free_slots.popleft()
+        start = _SLOTS + offset
+        np.copyto(self._bytes[start : start + size_bytes], np.frombuffer(payload, np.uint8))
+        self._bytes[slot] = 1
+        with self._lock:
+            self._lent.append(_Lent(slot, offset))
+        return _PLACE.pack(slot, offset, size_bytes)
+
+    def close_descriptor(self) -> None:
+        """The other side has the memory; it stays mapped here."""
+        os.close(self.descriptor)
+
+    def _collect(self) -> None:
+        """Take back what the other side has let go of."""
+        still: list[_Lent] = []
+        for lent in self._lent:
+            if self._bytes[lent.slot]:
+                still.append(lent)
+            else:
+                self._blocks.give_back(lent.offset)
+                self._free_slots.append(lent.slot)
+        self._lent = still
+
+
+class SharedView:
+    """The receiving end of the other side's `SharedPool`, whose `descriptor` is closed here.
+
+    raises  WireError if the memory could be taken away; OSError
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        try:
+            if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+                raise WireError("the other side offers a shared memory whose size it could change")
+            size_bytes = os.fstat(descriptor).st_size
+            if size_bytes < _SLOTS:
+                raise WireError(f"a shared memory of {size_bytes} bytes is offered; it has at least {_SLOTS}")
+            self._bytes = np.frombuffer(mmap.mmap(descriptor, size_bytes), np.uint8)
+        finally:
+            os.close(descriptor)
+
+    def take(self, place: Payload, most_bytes: int) -> memoryview:
+        """The value that was put there, writable and aligned; given back when nothing refers to it any more.
+
+        raises  WireError if there is no such place, or the value has more than `most_bytes`
+        """
+        slot, offset, size_bytes = _PLACE.unpack(place)
+        start = _SLOTS + offset
+        if slot >= _SLOTS or offset % GRAIN_BYTES or start + size_bytes > self._bytes.size:
+            raise WireError(f"no value of {size_bytes} bytes at {offset} in slot {slot} of {self._bytes.size} bytes")
+        if size_bytes > most_bytes:
+            raise WireError(f"a payload of {size_bytes} bytes is over the limit of {most_bytes}")
+        lent = self._bytes[start : start + size_bytes]
+        weakref.finalize(lent, _clear, self._bytes, slot).atexit = False
+        return lent.data
+
+
+class SharedMemory(NamedTuple):
+    """What a connection sends large payloads by, and receives them by."""
+
+    pool: SharedPool
+    view: SharedView
+
+    @classmethod
+    def agree(cls, sock: socket.socket, size_bytes: int) -> SharedMemory:
+        """Swap memories with the other side, which does the same now; raises WireError, TransportClosed or OSError."""
+        pool = SharedPool(size_bytes)
+        try:
+            return cls(pool, SharedView(_swap_descriptors(sock, pool.descriptor)))
+        finally:
+            pool.close_descriptor()
+
+
+def may_share(address: Address, stream: Stream, limits: Limits) -> bool:
+    """Whether memory can be shared over a connection at `address`: a plain one, on this machine."""
+    return isinstance(address, UnixAddress) and isinstance(stream, SocketStream) and limits.shared_bytes > 0
+
+
+def _swap_descriptors(sock: socket.socket, descriptor: int) -> int:
+    """Give the other side `descriptor`, and take its own; raises TransportClosed, WireError or OSError."""
+    socket.send_fds(sock, [_MARK], [descriptor])
+    mark, descriptors, _, _ = socket.recv_fds(sock, 1, 1)
+    if len(descriptors) == 1 and mark == _MARK:
+        return descriptors[0]
+    for one in descriptors:
+        os.close(one)
+    if not mark:
+        raise TransportClosed("the other side closed the connection before it offered shared memory")
+    raise WireError("the other side offers shared memory but no descriptor came")
+
+
+def _clear(flags: npt.NDArray[np.uint8], slot: int) -> None:
+    flags[slot] = 0
