@@ -70,6 +70,10 @@ class Alone:
         """True: there is nobody else to do it."""
         return True
 
+    def barrier(self, name: str, *, timeout_s: float = 600.0, fails_on_leave: bool = False) -> tuple[str, ...]:
+        """Pass at once: there is nobody to wait for."""
+        return (self.task,)
+
     def report(self, name: str, value: float) -> None:
         """Keep a result."""
         self.results[name] = float(value)

@@ -190,6 +190,15 @@ class Cluster:
         """Whether this task is the one that does `what`: the first to ask is."""
         return self._client.elect(what)
 
+    def barrier(self, name: str, *, timeout_s: float = 600.0, fails_on_leave: bool = False) -> tuple[str, ...]:
+        """Wait until all tasks of this one's job have come to the barrier `name`; who has.
+
+        They are those that are live or expected when the first comes. One that leaves is waited for no longer, or fails
+        the barrier when any says `fails_on_leave`; one that joins meanwhile waits for the next time.
+        raises  DeadlineExceeded naming those that are missing; TaskLost when the barrier has failed
+        """
+        return self._client.barrier(name, timeout_s=timeout_s, fails_on_leave=fails_on_leave).members
+
     def report(self, name: str, value: float) -> None:
         """Add a result to the closing table of the run."""
         self._client.report(name, float(value))

@@ -51,6 +51,8 @@ from dflow.distributed.failures import error_from, failure_of
 from dflow.distributed.membership import FINISHED
 from dflow.distributed.messages import (
     AnyMessage,
+    AwaitBarrier,
+    BarrierPassed,
     Claimed,
     ClaimSteps,
     EdgeTraffic,
@@ -73,6 +75,7 @@ from dflow.distributed.messages import (
     TaskInfo,
     Unplace,
 )
+from dflow.distributed.task_description import describe_task
 from dflow.distributed.traffic_totals import largest
 from dflow.distributed.transport.base import Peer, RefuseAll, Reply, Transport
 from dflow.distributed.transport.exchange import on_reader_thread
@@ -82,6 +85,8 @@ from dflow.tracing.task_name import short_task_name
 HEARTBEAT_S = 1.0
 #: How long a call waits for an answer that the coordinator gives at once.
 ANSWER_S = 30.0
+#: The coordinator ends a wait at a barrier by itself; a client that hears nothing gives it this much more.
+BARRIER_GRACE_S = 5.0
 #: How long an error waits for what the coordinator knows of a task.
 DESCRIBE_S = 1.0
 #: How long a claim may wait for other workers to end their last steps.
@@ -246,7 +251,7 @@ class CoordinatorClient:
             health = self._ask(GetHealth(task), Health, DESCRIBE_S)
         except DflowError as error:
             return f"{_absence(self.roster, task)} (nothing more is known: {error})"
-        return _described(task, health)
+        return describe_task(task, health)
 
     def wait_for_tasks(self, tasks: Iterable[str], *, timeout_s: float) -> Roster:
         """Wait until all `tasks` are live; the roster in which they are.
@@ -320,6 +325,16 @@ class CoordinatorClient:
     def elect(self, what: str, *, timeout_s: float = ANSWER_S) -> bool:
         """Whether this task is the one that does `what`."""
         return self._ask(ElectOnce(what, self._require_task()), Elected, timeout_s).elected
+
+    def barrier(self, name: str, *, timeout_s: float, fails_on_leave: bool = False) -> BarrierPassed:
+        """Wait until all tasks of this one's job have come to the barrier; who they are is in the answer.
+
+        They are those that are live or expected when the first comes. One that leaves is waited for no longer, or with
+        `fails_on_leave` of any that waits fails the barrier; one that joins meanwhile is of the next.
+        raises  DeadlineExceeded naming those that are missing; TaskLost when the barrier has failed
+        """
+        request = AwaitBarrier(name, self._require_task(), 0, timeout_s, fails_on_leave)
+        return self._ask(request, BarrierPassed, timeout_s + BARRIER_GRACE_S)
 
     def report(self, name: str, value: float, *, timeout_s: float = ANSWER_S) -> None:
         """Add a result to the closing table."""
@@ -525,22 +540,6 @@ class _Link(RefuseAll):
 
 def _live(roster: Roster, task: str) -> TaskInfo | None:
     return next((info for info in roster.tasks if info.task == task and info.left_at_s is None), None)
-
-
-def _described(task: str, answer: Health) -> str:
-    """A task and how it is, such as "ps:0 (last heard 0.3 s ago, 12 steps ended, now idle)"."""
-    health = answer.health
-    if health is None:
-        return (
-            f"{short_task_name(task)} ({answer.absence.removeprefix(short_task_name(task)).strip() or 'just joined'})"
-        )
-    stalled_s = health.stalled_since_s
-    stall = f", which has ended no step for {answer.now_s - stalled_s:.1f} s" if stalled_s is not None else ""
-    return (
-        f"{short_task_name(task)} (last heard {answer.now_s - health.heard_at_s:.1f} s ago, "
-        f"{health.steps} steps ended, "
-        f"now {'at: ' + health.doing if health.doing else 'idle'}{stall})"
-    )
 
 
 def _absence(roster: Roster, task: str) -> str:

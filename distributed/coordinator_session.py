@@ -6,7 +6,7 @@ connection, named by a number that is never used twice, as an ask is.
 Invariants:
 - each Asking is settled by exactly one Settle, unless it is Withdrawn;
 - an ask that has no answer is asked again over the next link, in the order of asking, after the task is back in the
-  cluster; the coordinator carries none out twice, since a claim has its number and all else is the same when repeated;
+  cluster; the coordinator carries none out twice, since claims and arrivals have numbers and the rest may be repeated;
 - a task comes back as the member it was: in the same incarnation, and to no other cluster;
 - a link is sought again after pauses that grow up to `longest_pause_s`, each shortened by chance from `seed`, until
   none could be had for `give_up_s`; then, and when the coordinator has given the task up, it is over: GaveUp, once;
@@ -22,6 +22,7 @@ import msgspec
 
 from dflow.distributed.messages import (
     AnyMessage,
+    AwaitBarrier,
     Claimed,
     ClaimSteps,
     Failure,
@@ -345,6 +346,8 @@ class CoordinatorSession:
             case Join(task, address):
                 self._member, self._join_ask, self._is_in = Join(task, address, self._incarnation), ask, False
                 message = self._member
+            case AwaitBarrier():
+                message = msgspec.structs.replace(message, number=ask)
             case ClaimSteps(run=run):
                 message = msgspec.structs.replace(message, number=ask, last=self._last_claims.get(run, 0))
         self._asks[ask] = message

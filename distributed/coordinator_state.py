@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from dflow.distributed.barriers import Barriers
 from dflow.distributed.coordinator_events import (
     Asked,
     Broadcast,
@@ -49,6 +50,7 @@ from dflow.distributed.membership import (
     ReleaseTask,
 )
 from dflow.distributed.messages import (
+    AwaitBarrier,
     ClaimSteps,
     Elected,
     ElectOnce,
@@ -68,6 +70,7 @@ from dflow.distributed.messages import (
 )
 from dflow.distributed.progress_watch import ProgressWatch
 from dflow.distributed.step_ledger import StepLedger, StepsAsked, WorkerLeft
+from dflow.distributed.task_description import describe_task
 from dflow.distributed.traffic_totals import TrafficTotals, largest
 from dflow.distributed.variable_directory import VariableDirectory
 from dflow.tracing.errors import DeviceError
@@ -116,6 +119,7 @@ class CoordinatorState:
         self._elections = Elections(records)
         self._traffic = TrafficTotals()
         self._watch = ProgressWatch(settings.stall_timeout_s)
+        self._barriers = Barriers(self._present, self._describe, records)
         self._results = {name: result.value for name, result in records.load(_RESULT, _Result)}
         self.log: deque[Event] = deque(maxlen=LOG_EVENTS)
 
@@ -147,7 +151,8 @@ class CoordinatorState:
             case PeerClosed(at_s, peer, reason):
                 return self._follow(self._membership.handle(ConnectionLost(at_s, peer, reason)))
             case Ticked(at_s):
-                return self._follow(self._membership.handle(event)) + self._tell_stalls(at_s)
+                followed = self._follow(self._membership.handle(event))
+                return [*followed, *self._barriers.tick(at_s), *self._tell_stalls(at_s)]
 
     def status(self, at_s: float) -> Status:
         """Everything a person would ask."""
@@ -164,6 +169,16 @@ class CoordinatorState:
             results=dict(self._results),
             health=self._watch.all_health(),
         )
+
+    def _arrive(self, event: Asked, request: AwaitBarrier) -> list[Command]:
+        job, _ = split_task_name(request.task)
+        return [*self._barriers.arrive(event.at_s, event.ask, self._membership.life(request.task), request, job)]
+
+    def _present(self, job: str) -> tuple[tuple[str, ...], int]:
+        return self._membership.available(job), self._membership.version
+
+    def _describe(self, task: str, at_s: float) -> str:
+        return describe_task(task, self._health(at_s, task))
 
     def _hear(self, at_s: float, heartbeat: Heartbeat) -> list[Command]:
         task, life = heartbeat.task, self._membership.life(heartbeat.task)
@@ -198,6 +213,8 @@ class CoordinatorState:
                 return self._from_task(event, task) or [
                     Reply(event.ask, Elected(self._elections.elect(what, task, self._membership.life(task))))
                 ]
+            case AwaitBarrier(task=task) as request:
+                return self._from_task(event, task) or self._arrive(event, request)
             case PlaceVariable(job=job) as request:
                 members = self._membership
                 return [Reply(event.ask, self._directory.place(request, members.available(job), members.jobs()))]
@@ -254,6 +271,7 @@ class CoordinatorState:
                     self._watch.leave(life)
                     self._elections.leave(life, reason)
                     commands += self._ledger.handle(WorkerLeft(task, reason))
+                    commands += self._barriers.leave(task, f"{short_task_name(task)} has left: {reason}")
                 case EndConnection(peer, reason):
                     commands.append(Disconnect(peer, reason))
                 case PublishRoster(since, version, lives):

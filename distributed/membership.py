@@ -208,6 +208,11 @@ class Membership:
         """The number of the life that the live task `task` leads, which no other task has or had."""
         return self._live[task].life
 
+    @property
+    def version(self) -> int:
+        """That of the roster: how many times it has changed."""
+        return self._version
+
     def is_there(self, task: str) -> bool:
         """Whether `task` is live, away or not."""
         return task in self._live

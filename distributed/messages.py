@@ -362,6 +362,29 @@ class Elected(Message, frozen=True):
     elected: bool
 
 
+class AwaitBarrier(Message, frozen=True):
+    """The task has come to a barrier; answered by `BarrierPassed` when all its members have, or left.
+
+    `number`          of this arrival, greater than those of the task's earlier ones; the same again is the same one
+    `timeout_s`       how long it waits
+    `fails_on_leave`  whether a member that leaves fails the barrier instead of being waited for no longer
+    """
+
+    name: str
+    task: str
+    number: int
+    timeout_s: float
+    fails_on_leave: bool = False
+
+
+class BarrierPassed(Message, frozen=True):
+    """The barrier has been passed for the `generation`-th time, by `members`: those of roster `version` that stayed."""
+
+    generation: int
+    version: int
+    members: tuple[str, ...]
+
+
 class Report(Message, frozen=True):
     """A result of the program for the closing table, such as a test accuracy."""
 
@@ -473,6 +496,8 @@ AnyMessage = (
     | Claimed
     | ElectOnce
     | Elected
+    | AwaitBarrier
+    | BarrierPassed
     | Report
     | Leave
     | GetHealth

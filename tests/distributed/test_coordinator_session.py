@@ -50,6 +50,7 @@ from dflow.distributed.coordinator_state import CoordinatorSettings, Coordinator
 from dflow.distributed.durable_records import apply_changes
 from dflow.distributed.messages import (
     AnyMessage,
+    AwaitBarrier,
     Claimed,
     ClaimSteps,
     Elected,
@@ -138,6 +139,16 @@ def test_a_claim_has_its_number_and_that_of_the_last_one_whose_answer_was_seen()
     assert made.handle(Asking(0.0, 7, ClaimSteps("other", WORKER0, 9, 0))) == [
         Send(1, 7, ClaimSteps("other", WORKER0, 9, 7, 0))
     ]
+
+
+def test_an_arrival_at_a_barrier_keeps_its_number_when_it_is_asked_again() -> None:
+    made = joined()
+    arrival = AwaitBarrier("b", WORKER0, 7, 5.0)
+    assert made.handle(Asking(0.0, 7, AwaitBarrier("b", WORKER0, 0, 5.0))) == [Send(1, 7, arrival)]
+    made.handle(LinkEnded(0.0, 1, "reset"))
+    made.handle(Woke(1.0))
+    made.handle(Opened(1.0, 2))
+    assert made.handle(Answered(1.0, 2, REJOIN, ROSTER)) == [Send(2, 7, arrival)]
 
 
 def test_pauses_grow_to_the_longest_differ_by_seed_and_begin_anew_after_an_answer() -> None:

@@ -1,0 +1,207 @@
+"""Where tasks wait for each other: a barrier opens with its first arrival, and lets all its members go together.
+
+A barrier has a name and passes again and again; each time is a generation. Its members are the tasks of one job that
+are live or expected when it opens. One that joins later waits for the next generation; one that leaves is waited for
+no longer, or fails the barrier when an arrival asked for that.
+
+Invariants:
+- the members of a generation are decided once: all that pass it are told the same, also when the coordinator dies
+  meanwhile, and none passes before each member has arrived or left;
+- an arrival is answered exactly once: passed, too late, overtaken by a later one of its task, or failed; the same
+  arrival asked again is answered as it was, as long as its task has not arrived anew;
+- no arrival waits longer than it asked for, and is then told who is missing;
+- a generation in which nobody waits any more has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from dflow.distributed.coordinator_events import Reply
+from dflow.distributed.durable_records import DurableRecords
+from dflow.distributed.messages import AwaitBarrier, BarrierPassed, Failure
+from dflow.tracing.task_name import short_task_name
+
+#: The tasks of a job that are live or expected now, and the version of the roster that says so.
+Present = Callable[[str], tuple[tuple[str, ...], int]]
+#: A task in an error about it, by name and time.
+Describe = Callable[[str, float], str]
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    """One that waits; `life` tells its task from others of the same name."""
+
+    ask: int
+    life: int
+    number: int
+    timeout_s: float
+    until_s: float
+    fails_on_leave: bool
+
+
+class _Generation(msgspec.Struct, frozen=True):
+    """The tasks of a generation that are waited for, and the roster's version by which they are its members."""
+
+    number: int
+    version: int
+    members: tuple[str, ...]
+
+
+class _Passed(msgspec.Struct, frozen=True):
+    """The last generation that passed, and the life and the number of each arrival."""
+
+    generation: _Generation
+    arrivals: dict[str, tuple[int, int]]
+
+
+class _Record(msgspec.Struct, frozen=True):
+    """What lasts of a barrier; `generation` has no members when none is open."""
+
+    generation: _Generation
+    passed: _Passed
+
+
+_NONE = _Generation(0, 0, ())
+
+
+@dataclass
+class _Barrier:
+    """A barrier: what lasts, who waits, and who waits for the next generation."""
+
+    generation: _Generation = _NONE
+    passed: _Passed = field(default_factory=lambda: _Passed(_NONE, {}))
+    job: str = ""
+    here: dict[str, _Arrival] = field(default_factory=dict)
+    late: dict[str, _Arrival] = field(default_factory=dict)
+
+    def missing(self) -> tuple[str, ...]:
+        """The members that have not arrived."""
+        return tuple(task for task in self.generation.members if task not in self.here)
+
+
+class Barriers:
+    """The barriers of one cluster, which last as `records`."""
+
+    def __init__(self, present: Present, describe: Describe, records: DurableRecords | None = None) -> None:
+        self._present = present
+        self._describe = describe
+        self._records = records or DurableRecords()
+        self._barriers = {
+            name: _Barrier(record.generation, record.passed) for name, record in self._records.load(_BARRIER, _Record)
+        }
+
+    def arrive(self, at_s: float, ask: int, life: int, request: AwaitBarrier, job: str) -> list[Reply]:
+        """A live task, of `job`, has come to a barrier."""
+        name, task = request.name, request.task
+        barrier = self._barriers.setdefault(name, _Barrier())
+        barrier.job = job
+        if barrier.passed.arrivals.get(task) == (life, request.number):
+            return [Reply(ask, _answer(barrier.passed.generation))]
+        replies = self._overtake(barrier, task, request)
+        until_s = at_s + request.timeout_s
+        arrival = _Arrival(ask, life, request.number, request.timeout_s, until_s, request.fails_on_leave)
+        if not barrier.generation.members:
+            self._open(name, barrier)
+        (barrier.here if task in barrier.generation.members else barrier.late)[task] = arrival
+        return replies + self._pass_if_complete(name, barrier)
+
+    def leave(self, task: str, why: str) -> list[Reply]:
+        """A task is no longer part of the cluster; `why` is a sentence."""
+        return [reply for name, barrier in self._barriers.items() for reply in self._leave(name, barrier, task, why)]
+
+    def tick(self, at_s: float) -> list[Reply]:
+        """Answer all that have waited for too long."""
+        return [reply for name, barrier in self._barriers.items() for reply in self._expire(name, barrier, at_s)]
+
+    def waiting(self) -> dict[str, tuple[str, ...]]:
+        """Who waits, by the name of the barrier."""
+        return {name: (*barrier.here, *barrier.late) for name, barrier in self._barriers.items() if barrier.here}
+
+    def _overtake(self, barrier: _Barrier, task: str, request: AwaitBarrier) -> list[Reply]:
+        """Refuse the task's arrival that waits, since it came again."""
+        waits = barrier.here.pop(task, None) or barrier.late.pop(task, None)
+        if waits is None:
+            return []
+        text = f"{short_task_name(task)} has come to barrier {request.name!r} again"
+        return [Reply(waits.ask, Failure("RemoteError", text))]
+
+    def _open(self, name: str, barrier: _Barrier) -> None:
+        members, version = self._present(barrier.job)
+        self._set(name, barrier, _Generation(barrier.generation.number + 1, version, members))
+        for task in [task for task in barrier.late if task in members]:
+            barrier.here[task] = barrier.late.pop(task)
+
+    def _pass_if_complete(self, name: str, barrier: _Barrier) -> list[Reply]:
+        replies: list[Reply] = []
+        while barrier.generation.members and len(barrier.here) == len(barrier.generation.members):
+            arrivals, barrier.here = barrier.here, {}
+            replies += [Reply(arrival.ask, _answer(barrier.generation)) for arrival in arrivals.values()]
+            numbers = {task: (arrival.life, arrival.number) for task, arrival in arrivals.items()}
+            barrier.passed = _Passed(barrier.generation, numbers)
+            self._close(name, barrier)
+        return replies
+
+    def _close(self, name: str, barrier: _Barrier) -> None:
+        """Nobody is in the generation any more; those that came too late for it begin the next."""
+        self._set(name, barrier, msgspec.structs.replace(barrier.generation, members=()))
+        if barrier.late:
+            self._open(name, barrier)
+
+    def _leave(self, name: str, barrier: _Barrier, task: str, why: str) -> list[Reply]:
+        replies: list[Reply] = []
+        waits = barrier.here.pop(task, None) or barrier.late.pop(task, None)
+        if waits is not None:
+            replies.append(Reply(waits.ask, Failure("TaskLost", why)))
+        members = barrier.generation.members
+        if task not in members:
+            return replies
+        if any(arrival.fails_on_leave for arrival in barrier.here.values()):
+            failure = Failure("TaskLost", f"barrier {name!r} has failed, since a member is lost: {why}")
+            replies += [Reply(arrival.ask, failure) for arrival in barrier.here.values()]
+            barrier.here = {}
+            self._close(name, barrier)
+        else:
+            rest = tuple(member for member in members if member != task)
+            self._set(name, barrier, msgspec.structs.replace(barrier.generation, members=rest))
+            if not rest and barrier.late:
+                self._open(name, barrier)
+        return replies + self._pass_if_complete(name, barrier)
+
+    def _expire(self, name: str, barrier: _Barrier, at_s: float) -> list[Reply]:
+        late = [task for task, arrival in (barrier.here | barrier.late).items() if at_s >= arrival.until_s]
+        if not late:
+            return []
+        missing = barrier.missing()
+        who = ", ".join(self._describe(task, at_s) for task in missing[:MOST_NAMED])
+        more = f" and {len(missing) - MOST_NAMED} more" if len(missing) > MOST_NAMED else ""
+        count = len(barrier.generation.members)
+        replies = []
+        for task in late:
+            is_member = task in barrier.here
+            arrival = barrier.here.pop(task, None) or barrier.late.pop(task)
+            since = "" if is_member else ", which had begun before it joined,"
+            text = (
+                f"{short_task_name(task)} waited {arrival.timeout_s:g} s at barrier {name!r}{since} for "
+                f"{len(missing)} of {count} tasks: {who}{more}"
+            )
+            replies.append(Reply(arrival.ask, Failure("DeadlineExceeded", text)))
+        if not barrier.here:
+            self._close(name, barrier)
+        return replies + self._pass_if_complete(name, barrier)
+
+    def _set(self, name: str, barrier: _Barrier, generation: _Generation) -> None:
+        barrier.generation = generation
+        self._records.put(_BARRIER + name, _Record(generation, barrier.passed))
+
+
+def _answer(generation: _Generation) -> BarrierPassed:
+    return BarrierPassed(generation.number, generation.version, generation.members)
+
+
+#: How many of those that are missing an error names.
+MOST_NAMED = 20
+_BARRIER = "barrier/"
