@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from dflow.distributed.strategies.applying import current_applier
 from dflow.lowering.discharge import discharge
 from dflow.lowering.passes.prune import Prune
 from dflow.tracing.container import uncontained
@@ -105,9 +106,16 @@ class Optimizer:
         may change too, so it is made dense, on the variable's task. Either way the result is optax's, but that rows
         for one index are added up after scaling.
 
+        In a step that a synchronous strategy runs, the gradients are given to that, and the variables are updated by
+        the average once the step has ended: what the step reads after `apply` is what it read before.
+
         Raises GraphTypeError when the structure, or the shape of a gradient, is another than the variables'.
         """
         given = wire(self._flat(gradients), self._codec) if self._codec != "none" else self._flat(gradients)
+        applier = current_applier()
+        if applier is not None:
+            applier.apply(self, self._tree.unflatten(given))
+            return
         with with_state():
             by_row = [is_row_gradient(g) and self._scales[place] for place, g in enumerate(given)]
             arrays = [
@@ -126,6 +134,11 @@ class Optimizer:
             slots = jax.tree_util.tree_leaves(self.slots, is_leaf=is_variable)
             for slot, value in zip(slots, jax.tree_util.tree_leaves(state), strict=True):
                 slot.assign(value)
+
+    @property
+    def variables(self) -> Any:
+        """What it updates, as it was given."""
+        return self._tree.unflatten(self._variables)
 
     @functools.cached_property
     def _scales(self) -> list[bool]:

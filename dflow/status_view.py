@@ -319,11 +319,14 @@ def _results_table(status: Status) -> Table | None:
 def _steps_table(status: Status) -> Table | None:
     if not status.workers:
         return None
-    table = _table(f"Steps: {status.steps_done} of {status.steps_total}", "worker", ">steps", ">step time", "metrics")
+    drops = any(worker.dropped for worker in status.workers)
+    columns = ["worker", ">steps", *([">dropped"] if drops else []), ">step time", "metrics"]
+    table = _table(f"Steps: {status.steps_done} of {status.steps_total}", *columns)
     for worker in status.workers:
         metrics = "  ".join(f"{name} {value:.4g}" for name, value in worker.metrics.items())
         step_time = f"{1000 * worker.step_s:.1f} ms" if worker.step_s else ""
-        table.add_row(short_task_name(worker.task), str(worker.steps), step_time, Text(metrics))
+        counts = [str(worker.steps), *([str(worker.dropped)] if drops else [])]
+        table.add_row(short_task_name(worker.task), *counts, step_time, Text(metrics))
     return table
 
 

@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from dflow.distributed.failures import error_of
-from dflow.distributed.messages import Claimed, ClaimSteps, EdgeTraffic, Failure
+from dflow.distributed.messages import Claimed, ClaimSteps, EdgeTraffic, Failure, RoundsDone
 from dflow.distributed.step_ledger import StepLedger, StepsAsked
+from dflow.distributed.strategies.backup_workers import without_backups
 from dflow.lowering.pipeline import ALONE
 from dflow.tracing.task_name import short_task_name
 
@@ -33,6 +34,16 @@ class Alone:
     def tasks(self) -> tuple[str, ...]:
         """The tasks that are alive: this one."""
         return (self.task,)
+
+    def wanted_gradients(self, backup_workers: int) -> int:
+        """How many gradients end a round: this process's. Raises StrategyError with backup workers."""
+        return without_backups(1, backup_workers)
+
+    def take_part(self, run: str, job: str) -> None:
+        """None: every step is a round of its own."""
+
+    def tell_rounds(self, report: RoundsDone) -> None:
+        """Nobody asks."""
 
     def traffic(self) -> tuple[EdgeTraffic, ...]:
         """What this task has sent to others: nothing."""

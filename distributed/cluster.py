@@ -33,12 +33,15 @@ from dflow.distributed.messages import (
     ReadVariable,
     Registered,
     RegisterPlan,
+    RoundsDone,
     RunPlan,
     Value,
     VariableCreated,
     WriteVariable,
 )
 from dflow.distributed.step_counts import StepCounts
+from dflow.distributed.strategies.backup_workers import without_backups
+from dflow.distributed.strategies.round_part import Part
 from dflow.distributed.task_server import TaskServer, TaskSettings
 from dflow.distributed.transport.addresses import LOCAL_ADDRESS
 from dflow.distributed.transport.base import Peer, Reply, Transport
@@ -156,6 +159,11 @@ class Cluster:
         return self._server.recorder
 
     @property
+    def step_timeout_s(self) -> float:
+        """How long one step may take."""
+        return self._settings.step_timeout_s
+
+    @property
     def tasks(self) -> tuple[str, ...]:
         """The tasks that are alive, this one included."""
         return tuple(info.task for info in self._client.roster.tasks if info.left_at_s is None)
@@ -186,6 +194,22 @@ class Cluster:
         """Report the last claimed steps and get the next; see `CoordinatorClient.claim`."""
         return self._client.claim(run, total_steps, done=done, step_s=step_s, metrics=metrics, more=more)
 
+    def take_part(self, run: str, job: str) -> Part:
+        """This worker's part in a run of synchronous training, whose gradients go to a task of `job`."""
+        return Part(self, run, job)
+
+    def wanted_gradients(self, backup_workers: int) -> int:
+        """How many gradients end a round of synchronous training. Raises StrategyError when it is none."""
+        return without_backups(self.colleagues()[1], backup_workers)
+
+    def colleagues(self) -> tuple[tuple[str, ...], int]:
+        """The tasks of this one's job that are alive or yet to come, and how many there are with those that left."""
+        roster, (job, _) = self._client.roster, split_task_name(self.task)
+        here = {info.task: info for info in roster.tasks if split_task_name(info.task)[0] == job}
+        coming = {task for task in roster.expected if split_task_name(task)[0] == job}
+        live = {task for task, info in here.items() if info.left_at_s is None}
+        return tuple(sorted(live | coming)), len({*here} | coming)
+
     def elect(self, what: str) -> bool:
         """Whether this task is the one that does `what`: the first to ask is."""
         return self._client.elect(what)
@@ -198,6 +222,10 @@ class Cluster:
         raises  DeadlineExceeded naming those that are missing; TaskLost when the barrier has failed
         """
         return self._client.barrier(name, timeout_s=timeout_s, fails_on_leave=fails_on_leave).members
+
+    def tell_rounds(self, report: RoundsDone) -> None:
+        """Say how a run of synchronous training goes, for the status of the cluster."""
+        self._client.tell_rounds(report)
 
     def report(self, name: str, value: float) -> None:
         """Add a result to the closing table of the run."""
@@ -214,6 +242,10 @@ class Cluster:
     def request(self, task: str, message: Any, payload: Any = b"") -> Reply:
         """Ask another task, and wait for its answer."""
         return self._server.peer(task).call(message, payload, timeout_s=self._settings.request_timeout_s)
+
+    def request_for(self, task: str, message: AnyMessage, wait_s: float) -> Reply:
+        """Ask another task for what it may wait for as long as `wait_s`, before it answers."""
+        return self._server.peer(task).call(message, timeout_s=wait_s + self._settings.request_timeout_s)
 
     def place(self, variable: Variable, job: str, near: Variable | None) -> str:
         """The task that holds, or shall hold, the variable."""
@@ -284,6 +316,18 @@ class Cluster:
         message = RegisterPlan(_ENCODER.encode(task_plan.plan), tuple(map(len, blobs)))
         answer, _ = self.request(task, message, b"".join(blobs))
         return _expect(answer, Registered, task).handle
+
+    def register_hosted(self, traced: Traced, host: str) -> tuple[Mapping[str, int], Sequence[Any], Sequence[Any]]:
+        """Register a traced function that the task `host` is to run as a step of its own.
+
+        The handles of its parts, by task, and what `host` feeds its own beside the arguments: before and after them.
+        """
+        graph = run_passes(traced.graph, pipeline(host, self.tasks), check=False, observe=None)
+        keys = {ref: variable.key for ref, variable in zip(graph.refs, traced.variables, strict=True)}
+        compiled = make_plans(graph, host, keys)
+        parts = {**compiled.remote, host: compiled.local}
+        handles = {task: self._register_remote(task, part) for task, part in parts.items()}
+        return handles, traced.constants, [literal.array for literal in compiled.literals]
 
     def run_step(self, handles: Mapping[str, int], feeds: Sequence[Any]) -> tuple[jax.Array, ...]:
         """Run one step on every task that has a part in it; this task's fetches.

@@ -142,7 +142,7 @@ def _stated(resource: HostResource) -> str:
 def _settings(resource: HostResource) -> QueueInfo | AccumulatorInfo:
     settings = resource.settings
     if isinstance(resource.type, AccumulatorType):
-        return AccumulatorInfo(settings.reduction.value)
+        return AccumulatorInfo(settings.reduction.value, settings.limit or 0)
     return QueueInfo(settings.kind.value, int(settings.capacity), settings.min_after_dequeue, str(settings.seed))
 
 

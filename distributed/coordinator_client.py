@@ -71,6 +71,7 @@ from dflow.distributed.messages import (
     PlaceVariable,
     Report,
     Roster,
+    RoundsDone,
     Status,
     TaskInfo,
     Unplace,
@@ -336,6 +337,10 @@ class CoordinatorClient:
         request = AwaitBarrier(name, self._require_task(), 0, timeout_s, fails_on_leave)
         return self._ask(request, BarrierPassed, timeout_s + BARRIER_GRACE_S)
 
+    def tell_rounds(self, report: RoundsDone) -> None:
+        """Say how a run of synchronous training goes; nobody waits, and without a coordinator it is not said."""
+        self._tell(report)
+
     def report(self, name: str, value: float, *, timeout_s: float = ANSWER_S) -> None:
         """Add a result to the closing table."""
         self._ask(Report(name, value), Ok, timeout_s)
@@ -515,11 +520,15 @@ class CoordinatorClient:
         return self._task
 
     def _beat(self) -> None:
+        self._tell(Heartbeat(self._task, largest(self._traffic()), self._steps(), self._doing()))
+
+    def _tell(self, message: AnyMessage) -> None:
+        """Send a message that has no answer, if there is a connection."""
         link = self._session.joined_link
         peer = self._links.get(link) if link is not None else None
         if peer is not None:
             with contextlib.suppress(DflowError):  # its end is told by the link
-                peer.notify(Heartbeat(self._task, largest(self._traffic()), self._steps(), self._doing()))
+                peer.notify(message)
 
 
 class _Link(RefuseAll):

@@ -65,11 +65,12 @@ from dflow.distributed.messages import (
     PlaceVariable,
     Report,
     RosterChange,
+    RoundsDone,
     Status,
     Unplace,
 )
 from dflow.distributed.progress_watch import ProgressWatch
-from dflow.distributed.step_ledger import StepLedger, StepsAsked, WorkerLeft
+from dflow.distributed.step_ledger import RoundsReported, StepLedger, StepsAsked, WorkerLeft
 from dflow.distributed.task_description import describe_task
 from dflow.distributed.traffic_totals import TrafficTotals, largest
 from dflow.distributed.variable_directory import VariableDirectory
@@ -140,6 +141,10 @@ class CoordinatorState:
                 followed = self._follow(self._membership.handle(HeartbeatArrived(at_s, peer, heartbeat.task)))
                 is_its_own = self._membership.is_live(heartbeat.task, peer)
                 return followed + (self._hear(at_s, heartbeat) if is_its_own else [])
+            case Told(_, peer, RoundsDone() as report):
+                if self._membership.is_live(report.task, peer):
+                    self._ledger.handle(RoundsReported(report))
+                return []
             case Told(_, _, Report(name, value)):
                 self._set_result(name, value)
                 return []

@@ -134,9 +134,10 @@ class QueueInfo(msgspec.Struct, frozen=True, tag="queue"):
 
 
 class AccumulatorInfo(msgspec.Struct, frozen=True, tag="accumulator"):
-    """What makes an accumulator the accumulator it is."""
+    """What makes an accumulator the accumulator it is; a `limit` of 0 is none."""
 
     reduction: str
+    limit: int = 0
 
 
 class CreateResource(Message, frozen=True):
@@ -178,6 +179,63 @@ class Arrays(Message, frozen=True):
     """Arrays, one after the other in the payload."""
 
     arrays: tuple[ArrayInfo, ...]
+
+
+class ProposeRounds(Message, frozen=True):
+    """Let `wanted` gradients end each round of this run, unless another number was proposed before.
+
+    Answered by `RoundsAgreed`, with the same answer to every asker.
+    """
+
+    name: str
+    wanted: int
+
+
+class RoundsAgreed(Message, frozen=True):
+    """How many gradients end a round."""
+
+    wanted: int
+
+
+class OpenRounds(Message, frozen=True):
+    """Be the host of a run of synchronous training, unless it is known here; answered by `Ok`.
+
+    In each of `rounds` rounds this task takes the mean of `wanted` gradients from the accumulator and starts the
+    update, a step of its own over the registered plans `handles`, by task. The payload holds what that is fed `before`
+    the mean and `after` it. `workers` take part.
+    """
+
+    name: str
+    rounds: int
+    wanted: int
+    workers: tuple[str, ...]
+    accumulator: str
+    handles: dict[str, int]
+    before: tuple[ArrayInfo, ...] = ()
+    after: tuple[ArrayInfo, ...] = ()
+
+
+class NextRound(Message, frozen=True):
+    """A worker is done with the round `done` (-1: none yet); answered by `RoundOpen` once a later one is open."""
+
+    name: str
+    worker: str
+    done: int
+    timeout_s: float
+
+
+class RoundOpen(Message, frozen=True):
+    """The number of the open round; the number of rounds when the run is over."""
+
+    number: int
+
+
+class LeaveRounds(Message, frozen=True):
+    """A worker takes part no more; it has given its gradients of the rounds to `done`. Answered by `Ok`."""
+
+    name: str
+    worker: str
+    done: int
 
 
 class ForgetState(Message, frozen=True):
@@ -349,6 +407,25 @@ class Claimed(Message, frozen=True):
     count: int
 
 
+class RoundsDone(Message, frozen=True):
+    """How a run of synchronous training goes, as a worker sees it; not answered.
+
+    `rounds`   how many rounds of `total_rounds` are done
+    `steps`    steps of the worker since it last said so, of whose gradients `dropped` came too late
+    `step_s`   seconds a step took
+    `metrics`  the newest scalar metrics of the worker
+    """
+
+    run: str
+    task: str
+    rounds: int
+    total_rounds: int
+    steps: int
+    dropped: int = 0
+    step_s: float = 0.0
+    metrics: dict[str, float] = {}
+
+
 class ElectOnce(Message, frozen=True):
     """May this task be the one that does `what`? Answered by `Elected`; the first live task that asks may."""
 
@@ -415,12 +492,16 @@ class VariableInfo(msgspec.Struct, frozen=True):
 
 
 class WorkerProgress(msgspec.Struct, frozen=True):
-    """What a worker has done so far in all runs; `step_s` and `metrics` are its newest."""
+    """What a worker has done so far in all runs; `step_s` and `metrics` are its newest.
+
+    Of its steps `dropped` came too late for the round of synchronous training that they were for.
+    """
 
     task: str
     steps: int
     step_s: float
     metrics: dict[str, float]
+    dropped: int = 0
 
 
 class TaskHealth(msgspec.Struct, frozen=True):
@@ -482,6 +563,12 @@ AnyMessage = (
     | ResourceCreated
     | CallResource
     | Arrays
+    | ProposeRounds
+    | RoundsAgreed
+    | OpenRounds
+    | NextRound
+    | RoundOpen
+    | LeaveRounds
     | ForgetState
     | CancelStep
     | Tensor
@@ -494,6 +581,7 @@ AnyMessage = (
     | Unplace
     | ClaimSteps
     | Claimed
+    | RoundsDone
     | ElectOnce
     | Elected
     | AwaitBarrier

@@ -21,7 +21,7 @@ import msgspec
 
 from dflow.distributed.coordinator_events import Reply
 from dflow.distributed.durable_records import DurableRecords
-from dflow.distributed.messages import Claimed, ClaimSteps, Failure, WorkerProgress
+from dflow.distributed.messages import Claimed, ClaimSteps, Failure, RoundsDone, WorkerProgress
 from dflow.tracing.task_name import short_task_name
 
 LARGEST_CLAIM = 16
@@ -45,7 +45,14 @@ class WorkerLeft:
     reason: str
 
 
-LedgerEvent = StepsAsked | WorkerLeft
+@dataclass(frozen=True)
+class RoundsReported:
+    """A live worker said how a run of synchronous training goes."""
+
+    report: RoundsDone
+
+
+LedgerEvent = StepsAsked | WorkerLeft | RoundsReported
 
 
 class _Worker(msgspec.Struct, frozen=True):
@@ -88,6 +95,8 @@ class StepLedger:
             name: _Run(name, self._records, known.total_steps, known.done, [range(*part) for part in known.pool])
             for name, known in self._records.load(_RUN, _RunRecord)
         }
+        #: By run of synchronous training: the rounds that are done, and all. The workers say it again and again.
+        self._rounds: dict[str, tuple[int, int]] = {}
         for _, found in self._records.load(_WORKER, _WorkerRecord):
             self._runs[found.run].note(found.worker)
 
@@ -96,18 +105,21 @@ class StepLedger:
         match event:
             case StepsAsked(ask, claim):
                 return self._ask(ask, claim)
+            case RoundsReported(report):
+                return self._note_rounds(report)
             case WorkerLeft(task, reason):
                 return [reply for run in self._runs.values() for reply in run.leave(task, reason)]
 
     @property
     def steps_done(self) -> int:
         """Steps done in all runs."""
-        return sum(run.done for run in self._runs.values())
+        return sum(run.done for run in self._runs.values()) + sum(done for done, _ in self._rounds.values())
 
     @property
     def steps_total(self) -> int:
         """Steps that all runs have, done or not."""
-        return sum(run.total_steps for run in self._runs.values())
+        totals = [run.total_steps for run in self._runs.values()]
+        return sum(totals) + sum(total for _, total in self._rounds.values())
 
     def holds(self, task: str) -> bool:
         """Whether the task has claimed steps that it has not reported."""
@@ -133,10 +145,27 @@ class StepLedger:
     def _note_progress(self, claim: ClaimSteps, done: int) -> None:
         last = self._progress.get(claim.task, WorkerProgress(claim.task, 0, 0.0, {}))
         now = WorkerProgress(
-            claim.task, last.steps + done, claim.step_s or last.step_s, {**last.metrics, **claim.metrics}
+            claim.task,
+            last.steps + done,
+            claim.step_s or last.step_s,
+            {**last.metrics, **claim.metrics},
+            last.dropped,
         )
         self._progress[claim.task] = now
         self._records.put(_PROGRESS + claim.task, now)
+
+    def _note_rounds(self, report: RoundsDone) -> list[Reply]:
+        done, total = self._rounds.get(report.run, (0, 0))
+        self._rounds[report.run] = max(done, report.rounds), max(total, report.total_rounds)
+        last = self._progress.get(report.task, WorkerProgress(report.task, 0, 0.0, {}))
+        self._progress[report.task] = WorkerProgress(
+            report.task,
+            last.steps + report.steps,
+            report.step_s or last.step_s,
+            {**last.metrics, **report.metrics},
+            last.dropped + report.dropped,
+        )
+        return []
 
 
 @dataclass

@@ -79,6 +79,13 @@ class TaskResources:
         item = UseResource(message.key, use.op, takes, gives, use.count, use.timeout_s, use.cancel_pending, use.where)
         return Registration(Schedule(Plan(self._task, len(takes) + results, (item,), takes, gives)), ())
 
+    def accumulator(self, name: str) -> HeldAccumulator:
+        """An accumulator that is held here; raises DflowError when none of this name is."""
+        held = self._store.resource(name)
+        if not isinstance(held, _Checked) or not isinstance(held.held, HeldAccumulator):
+            raise DflowError(f"{name!r} is no accumulator that {self._task} holds for others")
+        return held.held
+
     def forget(self, name: str, reason: str, remedy: str) -> None:
         """Let go of what a resource holds; the name is free. Nothing happens when none has it."""
         with self._lock:
@@ -144,7 +151,7 @@ def _made(message: CreateResource) -> _Checked:
 def described(type: HostType, settings: QueueInfo | AccumulatorInfo) -> str:
     """All that makes a resource what it is, in words. The seed of a shuffle, which may be drawn, is no part of it."""
     if isinstance(settings, AccumulatorInfo):
-        return f"{type}, {settings.reduction}"
+        return f"{type}, {settings.reduction}" + (f" of at most {settings.limit}" if settings.limit else "")
     least = f", {settings.min_after_dequeue} held back" if settings.min_after_dequeue else ""
     return f"{settings.kind} {type}, capacity {settings.capacity}{least}"
 
@@ -172,7 +179,9 @@ def _accumulator_settings(info: AccumulatorInfo, type: AccumulatorType) -> Accum
     reduction = Reduction(info.reduction)
     if reduction is Reduction.MEAN and not all(jnp.issubdtype(part.dtype, jnp.inexact) for part in type.components):
         raise WireError(f"an accumulator of the mean of {type}, which has whole numbers")
-    return AccumulatorSettings(reduction)
+    if not 0 <= info.limit <= MAX_COUNT:
+        raise WireError(f"an accumulator of at most {info.limit} gradients")
+    return AccumulatorSettings(reduction, info.limit or None)
 
 
 def _is_array(part: ArrayType) -> bool:

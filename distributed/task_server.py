@@ -17,6 +17,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -38,12 +39,17 @@ from dflow.distributed.messages import (
     CreateVariable,
     EdgeTraffic,
     ForgetState,
+    LeaveRounds,
+    NextRound,
     Ok,
+    OpenRounds,
+    ProposeRounds,
     ReadVariable,
     Registered,
     RegisterPlan,
     ResourceCreated,
     Roster,
+    RoundsAgreed,
     RunPlan,
     TaskInfo,
     Tensor,
@@ -51,9 +57,11 @@ from dflow.distributed.messages import (
     VariableCreated,
     WriteVariable,
 )
+from dflow.distributed.own_steps import OwnSteps
 from dflow.distributed.peers import Peers
 from dflow.distributed.plan_registry import PlanRegistry, Registration
 from dflow.distributed.rendezvous import RendezvousStatistics, describe
+from dflow.distributed.round_host import RoundHost
 from dflow.distributed.step_counts import StepCounts
 from dflow.distributed.task_channel import TaskChannel
 from dflow.distributed.task_resources import TaskResources
@@ -132,6 +140,7 @@ class TaskServer:
         self._plans = PlanRegistry(name)
         self._resources = TaskResources(name, self.store)
         self._pool = pool or ThreadPoolExecutor(settings.threads, thread_name_prefix=f"dflow {name}")
+        self._rounds = RoundHost(name, self._resources, OwnSteps(self).start, self._soon)
         self.parts = StepCounts()
         self._peers = Peers(
             transport,
@@ -299,6 +308,7 @@ class TaskServer:
         error = TaskLost(f"{task} has left the cluster: {why}")
         for step in self._channel.task_left(task, error):
             self.cancel(step, error)
+        self._rounds.task_left(task)
 
     def close(self) -> None:
         """Cancel what runs, stop listening and end every connection; a second call does nothing."""
@@ -322,6 +332,8 @@ class TaskServer:
             case CancelStep():
                 self._cancel_as_told(message)
                 responder.reply(Ok())
+            case NextRound():
+                self._pool.submit(self._rounds.ask, message, responder)
             case CallResource():
                 self._pool.submit(self._call_resource, message, payload, responder)
             case _:
@@ -342,6 +354,11 @@ class TaskServer:
         self.recorder.note(CONNECTION_LOST, None, peer.name, reason)
         error = TaskLost(f"the connection between {self.name} and {peer.name} has ended: {reason}")
         self._channel.connection_lost(peer.name, error)
+
+    def _soon(self, work: Callable[..., object], *args: Any) -> None:
+        """Have work done by the pool, which takes none once the task is closed."""
+        with contextlib.suppress(RuntimeError):
+            self._pool.submit(work, *args)
 
     def _take_in(self, peer: Peer, message: Tensor, payload: memoryview) -> None:
         """Hand a value to who waits for it; one that is malformed ends its step, since no other will come."""
@@ -384,6 +401,14 @@ class TaskServer:
                 return Ok(), _NOTHING
             case CreateResource():
                 return ResourceCreated(self._resources.create(message)), _NOTHING
+            case ProposeRounds():
+                return RoundsAgreed(self._rounds.agree(message)), _NOTHING
+            case OpenRounds():
+                self._rounds.open(message, payload)
+                return Ok(), _NOTHING
+            case LeaveRounds():
+                self._rounds.leave(message)
+                return Ok(), _NOTHING
             case ForgetState():
                 self._forget(message)
                 return Ok(), _NOTHING

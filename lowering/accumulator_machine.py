@@ -1,7 +1,8 @@
 """What a conditional accumulator does with gradients and takes, as TensorFlow 1 documents it; no values, no I/O.
 
-A gradient of a step before the accumulator's is dropped; others are added. A take waits until as many are there as it
-wants, gets all that are there, and the step goes on by one. Takes are served in the order in which they were asked.
+A gradient of a step before the accumulator's is dropped; so is one more than the `limit`, which is too late for its
+step; others are added. A take waits until as many are there as it wants, or as are said to be enough, gets all that are
+there, and the step goes on by one. Takes are served in the order in which they were asked.
 
 Invariant: `count` gradients were added since the last `Give`, and no waiting take that is first could be served.
 """
@@ -42,13 +43,20 @@ class StepSet:
 
 
 @dataclass(frozen=True)
+class EnoughSet:
+    """So many gradients are enough for takes that want more, from now on."""
+
+    count: int
+
+
+@dataclass(frozen=True)
 class Add:
     """Add the gradient that came."""
 
 
 @dataclass(frozen=True)
 class Drop:
-    """Leave out the gradient that came: it is of `step`, the accumulator of `now`."""
+    """Leave out the gradient that came: it is of `step`, the accumulator of `now`, or as full as it gets."""
 
     step: int
     now: int
@@ -70,14 +78,16 @@ class WarnOfStepBack:
     now: int
 
 
-Event = GradientApplied | TakeAsked | TakeGivenUp | StepSet
+Event = GradientApplied | TakeAsked | TakeGivenUp | StepSet | EnoughSet
 Command = Add | Drop | Give | WarnOfStepBack
 
 
 class AccumulatorMachine:
     """Decides; whoever drives it holds the sum and who waits."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int | None = None) -> None:
+        self._limit = limit
+        self._enough: int | None = None
         self.step = 0
         self.count = 0
         self.dropped = 0
@@ -86,7 +96,7 @@ class AccumulatorMachine:
 
     def is_fresh(self, step: int) -> bool:
         """Whether a gradient of `step` would be added."""
-        return step >= self.step
+        return step >= self.step and (self._limit is None or self.count < self._limit)
 
     def handle(self, event: Event) -> list[Command]:
         """What to do now, in order."""
@@ -103,6 +113,9 @@ class AccumulatorMachine:
             case TakeGivenUp(ticket):
                 self._waiting.pop(ticket, None)
                 return self._served()
+            case EnoughSet(count):
+                self._enough = count
+                return self._served()
             case StepSet(step):
                 before, self.step = self.step, step
                 return [WarnOfStepBack(before, step)] if step < before else []
@@ -110,7 +123,7 @@ class AccumulatorMachine:
     def _served(self) -> list[Command]:
         """Serve the first take, if enough is there: afterwards nothing is, so that it is one at most."""
         ticket, wanted = next(iter(self._waiting.items()), (None, 0))
-        if ticket is None or self.count < wanted:
+        if ticket is None or self.count < min(wanted, wanted if self._enough is None else self._enough):
             return []
         del self._waiting[ticket]
         count, self.count = self.count, 0

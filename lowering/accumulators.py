@@ -15,6 +15,7 @@ import numpy as np
 
 from dflow.lowering.accumulator_machine import (
     AccumulatorMachine,
+    EnoughSet,
     Event,
     Give,
     GradientApplied,
@@ -44,7 +45,7 @@ class HeldAccumulator(Shared[Event]):
         super().__init__()
         self.name = name
         self._settings, self._type = settings, type
-        self._machine = AccumulatorMachine()
+        self._machine = AccumulatorMachine(settings.limit)
         self._sum: Sum | None = None
         #: From which step to which the event decided last set it back.
         self._set_back: tuple[int, int] | None = None
@@ -68,6 +69,10 @@ class HeldAccumulator(Shared[Event]):
             case _:
                 raise InternalError(f"no accumulator does {use.op!r}")
         return nothing_to_cancel
+
+    def set_enough(self, count: int) -> None:
+        """Let so many gradients be enough for takes that want more, those that wait included."""
+        self._do(EnoughSet(count), "")
 
     def contents(self) -> tuple[Any, ...]:
         """The step, how many gradients are there and how many were dropped, and the parts of their sum."""
@@ -168,7 +173,7 @@ class HeldAccumulator(Shared[Event]):
         )
 
     def _clear(self) -> None:
-        self._machine, self._sum = AccumulatorMachine(), None
+        self._machine, self._sum = AccumulatorMachine(self._settings.limit), None
 
 
 def _added(old: tuple[Any, ...] | None, new: Any) -> Any:

@@ -50,7 +50,7 @@ class AccumulatorModel:
 
     def apply(self, gradient: tuple[Any, ...], step: int) -> bool:
         """Add a gradient; whether it was fresh. Raises AccumulatorError when there are more rows than a take gives."""
-        if step < self.step:
+        if step < self.step or len(self.gradients) == self.settings.limit:
             self.dropped += 1
             return False
         together = [*self.gradients, gradient]

@@ -15,6 +15,10 @@ class Reduction(Enum):
 
 @dataclass(frozen=True)
 class AccumulatorSettings:
-    """Equal settings and equal ops make equal accumulators."""
+    """Equal settings and equal ops make equal accumulators.
+
+    `limit`  how many gradients one take gives at most: others come too late; None for any number
+    """
 
     reduction: Reduction
+    limit: int | None = None

@@ -7,6 +7,7 @@ row by the number of gradients, so that it is the mean of their dense forms.
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -30,7 +31,10 @@ class ConditionalAccumulator(HostResource):
                in it, of k rows, makes that part row-sparse: a take gives k rows, those that are missing as zeros
     name       what errors call it
     reduction  what `take` gives: the "mean" of the gradients, or their "sum"
-    raises     AccumulatorError for another reduction, for the mean of integers, and inside traced code
+    limit      how many gradients a take gives at most: another is too late, and dropped as a stale one is; None for any
+               number
+    raises     AccumulatorError for another reduction, for the mean of integers, for a limit that is no number from 1,
+               and inside traced code
 
     It counts steps, beginning at 0. A gradient of an earlier step is stale and dropped. A take waits for `n` gradients,
     gives the reduction of all that are there, and the step goes on by one. In traced code each method records an op,
@@ -41,12 +45,20 @@ class ConditionalAccumulator(HostResource):
     type: AccumulatorType
     settings: AccumulatorSettings
 
-    def __init__(self, spec: Any, *, name: str | None = None, reduction: str = "mean") -> None:
+    def __init__(
+        self, spec: Any, *, name: str | None = None, reduction: str = "mean", limit: int | None = None
+    ) -> None:
         super().__init__("accumulator", name)
         leaves, tree = jax.tree_util.tree_flatten(spec, is_leaf=_is_leaf)
         self._tree: Any = tree
         self.type = AccumulatorType(tuple(map(self._component, leaves)))
-        self.settings = AccumulatorSettings(self._checked(reduction))
+        given: Any = limit
+        if given is not None and (not isinstance(given, int | np.integer) or given < 1):
+            raise AccumulatorError(
+                f"{self.title} cannot have the limit {limit!r}{at(self.loc)}\n"
+                "  give a number of gradients, from 1, or None"
+            )
+        self.settings = AccumulatorSettings(self._checked(reduction), None if limit is None else int(limit))
         self.settle()
 
     def apply(self, gradient: Any, step: Any = 0) -> jax.Array:
@@ -66,7 +78,11 @@ class ConditionalAccumulator(HostResource):
         Takes are served in turn, by whichever threads they were asked. Raises DeadlineExceeded, which says how many
         were there; AccumulatorError unless `n` is a number of 1 or more that is known when the program is traced.
         """
-        taken = iter(self.use("take", (), {"count": self._wanted(n), **self.timeout(timeout_s)}))
+        return self.structured(self.use("take", (), {"count": self._wanted(n), **self.timeout(timeout_s)}))
+
+    def structured(self, arrays: Sequence[Any]) -> Any:
+        """What a take gives as one array after the other, structured as `spec`."""
+        taken = iter(arrays)
         values = [
             RowGradient(next(taken), next(taken), component.of.shape)
             if isinstance(component, RowsType)

@@ -78,12 +78,16 @@ def set_default_home(home: Home) -> None:
     _default[:] = [home]
 
 
+def default_home() -> Home:
+    """The home of variables made under no home: this process. Raises InternalError when no layer has set it."""
+    if not _default:
+        raise InternalError("no home for variables is set; import dflow, not its layers alone")
+    return _default[0]
+
+
 def current_home() -> Home:
     """The home of variables made now. Raises InternalError when no layer has set a default."""
-    home = _current.get() or next(iter(_default), None)
-    if home is None:
-        raise InternalError("no home for variables is set; import dflow, not its layers alone")
-    return home
+    return _current.get() or default_home()
 
 
 @contextmanager

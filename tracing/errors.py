@@ -90,6 +90,10 @@ class DeadlineExceeded(DflowError, TimeoutError):
     """A wait reached its deadline; the message names what was waited for, from whom, and how long."""
 
 
+class StrategyError(DflowError, ValueError):
+    """A strategy cannot train by a step or with settings like these; the message says what it needs."""
+
+
 class StepCancelled(DflowError, RuntimeError):
     """A step was cancelled before it ended; the message has the cause."""
 

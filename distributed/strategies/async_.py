@@ -80,12 +80,12 @@ class Async:
                 steps,
                 done=len(times),
                 step_s=statistics.median(times) if times else 0.0,
-                metrics=_scalars(outcome),
+                metrics=real_scalars(outcome),
                 more=len(times) == len(claimed),
             )
 
 
-def _scalars(outcome: Any) -> dict[str, float]:
+def real_scalars(outcome: Any) -> dict[str, float]:
     """The real numbers in what a step returned: a scalar counts as its loss."""
     named = outcome if isinstance(outcome, Mapping) else {"loss": outcome}
     return {str(key): float(value) for key, value in named.items() if _is_real_scalar(value)}

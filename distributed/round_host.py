@@ -1,0 +1,194 @@
+"""The host of synchronous training: a task that applies the averages, on behalf of workers that may die any time.
+
+Why: an update that a worker runs is left half done on some tasks when that worker dies. So a parameter task is where
+rounds are decided (`rounds.py`), takes the average from its accumulator, and starts the update itself. Invariants: the
+events of a run are handled one at a time and in order; the commands of one are carried out before the next.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dflow.distributed import rounds
+from dflow.distributed.array_lists import decode_arrays
+from dflow.distributed.failures import error_of
+from dflow.distributed.messages import Failure, LeaveRounds, NextRound, OpenRounds, ProposeRounds, RoundOpen
+from dflow.distributed.plan_checks import MAX_COUNT
+from dflow.distributed.task_resources import TaskResources
+from dflow.distributed.transport.base import Responder
+from dflow.lowering.accumulators import HeldAccumulator
+from dflow.lowering.resource_use import ResourceUse, Results
+from dflow.lowering.timers import TIMERS, Timer
+from dflow.tracing.errors import RemoteError, WireError
+
+#: Starts a step of this task's own over plans, by task, with feeds for its own; calls back with the error, if any.
+StartStep = Callable[[Mapping[str, int], Sequence[Any], Callable[[BaseException | None], None]], None]
+
+
+class RoundHost:
+    """The runs of synchronous training that the task `task` is the host of; any method may be called by any thread."""
+
+    def __init__(self, task: str, resources: TaskResources, start: StartStep, submit: Callable[..., object]) -> None:
+        self._task, self._resources, self._start, self._submit = task, resources, start, submit
+        self._lock = threading.Lock()
+        self._runs: dict[str, _Run] = {}
+
+    def agree(self, message: ProposeRounds) -> int:
+        """How many gradients end a round of a run: as many as the first to ask said. Raises WireError."""
+        if not 1 <= message.wanted <= MAX_COUNT:
+            raise WireError(f"rounds {message.name[:64]!r} of {message.wanted} gradients")
+        return self._run(message.name).agree(message.wanted)
+
+    def open(self, message: OpenRounds, payload: memoryview) -> None:
+        """Be the host of a run; raises WireError for what is none, DflowError without its accumulator."""
+        counts = message.rounds, message.wanted
+        if not (0 <= counts[0] <= MAX_COUNT and 1 <= counts[1] <= MAX_COUNT) or self._task not in message.handles:
+            raise WireError(f"rounds {message.name[:64]!r} with the counts {counts} and plans for {[*message.handles]}")
+        arrays = decode_arrays((*message.before, *message.after), payload)
+        update = _Update(
+            self._resources.accumulator(message.accumulator),
+            message.wanted,
+            message.handles,
+            arrays[: len(message.before)],
+            arrays[len(message.before) :],
+        )
+        self._run(message.name).open(update, rounds.Opened(message.rounds, message.wanted, message.workers))
+
+    def ask(self, message: NextRound, responder: Responder) -> None:
+        """Answer when a round is open that the worker is not done with."""
+        self._run(message.name).ask(message, responder)
+
+    def leave(self, message: LeaveRounds) -> None:
+        """A worker takes part no more."""
+        self._run(message.name).handle(rounds.Left(message.worker, message.done))
+
+    def task_left(self, task: str) -> None:
+        """A task is gone, and gives no more gradients."""
+        with self._lock:
+            runs = list(self._runs.values())
+        for run in runs:
+            run.handle(rounds.Left(task))
+
+    def _run(self, name: str) -> _Run:
+        with self._lock:
+            if name not in self._runs:
+                self._runs[name] = _Run(name, self._start, self._submit)
+            return self._runs[name]
+
+
+@dataclass(frozen=True)
+class _Update:
+    """How the averages of a run are made and applied."""
+
+    accumulator: HeldAccumulator
+    wanted: int
+    handles: Mapping[str, int]
+    before: Sequence[Any]
+    after: Sequence[Any]
+
+
+@dataclass
+class _Run:
+    name: str
+    start: StartStep
+    submit: Callable[..., object]
+    update: _Update | None = None
+    _agreed: int | None = None
+    _asks: dict[int, tuple[Responder, Timer]] = field(default_factory=dict)
+    _numbers: itertools.count[int] = field(default_factory=itertools.count)
+    _arrived: deque[rounds.Event] = field(default_factory=deque)
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+    _is_handling: bool = False
+
+    def __post_init__(self) -> None:
+        self._rounds = rounds.Rounds(self.name)
+
+    def agree(self, wanted: int) -> int:
+        """How many gradients end a round."""
+        with self._lock:
+            self._agreed = self._agreed or wanted
+            return self._agreed
+
+    def open(self, update: _Update, opened: rounds.Opened) -> None:
+        """Know how averages are made and applied; the first to say so says it for all."""
+        with self._lock:
+            known = self._rounds.rounds
+            if known is not None and known != opened.rounds:
+                raise RemoteError(
+                    f"run {self.name!r} has {known} rounds and was asked for with {opened.rounds}; let all workers ask "
+                    "for the same number, or name another run"
+                )
+            self.update = self.update or update
+            self.handle(opened)
+
+    def ask(self, message: NextRound, responder: Responder) -> None:
+        """Let the worker wait; see `RoundHost.ask`."""
+        wait_s = message.timeout_s if math.isfinite(message.timeout_s) else math.inf
+        with self._lock:
+            ask = next(self._numbers)
+            self._asks[ask] = responder, TIMERS.start(wait_s, lambda: self.handle(rounds.GaveUp(ask)))
+            self.handle(rounds.Came(ask, message.worker, message.done))
+
+    def handle(self, event: rounds.Event) -> None:
+        """Handle the event now, or after the one being handled when a command of that one caused it."""
+        with self._lock:
+            self._arrived.append(event)
+            if self._is_handling:
+                return
+            self._is_handling = True
+            try:
+                while self._arrived:
+                    for command in self._rounds.handle(self._arrived.popleft()):
+                        self._carry_out(command)
+            finally:
+                self._is_handling = False
+
+    def _carry_out(self, command: rounds.Command) -> None:
+        match command:
+            case rounds.OpenRound():
+                self._take()
+            case rounds.SetEnough(count):
+                assert self.update is not None
+                self.update.accumulator.set_enough(count)
+            case rounds.Tell(ask, number):
+                responder = self._answered(ask)
+                self.submit(responder.reply, RoundOpen(number))
+            case rounds.Refuse(ask, text, kind):
+                responder = self._answered(ask)
+                self.submit(responder.fail, error_of(Failure(kind, text), "rounds"))
+
+    def _answered(self, ask: int) -> Responder:
+        responder, timer = self._asks.pop(ask)
+        timer.stop()
+        return responder
+
+    def _take(self) -> None:
+        assert self.update is not None
+        use = ResourceUse("accumulator.take", self.update.wanted, math.inf)
+        try:
+            self.update.accumulator.start(use, (), self._taken)
+        except Exception as error:
+            self._updated(error)
+
+    def _taken(self, mean: Results) -> None:
+        """The average is there, on the thread of whoever brought the last gradient."""
+        if isinstance(mean, BaseException):
+            self._updated(mean)
+        else:
+            self.submit(self._apply, mean)
+
+    def _apply(self, mean: Sequence[Any]) -> None:
+        assert self.update is not None
+        try:
+            self.start(self.update.handles, [*self.update.before, *mean, *self.update.after], self._updated)
+        except Exception as error:
+            self._updated(error)
+
+    def _updated(self, error: BaseException | None) -> None:
+        self.handle(rounds.Updated("" if error is None else f"{type(error).__name__}: {error}"))

@@ -1,0 +1,226 @@
+"""A worker's part in a run of synchronous training: what it does to the step, and what it says to the host of the run.
+
+The step is traced under an applier that takes its gradients: first to see what they are, and then to give them to the
+accumulator, tagged by the round.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from dflow.distributed.array_lists import encode_arrays
+from dflow.distributed.messages import (
+    AnyMessage,
+    LeaveRounds,
+    NextRound,
+    OpenRounds,
+    ProposeRounds,
+    RoundOpen,
+    RoundsAgreed,
+)
+from dflow.distributed.strategies.applying import GivenOptimizer, applying
+from dflow.distributed.transport.base import Reply
+from dflow.tracing.accumulators import ConditionalAccumulator
+from dflow.tracing.context import default_home, home
+from dflow.tracing.device import device
+from dflow.tracing.device_name import is_on_task
+from dflow.tracing.errors import DflowError, StrategyError, VariableError, WireError
+from dflow.tracing.resources import Variable, is_variable
+from dflow.tracing.row_gradient import RowGradient, is_row_gradient
+from dflow.tracing.source import at, caller
+from dflow.tracing.trace import Traced, trace
+from dflow.tracing.types import RowsType
+
+#: What is traced under one applier is not taken for what is traced under another, though that be of a run of the name.
+_serials = itertools.count()
+_Answer = TypeVar("_Answer")
+
+
+class Tasks(Protocol):
+    """What is needed of a cluster; see `Cluster`."""
+
+    task: str
+
+    @property
+    def step_timeout_s(self) -> float:
+        """How long one step may take."""
+        ...
+
+    def colleagues(self) -> tuple[tuple[str, ...], int]:
+        """The tasks of this one's job that are alive or yet to come, and how many there are with those that left."""
+        ...
+
+    def place_resource(self, name: str, kind: str, said: str, size_bytes: int, *, job: str, on: str) -> str:
+        """The task that holds, or shall hold, what has this name."""
+        ...
+
+    def parameter_servers(self, job: str = ...) -> AbstractContextManager[None]:
+        """Make the state created inside live on the tasks of `job`."""
+        ...
+
+    def register_hosted(self, traced: Traced, host: str) -> tuple[Mapping[str, int], Sequence[Any], Sequence[Any]]:
+        """Register a function that the task `host` is to run as a step of its own."""
+        ...
+
+    def request(self, task: str, message: Any, payload: Any = ...) -> Reply:
+        """Ask another task, and wait for its answer."""
+        ...
+
+    def request_for(self, task: str, message: AnyMessage, wait_s: float) -> Reply:
+        """Ask another task for what it may wait for as long as `wait_s`, before it answers."""
+        ...
+
+
+class Part:
+    """What this worker says to the host of a run."""
+
+    def __init__(self, cluster: Tasks, run: str, job: str) -> None:
+        self._cluster, self._run, self._job = cluster, run, job
+        self._host = cluster.place_resource(f"{run}/rounds", "run", "synchronous training", 0, job=job, on="")
+
+    def open(self, step: Callable[..., Any], batch: Any, steps: int, wanted: int) -> Gradients:
+        """Make the accumulator, and have the host apply what it gives; or find that another worker has."""
+        answer, _ = self._cluster.request(self._host, ProposeRounds(self._run, wanted))
+        wanted = self._expect(RoundsAgreed, answer).wanted
+        found = _Found(f"{self._run}, looked at {next(_serials)}")
+        with applying(found):
+            _shape_of(step, _arguments(batch))
+        optimizer, spec = found.only(step)
+        _refuse_own_variables(optimizer)
+        with self._cluster.parameter_servers(self._job), device(self._host):
+            rows = jax.tree_util.tree_map(lambda part: _widened(part, wanted), spec, is_leaf=is_row_gradient)
+            accumulator = ConditionalAccumulator(rows, name=f"{self._run}/gradients", limit=wanted)
+        traced = trace(lambda *mean: optimizer.apply(accumulator.structured(mean)), tuple(_arrays(accumulator)), {})
+        handles, before, after = self._cluster.register_hosted(traced, self._host)
+        infos, payload = encode_arrays([jnp.asarray(array) for array in (*before, *after)])
+        message = OpenRounds(
+            self._run,
+            steps,
+            wanted,
+            self._cluster.colleagues()[0],
+            accumulator.key,
+            dict(handles),
+            infos[: len(before)],
+            infos[len(before) :],
+        )
+        self._cluster.request(self._host, message, payload)
+        return Gradients(self._run, accumulator)
+
+    def next(self, done: int) -> int:
+        """The number of the round that is open, after the one that this worker is `done` with."""
+        wait_s = self._cluster.step_timeout_s
+        message = NextRound(self._run, self._cluster.task, done, wait_s)
+        answer, _ = self._cluster.request_for(self._host, message, wait_s)
+        return self._expect(RoundOpen, answer).number
+
+    def _expect(self, wanted: type[_Answer], answer: Any) -> _Answer:
+        if not isinstance(answer, wanted):
+            raise WireError(f"{self._host} answered with {type(answer).__name__}; install the same dflow on both")
+        return answer
+
+    def leave(self, done: int) -> None:
+        """Take part no more. Where the host is gone, nobody waits."""
+        with contextlib.suppress(DflowError):
+            self._cluster.request(self._host, LeaveRounds(self._run, self._cluster.task, done))
+
+
+@dataclass
+class _Found:
+    """Looks at what gradients a step gives, and takes none."""
+
+    name: str
+
+    def __post_init__(self) -> None:
+        self._seen: list[tuple[GivenOptimizer, Any]] = []
+
+    def apply(self, optimizer: GivenOptimizer, gradients: Any) -> None:
+        """Note their types."""
+        self._seen.append((optimizer, jax.tree_util.tree_map(_typed, gradients, is_leaf=is_row_gradient)))
+
+    def only(self, step: Callable[..., Any]) -> tuple[GivenOptimizer, Any]:
+        """The one optimizer and its gradients' types."""
+        if len(self._seen) != 1:
+            names = ", ".join(optimizer.name for optimizer, _ in self._seen) or "none"
+            raise StrategyError(
+                f"{getattr(step, '__name__', 'the step')} gives gradients {len(self._seen)} times (to {names}), and a "
+                f"synchronous step gives them once{at(caller())}\n"
+                "  call apply of one dflow.Optimizer, once; in it optax.multi_transform treats variables differently"
+            )
+        return self._seen[0]
+
+
+class Gradients:
+    """Gives the gradients of steps to the accumulator, with the number of the round that this worker is in."""
+
+    def __init__(self, run: str, accumulator: ConditionalAccumulator) -> None:
+        self.name = f"{run} {next(_serials)}"
+        self._accumulator = accumulator
+        with home(default_home()):
+            self._round = Variable(lambda: jnp.zeros((), jnp.int32), name=f"{run}/round")
+            self._is_fresh = Variable(lambda: jnp.zeros((), bool), name=f"{run}/is fresh")
+
+    def apply(self, optimizer: GivenOptimizer, gradients: Any) -> None:
+        """Add them to the average of the round, unless they come too late."""
+        self._is_fresh.assign(self._accumulator.apply(gradients, self._round.read()))
+
+    def call(self, step: Callable[..., Any], batch: Any, number: int) -> tuple[Any, bool]:
+        """What the step gives in a round, and whether its gradients are in the round's average."""
+        self._round.assign(jnp.int32(number))
+        with applying(self):
+            outcome = step(*_arguments(batch))
+        return outcome, bool(self._is_fresh.read())
+
+
+def _arguments(batch: Any) -> Sequence[Any]:
+    return batch if isinstance(batch, tuple) else (batch,)
+
+
+def _shape_of(step: Callable[..., Any], arguments: Sequence[Any]) -> None:
+    shape_of = getattr(step, "eval_shape", None)
+    if shape_of is None:
+        raise StrategyError(
+            f"{getattr(step, '__name__', step)} is not a function of dflow.jit{at(caller())}\n"
+            "  decorate it with @dflow.jit"
+        )
+    shape_of(*arguments)
+
+
+def _refuse_own_variables(optimizer: GivenOptimizer) -> None:
+    variables = jax.tree_util.tree_leaves(optimizer.variables, is_leaf=is_variable)
+    for variable in variables:
+        if not is_on_task(variable.device):
+            raise VariableError(
+                f"variable {variable.name!r} of {optimizer.name!r} lives in this process, so that the other workers "
+                f"would train variables of their own{at(variable.loc)}\n  make it within cluster.parameter_servers()"
+            )
+
+
+def _typed(part: Any) -> Any:
+    def struct(array: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(jnp.shape(array), jnp.result_type(array))
+
+    return RowGradient(struct(part.indices), struct(part.rows), part.shape) if is_row_gradient(part) else struct(part)
+
+
+def _widened(part: Any, gradients: int) -> Any:
+    """The type of a sum of so many gradients."""
+    if not is_row_gradient(part):
+        return part
+    count = min(part.indices.shape[0] * gradients, part.shape[0])
+    indices = jax.ShapeDtypeStruct((count,), jnp.int32)
+    return RowGradient(indices, jax.ShapeDtypeStruct((count, *part.rows.shape[1:]), part.rows.dtype), part.shape)
+
+
+def _arrays(accumulator: ConditionalAccumulator) -> Iterator[jax.ShapeDtypeStruct]:
+    """The types of what a take gives, one after the other."""
+    for component in accumulator.type.components:
+        for array in component.arrays() if isinstance(component, RowsType) else (component,):
+            yield array.struct
