@@ -11,10 +11,8 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any
 
-from dflow.distributed.messages import AnyMessage
 from dflow.distributed.simulation.events import EventQueue
 from dflow.distributed.simulation.network import Process
-from dflow.distributed.transport.base import Peer, Reply
 from dflow.tracing.errors import DeadlineExceeded
 
 Resolve = Callable[[Any], None]
@@ -22,11 +20,15 @@ Resolve = Callable[[Any], None]
 
 @dataclass(frozen=True)
 class Wait:
-    """`start` begins what is waited for, and is given what ends it: a value, or the error to raise."""
+    """`start` begins what is waited for, and is given what ends it: a value, or the error to raise.
+
+    `withdraw`  is called when the deadline ends it
+    """
 
     what: str
     timeout_s: float
     start: Callable[[Resolve], None]
+    withdraw: Callable[[], None] = lambda: None
 
 
 Script = Generator[Wait, Any, Any]
@@ -35,18 +37,6 @@ Script = Generator[Wait, Any, Any]
 def sleep(seconds: float) -> Wait:
     """Wait for nothing."""
     return Wait("", seconds, lambda resolve: None)
-
-
-def answer(peer: Peer, message: AnyMessage, timeout_s: float) -> Wait:
-    """Ask and wait for the answer; it is the message alone."""
-
-    def start(resolve: Resolve) -> None:
-        def on_reply(reply: Reply | BaseException) -> None:
-            resolve(reply if isinstance(reply, BaseException) else reply.message)
-
-        peer.start(message).when_done(on_reply)
-
-    return Wait(f"{peer.name}'s answer to {type(message).__name__}", timeout_s, start)
 
 
 class Running:
@@ -96,7 +86,12 @@ class Running:
                 self._process.post(lambda: self._go_on(outcome))
 
         late = DeadlineExceeded(f"waited {wait.timeout_s:g} s for {wait.what}") if wait.what else None
-        timer = self._events.after(wait.timeout_s, lambda: resolve(late))
+
+        def expire() -> None:
+            wait.withdraw()
+            resolve(late)
+
+        timer = self._events.after(wait.timeout_s, expire)
         try:
             wait.start(resolve)
         except Exception as error:

@@ -12,116 +12,92 @@ from typing import Any, cast
 
 import numpy as np
 
+from dflow.distributed.coordinator_session import SessionSettings
 from dflow.distributed.membership import FINISHED
-from dflow.distributed.messages import AnyMessage, Heartbeat, Join, Leave, Roster
+from dflow.distributed.messages import Join, Leave, Roster
 from dflow.distributed.simulation.checks import Checks, name_of
+from dflow.distributed.simulation.client import Client
 from dflow.distributed.simulation.events import EventQueue
 from dflow.distributed.simulation.network import Network, Process, SimulatedTransport
-from dflow.distributed.simulation.script import Script, answer, sleep
+from dflow.distributed.simulation.script import Script, sleep
 from dflow.distributed.simulation.work import SimulatedPool, deadlines_of
 from dflow.distributed.task_server import TaskServer, TaskSettings, TaskStatistics
-from dflow.distributed.transport.base import Peer, RefuseAll
 from dflow.lowering.plan import Call, Item, Plan, Recv, Send
 from dflow.lowering.program import Program
-from dflow.tracing.errors import DeadlineExceeded, DflowError, TaskLost, TransportClosed
+from dflow.tracing.errors import DflowError, TaskLost
 
 WAIT_S = 7.0
-ANSWER_S = 5.0
+ASK_S = 30.0
 AGAIN_S = 0.5
-HEARTBEAT_S = 2.0
 _PARAMETER = np.zeros((), np.int32)
 
 
-class Member(RefuseAll):
-    """One process as a task: its server, and its connection to the coordinator while it has one."""
+class Member:
+    """One process as a task: its server, and its side of the coordinator."""
 
     def __init__(self, process: Process, tasks: Tasks, on_given_up: Callable[[], None]) -> None:
         self.process = process
         self.name = name_of(process.host)
-        self.coordinator: Peer | None = None
-        self.roster = Roster((), ())
         self.says = tasks.says
-        self.transport = SimulatedTransport(tasks.network, process)
+        transport = SimulatedTransport(tasks.network, process)
         self.server = TaskServer(
             self.name,
-            self.transport,
+            transport,
             address="",
             settings=TaskSettings(wait_timeout_s=WAIT_S),
             pool=SimulatedPool(process),
             deadlines=deadlines_of(tasks.events, process, lambda key: tasks.checks.goes_on(str(process), key)),
         )
-        self._address = tasks.coordinator
-        self._incarnation = str(process)
-        self._events = tasks.events
-        self._on_given_up = on_given_up
         self._checks = tasks.checks
-        self._has_left = False
+        self._on_given_up = on_given_up
+        # As a stock task has it: what it holds is worth keeping, and it has no program to begin again.
+        settings = SessionSettings(rejoins_anew=process.host.startswith("ps:"))
+        self.coordinator = Client(
+            tasks.events,
+            process,
+            transport,
+            tasks.coordinator,
+            self.name,
+            settings,
+            self._take_over,
+            self._given_up,
+        )
 
     def say(self, text: str) -> None:
         """Add a line to the log."""
         self.says(str(self.process), text)
 
-    def membership(self) -> Script:
-        """Join, tell that one is alive, and join again when the connection has ended; until it leaves."""
-        while not self._has_left:
-            peer = None
+    def join(self) -> Script:
+        """Become a member."""
+        while True:
             try:
-                peer = self.transport.connect(
-                    self._address, name=self.name, handler=self, who="the coordinator", timeout_s=0.0
-                )
-                join = Join(self.name, self.server.address, self._incarnation, self.roster.cluster)
-                self._take_over((yield answer(peer, join, ANSWER_S)))
+                yield self.coordinator.ask(Join(self.name, self.server.address), ASK_S)
             except DflowError as error:
                 self.say(f"could not join: {error}")
-                if peer is not None:
-                    peer.close("could not join")
                 if isinstance(error, TaskLost):
                     self._on_given_up()
                     return
                 yield sleep(AGAIN_S)
-                continue
-            self.say("has joined")
-            self.coordinator = peer
-            while not peer.closed:
-                peer.notify(Heartbeat(self.name))
-                yield sleep(HEARTBEAT_S)
-            self.coordinator = None
-            self.say(f"lost the coordinator: {peer.closed}")
-
-    def ask(self, message: AnyMessage, timeout_s: float) -> Script:
-        """Ask the coordinator, again and again while it cannot be reached; the answer."""
-        until_s = self._events.now_s + timeout_s
-        while self._events.now_s < until_s:
-            peer = self.coordinator
-            if peer is None or peer.closed:
-                yield sleep(AGAIN_S / 2)
-                continue
-            try:
-                return (yield answer(peer, message, until_s - self._events.now_s))
-            except TransportClosed as error:
-                self.say(f"has no answer to {type(message).__name__}: {error}")
-        raise DeadlineExceeded(f"waited {timeout_s:g} s for the coordinator's answer to {type(message).__name__}")
+            else:
+                self.say("has joined")
+                return
 
     def leave(self) -> Script:
         """Be a member no more."""
-        self._has_left = True
         try:
-            yield from self.ask(Leave(self.name, FINISHED), ANSWER_S)
+            yield self.coordinator.ask(Leave(self.name, FINISHED), ASK_S)
         except DflowError as error:
             self.say(f"could not say that it leaves: {error}")
-        if self.coordinator is not None:
-            self.coordinator.close(FINISHED)
+        self.coordinator.end(FINISHED)
         self.server.close()
 
-    def on_notify(self, peer: Peer, message: AnyMessage, payload: memoryview) -> None:
-        """Take over a roster."""
-        self._take_over(message)
+    def _take_over(self, roster: Roster) -> None:
+        self._checks.roster(str(self.process), roster)
+        self.server.roster_changed(roster)
 
-    def _take_over(self, message: AnyMessage) -> None:
-        if isinstance(message, Roster) and message.version > self.roster.version:
-            self._checks.roster(str(self.process), message)
-            self.roster = message
-            self.server.roster_changed(message)
+    def _given_up(self, reason: str) -> None:
+        self.say(f"has no coordinator any more: {reason}")
+        self._on_given_up()
 
 
 class Tasks:

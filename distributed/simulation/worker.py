@@ -18,7 +18,7 @@ from dflow.distributed.messages import (
 )
 from dflow.distributed.simulation.checks import Attempt, Checks, name_of
 from dflow.distributed.simulation.script import Resolve, Script, Wait, sleep
-from dflow.distributed.simulation.tasks import AGAIN_S, Member, Tasks
+from dflow.distributed.simulation.tasks import AGAIN_S, ASK_S, Member, Tasks
 from dflow.distributed.transport.base import Peer
 from dflow.lowering.channel import StepId
 from dflow.lowering.execute import Outcome
@@ -29,7 +29,6 @@ STEP_S = 9.0
 #: How long a worker computes in a step.
 COMPUTE_S = 0.5
 CLAIM_S = 3600.0
-ASK_S = 60.0
 
 
 class Worker:
@@ -44,14 +43,13 @@ class Worker:
         self._steps = steps
         self._ps = tuple(ps)
         self._plan = tasks.worker_plan(member, self._ps)
-        self._claims = itertools.count(1)
-        self._last_claim = 0
         first = int(tasks.events.now_s * 1e6)
         self._numbers = itertools.count(first)
         member.server.count_steps_from(first)
 
     def script(self) -> Script:
         """Join, be elected or not, and do steps until there are none."""
+        yield from self._member.join()
         while not self.is_complete:
             try:
                 yield from self._run()
@@ -61,15 +59,15 @@ class Worker:
         yield from self._member.leave()
 
     def _run(self) -> Script:
-        elected = yield from self._member.ask(ElectOnce("first value", self._member.name), ASK_S)
+        elected = yield self._member.coordinator.ask(ElectOnce("first value", self._member.name), ASK_S)
         if isinstance(elected, Elected) and elected.elected:
             self._member.say("makes the first value")
         done, more = 0, True
         while True:
-            number = next(self._claims)
-            claim = ClaimSteps(RUN, self._member.name, self._steps, number, self._last_claim, done, more=more)
-            claimed = yield from self._member.ask(claim, CLAIM_S)
-            self.attempts, self._last_claim = [], number
+            # Which claim it is, and which one it reports, is for the session to say.
+            claim = ClaimSteps(RUN, self._member.name, self._steps, 0, done=done, more=more)
+            claimed = yield self._member.coordinator.ask(claim, CLAIM_S)
+            self.attempts = []
             if not isinstance(claimed, Claimed):
                 raise InternalError(f"a claim is answered by {type(claimed).__name__}")
             if not more:

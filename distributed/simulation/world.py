@@ -30,7 +30,7 @@ TICK_S = 1.0
 #: How often it is looked whether waits have ended.
 LOOK_S = 0.5
 #: How long a schedule may go on after its last fault: several times the longest wait of a step.
-AFTER_FAULTS_S = 400.0
+AFTER_FAULTS_S = 120.0
 #: How long what is left over may take to end when the run is complete.
 QUIET_S = 30.0
 
@@ -214,8 +214,9 @@ class _World:
         process = self._network.start(host)
         self._say(str(process), "starts")
         member = self._tasks.start(process, partial(self._end, process, True, AGAIN_S, "ends, since it was given up"))
-        Running(self.events, process, member.membership())
-        if host.startswith("worker:"):
+        if host.startswith("ps:"):
+            self._scripts[host] = Running(self.events, process, member.join())
+        else:
             ps = self._schedule.hosts[1 : 1 + self._schedule.ps]
             worker = self._workers[process] = Worker(member, self._tasks, self.checks, self._schedule.steps, ps)
             self._scripts[host] = Running(self.events, process, worker.script())

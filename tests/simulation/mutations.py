@@ -15,6 +15,7 @@ import msgspec
 import pytest
 
 from dflow.distributed import (
+    coordinator_session,
     coordinator_state,
     elections,
     membership,
@@ -129,10 +130,10 @@ _RESTARTS = "loss=0.3,late=0.3,kill=worker:0@4.7+0.05,kill=worker:1@2.7+0.05,kil
 
 
 def _keep_the_old_life(original: Any) -> Any:
-    def release_all(members: Any, tasks: list[str], at_s: float, reason: str = "") -> Any:
+    def release(members: Any, tasks: list[str], at_s: float, reason: str = "") -> Any:
         return [] if reason == "it has started anew" else original(members, tasks, at_s, reason)
 
-    return release_all
+    return release
 
 
 def _set_for_now(original: Any) -> Any:
@@ -143,6 +144,14 @@ def _set_for_now(original: Any) -> Any:
     return set
 
 
+def _changed_for_now(original: Any) -> Any:
+    def changed(members: Any, life: int) -> None:
+        original(members, life)
+        members._records._changed.pop(f"life/{life:012d}", None)
+
+    return changed
+
+
 def _saving_nothing(original: Any) -> Any:
     def save(run: Any, worker: Any = None) -> None:
         if worker is not None:
@@ -151,6 +160,7 @@ def _saving_nothing(original: Any) -> Any:
     return save
 
 
+_SESSION = coordinator_session.CoordinatorSession
 _RUN, _MEETING, _MEMBERS = step_ledger._Run, rendezvous.Rendezvous, membership.Membership
 
 MUTATIONS = (
@@ -160,11 +170,15 @@ MUTATIONS = (
     Mutation("the last step of a report does not count", _RUN, "settle", _settling(_count_one_less), "done once"),
     Mutation("a run does not outlive the coordinator", _RUN, "_save", _saving_nothing, "done once"),
     Mutation(
-        "members do not outlive the coordinator", membership.Membership, "_key", _giving("life/0"), "rosters in order"
+        "members do not outlive the coordinator",
+        membership.Membership,
+        "_changed",
+        _changed_for_now,
+        "rosters in order",
     ),
     Mutation("offices do not outlive the coordinator", elections.Elections, "_set", _set_for_now, "one in office"),
     Mutation("a run is called complete too early", _RUN, "_answer_waiting", _say_complete_too_early, "none lost"),
-    Mutation("a task's old life stays", _MEMBERS, "_release_all", _keep_the_old_life, "one of a name"),
+    Mutation("a task's old life stays", _MEMBERS, "_release", _keep_the_old_life, "one of a name"),
     Mutation("silence is not noticed", _MEMBERS, "handle", _deaf_to(membership.Ticked), "none lost"),
     Mutation(
         "who is given up is not disconnected",
@@ -177,6 +191,7 @@ MUTATIONS = (
     Mutation("ended steps are forgotten", rendezvous._Ended, "__contains__", _giving(False), "nothing left"),
     Mutation("values for a past life are kept", _MEETING, "count_from", _doing_nothing, "nothing left", _RESTARTS),
     Mutation("a value is delivered each time it comes", _MEETING, "put", _deliver_and_still_wait, "none lost"),
+    Mutation("an ask is not asked again", _SESSION, "_send_all", _doing_nothing, "none lost"),
     Mutation("waits do not expire", task_channel.TaskChannel, "_expire", _doing_nothing, "waits end"),
     Mutation("what a step left is kept", task_channel.TaskChannel, "finish", _doing_nothing, "nothing left"),
     Mutation("a run that ends tells nobody", task_server._Run, "end", _doing_nothing, "none lost"),

@@ -1,0 +1,194 @@
+"""The shell around the real `CoordinatorSession` of a simulated process."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+from dflow.distributed.coordinator_session import (
+    Answered,
+    Asking,
+    CoordinatorSession,
+    Ending,
+    EndLink,
+    GaveUp,
+    Heard,
+    LinkEnded,
+    Opened,
+    OpenFailed,
+    OpenLink,
+    Send,
+    SessionCommand,
+    SessionEvent,
+    SessionSettings,
+    Settle,
+    ShowRoster,
+    Tell,
+    Withdrawn,
+    Woke,
+)
+from dflow.distributed.failures import error_from, failure_of
+from dflow.distributed.messages import AnyMessage, Failure, Heartbeat, Roster
+from dflow.distributed.simulation.events import EventQueue, Timer
+from dflow.distributed.simulation.network import Process, SimulatedTransport
+from dflow.distributed.simulation.script import Resolve, Wait
+from dflow.distributed.transport.base import Peer, RefuseAll, Reply
+from dflow.tracing.errors import DflowError, TransportClosed
+
+HEARTBEAT_S = 2.0
+
+
+class Client:
+    """One process's side of the coordinator at `address`, from construction on."""
+
+    def __init__(
+        self,
+        events: EventQueue,
+        process: Process,
+        transport: SimulatedTransport,
+        address: str,
+        name: str,
+        settings: SessionSettings,
+        on_roster: Callable[[Roster], None],
+        on_gave_up: Callable[[str], None],
+    ) -> None:
+        self._events = events
+        self._process = process
+        self._transport = transport
+        self._address = address
+        self._name = name
+        self._on_roster = on_roster
+        self._on_gave_up = on_gave_up
+        self._session = CoordinatorSession(
+            who="the coordinator", incarnation=str(process), settings=settings, seed=process.life
+        )
+        self._todo: deque[SessionCommand] = deque()
+        self._is_carrying_out = False
+        self._links: dict[int, Peer] = {}
+        self._link_numbers = itertools.count(1)
+        self._ask_numbers = itertools.count(1)
+        self._answers: dict[int, Resolve] = {}
+        self._alarm: Timer | None = None
+        process.post(self._open)
+        process.post(self._beat)
+
+    def ask(self, message: AnyMessage, timeout_s: float) -> Wait:
+        """Ask and wait for the answer, through the coordinator's absence; it is the message alone."""
+        ask = next(self._ask_numbers)
+
+        def start(resolve: Resolve) -> None:
+            self._answers[ask] = resolve
+            self._handle(Asking(self._events.now_s, ask, message))
+
+        def withdraw() -> None:
+            self._answers.pop(ask, None)
+            self._handle(Withdrawn(self._events.now_s, ask))
+
+        return Wait(f"the coordinator's answer to {type(message).__name__}", timeout_s, start, withdraw)
+
+    def end(self, reason: str) -> None:
+        """Be done with the coordinator."""
+        self._handle(Ending(self._events.now_s, reason))
+
+    def heard(self, link: int, message: AnyMessage) -> None:
+        """A message came that was not asked for."""
+        self._handle(Heard(self._events.now_s, link, message))
+
+    def link_ended(self, link: int, reason: str) -> None:
+        """A connection is no more."""
+        if self._links.pop(link, None) is not None:
+            self._handle(LinkEnded(self._events.now_s, link, reason))
+
+    def _handle(self, event: SessionEvent) -> None:
+        self._todo.extend(self._session.handle(event))
+        if self._is_carrying_out:
+            return
+        self._is_carrying_out = True
+        while self._todo:
+            self._carry_out(self._todo.popleft())
+        self._is_carrying_out = False
+        self._set_alarm()
+
+    def _set_alarm(self) -> None:
+        if self._alarm is not None:
+            self._alarm.stop()
+        wake_at_s = self._session.wake_at_s
+        if wake_at_s is not None:
+            self._alarm = self._events.at(wake_at_s, partial(self._process.post, self._wake))
+
+    def _wake(self) -> None:
+        self._handle(Woke(self._events.now_s))
+
+    def _open(self) -> None:
+        link = next(self._link_numbers)
+        try:
+            self._links[link] = self._transport.connect(
+                self._address, name=self._name, handler=_Heard(self, link), who="the coordinator", timeout_s=0.0
+            )
+        except DflowError as error:
+            self._handle(OpenFailed(self._events.now_s, str(error)))
+        else:
+            self._handle(Opened(self._events.now_s, link))
+
+    def _beat(self) -> None:
+        if self._session.ended:
+            return
+        link = self._session.joined_link
+        if link is not None and link in self._links:
+            self._tell(link, Heartbeat(self._name))
+        self._process.after(HEARTBEAT_S, self._beat)
+
+    def _carry_out(self, command: SessionCommand) -> None:
+        match command:
+            case OpenLink():
+                self._process.post(self._open)
+            case Send(link, ask, message):
+                self._send(link, ask, message)
+            case Tell(link, message):
+                self._tell(link, message)
+            case EndLink(link, reason):
+                if (peer := self._links.pop(link, None)) is not None:
+                    peer.close(reason)
+            case Settle(ask, message):
+                if (resolve := self._answers.pop(ask, None)) is not None:
+                    resolve(error_from(message) if isinstance(message, Failure) else message)
+            case ShowRoster(roster):
+                self._on_roster(roster)
+            case GaveUp(reason):
+                self._on_gave_up(reason)
+
+    def _send(self, link: int, ask: int, message: AnyMessage) -> None:
+        peer = self._links.get(link)
+        if peer is None:
+            return
+        try:
+            peer.start(message).when_done(partial(self._reply_came, link, ask))
+        except TransportClosed as error:
+            self.link_ended(link, str(error))
+
+    def _reply_came(self, link: int, ask: int, reply: Reply | BaseException) -> None:
+        if isinstance(reply, TransportClosed):
+            return  # the end of the link is told by the link
+        message = failure_of(reply) if isinstance(reply, BaseException) else reply.message
+        self._handle(Answered(self._events.now_s, link, ask, message))
+
+    def _tell(self, link: int, message: AnyMessage) -> None:
+        peer = self._links.get(link)
+        if peer is not None and not peer.closed:
+            peer.notify(message)
+
+
+class _Heard(RefuseAll):
+    """What comes over one connection."""
+
+    def __init__(self, client: Client, link: int) -> None:
+        self._client = client
+        self._link = link
+
+    def on_notify(self, peer: Peer, message: AnyMessage, payload: memoryview) -> None:
+        self._client.heard(self._link, message)
+
+    def on_close(self, peer: Peer, reason: str) -> None:
+        self._client.link_ended(self._link, reason)
