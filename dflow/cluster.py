@@ -14,6 +14,7 @@ from dflow.distributed.detection.cluster_spec import SCRIPT_JOB, ClusterSpec, Va
 from dflow.distributed.detection.detect import detect, found_cluster
 from dflow.distributed.detection.this_host import listening_address, surroundings
 from dflow.distributed.detection.variables import task_index
+from dflow.distributed.dump_signal import dump_on_signal
 from dflow.distributed.launching.attendants import Attendants
 from dflow.distributed.transport.base import Transport
 from dflow.distributed.transport.chosen_security import choose_security
@@ -60,7 +61,7 @@ def connect(
     transport = SocketTransport(security=security or _security(spec))
     _attend(spec, transport)
     listens = listening_address(address or spec.listens, spec.coordinator)
-    return Cluster(
+    joined = Cluster(
         spec.coordinator,
         transport,
         job=spec.job,
@@ -69,6 +70,8 @@ def connect(
         address=listens,
         settings=settings or ClusterSettings(),
     )
+    dump_on_signal(joined.flights.dump_soon)
+    return joined
 
 
 def _spec(

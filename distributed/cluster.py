@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import threading
 import time
 import weakref
@@ -25,6 +26,7 @@ import msgspec
 from dflow.distributed.cluster_resources import ClusterResources
 from dflow.distributed.codec import decode_array, encode_array
 from dflow.distributed.coordinator_client import ANSWER_S, CoordinatorClient
+from dflow.distributed.flight_recorder import FlightRecorder, run_folder
 from dflow.distributed.messages import (
     AnyMessage,
     CancelStep,
@@ -131,7 +133,20 @@ class Cluster:
         name = self.task
         self._client = CoordinatorClient(transport, coordinator, name=name, timeout_s=settings.join_timeout_s)
         waits = TaskSettings(wait_timeout_s=settings.step_timeout_s)
-        self._server = TaskServer(name, transport, store=store, address=address, settings=waits)
+        recorder = Recorder()
+        #: What writes the newest events down when something is stuck.
+        self.flights = FlightRecorder(name, recorder, run_folder(os.environ))
+        self._client.call_on_dump(self.flights.dump_soon)
+        self._server = TaskServer(
+            name,
+            transport,
+            store=store,
+            address=address,
+            settings=waits,
+            recorder=recorder,
+            flights=self.flights,
+            on_stall=self._client.ask_for_dumps,
+        )
         self._server.count_steps_from(first)
         #: The steps that this task has started.
         self.steps = StepCounts()
@@ -350,7 +365,7 @@ class Cluster:
 
     def _run_step(self, step: StepId, handles: Mapping[str, int], feeds: Sequence[Any]) -> tuple[jax.Array, ...]:
         others = {task: self._server.peer(task) for task in handles if task != self.task}
-        parts = _Parts((self.task, *others))
+        parts = _Parts((self.task, *others), self._server.stalled)
         try:
             for task, peer in others.items():
                 peer.start(RunPlan(handles[task], step.origin, step.number)).when_done(partial(parts.ended, task))
@@ -376,8 +391,9 @@ class Cluster:
 class _Parts:
     """The parts of a step, this task's own first; waited for by one thread, which wakes once."""
 
-    def __init__(self, tasks: Sequence[str]) -> None:
+    def __init__(self, tasks: Sequence[str], on_stall: Callable[[str], str]) -> None:
         self._own = tasks[0]
+        self._on_stall = on_stall
         self._lock = threading.Lock()
         self._running = set(tasks)
         self._outcome: Outcome | None = None
@@ -403,10 +419,11 @@ class _Parts:
         if not self._is_over.acquire(timeout=timeout_s):
             with self._lock:
                 missing = ", ".join(short_task_name(task) for task in sorted(self._running))
-            raise DeadlineExceeded(
+            text = (
                 f"step {step.number} of {short_task_name(step.origin)} did not end within {timeout_s:g} s: "
                 f"{missing} had not ended its part"
             )
+            raise DeadlineExceeded(text + self._on_stall(text))
         assert self._outcome is not None
         return fetched(self._outcome)
 

@@ -55,6 +55,7 @@ from dflow.distributed.messages import (
     BarrierPassed,
     Claimed,
     ClaimSteps,
+    DumpEvents,
     EdgeTraffic,
     Elected,
     ElectOnce,
@@ -137,6 +138,7 @@ class CoordinatorClient:
         self._roster = Roster((), ())
         self._on_roster: list[Callable[[Roster], None]] = []
         self._on_lost: list[Callable[[str], None]] = []
+        self._on_dump: list[Callable[[str], None]] = []
         self._task = ""
         self._traffic: Callable[[], tuple[EdgeTraffic, ...]] = _no_traffic
         self._steps: Callable[[], int] = lambda: 0
@@ -239,6 +241,16 @@ class CoordinatorClient:
                 self._on_lost.append(callback)
         if lost:
             callback(lost)
+
+    def call_on_dump(self, callback: Callable[[str], None]) -> None:
+        """Call back with the reason when the tasks are to write their last events down. It must not wait."""
+        self._on_dump.append(callback)
+
+    def ask_for_dumps(self, why: str) -> None:
+        """Have the other tasks write their last events down; nothing happens while there is no coordinator."""
+        link = self._session.joined_link
+        if link is not None:
+            self._carry_out(Tell(link, DumpEvents(why, self._task)))
 
     def describe(self, task: str) -> str:
         """The task for an error about it: when it was last heard, what it is at, or why it is not there.
@@ -406,6 +418,10 @@ class CoordinatorClient:
 
     def link_heard(self, link: int, message: AnyMessage) -> None:
         """A message came over the connection `link` that was not asked for."""
+        if isinstance(message, DumpEvents):
+            for callback in self._on_dump:
+                callback(message.why)
+            return
         self._handle(Heard(self._clock(), link, message))
 
     def _handle(self, event: SessionEvent) -> None:

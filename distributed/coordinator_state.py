@@ -52,6 +52,7 @@ from dflow.distributed.membership import (
 from dflow.distributed.messages import (
     AwaitBarrier,
     ClaimSteps,
+    DumpEvents,
     Elected,
     ElectOnce,
     Failure,
@@ -78,6 +79,8 @@ from dflow.tracing.errors import DeviceError
 from dflow.tracing.task_name import short_task_name, split_task_name
 
 LOG_EVENTS = 10_000
+#: How long all tasks are not asked for their last events again.
+DUMP_PAUSE_S = 5.0
 _RESULT = "result/"
 
 
@@ -122,6 +125,7 @@ class CoordinatorState:
         self._watch = ProgressWatch(settings.stall_timeout_s)
         self._barriers = Barriers(self._present, self._describe, records)
         self._results = {name: result.value for name, result in records.load(_RESULT, _Result)}
+        self._dumped_at_s: float | None = None
         self.log: deque[Event] = deque(maxlen=LOG_EVENTS)
 
     def handle(self, event: Event) -> list[Command]:
@@ -151,6 +155,8 @@ class CoordinatorState:
             case Told(at_s, peer, Leave(task, reason)):
                 is_its_own = self._membership.is_live(task, peer)
                 return self._follow(self._membership.handle(LeaveAsked(at_s, peer, reason))) if is_its_own else []
+            case Told(at_s, peer, DumpEvents(why, task)):
+                return self._ask_for_dumps(at_s, why, peer) if self._membership.is_live(task, peer) else []
             case Told():
                 return []
             case PeerClosed(at_s, peer, reason):
@@ -193,13 +199,20 @@ class CoordinatorState:
         return [Log(f"{short_task_name(task)} goes on after {stall.lasted_s:.1f} s") for stall in ended]
 
     def _tell_stalls(self, at_s: float) -> list[Command]:
-        return [
-            Log(
-                f"{short_task_name(stall.task)} is alive and has ended no step for {at_s - stall.since_s:.1f} s; "
-                f"it is at: {stall.doing or 'steps that it claimed'}"
-            )
+        texts = [
+            f"{short_task_name(stall.task)} is alive and has ended no step for {at_s - stall.since_s:.1f} s; "
+            f"it is at: {stall.doing or 'steps that it claimed'}"
             for stall in self._watch.tick(at_s)
         ]
+        return [*map(Log, texts), *(self._ask_for_dumps(at_s, texts[0]) if texts else [])]
+
+    def _ask_for_dumps(self, at_s: float, why: str, asker: int | None = None) -> list[Command]:
+        """Have all live tasks write their last events down; a stall is seen by many, who ask at once."""
+        if self._dumped_at_s is not None and at_s - self._dumped_at_s < DUMP_PAUSE_S:
+            return []
+        self._dumped_at_s = at_s
+        others = tuple(peer for peer in self._membership.live_peers() if peer != asker)
+        return [Broadcast(others, DumpEvents(why))]
 
     def _health(self, at_s: float, task: str) -> Health:
         if not self._membership.is_there(task):

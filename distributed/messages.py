@@ -268,6 +268,22 @@ class Tensor(Message, frozen=True):
     shape: tuple[int, ...]
 
 
+class DumpEvents(Message, frozen=True):
+    """Write the last events down, for something is stuck; `task` is who asks, empty for a person.
+
+    As a request to a task, answered by `Dumped`. Told to the coordinator by a task, it is passed on to all others.
+    """
+
+    why: str
+    task: str = ""
+
+
+class Dumped(Message, frozen=True):
+    """The file on the task's host; empty when it could not be written."""
+
+    path: str
+
+
 # To the coordinator.
 
 
@@ -572,6 +588,8 @@ AnyMessage = (
     | ForgetState
     | CancelStep
     | Tensor
+    | DumpEvents
+    | Dumped
     | Join
     | Roster
     | RosterChange

@@ -6,15 +6,19 @@ Invariant: it outlives the coordinator, whose successor finds it as it was; it e
 
 from __future__ import annotations
 
+import os
 import sys
 
 from dflow.distributed.coordinator_client import CoordinatorClient
 from dflow.distributed.coordinator_session import SessionSettings
+from dflow.distributed.dump_signal import dump_on_signal
+from dflow.distributed.flight_recorder import FlightRecorder, run_folder
 from dflow.distributed.membership import STOPPED
 from dflow.distributed.stop_signal import StopSignal
 from dflow.distributed.task_server import TaskServer
 from dflow.distributed.transport.addresses import LOCAL_ADDRESS
 from dflow.distributed.transport.base import Transport
+from dflow.lowering.recorder import Recorder
 from dflow.tracing.task_name import short_task_name
 
 
@@ -36,7 +40,17 @@ class StockTask:
     ) -> None:
         settings = SessionSettings(give_up_s=give_up_s, rejoins_anew=True)
         self.client = CoordinatorClient(transport, coordinator, name=task, settings=settings)
-        self.server = TaskServer(task, transport, address=address)
+        recorder = Recorder()
+        self.flights = FlightRecorder(task, recorder, run_folder(os.environ))
+        self.client.call_on_dump(self.flights.dump_soon)
+        self.server = TaskServer(
+            task,
+            transport,
+            address=address,
+            recorder=recorder,
+            flights=self.flights,
+            on_stall=self.client.ask_for_dumps,
+        )
         self.client.call_on_roster(self.server.roster_changed)
         server = self.server
         self.client.join(task, server.address, traffic=server.traffic, steps=server.steps_ended, doing=server.doing)
@@ -58,6 +72,7 @@ def serve_task(
 ) -> int:
     """Be a stock task until `stop`; returns the exit status. Raises what `StockTask` raises."""
     stock = StockTask(transport, task, coordinator, address, give_up_s=give_up_s)
+    dump_on_signal(stock.flights.dump_soon)
     stock.client.call_on_lost(stop.stop)
     status, fault = stop.wait_for_exit_status()
     if fault:

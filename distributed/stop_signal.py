@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+import time
 from types import FrameType
 
 _BY_ITSELF = 0
@@ -32,8 +33,14 @@ class StopSignal:
 
     def wait(self, timeout_s: float | None = None) -> int | None:
         """The signal that came, 0 for a fault of the process itself, or None after `timeout_s`."""
-        ready, _, _ = select.select([self._read_end], [], [], timeout_s)
-        return os.read(self._read_end, 1)[0] if ready else None
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            left_s = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+            ready, _, _ = select.select([self._read_end], [], [], left_s)
+            which = os.read(self._read_end, 1)[0] if ready else None
+            # Python writes the numbers of all signals that have a handler; those of others are not for us.
+            if which in (None, _BY_ITSELF, signal.SIGTERM, signal.SIGINT):
+                return which
 
     def wait_for_exit_status(self) -> tuple[int, str]:
         """Wait without end; the exit status that is due (0 for SIGTERM), and the fault or an empty text."""

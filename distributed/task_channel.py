@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import jax
@@ -59,9 +59,11 @@ class TaskChannel:
         wait_timeout_s: float,
         deadlines: MakeDeadlines = Deadlines,
         recorder: Recorder | None = None,
+        on_stall: Callable[[str], str] = lambda why: "",
     ) -> None:
         self._name = name
         self._recorder = recorder or Recorder()
+        self._on_stall = on_stall
         self._peers = peers
         self._lock = threading.Lock()
         self._rendezvous: Rendezvous[_Receiver, Sent] = Rendezvous()
@@ -198,13 +200,15 @@ class TaskChannel:
         step, edge = wait
         with self._lock:
             receiver = self._receivers.get(wait)
-            if receiver is None:
-                return
-            error = DeadlineExceeded(
-                f"{self._name} waited {self._deadlines.timeout_s:g} s for {receiver.source} to send edge {edge!r} in "
-                f"{describe(step)}; look there for an error, or allow a longer wait"
-            )
-            self._recorder.note(WAIT_EXPIRED, step, edge, receiver.source)
+        if receiver is None:
+            return
+        self._recorder.note(WAIT_EXPIRED, step, edge, receiver.source)
+        text = (
+            f"{self._name} waited {self._deadlines.timeout_s:g} s for {receiver.source} to send edge {edge!r} in "
+            f"{describe(step)}; look there for an error, or allow a longer wait"
+        )
+        error = DeadlineExceeded(text + self._on_stall(text))
+        with self._lock:
             commands = self._rendezvous.expire(step, edge, error)
         self._carry_out(commands)
 

@@ -30,6 +30,7 @@ import jax
 from dflow.distributed.array_lists import decode_arrays, encode_arrays
 from dflow.distributed.codec import decode_array, encode_array, parse_dtype
 from dflow.distributed.deadlines import Deadlines, MakeDeadlines
+from dflow.distributed.flight_recorder import FlightRecorder
 from dflow.distributed.messages import (
     AnyMessage,
     Arrays,
@@ -37,6 +38,8 @@ from dflow.distributed.messages import (
     CancelStep,
     CreateResource,
     CreateVariable,
+    Dumped,
+    DumpEvents,
     EdgeTraffic,
     ForgetState,
     LeaveRounds,
@@ -83,6 +86,7 @@ from dflow.lowering.recorder import (
 )
 from dflow.lowering.store import Store
 from dflow.tracing.errors import DflowError, InternalError, StepCancelled, TaskLost, VariableError, WireError
+from dflow.tracing.task_name import short_task_name
 from dflow.tracing.types import ArrayType
 
 
@@ -114,6 +118,8 @@ class TaskServer:
 
     pool, deadlines  where its work is done and its waits end, instead of on threads of its own
     recorder         what keeps its newest events
+    flights          what writes them down when a wait has lasted too long, and is asked to
+    on_stall         told why, then, so that others can do the same
     raises           what `Transport.listen` raises
     """
 
@@ -128,8 +134,11 @@ class TaskServer:
         pool: Executor | None = None,
         deadlines: MakeDeadlines = Deadlines,
         recorder: Recorder | None = None,
+        flights: FlightRecorder | None = None,
+        on_stall: Callable[[str], None] = lambda why: None,
     ) -> None:
         self.name = name
+        self._flights, self._on_stall = flights, on_stall
         self.recorder = recorder or Recorder()
         self.store = store or Store()
         settings = settings or TaskSettings()
@@ -155,6 +164,7 @@ class TaskServer:
             wait_timeout_s=settings.wait_timeout_s,
             deadlines=deadlines,
             recorder=self.recorder,
+            on_stall=self.stalled,
         )
         self._listener = transport.listen(address, name=name, handler=self)
 
@@ -189,6 +199,12 @@ class TaskServer:
         waits = self._channel.oldest_wait()
         more = f" and {count - 1} more" if count > 1 else ""
         return f"{describe(step)}{more}" + (f": {waits}" if waits else "")
+
+    def stalled(self, why: str) -> str:
+        """Something that should have ended has not: write the last events down; where they are, to end an error."""
+        path = self._flights.dump(why) if self._flights is not None else ""
+        self._on_stall(why)
+        return f"\n  the last events of {short_task_name(self.name)} are in {path}" if path else ""
 
     def statistics(self) -> TaskStatistics:
         """What this task holds now."""
@@ -336,6 +352,9 @@ class TaskServer:
                 self._pool.submit(self._rounds.ask, message, responder)
             case CallResource():
                 self._pool.submit(self._call_resource, message, payload, responder)
+            case DumpEvents(why):
+                # Not by the pool, which may be what is stuck.
+                threading.Thread(target=self._dump, args=(why, responder), name="dflow dump", daemon=True).start()
             case _:
                 self._pool.submit(self._answer, message, payload, responder)
 
@@ -371,6 +390,9 @@ class TaskServer:
     def _cancel_as_told(self, message: CancelStep) -> None:
         step = StepId(message.origin, message.step)
         self.cancel(step, StepCancelled(f"{describe(step)} was cancelled: {message.reason}"))
+
+    def _dump(self, why: str, responder: Responder) -> None:
+        responder.reply(Dumped(self._flights.dump(why) if self._flights is not None else ""))
 
     def _call_resource(self, message: CallResource, payload: memoryview, responder: Responder) -> None:
         try:

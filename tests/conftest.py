@@ -29,6 +29,11 @@ hypothesis.settings.register_profile("nightly", deadline=None, max_examples=exam
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _files_of_runs_go_to_the_tests_own_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
+    os.environ["DFLOW_RUN_DIR"] = str(tmp_path_factory.mktemp("runs"))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _nothing_compiled_outlives_its_file() -> Iterator[None]:
     """Let go of JAX's caches: each collection of garbage walks all that they hold, seconds of it after some files."""

@@ -16,11 +16,12 @@ from dflow.distributed.coordinator_events import (
     Ticked,
     Told,
 )
-from dflow.distributed.coordinator_state import CoordinatorState
+from dflow.distributed.coordinator_state import CoordinatorSettings, CoordinatorState
 from dflow.distributed.messages import (
     AnyMessage,
     Claimed,
     ClaimSteps,
+    DumpEvents,
     EdgeTraffic,
     Elected,
     ElectOnce,
@@ -177,7 +178,7 @@ def test_a_task_that_is_heard_and_ends_no_step_is_stalled_and_the_log_says_so_on
         state.handle(Told(at_s, 10, Heartbeat(WORKER0, (), 12, "step 13: waits for edge 'w'")))
         state.handle(Told(at_s, 11, Heartbeat(WORKER1, (), at_s, "step")))
     text = "worker:0 is alive and has ended no step for 60.5 s; it is at: step 13: waits for edge 'w'"
-    assert state.handle(Ticked(60.5)) == [Log(text)]
+    assert state.handle(Ticked(60.5)) == [Log(text), Broadcast((10, 11), DumpEvents(text))]
     assert state.handle(Ticked(61.0)) == []
     first, second = status(state, 61.0).health
     assert (first.heard_at_s, first.stalled_since_s, second.stalled_since_s) == (60, 0, None)
@@ -191,7 +192,7 @@ def test_a_task_that_holds_claimed_steps_is_at_work_though_it_runs_none() -> Non
     for at_s in range(0, 64, 4):
         state.handle(Told(at_s, 10, Heartbeat(WORKER0)))
         state.handle(Told(at_s, 11, Heartbeat(WORKER1)))
-    [log] = state.handle(Ticked(60.0))
+    log, _ = state.handle(Ticked(60.0))
     assert log == Log("worker:0 is alive and has ended no step for 60.0 s; it is at: steps that it claimed")
 
 
@@ -266,3 +267,45 @@ def test_the_log_handled_again_gives_the_same_commands(happenings: list[tuple[st
     commands = [command for event in events(happenings) for command in state.handle(event)]
     replay = CoordinatorState({"ps": 1, "worker": 2})
     assert [command for event in list(state.log) for command in replay.handle(event)] == commands
+
+
+# Last events.
+
+
+def dumps(commands: Iterable[Command]) -> list[tuple[int, ...]]:
+    """To whom each request for the last events goes."""
+    return [c.peers for c in commands if isinstance(c, Broadcast) and isinstance(c.message, DumpEvents)]
+
+
+def test_a_stall_that_a_task_tells_is_passed_on_to_the_others() -> None:
+    state = cluster()
+    assert dumps(state.handle(Told(1.0, 10, DumpEvents("x did not come", WORKER0)))) == [(11,)]
+
+
+def test_many_who_tell_of_a_stall_at_once_have_it_passed_on_once() -> None:
+    state = cluster()
+    passed_on = [
+        dumps(state.handle(Told(at_s, peer, DumpEvents("x did not come", task))))
+        for at_s, peer, task in ((1.0, 10, WORKER0), (1.1, 11, WORKER1), (5.9, 11, WORKER1), (6.0, 11, WORKER1))
+    ]
+    assert passed_on == [[(11,)], [], [], [(10,)]]
+
+
+def test_a_stall_told_by_no_task_or_in_anothers_name_is_passed_over() -> None:
+    state = cluster()
+    assert dumps(state.handle(Told(1.0, 12, DumpEvents("x", WORKER0)))) == []
+    assert dumps(state.handle(Told(1.0, 11, DumpEvents("x", WORKER0)))) == []
+    assert dumps(state.handle(Told(1.0, 12, DumpEvents("x")))) == []
+
+
+def test_a_task_that_makes_no_progress_has_all_write_down_their_last_events() -> None:
+    state = CoordinatorState({"worker": 2}, CoordinatorSettings(heartbeat_timeout_s=1e9, stall_timeout_s=30.0))
+    state.handle(Asked(0.0, 10, 0, Join(WORKER0, "h:0")))
+    state.handle(Asked(0.0, 11, 1, Join(WORKER1, "h:1")))
+    state.handle(Told(1.0, 10, Heartbeat(WORKER0, (), 3, "step 4 of worker:0")))
+    assert dumps(state.handle(Ticked(30.9))) == []
+    commands = state.handle(Ticked(31.0))
+    assert dumps(commands) == [(10, 11)]
+    (told,) = (c.message for c in commands if isinstance(c, Broadcast) and isinstance(c.message, DumpEvents))
+    assert told.why.startswith("worker:0 is alive and has ended no step for 30.0 s")
+    assert dumps(state.handle(Ticked(32.0))) == []

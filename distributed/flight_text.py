@@ -1,0 +1,105 @@
+"""A task's last events as a person reads them: what it is at, since when, and what came before.
+
+All of it is made from events and numbers; nothing here looks at a clock or writes a file. Texts of other tasks are
+printed so that they cannot pass for lines of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from dflow.lowering.recorder import (
+    ITEM_BEGAN,
+    ITEM_ENDED,
+    ITEM_FAILED,
+    PART_BEGAN,
+    PART_ENDED,
+    Event,
+)
+from dflow.tracing.task_name import short_task_name
+
+#: What is under way is told of so many steps, and of so many items of each.
+MOST_STEPS, MOST_ITEMS = 20, 20
+
+
+def flight_text(events: Sequence[Event], now_ns: int) -> str:
+    """What is under way and what happened, oldest first; times are in s before `now_ns`."""
+    lines = ["under way:", *(_under_way(events, now_ns) or ["  nothing"]), "", "events:"]
+    lines += [f"{_age(event.at_ns, now_ns)}  {_said(event)}" for event in events]
+    return "\n".join(lines) + "\n"
+
+
+def open_parts(events: Iterable[Event]) -> dict[tuple[str, int], tuple[Event, dict[int, Event]]]:
+    """The parts of steps that have begun and not ended, each with the items of which that is so, by their number."""
+    found: dict[tuple[str, int], tuple[Event, dict[int, Event]]] = {}
+    for event in events:
+        step = (event.origin, event.step)
+        if event.what == PART_BEGAN:
+            found[step] = (event, {})
+        elif event.what == PART_ENDED:
+            found.pop(step, None)
+        elif step in found and event.what == ITEM_BEGAN:
+            found[step][1][event.number] = event
+        elif step in found and event.what in (ITEM_ENDED, ITEM_FAILED):
+            found[step][1].pop(event.number, None)
+    return found
+
+
+def _under_way(events: Sequence[Event], now_ns: int) -> list[str]:
+    lines = []
+    parts = open_parts(events)
+    for began, items in list(parts.values())[:MOST_STEPS]:
+        lines.append(f"  {_step(began)}, for {_seconds(began.at_ns, now_ns)}")
+        for item in list(items.values())[:MOST_ITEMS]:
+            lines.append(f"    {_item(item)}, for {_seconds(item.at_ns, now_ns)}")
+        lines += [f"    and {len(items) - MOST_ITEMS} more"] if len(items) > MOST_ITEMS else []
+    return lines + ([f"  and {len(parts) - MOST_STEPS} more steps"] if len(parts) > MOST_STEPS else [])
+
+
+def _said(event: Event) -> str:
+    step = _step(event)
+    match event.what:
+        case "step began" | "step ended" | "part began" | "part ended":
+            return f"{step}: {event.what.replace('step ', '').replace('part', 'its part here')}{_after(event.text)}"
+        case "item began" | "item ended" | "item failed":
+            return f"{step}: {event.what.removeprefix('item ')} {_item(event)}{_after(event.text)}"
+        case "sent":
+            took = f", {(event.at_ns - event.began_ns) / 1e6:.3f} ms" if event.began_ns else ""
+            return f"{step}: sent {_plain(event.name)} to {_task(event.peer)}, {event.size_bytes} B{took}"
+        case "received":
+            return f"{step}: received {_plain(event.name)} from {_task(event.peer)}, {event.size_bytes} B"
+        case "wait expired":
+            return f"{step}: gave up waiting for {_plain(event.name)} from {_task(event.peer)}"
+    who = f" {_task(event.peer)}" if event.peer else ""
+    return f"{event.what}{who}{_after(event.text)}"
+
+
+def _step(event: Event) -> str:
+    return f"step {event.step} of {_task(event.origin)}" if event.origin else ""
+
+
+def _item(event: Event) -> str:
+    what = {"Recv": f"wait for {_task(event.peer)}", "Send": f"send to {_task(event.peer)}"}.get(event.kind, event.kind)
+    line = f" at {_plain(event.line)}" if event.line else ""
+    return f"{what}: {_plain(event.name) or f'item {event.number}'}{line}"
+
+
+def _task(name: str) -> str:
+    return _plain(short_task_name(name))
+
+
+def _after(text: str) -> str:
+    return f": {_plain(text)}" if text else ""
+
+
+def _plain(text: str) -> str:
+    """On one line, whatever it holds."""
+    return text.encode("unicode_escape").decode() if not text.isprintable() else text
+
+
+def _age(at_ns: int, now_ns: int) -> str:
+    return f"{(at_ns - now_ns) / 1e9:12.6f}"
+
+
+def _seconds(since_ns: int, now_ns: int) -> str:
+    return f"{(now_ns - since_ns) / 1e9:.3f} s"
