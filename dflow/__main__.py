@@ -237,13 +237,13 @@ def _coordinator(options: argparse.Namespace) -> int:
     from dflow.distributed.coordinator import serve_coordinator
     from dflow.distributed.coordinator_state import CoordinatorSettings
     from dflow.distributed.coordinator_store import MemoryStore, SqliteStore
-    from dflow.distributed.detection.this_host import listening_address
+    from dflow.distributed.detection.this_host import with_port
 
     store = MemoryStore() if options.state is None else SqliteStore(options.state)
     settings = CoordinatorSettings(heartbeat_timeout_s=options.heartbeat_timeout, stall_timeout_s=options.stall_timeout)
     file = _cluster_file(options)
     jobs = dict(options.jobs) or (file.counts if file else {})
-    address = options.address or (file.coordinator if file else listening_address(os.environ.get("DFLOW_ADDRESS", "")))
+    address = options.address or (file.coordinator if file else with_port(os.environ.get("DFLOW_ADDRESS", "127.0.0.1")))
     return serve_coordinator(stop, _transport(options), address, jobs, store=store, settings=settings)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from dflow.distributed.launching.launch_plan import LaunchPlan, Setting
+from dflow.distributed.launching.launch_plan import COORDINATOR, LaunchPlan, Setting
 from dflow.distributed.launching.place import Place
 from dflow.distributed.launching.ray_resources import RayResources
 from dflow.distributed.launching.restarts import RestartPolicy
@@ -54,8 +54,8 @@ def add_launch_command(commands: argparse._SubParsersAction[argparse.ArgumentPar
         default=[],
         metavar="[JOB=]POLICY",
         help="never (default), or on-failure[:N]: start it again, up to N times in a row (default: 3), after pauses of "
-        "1 s, 2 s, and so on up to 60 s; without a job, of the tasks that run the script. A stock task comes back "
-        "empty. Repeatable",
+        "1 s, 2 s, and so on up to 60 s; without a job, of the tasks that run the script and of the "
+        "coordinator, which goes on where it was. A stock task, ps=POLICY, comes back empty. Repeatable",
     )
     where = parser.add_argument_group("where")
     where.add_argument(
@@ -124,10 +124,14 @@ def _launch(options: argparse.Namespace) -> int:
     from dflow.status_view import LoggedView, make_console, make_view
 
     logs = RunLogs(options.logs or Path(tempfile.mkdtemp(prefix=f"dflow-{Path(options.script).stem}-")))
-    with make_view(make_console()) as shown, contextlib.closing(logs):
+    with (
+        make_view(make_console()) as shown,
+        contextlib.closing(logs),
+        tempfile.TemporaryDirectory(prefix="dflow-state-") as state,
+    ):
         view = LoggedView(shown, logs)
         view.show_event(f"{note}each task's output is kept in {logs.folder}")
-        launched = replace(plan, restarts={}) if options.on == RAY else plan
+        launched = replace(plan, restarts={}) if options.on == RAY else replace(plan, state=f"{state}/coordinator")
         return launch(stop, launched, place, view, SocketTransport(security=choose_security(os.environ)))
 
 
@@ -161,7 +165,7 @@ def _refuse(options: argparse.Namespace, *names: str, why: str) -> None:
 def _launch_plan(options: argparse.Namespace) -> LaunchPlan:
     jobs = {"worker": options.workers, **dict(options.jobs)}
     of_scripts = [policy for job, policy in options.restarts if not job]
-    restarts = dict.fromkeys(jobs, of_scripts[-1]) if of_scripts else {}
+    restarts = dict.fromkeys([*jobs, COORDINATOR], of_scripts[-1]) if of_scripts else {}
     return LaunchPlan(
         options.script,
         tuple(options.arguments),

@@ -5,6 +5,7 @@ Invariants:
 - when the launcher is killed instead, every child that watches its lifeline ends;
 - a task that fails is started again as its job's policy says, and only then counts as ended; a worker that has ended
   does not end the run, while the coordinator or a stock task that has ended does;
+- a coordinator that is started again has the address and the state of the one before it;
 - stock tasks and the coordinator are told to end only after all workers have.
 
 The exit status is 0 when at least one worker finished and none failed by itself, 130 after SIGINT or SIGTERM, else 1.

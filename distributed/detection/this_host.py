@@ -74,30 +74,36 @@ def own_host(coordinator: str) -> str:
     """The address of this machine that others in the coordinator's network reach it by; loopback where that is enough.
 
     A host name of one's own often stands for 127.0.1.1 in /etc/hosts, which nobody else can use: so it is not asked
-    for, but which address a packet to the coordinator would go out from.
+    for, but which address a packet to the coordinator would go out from. When that is no other, or the coordinator's
+    name is not known yet, it is the address of the default route.
     """
-    host = coordinator.rpartition(":")[0].removeprefix("[").removesuffix("]")
+    tcp = coordinator.partition(";")[0]
+    host = tcp.rpartition(":")[0].removeprefix("[").removesuffix("]")
+    if host in ("localhost", "unix", "::1") or host.startswith("127."):
+        return "127.0.0.1"
     found = _own_address_towards(host)
-    if found.startswith("127.") and not host.startswith("127.") and host != "localhost":
-        return _own_address_towards(_ELSEWHERE) or found
+    if not found or found.startswith("127."):
+        found = _own_address_towards(_ELSEWHERE)
     return found or "127.0.0.1"
 
 
-def listening_address(said: str, coordinator: str = "") -> str:
-    """Where a task listens: at `said`, a `host` or `host:port`, or else at the address that leads to the coordinator,
-    and without one at loopback.
+def listening_address(said: str, coordinator: str) -> str:
+    """Where a task listens: at `said`, a `host` or `host:port`, or else at the address that leads to the coordinator.
 
     All others reach it by this, so a task behind a translated address has to be told. Those of this machine also reach
     it by a Unix socket.
     """
-    host = said or (own_host(coordinator) if coordinator else "127.0.0.1")
+    host = said or own_host(coordinator)
     if not said and host.startswith("127."):
         return LOCAL_ADDRESS
-    if "unix:" in host:
-        return host
-    if re.search(r"^(\[.*\]|[^:]*):[0-9]+$", host):
-        return also_near(host)
-    return also_near(f"[{host}]:0" if ":" in host and not host.startswith("[") else f"{host}:0")
+    return host if "unix:" in host else also_near(with_port(host))
+
+
+def with_port(said: str) -> str:
+    """A `host` or `host:port` as `host:port`, with port 0, which is any free one, where none is said."""
+    if re.search(r"^(\[.*\]|[^:]*):[0-9]+$", said):
+        return said
+    return f"[{said}]:0" if ":" in said and not said.startswith("[") else f"{said}:0"
 
 
 def _own_address_towards(host: str) -> str:

@@ -37,6 +37,6 @@ def task_index(said: Variables) -> int:
     if not (text.isascii() and text.isdigit()):
         raise ConfigError(
             f"DFLOW_INDEX is {text!r}, so it is not known which worker this is\n"
-            "  start the script with `dflow launch`, or give connect() an index"
+            "  start the script with `dflow launch`, set DFLOW_INDEX, or give connect() an index"
         )
     return int(text)

@@ -57,6 +57,7 @@ class LaunchPlan:
     `jobs`         the jobs whose tasks run the script; the two share no name
     `restarts`     the policy of each job, the coordinator's too; a job without one is never started again
     `environment`  what is set for some or all of the tasks, later ones over earlier ones
+    `state`        the file in which the coordinator keeps what it has to know when it is started again; empty: nowhere
     raises         ConfigError when a name stands for no job, or for two
     """
 
@@ -66,6 +67,7 @@ class LaunchPlan:
     jobs: Mapping[str, int] = field(default_factory=lambda: {"worker": 1})
     restarts: Mapping[str, RestartPolicy] = field(default_factory=dict)
     environment: tuple[Setting, ...] = ()
+    state: str = ""
 
     def __post_init__(self) -> None:
         both = sorted({*self.stock} & {*self.jobs})
@@ -106,7 +108,9 @@ class LaunchPlan:
         said = {setting.name: setting.value for setting in self.environment if setting.applies_to(task)}
         if task == COORDINATOR:
             counts = [word for job, count in self.counts.items() for word in ("--job", f"{job}={count}")]
-            return _own(task, said, "coordinator", *counts, *(("--address", coordinator) if coordinator else ()))
+            where = ("--address", coordinator) if coordinator else ()
+            state = ("--state", self.state) if self.state else ()
+            return _own(task, said, "coordinator", *counts, *where, *state)
         job, index = split_task_name(task)
         role = {"DFLOW_COORDINATOR": coordinator, "DFLOW_JOB": job, "DFLOW_INDEX": str(index)}
         if job in self.stock:

@@ -37,12 +37,14 @@ def test_nobody_launched_this() -> None:
     cluster.close()
 
 
+#: What a script calls; all else of a cluster serves dflow itself.
+CALLS = {"claim", "close", "elect", "index", "parameter_servers", "report", "task", "tasks", "traffic"}
+
+
 def test_alone_takes_the_calls_that_a_cluster_takes() -> None:
-    names = [name for name in dir(Cluster) if not name.startswith("_")]
-    missing = [name for name in names if not hasattr(Alone(), name)]
-    assert set(missing) <= {"place", "place_resource", "request", "request_step", "run_step", "runner", "unplace"}, (
-        "what serves dflow, not its users"
-    )
+    alone = {name for name in dir(Alone()) if not name.startswith("_")}
+    assert alone >= CALLS
+    assert alone - {"results"} <= {name for name in dir(Cluster) if not name.startswith("_")} | {"index", "task"}
     with Alone().parameter_servers("ps"):
         assert dflow.Variable(1.0).device is None
 
@@ -87,7 +89,7 @@ def test_an_address_without_a_number_is_refused_with_the_remedy(monkeypatch: pyt
         ConfigError, match=f"DFLOW_INDEX is {index!r}, so it is not known which worker this is"
     ) as caught:
         dflow.connect()
-    assert "start the script with `dflow launch`, or give connect() an index" in str(caught.value)
+    assert "start the script with `dflow launch`, set DFLOW_INDEX, or give connect() an index" in str(caught.value)
 
 
 def test_an_address_nobody_answers_at() -> None:

@@ -1,6 +1,7 @@
 """The launcher as a user runs it, with scripts that use no JAX."""
 
 import os
+import re
 import signal
 import textwrap
 from collections.abc import Sequence
@@ -170,6 +171,29 @@ def test_a_killed_launcher_takes_all_with_it(tmp_path: Path) -> None:
         assert len(everyone) == 3
         launched.process.kill()
         wait_for_end(everyone)
+
+
+def test_a_coordinator_that_is_started_again_goes_on_and_the_workers_with_it(tmp_path: Path) -> None:
+    script = (
+        CONNECT
+        + """
+steps = client.claim("run", 3)
+siblings = open(f"/proc/{os.getppid()}/task/{os.getppid()}/children").read().split()
+[pid] = [pid for pid in siblings if b"coordinator" in open(f"/proc/{pid}/cmdline", "rb").read().split(bytes(1))]
+os.kill(int(pid), signal.SIGKILL)
+done = len(steps)
+while steps := client.claim("run", 3, done=len(steps)):
+    done += len(steps)
+client.report("done", done)
+client.leave()
+"""
+    )
+    with launch(tmp_path, script, options=["--restart", "on-failure"]) as launched:
+        status, output = launched.finish()
+    assert status == 0, output
+    assert "coordinator ended: killed by SIGKILL; it is started again in 1 s (restart 1 of 3)" in output
+    assert "Steps: 3 of 3" in output
+    assert re.search(r"\n done +3 ", output), output
 
 
 def test_a_dead_coordinator_ends_the_run(tmp_path: Path) -> None:

@@ -1,10 +1,12 @@
 import http.server
+import socket
 import threading
 from collections.abc import Iterator
 
 import pytest
 
-from dflow.distributed.detection.this_host import MetadataServer, own_host
+from dflow.distributed.detection.this_host import MetadataServer, listening_address, own_host
+from dflow.distributed.transport.addresses import LOCAL_ADDRESS
 from dflow.tracing.errors import DeadlineExceeded
 
 
@@ -52,10 +54,33 @@ def test_a_server_that_does_not_answer_is_waited_for_no_longer_than_said() -> No
         MetadataServer({"GCE_METADATA_IP": "127.0.0.1:1"}, timeout_s=0.1)("key")
 
 
-@pytest.mark.parametrize("coordinator", ["127.0.0.1:7", "localhost:7"])
+@pytest.mark.parametrize(
+    "coordinator", ["127.0.0.1:7", "localhost:7", "[::1]:7", "unix:/run/c", "127.0.0.1:7;unix:/run/c@host"]
+)
 def test_a_coordinator_on_this_machine_alone_is_reached_by_loopback(coordinator: str) -> None:
     assert own_host(coordinator) == "127.0.0.1"
 
 
-def test_a_name_that_nobody_knows_yet_leaves_loopback() -> None:
-    assert own_host("no.such.host.invalid:7") == "127.0.0.1"
+def test_a_name_that_nobody_knows_yet_or_that_is_ones_own_gives_the_address_of_the_default_route() -> None:
+    elsewhere = own_host("192.0.2.77:7")
+    assert own_host("no.such.host.invalid:7") == elsewhere
+    assert own_host(f"{socket.gethostname()}:7") in (elsewhere, socket.gethostbyname(socket.gethostname()))
+
+
+@pytest.mark.parametrize(
+    ("said", "coordinator", "address"),
+    [
+        ("10.0.0.9", "h:7", "10.0.0.9:0;unix:"),
+        ("10.0.0.9:5", "h:7", "10.0.0.9:5;unix:"),
+        ("fd00::2", "h:7", "[fd00::2]:0;unix:"),
+        ("[fd00::2]:5", "h:7", "[fd00::2]:5;unix:"),
+        ("unix:/run/x", "h:7", "unix:/run/x"),
+        ("127.0.0.3", "127.0.0.1:7", "127.0.0.3:0;unix:"),
+        ("", "127.0.0.1:7", LOCAL_ADDRESS),
+        ("", "127.0.0.1:7;unix:/run/x@host", LOCAL_ADDRESS),
+    ],
+)
+def test_a_task_listens_where_it_is_told_or_where_the_coordinator_is_reached_from(
+    said: str, coordinator: str, address: str
+) -> None:
+    assert listening_address(said, coordinator) == address
