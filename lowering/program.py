@@ -15,7 +15,7 @@ from jax import export
 from jax import jit as jax_jit
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from dflow.lowering.foreign_program import read_program
+from dflow.lowering.foreign_program import read_program, write_program
 from dflow.lowering.kept_places import is_spread, kept_places
 from dflow.tracing.jax_frontend import uninterrupted
 from dflow.tracing.types import ArrayType
@@ -146,7 +146,7 @@ def export_program(fn: Callable[..., Any], types: Sequence[ArrayType], name: str
     fn.__name__ = name
     platforms = tuple(dict.fromkeys(["cpu", jax.default_backend()]))
     exported = export.export(jax_jit(fn), platforms=platforms)(*(type.struct for type in types))
-    return bytes(exported.serialize())
+    return write_program(exported)
 
 
 def load_program(blob: bytes | bytearray | memoryview, writes: int) -> Program:

@@ -17,6 +17,7 @@ derivatives let them through. What is taken from `jax._src`, and the public form
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import sys
@@ -40,6 +41,8 @@ from jax._src.export import _export as jax_export
 from jax._src.export import serialization_generated as export_tables
 from jax._src.interpreters import ad as jax_ad
 from jax._src.interpreters import mlir as jax_mlir
+from jax._src.lib import _jax
+from jax._src.lib.mlir.dialects import hlo
 from jax._src.random.prng import PRNGImpl
 from jax.extend import core as jex
 from jax.extend.core import primitives as jax_primitives
@@ -548,13 +551,32 @@ def export_trees(blob: bytearray) -> Iterator[tuple[bool, int]]:
         stack += ((tree.Children(index), depth + 1) for index in range(tree.ChildrenLength()))
 
 
-def exported_ops(exported: Any) -> Iterator[tuple[str, str]]:
-    """The ops of an exported program, each with what it calls if it is a custom call. Raises what MLIR raises."""
+def with_text(exported: Any) -> Any:
+    """An exported program whose module is held as text, which `with_bytecode` takes back."""
+    return dataclasses.replace(exported, mlir_module_serialized=exported.mlir_module().encode())
+
+
+def with_bytecode(exported: Any) -> tuple[Any, list[tuple[str, str]]]:
+    """What `with_text` gave, as JAX runs it, and its ops, each with what it calls if it is a custom call.
+
+    Raises what MLIR raises for a text that is none; and UnicodeDecodeError for bytecode, whose reader malformed bytes
+    can crash.
+    """
+    text = exported.mlir_module_serialized.decode()
     with jax_mlir.make_ir_context():
-        module = exported.mlir_module(serialized=False)  # kept, since its operations are only views of it
-        stack = [module.operation]
-        while stack:
-            operation = stack.pop()
-            is_call = operation.name == "stablehlo.custom_call"
-            yield operation.name, operation.attributes["call_target_name"].value if is_call else ""
-            stack += (inner.operation for region in operation.regions for block in region for inner in block)
+        module = jax_mlir.ir.Module.parse(text)
+        module.operation.verify()
+        ops = list(_ops_of(module.operation))
+        version = hlo.get_version_from_compatibility_requirement(hlo.StablehloCompatibilityRequirement.WEEK_4)
+        bytecode = _jax.mlir.serialize_portable_artifact(jax_mlir.module_to_bytecode(module), version, False)
+    return dataclasses.replace(exported, mlir_module_serialized=bytecode), ops
+
+
+def _ops_of(root: Any) -> Iterator[tuple[str, str]]:
+    """Of operations inside `root`, which are only views of it, so that it has to be kept meanwhile."""
+    stack = [root]
+    while stack:
+        operation = stack.pop()
+        is_call = operation.name == "stablehlo.custom_call"
+        yield operation.name, operation.attributes["call_target_name"].value if is_call else ""
+        stack += (inner.operation for region in operation.regions for block in region for inner in block)

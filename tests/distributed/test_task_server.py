@@ -140,7 +140,7 @@ def test_the_first_to_create_wins_and_the_rest_find_it(cluster: Cluster) -> None
 
 
 def test_an_initialiser_runs_on_the_task(cluster: Cluster) -> None:
-    exported = jax.export.export(jax.jit(lambda: jnp.arange(4.0)))().serialize()
+    exported = export_program(lambda: jnp.arange(4.0), ())
     cluster.ask(CreateVariable("w", "float32", (4,), program=True), bytes(exported))
     assert read(cluster) == [0, 1, 2, 3]
 
@@ -151,7 +151,7 @@ def test_bfloat16_variables_travel(cluster: Cluster) -> None:
 
 
 def two_arrays() -> bytes:
-    return bytes(jax.export.export(jax.jit(lambda: (jnp.zeros(3), jnp.zeros(3))))().serialize())
+    return export_program(lambda: (jnp.zeros(3), jnp.zeros(3)), ())
 
 
 REFUSED: list[tuple[AnyMessage, Callable[[], bytes], type[Exception], str]] = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,11 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import export
 from jax._src.export import serialization_generated as tables
-from jax._src.interpreters import mlir
-from jax._src.lib import _jax
-from jax._src.lib.mlir.dialects import hlo
 
-from dflow.lowering.foreign_program import read_program
+from dflow.lowering.foreign_program import read_program, write_program
 from dflow.lowering.program import export_program, load_program
 from dflow.tracing.errors import WireError
 from dflow.tracing.jax_frontend import STABLE_CALL_TARGETS
@@ -38,14 +36,14 @@ ALLOWED: list[Callable[[jax.Array], Any]] = [
 
 @pytest.mark.parametrize("fn", ALLOWED)
 def test_what_jax_exports_by_itself_is_read(fn: Callable[[jax.Array], Any]) -> None:
-    blob = export.export(jax.jit(fn))(F32.struct).serialize()
+    blob = write_program(export.export(jax.jit(fn))(F32.struct))
     assert jax.tree.leaves(read_program(blob).call(jnp.ones(3)))
 
 
 def export_unchecked(fn: Callable[..., Any], target: str) -> bytes:
     """As one does who means harm: JAX's own check at the sender is switched off."""
     allowed = [export.DisabledSafetyCheck.custom_call(target)]
-    return bytes(export.export(jax.jit(fn), disabled_checks=allowed)(F32.struct).serialize())
+    return write_program(export.export(jax.jit(fn), disabled_checks=allowed)(F32.struct))
 
 
 def calling(target: str) -> Callable[[jax.Array], jax.Array]:
@@ -92,15 +90,20 @@ def test_a_program_that_waits_for_the_host_is_refused(op: str) -> None:
     good = export.export(jax.jit(lambda x: x + 1))(F32.struct)
     main = f"func.func public @main(%arg0: tensor<3xf32>) -> tensor<3xf32> {{ {text} }}"
     with pytest.raises(WireError, match=f"does 'stablehlo.{op}', which a program from another process may not"):
-        read_program(replace(good, mlir_module_serialized=portable(main)).serialize())
+        read_program(replace(good, mlir_module_serialized=main.encode()).serialize())
 
 
-def portable(text: str) -> bytes:
-    """A module as exports hold it."""
-    with mlir.make_ir_context():
-        module = mlir.ir.Module.parse(text)
-        version = hlo.get_version_from_compatibility_requirement(hlo.StablehloCompatibilityRequirement.WEEK_4)
-        return bytes(_jax.mlir.serialize_portable_artifact(mlir.module_to_bytecode(module), version, False))
+def test_bytecode_is_refused_unread() -> None:
+    """Its reader crashes on some malformed bytes."""
+    blob = export.export(jax.jit(lambda x: x + 1))(F32.struct).serialize()
+    with pytest.raises(WireError, match="are no exported program: UnicodeDecodeError"):
+        read_program(blob)
+
+
+def test_a_large_constant_comes_back_to_the_bit() -> None:
+    large = np.random.default_rng(0).standard_normal(100_000).astype(np.float32)
+    blob = export_program(lambda: [jnp.asarray(large)], [])
+    assert np.array_equal(load_program(blob, 0)()[0], large)
 
 
 class Chest:
@@ -121,7 +124,7 @@ def test_a_tree_with_a_users_type_is_refused_before_its_code_runs() -> None:
         serialize_auxdata=lambda aux: b"anything",
         deserialize_auxdata=read_auxiliary,
     )
-    blob = export.export(jax.jit(lambda x: (x, Chest())))(F32.struct).serialize()
+    blob = write_program(export.export(jax.jit(lambda x: (x, Chest())))(F32.struct))
     with pytest.raises(WireError, match="a tree of a type of the user's; send plain tuples, lists and dicts"):
         read_program(blob)
     assert ran == []
@@ -153,17 +156,14 @@ def test_a_tree_that_unfolds_without_end_is_refused() -> None:
 GOOD = export_program(lambda x: [x * 2 + 1], [F32])
 
 
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.data())
-def test_damaged_programs_are_refused_or_still_programs(data: st.DataObject) -> None:
-    """Each byte may be another; what is read then is compiled and run, and fails by an exception if at all."""
+def test_damaged_programs_are_refused_or_are_other_programs(data: st.DataObject) -> None:
     blob = bytearray(GOOD)
     for _ in range(data.draw(st.integers(1, 3))):
         blob[data.draw(st.integers(0, len(blob) - 1))] = data.draw(st.integers(0, 255))
-    try:
+    with contextlib.suppress(WireError):
         read_program(blob)
-    except WireError:
-        return
 
 
 @given(st.binary(max_size=200))

@@ -1,0 +1,106 @@
+"""A coordinator, a stock task and a worker at an address of this machine that others could reach."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from dflow.__main__ import main
+from dflow.distributed.coordinator import LISTENING
+from tests.distributed.processes import Spawned
+from tests.distributed.test_strangers import own_address
+
+WORKER = """
+import sys
+import dflow, jax.numpy as jnp
+
+cluster = dflow.connect(sys.argv[1], index=0)
+with cluster.parameter_servers():
+    w = dflow.Variable(lambda: jnp.zeros(3), name="w")
+
+
+@dflow.jit
+def step(x):
+    return w.assign_add(x)
+
+
+for _ in range(3):
+    step(jnp.ones(3))
+print("w is", w.read().tolist())
+cluster.close()
+"""
+
+
+class Secured:
+    """A coordinator and a ps task, and what each of the three processes is told by which the others know it."""
+
+    def __init__(self, folder: Path, kind: str, started: ExitStack) -> None:
+        self.folder, self.kind = folder, kind
+        (folder / "worker.py").write_text(WORKER)
+        self._make_files()
+        host = own_address()
+        words = (
+            "coordinator",
+            "--job",
+            "ps=1",
+            "--job",
+            "worker=1",
+            "--address",
+            f"{host}:0",
+            *self.flags("coordinator"),
+        )
+        coordinator = started.enter_context(Spawned("-m", "dflow", *words, cwd=folder))
+        self.address = coordinator.read_until(LISTENING)[0].removeprefix(LISTENING).strip()
+        assert self.address.startswith(host)
+        words = ("task", "--index", "0", "--coordinator", self.address, *self.flags("ps-0"))
+        self.task = started.enter_context(Spawned("-m", "dflow", *words, cwd=folder, JAX_PLATFORMS="cpu"))
+
+    def _make_files(self) -> None:
+        if self.kind == "secret":
+            main(["certs", "secret", str(self.folder / "secret")])
+            return
+        main(["certs", "init", str(self.folder)])
+        for name in ("coordinator", "ps:0", "worker:0"):
+            main(["certs", "issue", str(self.folder), "--name", name, "--host", own_address()])
+
+    def flags(self, who: str) -> tuple[str, str]:
+        """What the command line takes."""
+        if self.kind == "secret":
+            return "--secret-file", str(self.folder / "secret")
+        return "--certificates", str(self.folder / who)
+
+    def environment(self, who: str) -> dict[str, str]:
+        """What the environment takes."""
+        if self.kind == "secret":
+            return {"DFLOW_SECRET_FILE": str(self.folder / "secret")}
+        files = {"DFLOW_TLS_CERT": "cert.pem", "DFLOW_TLS_KEY": "key.pem", "DFLOW_TLS_CA": "ca.pem"}
+        return {name: str(self.folder / who / file) for name, file in files.items()}
+
+    def work(self, **environment: str) -> tuple[int, str]:
+        """Run the worker; its status and output."""
+        with Spawned("worker.py", self.address, cwd=self.folder, JAX_PLATFORMS="cpu", **environment) as worker:
+            return worker.finish()
+
+
+@pytest.fixture(params=["certificates", "secret"])
+def secured(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Secured]:
+    with ExitStack() as started:
+        yield Secured(tmp_path, request.param, started)
+
+
+def test_a_step_runs_among_those_who_know_each_other_and_no_one_else_takes_part(secured: Secured) -> None:
+    status, output = secured.work()
+    assert status != 0
+    assert "is not a loopback address, and nothing says who may be spoken to there" in output
+    assert secured.work(**secured.environment("worker-0")) == (0, "w is [3.0, 3.0, 3.0]\n")
+
+
+def test_a_worker_with_the_certificate_of_another_is_told_so(tmp_path: Path) -> None:
+    with ExitStack() as started:
+        secured = Secured(tmp_path, "certificates", started)
+        status, output = secured.work(**secured.environment("ps-0"))
+    assert status != 0
+    assert "calls itself '/job:worker/task:0', but its certificate is for ps:0; issue one for that name" in output
