@@ -1,9 +1,10 @@
 """How long does a value take from one process to another, and what is added to plain sockets?
 
 A round trip is a call with 4 bytes, answered by 4. A transfer is an array of so many MB on the CPU device of one
-process, sent to another, an array on its device there, and a word back. *raw* is as many bytes over a plain TCP or
-Unix socket into one buffer that is used again, and a byte back. All ways are measured in turn, round by round; `x raw`
-is the median of the ratios to the raw TCP socket of the same round, with the 10th and 90th percentile.
+process, sent to another, an array on its device there, and a word back. *tls* is TCP under a shared secret. *raw* is as
+many bytes over a plain TCP or Unix socket into one buffer that is used again, and a byte back. All ways are measured in
+turn, round by round; `x raw` is the median of the ratios to the raw TCP socket of the same round, with the 10th and the
+90th percentile.
 """
 
 from __future__ import annotations
@@ -23,34 +24,37 @@ import jax.numpy as jnp
 
 from benchmarks._paired import in_turn, median_ratio, options, publish, seconds_per_call
 from benchmarks._raw_sockets import receive
+from dflow.certs import make_secret
 from dflow.distributed.codec import decode_array, encode_array
 from dflow.distributed.messages import AnyMessage, Ok, Value
 from dflow.distributed.transport.base import Limits, Peer, RefuseAll, Responder
 from dflow.distributed.transport.sockets import SocketTransport
+from dflow.distributed.transport.tls_policies import SharedSecret
 
 WAIT_S = 60.0
 CALLS = 200
 MEGABYTES = (1, 10, 100)
 
 #: Where a server listens, by the name of the way.
-LISTENS = {"tcp": "127.0.0.1:0", "unix": "unix:", "shared memory": "unix:"}
+LISTENS = {"tcp": "127.0.0.1:0", "tls": "127.0.0.1:0", "unix": "unix:", "shared memory": "unix:"}
 
 
 def main() -> None:
     given = options(__doc__, rounds=15)
     with tempfile.TemporaryDirectory() as folder:
+        make_secret(Path(folder, "secret"))
         here, there = multiprocessing.get_context("spawn").Pipe()
         server = multiprocessing.get_context("spawn").Process(target=serve, args=(there, folder), daemon=True)
         server.start()
-        rows = measured(here.recv(), given.rounds)
+        rows = measured(here.recv(), folder, given.rounds)
         server.terminate()
         server.join()
     publish("transport", rows, as_json=given.json)
 
 
-def measured(addresses: dict[str, str], rounds: int) -> list[dict[str, Any]]:
+def measured(addresses: dict[str, str], folder: str, rounds: int) -> list[dict[str, Any]]:
     """A line for each size and way."""
-    peers = {name: reach(name, addresses[name]) for name in LISTENS}
+    peers = {name: reach(name, folder, addresses[name]) for name in LISTENS}
     rows = compared("round trip", partial(round_trips, addresses, peers), rounds)
     for megabytes in MEGABYTES:
         rows += compared(f"{megabytes} MB", partial(transfers, addresses, peers, megabytes * 10**6), rounds)
@@ -107,12 +111,14 @@ def transfer(peer: Peer, value: jax.Array) -> None:
     peer.call(Value("float32", tuple(value.shape)), encode_array(value), timeout_s=WAIT_S)
 
 
-def reach(name: str, address: str) -> Peer:
-    return transport_of(name).connect(address, name="client", handler=RefuseAll(), who="server", timeout_s=WAIT_S)
+def reach(name: str, folder: str, address: str) -> Peer:
+    transport = transport_of(name, folder)
+    return transport.connect(address, name="client", handler=RefuseAll(), who="server", timeout_s=WAIT_S)
 
 
-def transport_of(name: str) -> SocketTransport:
-    return SocketTransport(Limits() if name == "shared memory" else Limits(shared_bytes=0))
+def transport_of(name: str, folder: str) -> SocketTransport:
+    limits = Limits() if name == "shared memory" else Limits(shared_bytes=0)
+    return SocketTransport(limits, SharedSecret(Path(folder, "secret")) if name == "tls" else None)
 
 
 class Takes(RefuseAll):
@@ -136,7 +142,8 @@ def serve(pipe: multiprocessing.connection.Connection, folder: str) -> None:
     for listening in (raw_tcp, raw_unix):
         threading.Thread(target=serve_raw, args=(listening,), daemon=True).start()
     listeners = {
-        name: transport_of(name).listen(address, name="server", handler=Takes()) for name, address in LISTENS.items()
+        name: transport_of(name, folder).listen(address, name="server", handler=Takes())
+        for name, address in LISTENS.items()
     }
     addresses = {name: listener.address for name, listener in listeners.items()}
     pipe.send({**addresses, "raw tcp": str(raw_tcp.getsockname()[1]), "raw unix": str(Path(folder, "raw"))})

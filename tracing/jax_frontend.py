@@ -41,8 +41,6 @@ from jax._src.export import _export as jax_export
 from jax._src.export import serialization_generated as export_tables
 from jax._src.interpreters import ad as jax_ad
 from jax._src.interpreters import mlir as jax_mlir
-from jax._src.lib import _jax
-from jax._src.lib.mlir.dialects import hlo
 from jax._src.random.prng import PRNGImpl
 from jax.extend import core as jex
 from jax.extend.core import primitives as jax_primitives
@@ -532,6 +530,9 @@ def _primitives_by_name() -> dict[str, Any]:
     return {primitive.name: primitive for primitive in (*jax_mlir._lowerings, *listed)}
 
 
+#: With the parts of MLIR that it imports, which have no types.
+_EXPORT: Any = jax_export
+
 #: The custom calls that a program may make by JAX's own rule for exports: library routines and layout, no callbacks.
 STABLE_CALL_TARGETS: frozenset[str] = frozenset(jax_export._CUSTOM_CALL_TARGETS_GUARANTEED_STABLE)
 
@@ -564,11 +565,12 @@ def with_bytecode(exported: Any) -> tuple[Any, list[tuple[str, str]]]:
     """
     text = exported.mlir_module_serialized.decode()
     with jax_mlir.make_ir_context():
-        module = jax_mlir.ir.Module.parse(text)
+        module = _EXPORT.ir.Module.parse(text)
         module.operation.verify()
         ops = list(_ops_of(module.operation))
-        version = hlo.get_version_from_compatibility_requirement(hlo.StablehloCompatibilityRequirement.WEEK_4)
-        bytecode = _jax.mlir.serialize_portable_artifact(jax_mlir.module_to_bytecode(module), version, False)
+        recent = _EXPORT.hlo.StablehloCompatibilityRequirement.WEEK_4
+        version = _EXPORT.hlo.get_version_from_compatibility_requirement(recent)
+        bytecode = _EXPORT._jax.mlir.serialize_portable_artifact(jax_mlir.module_to_bytecode(module), version, False)
     return dataclasses.replace(exported, mlir_module_serialized=bytecode), ops
 
 

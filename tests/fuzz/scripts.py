@@ -169,4 +169,4 @@ def _program() -> bytes:
 KINDS: tuple[Callable[[random.Random], bytes], ...] = (
     *(senseless, wrong, changed, other_header, lying, noise, plan, program),
 )
-WEIGHTS = (40, 20, 12, 12, 6, 5, 4, 1)
+WEIGHTS = (40, 20, 12, 12, 6, 5, 4, 3)

@@ -68,6 +68,7 @@ class Victim:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            errors="replace",
         )
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
