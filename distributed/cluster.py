@@ -41,13 +41,14 @@ from dflow.distributed.messages import (
     VariableCreated,
     WriteVariable,
 )
+from dflow.distributed.rendezvous import describe
 from dflow.distributed.step_counts import StepCounts
 from dflow.distributed.strategies.backup_workers import without_backups
 from dflow.distributed.strategies.round_part import Part
 from dflow.distributed.task_server import TaskServer, TaskSettings
 from dflow.distributed.transport.addresses import LOCAL_ADDRESS
 from dflow.distributed.transport.base import Peer, Reply, Transport
-from dflow.lowering.channel import StepId
+from dflow.lowering.channel import STEPS_OF_A_LIFE, StepId
 from dflow.lowering.compile import Compiled, TaskPlan, make_plans
 from dflow.lowering.devices import devices_in_order
 from dflow.lowering.execute import Outcome
@@ -76,6 +77,9 @@ from dflow.tracing.source import at, caller
 from dflow.tracing.task_name import short_task_name, split_task_name, task_name
 from dflow.tracing.trace import Traced, trace
 from dflow.tracing.types import array_type_of
+
+#: How long the word of a step's end, or of why there is none, may take from task to task, in s.
+WORD_S = 5.0
 
 _ENCODER = msgspec.msgpack.Encoder()
 _Answer = TypeVar("_Answer")
@@ -127,9 +131,8 @@ class Cluster:
         self.task = task_name(job, index)
         self.index = index
         self._settings = settings
-        # Numbers of a worker that is started anew must not meet those of its past life.
-        first = time.time_ns() // 1000
-        self._steps = itertools.count(first)
+        first = _first_of_a_life()
+        self._steps = itertools.count(first + 1)
         name = self.task
         self._client = CoordinatorClient(transport, coordinator, name=name, timeout_s=settings.join_timeout_s)
         waits = TaskSettings(wait_timeout_s=settings.step_timeout_s)
@@ -146,6 +149,7 @@ class Cluster:
             recorder=recorder,
             flights=self.flights,
             on_stall=self._client.ask_for_dumps,
+            described=self._client.describe,
         )
         self._server.count_steps_from(first)
         #: The steps that this task has started.
@@ -255,8 +259,11 @@ class Cluster:
     # Variables on other tasks.
 
     def request(self, task: str, message: Any, payload: Any = b"") -> Reply:
-        """Ask another task, and wait for its answer."""
-        return self._server.peer(task).call(message, payload, timeout_s=self._settings.request_timeout_s)
+        """Ask another task, and wait for its answer; raises DeadlineExceeded, which says how the task is."""
+        try:
+            return self._server.peer(task).call(message, payload, timeout_s=self._settings.request_timeout_s)
+        except DeadlineExceeded as error:
+            raise DeadlineExceeded(f"{error}; {self._client.describe(task)}") from error
 
     def request_for(self, task: str, message: AnyMessage, wait_s: float) -> Reply:
         """Ask another task for what it may wait for as long as `wait_s`, before it answers."""
@@ -365,14 +372,14 @@ class Cluster:
 
     def _run_step(self, step: StepId, handles: Mapping[str, int], feeds: Sequence[Any]) -> tuple[jax.Array, ...]:
         others = {task: self._server.peer(task) for task in handles if task != self.task}
-        parts = _Parts((self.task, *others), self._server.stalled)
+        parts = _Parts((self.task, *others), self._client.describe, self._server.stalled)
         try:
             for task, peer in others.items():
                 peer.start(RunPlan(handles[task], step.origin, step.number)).when_done(partial(parts.ended, task))
             self._server.run(handles[self.task], step, feeds, partial(parts.ended, self.task))
             fetches = parts.wait(step, self._settings.step_timeout_s)
         except TransportClosed as error:
-            lost = TaskLost(f"a task was lost in step {step.number} of {short_task_name(self.task)}: {error}")
+            lost = TaskLost(f"a task was lost in {describe(step)}: {error}")
             self._cancel(step, others.values(), lost)
             raise lost from error
         except BaseException as error:
@@ -388,12 +395,21 @@ class Cluster:
                 peer.notify(message)
 
 
+_lives = itertools.count()
+
+
+def _first_of_a_life() -> int:
+    """The first number of the steps of a task that begins now: none of its past lives on any host has come so far."""
+    tenths_of_s = time.time_ns() // 100_000_000
+    return (tenths_of_s + next(_lives)) * STEPS_OF_A_LIFE
+
+
 class _Parts:
     """The parts of a step, this task's own first; waited for by one thread, which wakes once."""
 
-    def __init__(self, tasks: Sequence[str], on_stall: Callable[[str], str]) -> None:
+    def __init__(self, tasks: Sequence[str], described: Callable[[str], str], on_stall: Callable[[str], str]) -> None:
         self._own = tasks[0]
-        self._on_stall = on_stall
+        self._described, self._on_stall = described, on_stall
         self._lock = threading.Lock()
         self._running = set(tasks)
         self._outcome: Outcome | None = None
@@ -416,13 +432,12 @@ class _Parts:
 
     def wait(self, step: StepId, timeout_s: float) -> tuple[jax.Array, ...]:
         """What the own part gave, once all have ended; raises what ended one, and DeadlineExceeded."""
-        if not self._is_over.acquire(timeout=timeout_s):
+        # Longer by a little, for the wait for a value, which ends at its time too, says more than this one.
+        if not self._is_over.acquire(timeout=timeout_s + min(WORD_S, timeout_s)):
             with self._lock:
-                missing = ", ".join(short_task_name(task) for task in sorted(self._running))
-            text = (
-                f"step {step.number} of {short_task_name(step.origin)} did not end within {timeout_s:g} s: "
-                f"{missing} had not ended its part"
-            )
+                missing = sorted(self._running)
+            whose = "; ".join(map(self._described, missing))
+            text = f"{describe(step)} did not end within {timeout_s:g} s; still at it: {whose}"
             raise DeadlineExceeded(text + self._on_stall(text))
         assert self._outcome is not None
         return fetched(self._outcome)

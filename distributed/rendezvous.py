@@ -23,6 +23,7 @@ from typing import Generic, TypeVar
 
 from dflow.lowering.channel import StepId
 from dflow.tracing.errors import DflowError, InternalError, StepCancelled
+from dflow.tracing.task_name import short_task_name
 
 Waiter = TypeVar("Waiter")
 Value = TypeVar("Value")
@@ -242,4 +243,4 @@ class Rendezvous(Generic[Waiter, Value]):
 
 def describe(step: StepId) -> str:
     """The step in words."""
-    return f"step {step.number} of {step.origin}"
+    return f"step {step.place} of {short_task_name(step.origin)}"

@@ -50,6 +50,7 @@ class StockTask:
             recorder=recorder,
             flights=self.flights,
             on_stall=self.client.ask_for_dumps,
+            described=self.client.describe,
         )
         self.client.call_on_roster(self.server.roster_changed)
         server = self.server

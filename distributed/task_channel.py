@@ -22,6 +22,7 @@ from dflow.distributed.rendezvous import EndWait, Rendezvous, RendezvousStatisti
 from dflow.lowering.channel import Deliver, Sent, StepId
 from dflow.lowering.recorder import RECEIVED, SENT, WAIT_EXPIRED, Recorder
 from dflow.tracing.errors import DeadlineExceeded, DflowError, WireError
+from dflow.tracing.task_name import short_task_name
 
 LOGGER = logging.getLogger("dflow")
 
@@ -60,11 +61,13 @@ class TaskChannel:
         deadlines: MakeDeadlines = Deadlines,
         recorder: Recorder | None = None,
         on_stall: Callable[[str], str] = lambda why: "",
+        described: Callable[[str], str] = short_task_name,
     ) -> None:
         self._name = name
         self._recorder = recorder or Recorder()
         self._on_stall = on_stall
         self._peers = peers
+        self._described = described
         self._lock = threading.Lock()
         self._rendezvous: Rendezvous[_Receiver, Sent] = Rendezvous()
         self._receivers: dict[_Wait, _Receiver] = {}
@@ -167,7 +170,7 @@ class TaskChannel:
         if receiver is None:
             return ""
         step, edge = receiver.wait
-        return f"waits for {receiver.source} to send edge {edge!r} in {describe(step)}"
+        return f"waits for {short_task_name(receiver.source)} to send the value {edge!r} in {describe(step)}"
 
     def traffic(self) -> tuple[EdgeTraffic, ...]:
         """What was sent to other tasks so far, per edge and destination."""
@@ -204,8 +207,9 @@ class TaskChannel:
             return
         self._recorder.note(WAIT_EXPIRED, step, edge, receiver.source)
         text = (
-            f"{self._name} waited {self._deadlines.timeout_s:g} s for {receiver.source} to send edge {edge!r} in "
-            f"{describe(step)}; look there for an error, or allow a longer wait"
+            f"{short_task_name(self._name)} waited {self._deadlines.timeout_s:g} s in {describe(step)} for the value "
+            f"{edge!r}, which {self._described(receiver.source)} should have sent\n  look there for an error, or allow "
+            "a longer wait"
         )
         error = DeadlineExceeded(text + self._on_stall(text))
         with self._lock:

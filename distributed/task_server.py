@@ -120,6 +120,7 @@ class TaskServer:
     recorder         what keeps its newest events
     flights          what writes them down when a wait has lasted too long, and is asked to
     on_stall         told why, then, so that others can do the same
+    described        how another task is, for an error about it; may take a second
     raises           what `Transport.listen` raises
     """
 
@@ -136,6 +137,7 @@ class TaskServer:
         recorder: Recorder | None = None,
         flights: FlightRecorder | None = None,
         on_stall: Callable[[str], None] = lambda why: None,
+        described: Callable[[str], str] = short_task_name,
     ) -> None:
         self.name = name
         self._flights, self._on_stall = flights, on_stall
@@ -165,6 +167,7 @@ class TaskServer:
             deadlines=deadlines,
             recorder=self.recorder,
             on_stall=self.stalled,
+            described=described,
         )
         self._listener = transport.listen(address, name=name, handler=self)
 

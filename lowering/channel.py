@@ -12,12 +12,20 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import numpy.typing as npt
 
+#: The steps of one life of a task: a life's first number is a multiple of it, and greater than any before.
+STEPS_OF_A_LIFE = 1 << 27
+
 
 class StepId(NamedTuple):
     """One run of a graph: the task that started it and that task's own count of steps."""
 
     origin: str
     number: int
+
+    @property
+    def place(self) -> int:
+        """The step's place among those of the task's present life."""
+        return self.number % STEPS_OF_A_LIFE
 
 
 #: What crosses: of small values that came over the network, a NumPy array, which programs take as it is.

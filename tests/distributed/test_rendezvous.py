@@ -62,7 +62,7 @@ def test_a_second_waiter_is_refused(delivered: bool) -> None:
         rendezvous.put(STEP, "e", "value")
     error = outcome(rendezvous.take(STEP, "e", "ps", "second"))
     assert isinstance(error, InternalError)
-    assert "edge 'e' is awaited twice in step 7 of /job:worker/task:0" in str(error)
+    assert "edge 'e' is awaited twice in step 7 of worker:0" in str(error)
 
 
 def test_abort_ends_the_waits_of_the_step_and_drops_what_is_there_and_what_comes() -> None:
@@ -73,7 +73,7 @@ def test_abort_ends_the_waits_of_the_step_and_drops_what_is_there_and_what_comes
     assert rendezvous.put(STEP, "a", "late") == []
     late = outcome(rendezvous.take(STEP, "b", "ps", "late waiter"))
     assert isinstance(late, StepCancelled)
-    assert "step 7 of /job:worker/task:0 has ended here, or was cancelled" in str(late)
+    assert "step 7 of worker:0 has ended here, or was cancelled" in str(late)
     assert rendezvous.statistics() == RendezvousStatistics(0, 0, 0, 0, dropped=2, remembered=1)
 
 
@@ -88,7 +88,7 @@ def test_finish_ends_forgotten_waits_with_a_reason() -> None:
     rendezvous = make()
     rendezvous.begin(STEP)
     rendezvous.take(STEP, "e", "ps", "waiter")
-    assert "step 7 of /job:worker/task:0 has ended" in str(outcome(rendezvous.finish(STEP)))
+    assert "step 7 of worker:0 has ended" in str(outcome(rendezvous.finish(STEP)))
 
 
 def test_an_expired_wait_ends_once() -> None:
