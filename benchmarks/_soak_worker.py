@@ -1,0 +1,89 @@
+"""A worker of `benchmarks.soak`: many steps, with a look at all processes of the cluster now and then; prints JSON."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import dflow
+
+ROWS, COLUMNS = 10_000, 64
+BATCH = 32
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    for name in ("steps", "looks", "workers"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    given = parser.parse_args()
+    cluster = dflow.connect()
+    with cluster.parameter_servers():
+        table = dflow.Variable(lambda: jnp.zeros((ROWS, COLUMNS)), name="table")
+        weights = dflow.Variable(lambda: jnp.zeros((COLUMNS, 8)), name="weights")
+        arrived = dflow.FIFOQueue(given.workers, jnp.float32(0), name="arrived")
+        tokens = dflow.FIFOQueue(given.workers, jnp.float32(0), name="tokens")
+
+    @dflow.jit
+    def step(indices: Any) -> Any:
+        """Rows and a dense variable, both ways, and a barrier."""
+        rows = table.gather(indices)
+        weights.assign_add(rows.T @ jnp.ones((BATCH, 8)) * 1e-6)
+        table.scatter_add(indices, jnp.full((BATCH, COLUMNS), 1e-6))
+        arrived.enqueue(rows.sum())
+        if cluster.index == 0:
+            tokens.enqueue_many(arrived.dequeue_many(given.workers))
+        return tokens.dequeue()
+
+    order = np.random.default_rng(cluster.index)
+    every = given.steps // given.looks
+    looks = []
+    for number in range(given.steps + 1):
+        if cluster.index == 0 and number % every == 0:
+            gc.collect()
+            looks.append({"steps": number, "tasks": look()})
+        jax.block_until_ready(step(order.integers(ROWS, size=BATCH, dtype=np.int32)))
+    if cluster.index == 0:
+        print("looks " + json.dumps(looks), flush=True)
+    cluster.close()
+
+
+def look() -> dict[str, dict[str, int]]:
+    """The memory, descriptors and threads of each process that the launcher has started."""
+    launcher = os.getppid()
+    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    return {role(child): held_by(child) for child in children}
+
+
+def role(process: str) -> str:
+    """What a process is, by its command line."""
+    words = Path(f"/proc/{process}/cmdline").read_text().split("\0")
+    if "coordinator" in words:
+        return "coordinator"
+    if "task" in words:
+        return f"ps:{words[words.index('--index') + 1]}"
+    environment = Path(f"/proc/{process}/environ").read_text().split("\0")
+    index = next(entry for entry in environment if entry.startswith("DFLOW_INDEX="))
+    return f"worker:{index.partition('=')[2]}"
+
+
+def held_by(process: str) -> dict[str, int]:
+    """Resident memory that is the process's own, in kB, and how many descriptors and threads it has."""
+    folder = Path(f"/proc/{process}")
+    status = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
+    return {
+        "kB": int(status["RssAnon"].split()[0]),
+        "descriptors": len(list((folder / "fd").iterdir())),
+        "threads": int(status["Threads"]),
+    }
+
+
+if __name__ == "__main__":
+    main()

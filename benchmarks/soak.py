@@ -1,0 +1,57 @@
+"""Does a cluster stay as it is for 100,000 steps: memory, descriptors and threads of every process?
+
+Two ps tasks and two workers, each a process. A step gathers rows, updates rows and a dense variable, and waits for the
+other worker at a barrier made of queues. *growth* is from a tenth of the way, when caches have filled, to the end.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks._paired import options, publish
+
+ROOT = Path(__file__).parents[1]
+PS, WORKERS, LOOKS = 2, 2, 20
+
+
+def main() -> None:
+    given = options(__doc__, steps=100_000)
+    found = looks(given.steps)
+    begin, end = found[len(found) // 10]["tasks"], found[-1]["tasks"]
+    rows = [
+        {
+            "process": name,
+            "steps": found[-1]["steps"] * WORKERS,
+            "MB": end[name]["kB"] / 1e3,
+            "growth MB": (end[name]["kB"] - begin[name]["kB"]) / 1e3,
+            "most MB": max(look["tasks"][name]["kB"] for look in found) / 1e3,
+            "descriptors": end[name]["descriptors"],
+            "more": end[name]["descriptors"] - begin[name]["descriptors"],
+            "threads": end[name]["threads"],
+            "more ": end[name]["threads"] - begin[name]["threads"],
+        }
+        for name in sorted(end)
+    ]
+    publish("soak", rows, as_json=given.json)
+
+
+def looks(steps: int) -> list[dict[str, Any]]:
+    """What the processes held, from time to time."""
+    script = str(ROOT / "benchmarks" / "_soak_worker.py")
+    cluster = [sys.executable, "-m", "dflow", "launch", "--ps", str(PS), "--workers", str(WORKERS), script]
+    words = ["--steps", str(steps // WORKERS), "--looks", str(LOOKS), "--workers", str(WORKERS)]
+    ended = subprocess.run([*cluster, *words], cwd=ROOT, capture_output=True, text=True, timeout=7200, check=False)
+    start = "[worker:0] looks "
+    lines = [line for line in ended.stdout.splitlines() if line.startswith(start)]
+    if not lines:
+        raise SystemExit(f"the cluster failed:\n{ended.stdout}{ended.stderr}")
+    found: list[dict[str, Any]] = json.loads(lines[0].removeprefix(start))
+    return found
+
+
+if __name__ == "__main__":
+    main()
