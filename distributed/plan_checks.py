@@ -13,13 +13,15 @@ import jax.numpy as jnp
 
 from dflow.lowering.plan import Branch, Call, Plan, Scalar, Scan, UseResource, While
 from dflow.lowering.resource_use import ResourceUse
-from dflow.lowering.waits import gives, takes
+from dflow.lowering.waits import bodies_of, gives, takes
 from dflow.tracing import ops
 from dflow.tracing.errors import ParseError, WireError
-from dflow.tracing.types import parse_dtype
+from dflow.tracing.types import ArrayType, parse_dtype, parse_type
 
 #: A plan may number this many slots.
 MAX_SLOTS = 1 << 20
+#: Bodies may be in bodies of bodies, so many deep.
+MAX_DEPTH = 64
 #: A name, or the user's line, may have this many characters.
 MAX_TEXT = 4096
 #: A queue may be asked for this many elements at once, or as its capacity.
@@ -29,8 +31,10 @@ MAX_COUNT = 1 << 31
 COUNTED = frozenset({"queue.dequeue_many", "queue.dequeue_up_to", "accumulator.take"})
 
 
-def check_plan(plan: Plan, task: str, programs: int) -> None:
-    """Raise WireError unless `task` can run `plan` with so many programs."""
+def check_plan(plan: Plan, task: str, programs: int, depth: int = 0) -> None:
+    """Raise WireError unless `task` can run `plan`, and the bodies in it, with so many programs."""
+    if depth > MAX_DEPTH:
+        raise WireError(f"a plan with bodies within bodies more than {MAX_DEPTH} deep")
     if plan.task != task:
         raise WireError(f"a plan for {plan.task} was sent to {task}")
     if not 0 <= plan.slots <= MAX_SLOTS:
@@ -40,12 +44,54 @@ def check_plan(plan: Plan, task: str, programs: int) -> None:
     _check_range("slot", slots, plan.slots)
     _check_range("item", {index for item in plan.items for index in item.after}, len(plan.items))
     _check_range("program", {item.program for item in plan.items if isinstance(item, Call)}, programs)
+    for body in plan.bodies:
+        check_plan(body, task, programs, depth + 1)
+    for item in plan.items:
+        if isinstance(item, Branch | While | Scan):
+            _check_range("inner plan", {*bodies_of(item)}, len(plan.bodies))
+            _check_control(item, plan.bodies)
+
+
+def _check_control(item: Branch | While | Scan, bodies: Sequence[Plan]) -> None:
+    """Raise WireError where a branch or a loop does not fit the bodies that it runs."""
+    taken, carry, rows, extra, results = len(item.takes), 0, 0, 0, len(item.gives)
+    match item:
+        case Branch():
+            extra = 1
+        case While():
+            carry, results = item.carry, item.carry
+        case Scan():
+            carry, rows, results = item.carry, item.rows, item.carry + len(item.stacked)
+    wanted = [results] * len(bodies_of(item))
+    if isinstance(item, While):
+        wanted[0] = 1
+    fits = len(wanted) > 0 and min(carry, rows, taken - carry - rows - extra) >= 0 and results == len(item.gives)
+    for number, count in zip(bodies_of(item), wanted, strict=True):
+        fits = fits and len(bodies[number].feeds) == taken - extra and len(bodies[number].fetches) == count
+    if not fits:
+        raise WireError(f"{type(item).__name__.lower()} of {taken} values to {len(item.gives)} does not fit its bodies")
+    if isinstance(item, While | Scan) and item.parallel < 1:
+        raise WireError(f"a loop with {item.parallel} turns at once; 1 or more are taken")
+    if isinstance(item, Scan):
+        _check_stacked(item)
+
+
+def _check_stacked(item: Scan) -> None:
+    if item.length < 0:
+        raise WireError(f"a loop of {item.length} turns")
+    for text in item.stacked:
+        try:
+            row = parse_type(text)
+        except (ParseError, ValueError) as error:
+            raise WireError(f"a loop stacks what is of no type: {error}") from error
+        if not isinstance(row, ArrayType) or None in row.shape:
+            raise WireError(f"a loop stacks {row}, which is no array")
 
 
 def check_from_peer(plan: Plan) -> None:
     """Raise WireError unless a plan that passed `check_plan` is one that a task runs for others."""
-    if plan.bodies or any(isinstance(item, Branch | While | Scan) for item in plan.items):
-        raise WireError(f"a plan with branches or loops that wait was sent to {plan.task}, which runs none for others")
+    for body in plan.bodies:
+        check_from_peer(body)
     if plan.names and len(plan.names) != len(plan.items):
         raise WireError(f"a plan of {len(plan.items)} items has names for {len(plan.names)}")
     for scalar in plan.scalars:

@@ -131,7 +131,7 @@ class PlanRegistry:
 def _decode(data: bytes) -> Plan:
     try:
         return _DECODER.decode(data)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise WireError(f"{len(data)} bytes are no plan: {error}") from error
 
 
@@ -145,12 +145,11 @@ def _split(payload: memoryview, sizes: Sequence[int]) -> Iterator[memoryview]:
 def _donated(plan: Plan, programs: int) -> list[int]:
     """How many arguments each program donates: as many as the calls of it write variables."""
     donated: list[int | None] = [None] * programs
-    for item in plan.items:
-        if isinstance(item, Call):
-            before = donated[item.program]
-            if before is not None and before != len(item.writes):
-                raise WireError(
-                    f"program {item.program} is called with {before} and with {len(item.writes)} variables to write"
-                )
-            donated[item.program] = len(item.writes)
+    for item in calls_in(plan):
+        before = donated[item.program]
+        if before is not None and before != len(item.writes):
+            raise WireError(
+                f"program {item.program} is called with {before} and with {len(item.writes)} variables to write"
+            )
+        donated[item.program] = len(item.writes)
     return [count or 0 for count in donated]

@@ -6,7 +6,8 @@ and must find its waiter later.
 Invariants:
 
 - An edge carries at most one value in a step, and has at most one waiter; whatever comes second is dropped or
-  refused.
+  refused. Of an edge in a turn of a loop nothing is kept once its value was delivered, so that a loop may turn for
+  ever; a second value of it would be dropped when the step ends.
 - Every waiter that `take` was given is handed to exactly one `EndWait`, by the call that ends its wait.
 - Nothing is kept for a step that has ended, but the fact. Per origin that is one number, below which every step has
   ended, and at most `WINDOW` numbers above it. So the steps of an origin are numbered upwards and may overlap, but a
@@ -21,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from dflow.lowering.channel import StepId
+from dflow.lowering.channel import StepId, is_in_loop
 from dflow.tracing.errors import DflowError, InternalError, StepCancelled
 from dflow.tracing.task_name import short_task_name
 
@@ -82,6 +83,12 @@ _DONE = _Done()
 class _Step(Generic[Waiter, Value]):
     edges: dict[str, _Waiting[Waiter] | _Held[Value] | _Done] = field(default_factory=dict)
 
+    def delivered(self, edge: str) -> None:
+        if is_in_loop(edge):
+            del self.edges[edge]
+        else:
+            self.edges[edge] = _DONE
+
 
 @dataclass
 class _Ended:
@@ -129,10 +136,11 @@ class Rendezvous(Generic[Waiter, Value]):
     def put(self, step: StepId, edge: str, value: Value) -> list[EndWait[Waiter, Value]]:
         """A value came; it is dropped if the step has ended, or the edge has had its value."""
         try:
-            edges = self._open(step).edges
+            opened = self._open(step)
         except DflowError:
             self._dropped += 1
             return []
+        edges = opened.edges
         place = edges.get(edge)
         if place is None:
             edges[edge] = _Held(value)
@@ -140,19 +148,20 @@ class Rendezvous(Generic[Waiter, Value]):
         if not isinstance(place, _Waiting):
             self._dropped += 1
             return []
-        edges[edge] = _DONE
+        opened.delivered(edge)
         self._delivered += 1
         return [EndWait(place.waiter, value)]
 
     def take(self, step: StepId, edge: str, source: str, waiter: Waiter) -> list[EndWait[Waiter, Value]]:
         """Someone waits for the value that the task `source` sends; ends at once if it is here, or cannot come."""
         try:
-            edges = self._open(step).edges
+            opened = self._open(step)
         except DflowError as error:
             return [EndWait(waiter, error)]
+        edges = opened.edges
         place = edges.get(edge)
         if isinstance(place, _Held):
-            edges[edge] = _DONE
+            opened.delivered(edge)
             self._delivered += 1
             return [EndWait(waiter, place.value)]
         if place is not None:

@@ -19,7 +19,7 @@ from dflow.distributed.deadlines import Deadlines, EndOfWaits, MakeDeadlines
 from dflow.distributed.messages import EdgeTraffic, Tensor
 from dflow.distributed.peers import Peers
 from dflow.distributed.rendezvous import EndWait, Rendezvous, RendezvousStatistics, describe
-from dflow.lowering.channel import Deliver, Sent, StepId
+from dflow.lowering.channel import Deliver, Sent, StepId, edge_alone
 from dflow.lowering.recorder import RECEIVED, SENT, WAIT_EXPIRED, Recorder
 from dflow.tracing.errors import DeadlineExceeded, DflowError, WireError
 from dflow.tracing.task_name import short_task_name
@@ -90,7 +90,7 @@ class TaskChannel:
         peer.notify(message, payload)
         self._recorder.note(SENT, step, edge, destination, len(payload), began)
         with self._lock:
-            total = self._traffic.setdefault((edge, destination), _Total())
+            total = self._traffic.setdefault((edge_alone(edge), destination), _Total())
             total.values += 1
             total.size_bytes += len(payload)
 

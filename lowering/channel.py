@@ -1,7 +1,8 @@
 """How the executor sends and receives, without knowing over what.
 
-An edge carries at most one value in a step. Whoever implements `Channel` matches a send with its receive by
-`(step, edge)`; either may come first.
+An edge carries at most one value in a step, and within loops one in each turn: then the turns stand behind the edge,
+those of the outermost loop first, as `w@3` or `w@3.0`. Whoever implements `Channel` matches a send with its receive by
+`(step, edge)`, these included; either may come first.
 """
 
 from __future__ import annotations
@@ -43,3 +44,18 @@ class Channel(Protocol):
     def receive(self, step: StepId, edge: str, source: str, deliver: Deliver) -> None:
         """Call `deliver` once, from any thread, with the value or with the error that ended the wait."""
         ...
+
+
+def frame_of_turn(frame: str, turn: int) -> str:
+    """What stands behind the edges in a turn of a loop that is itself in `frame`, which is empty outside of loops."""
+    return f"{frame}.{turn}" if frame else f"@{turn}"
+
+
+def edge_alone(edge: str) -> str:
+    """The edge without the turns."""
+    return edge.partition("@")[0]
+
+
+def is_in_loop(edge: str) -> bool:
+    """Whether turns stand behind the edge."""
+    return "@" in edge

@@ -6,18 +6,19 @@ host does itself (ops on queues and accumulators, branches and loops that wait),
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from dflow.lowering.discharge import Discharged, discharge
+from dflow.lowering.passes.divided import tasks_of
 from dflow.lowering.placement.work import is_quick
 from dflow.lowering.plan import Branch, Call, Copy, Item, Plan, Read, Recv, Scalar, Scan, Send, UseResource, While
 from dflow.lowering.snapshots import snapshots
 from dflow.tracing import ops
 from dflow.tracing.callbacks import calls_python
-from dflow.tracing.device_name import split_device_name, task_of
+from dflow.tracing.device_name import split_device_name
 from dflow.tracing.effects import Effect
 from dflow.tracing.errors import InternalError
 from dflow.tracing.graph import Graph, Literal, Node, Operand, Value
@@ -52,9 +53,8 @@ def make_plans(graph: Graph, local: str, keys: Mapping[Value, str]) -> Compiled:
     caller = makers[local]
     caller.feeds = [caller.slot(operand) for operand in (*feeds, *literals)]
     for node in graph.nodes:
-        assert node.device is not None
-        task = task_of(node.device)
-        makers.setdefault(task, _Maker(task, keys, snapshots=moved)).add(node)
+        for task in tasks_of(node):
+            makers.setdefault(task, _Maker(task, keys, snapshots=moved)).add(node)
     caller.fetches = [caller.slot(output) for output in graph.outputs]
     plans = {task: maker.plan() for task, maker in makers.items()}
     return Compiled(plans.pop(local), plans, literals)
@@ -63,6 +63,38 @@ def make_plans(graph: Graph, local: str, keys: Mapping[Value, str]) -> Compiled:
 def _device(node: Node) -> str:
     """The device of its task that a node runs on; empty for any."""
     return split_device_name(node.device or "")[1]
+
+
+class _Share:
+    """What of a branch or loop is a task's: all of it, or its part of one on several tasks."""
+
+    def __init__(self, node: Node, task: str) -> None:
+        self._node, self._task = node, task
+        self._tasks: tuple[str, ...] = node.attributes.get("tasks", ())
+        self.is_divided = bool(self._tasks)
+
+    @property
+    def index(self) -> Operand:
+        """The number of the branch."""
+        picks = self._node.attributes.get("picks")
+        return self._node.inputs[picks[self._tasks.index(self._task)] if picks else 0]
+
+    def takes(self, place: int) -> bool:
+        """Whether the array at a place among what is handed to the bodies is for this task."""
+        given = self._node.bodies[0].inputs[place]
+        return not isinstance(given.type, HANDLES) and (not self.is_divided or given.device == self._task)
+
+    @property
+    def gives(self) -> list[int]:
+        """The places of the results that are this task's."""
+        homes = self._node.attributes.get("homes", ())
+        return [place for place in range(len(self._node.array_outputs)) if not homes or homes[place] == self._task]
+
+    def given(self, body: Graph) -> list[Operand]:
+        """What the task's part of a body gives."""
+        if self._node.op is ops.ctrl_while and body is self._node.bodies[0]:
+            return [body.outputs[self._tasks.index(self._task) if self.is_divided else 0]]
+        return [body.outputs[place] for place in self.gives]
 
 
 @dataclass
@@ -75,6 +107,8 @@ class _Maker:
     programs: list[Discharged] = field(default_factory=list)
     slots: dict[Operand, int] = field(default_factory=dict)
     makers: dict[Value, int] = field(default_factory=dict)
+    #: The results of branches and loops that others run a part of.
+    divided: set[Value] = field(default_factory=set)
     scalars: list[Scalar] = field(default_factory=list)
     bodies: list[Plan] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
@@ -84,7 +118,12 @@ class _Maker:
         return self.slots.setdefault(operand, len(self.slots))
 
     def add(self, node: Node) -> None:
-        after = tuple(dict.fromkeys(self.makers[value] for value in node.after if value in self.makers))
+        before: Iterable[Value] = node.after
+        if "tasks" in node.attributes:
+            # What it takes elsewhere of a node that has a part here too, it does not wait for here by taking it.
+            before = (*before, *(value for value in node.values if value in self.divided))
+        after = tuple(dict.fromkeys(self.makers[value] for value in before if value in self.makers))
+        self.divided.update(node.outputs if "tasks" in node.attributes else ())
         self.makers.update(dict.fromkeys(node.outputs, len(self.items)))
         self.items.append(self._item(node, after))
         self.names.append(f"%{node.outputs[0].name} ({node.op.name}){at(node.loc)}")
@@ -122,18 +161,31 @@ class _Maker:
         )
 
     def _control(self, node: Node, after: tuple[int, ...]) -> Branch | While | Scan:
+        share = _Share(node, self.task)
         numbers = tuple(self._body(node, body) for body in node.bodies)
-        takes = self._takes([operand for operand in node.inputs if not isinstance(operand.type, HANDLES)])
-        gives = tuple(self.slot(value) for value in node.array_outputs)
+        taken = [operand for place, operand in enumerate(node.handed) if share.takes(place)]
+        gives = tuple(self.slot(node.array_outputs[place]) for place in share.gives)
         if node.op is ops.ctrl_cond:
-            return Branch(numbers, takes, gives, after)
+            return Branch(numbers, self._takes([share.index, *taken]), gives, after)
+        takes = self._takes(taken)
         parallel = node.attributes.get("parallel", PARALLEL_TURNS)
+        carry = sum(place < node.attributes["carry"] for place in share.gives)
         if node.op is ops.ctrl_while:
             test, repeated = numbers
-            return While(test, repeated, node.attributes["carry"], takes, gives, after, parallel)
-        stacked = tuple(str(output.type) for output in node.bodies[0].outputs[node.attributes["carry"] :])
-        options = {key: node.attributes[key] for key in ("length", "reverse", "carry", "rows")}
-        return Scan(numbers[0], **options, stacked=stacked, takes=takes, gives=gives, after=after, parallel=parallel)
+            return While(test, repeated, carry, takes, gives, after, parallel)
+        first_row = len(node.handed) - node.attributes["rows"]
+        return Scan(
+            numbers[0],
+            length=node.attributes["length"],
+            reverse=node.attributes["reverse"],
+            carry=carry,
+            rows=sum(map(share.takes, range(first_row, len(node.handed)))),
+            stacked=tuple(str(node.bodies[0].outputs[place].type) for place in share.gives[carry:]),
+            takes=takes,
+            gives=gives,
+            after=after,
+            parallel=parallel,
+        )
 
     def _body(self, node: Node, body: Graph) -> int:
         """The number of a body, whose programs join those of the whole plan."""
@@ -142,12 +194,13 @@ class _Maker:
             for ref, operand in zip(body.inputs, node.handed, strict=True)
             if isinstance(ref.type, HANDLES)
         }
-        maker = _Maker(self.task, keys, programs=self.programs)
-        maker.feeds = [maker.slot(value) for value in body.inputs if not isinstance(value.type, HANDLES)]
+        maker, share = _Maker(self.task, keys, programs=self.programs), _Share(node, self.task)
+        maker.feeds = [maker.slot(value) for place, value in enumerate(body.inputs) if share.takes(place)]
         maker.snapshots = snapshots(body)
         for inner in body.nodes:
-            maker.add(inner)
-        maker.fetches = list(maker._takes(body.outputs))
+            if not share.is_divided or self.task in tasks_of(inner):
+                maker.add(inner)
+        maker.fetches = list(maker._takes(share.given(body)))
         self.bodies.append(maker.plan().plan)
         return len(self.bodies) - 1
 

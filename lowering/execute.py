@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from dflow.lowering.channel import Channel, Sent, StepId
+from dflow.lowering.channel import Channel, Sent, StepId, frame_of_turn
 from dflow.lowering.loops import PENDING, Loop, OnItem
 from dflow.lowering.plan import Branch, Call, Copy, Item, Read, Recv, Scan, Send, UseResource, While
 from dflow.lowering.program import Program
@@ -37,8 +37,9 @@ class Execution:
     """One run of a plan, from `start` on.
 
     `on_done` is called once, from any thread, with the fetches or with the first error. A turn of a loop may start
-    before all is there: `feeds` that are PENDING come by `feed`; `held` says for how many `release`s an item waits; and
-    `on_item` is told of each item that is done, with what it gave. `note` is told of what begins and ends.
+    before all is there: `feeds` that are PENDING come by `feed`; `held` says for how many `release`s an item waits;
+    `on_item` is told of each item that is done, with what it gave. `note` is told of what begins and ends. Its turn and
+    those around it are its `frame`.
     """
 
     def __init__(
@@ -54,12 +55,14 @@ class Execution:
         held: Mapping[int, int] | None = None,
         on_item: OnItem | None = None,
         note: Note = not_noted,
+        frame: str = "",
     ) -> None:
         plan = schedule.plan
         if len(feeds) != len(plan.feeds):
             raise InternalError(f"the plan of {plan.task} takes {len(plan.feeds)} feeds but was given {len(feeds)}")
         self._schedule, self._programs, self._store, self._channel = schedule, programs, store, channel
         self._step, self._on_done, self._submit = step, on_done, submit
+        self._frame = frame
         self._slots: list[Any] = [None] * plan.slots
         for slot, value in schedule.scalars:
             self._slots[slot] = value
@@ -151,10 +154,12 @@ class Execution:
         """Do an item; false when it will be done later, by a delivery."""
         match item:
             case Recv():
-                self._channel.receive(self._step, item.edge, item.source, partial(self._received, index, item))
+                self._channel.receive(
+                    self._step, item.edge + self._frame, item.source, partial(self._received, index, item)
+                )
                 return False
             case Send():
-                self._channel.send(self._step, item.edge, item.destination, self._slots[item.take])
+                self._channel.send(self._step, item.edge + self._frame, item.destination, self._slots[item.take])
             case Call():
                 operands = [self._slots[slot] for slot in item.takes]
                 results = self._store.call(self._programs[item.program], item.writes, item.reads, operands)
@@ -228,9 +233,11 @@ class Execution:
         on_done: Callable[[Outcome], None],
         held: Mapping[int, int] | None = None,
         on_item: OnItem | None = None,
+        turn: int | None = None,
     ) -> Execution:
         schedule, around = self._schedule.bodies[body], (self._programs, self._store, self._channel, self._step)
-        return Execution(schedule, *around, feeds, on_done, self._submit, held, on_item, self._note)
+        frame = self._frame if turn is None else frame_of_turn(self._frame, turn)
+        return Execution(schedule, *around, feeds, on_done, self._submit, held, on_item, self._note, frame)
 
     def _cancel_at_end(self, index: int, cancel: Cancel) -> None:
         with self._lock:

@@ -65,8 +65,12 @@ class MakeRun(Protocol):
         on_done: Callable[[Outcome], None],
         held: Mapping[int, int] = ...,
         on_item: OnItem | None = ...,
+        turn: int | None = ...,
     ) -> Run:
-        """`held` says how many releases an item waits for; `on_item` is told of each with what it gave, by slot."""
+        """`held` says how many releases an item waits for; `on_item` is told of each with what it gave, by slot.
+
+        The test before a turn is of that turn.
+        """
         ...
 
 
@@ -157,7 +161,7 @@ class Loop:
                 return None
             if self._is_wanted is None:
                 assert isinstance(item, While)
-                turn.test = self._make_run(item.test, [*self._kept, *turn.carried], self._tested)
+                turn.test = self._make_run(item.test, [*self._kept, *turn.carried], self._tested, turn=number)
                 return turn.test.start
             return self._turned(number, turn).start
 
@@ -171,7 +175,7 @@ class Loop:
         feeds = [*self._kept, *turn.carried, *(_row(x, self._row_of(number)) for x in self._rows)]
         turn.test = None
         turn.run = self._make_run(
-            self._item.body, feeds, partial(self._turn_ended, number), held, partial(self._item_done, number)
+            self._item.body, feeds, partial(self._turn_ended, number), held, partial(self._item_done, number), number
         )
         self._turns[number + 1] = _Turn([PENDING] * len(turn.carried))
         self._next, self._is_wanted = number + 1, None

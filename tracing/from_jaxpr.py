@@ -2,14 +2,16 @@
 
 Inner functions that touch state, or that hold ops with a device of their own, are taken apart so that placement
 sees their ops; all others stay one node. Control flow that touches state becomes a pure node between reads before
-it and assigns after it; control flow that touches queues or accumulators becomes a node with bodies, since it may have
-to wait.
+it and assigns after it, where the state is, if that is one other task. Control flow that touches queues or
+accumulators becomes a node with bodies, since it may have to wait; so does what is to run on several devices or tasks,
+or changes state on one task and uses another's.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -105,6 +107,32 @@ def _scopes(jaxpr: Jaxpr) -> Iterator[str]:
         yield from _scopes_within(equation.params)
 
 
+def _border(equation: Equation) -> Border:
+    return Border(equation.effects, lambda variable: is_on_task(variable.device))
+
+
+def _tasks_bound(border: Border) -> set[str | None]:
+    """The tasks of the variables whose values come in; None among them for the caller."""
+    bound = [variable for variable in border.touched if variable not in border.added]
+    return {variable.device if is_on_task(variable.device) else None for variable in bound}
+
+
+def _changes_tasks(border: Border) -> bool:
+    """Whether variables of other tasks are written by more than adding to them."""
+    return any(is_on_task(variable.device) and variable not in border.added for variable in border.writes)
+
+
+def _is_over_tasks(equation: Equation, scopes: Iterable[str]) -> bool:
+    """Whether an equation is of several tasks: by what scopes in it say, or by the state that it changes there."""
+    own = origin_of(equation).device
+    if any(scope != own and is_on_task(scope) for scope in scopes):
+        return True
+    if is_on_task(own) or not touches_state(equation.effects):
+        return False
+    border = _border(equation)
+    return _changes_tasks(border) and len(_tasks_bound(border)) > 1
+
+
 def _scopes_within(params: Mapping[str, Any]) -> Iterator[str]:
     for param in params.values():
         for one in param if isinstance(param, (tuple, list)) else [param]:
@@ -190,8 +218,9 @@ class _Builder:
         if primitive.name in _RULED and is_kernel(closed_parts(params[_RULED[primitive.name]])[0]):
             jaxpr, consts = closed_parts(params[_RULED[primitive.name]])
             return self.inline(jaxpr, [*map(self.captured, consts), *inputs], origin, names)
-        scopes = dict.fromkeys(scope for scope in _scopes_within(params) if is_within_task(scope))
-        is_divided = len(scopes) > 1
+        said = dict.fromkeys(_scopes_within(params))
+        scopes = [scope for scope in said if is_within_task(scope)]
+        is_divided = len(scopes) > 1 or _is_over_tasks(equation, said)
         if primitive.name in _INLINED or (
             primitive.name in _HOLDING and (is_divided or host_resources(equation.effects))
         ):
@@ -257,7 +286,7 @@ class _Builder:
         self, equation: Equation, inputs: list[Operand], names: Sequence[str | None], origin: Origin
     ) -> list[Operand]:
         """Control flow with state: its variables read before it, a pure node, and updates after it."""
-        border = Border(equation.effects, lambda variable: is_on_task(variable.device))
+        border = _border(equation)
         writes, added = border.writes, border.added
         carried = [variable for variable in border.touched if variable not in added]
 
@@ -269,7 +298,12 @@ class _Builder:
         structs = [variable.type.struct for variable in carried]
         jaxpr, consts, _ = make_jaxpr(pure, structs, *(_struct(operand) for operand in inputs))
         values = [self._read(variable, origin) for variable in carried]
+        first = len(self.nodes)
         results = self.inline(jaxpr, [*map(self.captured, consts), *values, *inputs], origin, names)
+        if _changes_tasks(border) and len(tasks := _tasks_bound(border)) == 1:
+            # There it is one call with the reads and the assigns, and no other step comes between.
+            [task] = tasks
+            self.nodes[first:] = [replace(node, device=node.device or task) for node in self.nodes[first:]]
         count = len(equation.outvars)
         for variable, value in zip(writes, results[count:], strict=True):
             update = ops.var_assign_add if variable in added else ops.var_assign

@@ -143,9 +143,24 @@ def _listed(types: Sequence[Type]) -> str:
     return f"({', '.join(map(str, types))})"
 
 
+# What lies on several tasks says where each of its results is, `homes`; and once it is cut, on which `tasks` it runs:
+# each runs its part of the bodies, on the operands that the bodies take there.
+
+
 @op("ctrl.cond", own_operands=1)
-def ctrl_cond(index: ArrayType, /, *operands: Type, bodies: tuple[Signature, ...]) -> tuple[Type, ...]:
-    """Run the body whose number is `index`: the first for less than 0, the last for more than there are."""
+def ctrl_cond(
+    index: ArrayType,
+    /,
+    *operands: Type,
+    homes: tuple[str, ...] = (),
+    tasks: tuple[str, ...] = (),
+    picks: tuple[int, ...] = (),
+    bodies: tuple[Signature, ...],
+) -> tuple[Type, ...]:
+    """Run the body whose number is `index`: the first for less than 0, the last for more than there are.
+
+    Once it is cut, the operands numbered `picks` are the index as it is on each of its tasks.
+    """
     _check_given("the index", [index], [ArrayType(np.dtype("int32"), ())])
     for body in bodies:
         _check_taken(body, operands)
@@ -155,17 +170,22 @@ def ctrl_cond(index: ArrayType, /, *operands: Type, bodies: tuple[Signature, ...
 
 @op("ctrl.while")
 def ctrl_while(
-    *operands: Type, carry: int, parallel: int = PARALLEL_TURNS, bodies: tuple[Signature, ...]
+    *operands: Type,
+    carry: int,
+    parallel: int = PARALLEL_TURNS,
+    homes: tuple[str, ...] = (),
+    tasks: tuple[str, ...] = (),
+    bodies: tuple[Signature, ...],
 ) -> tuple[Type, ...]:
     """Run the second body as long as the first gives true. The last `carry` operands are replaced by what it gives.
 
-    At most `parallel` turns are under way at once.
+    At most `parallel` turns are under way at once. Once it is cut, the first body gives its answer once for each task.
     """
     test, body = bodies
     carried = operands[len(operands) - carry :]
     _check_taken(test, operands)
     _check_taken(body, operands)
-    _check_given("the test", test.gives, [ArrayType(np.dtype("bool"), ())])
+    _check_given("the test", test.gives, [ArrayType(np.dtype("bool"), ())] * max(1, len(tasks)))
     _check_given("the body", body.gives, carried)
     return body.gives or (TokenType(),)
 
@@ -178,6 +198,8 @@ def ctrl_scan(
     length: int,
     reverse: bool = False,
     parallel: int = PARALLEL_TURNS,
+    homes: tuple[str, ...] = (),
+    tasks: tuple[str, ...] = (),
     bodies: tuple[Signature, ...],
 ) -> tuple[Type, ...]:
     """Run the body `length` times: the results are the last carry, and what each turn gave beside it, stacked.

@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from dflow.lowering.passes.divided import tasks_of
 from dflow.tracing import ops
-from dflow.tracing.device_name import task_of
 from dflow.tracing.effects import Effect, commute
 from dflow.tracing.graph import Graph, Node, Value
 
@@ -36,10 +36,10 @@ class Order:
             if not node.op.declared and not node.bodies:
                 nodes.append(node)
                 continue
-            line = lines.setdefault(task_of(node.device or ""), _Line())
-            before = line.enter(node)
+            # What lies on several tasks is in the order of each, and on each its own part comes after the others.
+            before = (value for task in tasks_of(node) for value in lines.setdefault(task, _Line()).enter(node))
             operands = set(node.values)
-            after = tuple(value for value in before if value not in operands)
+            after = tuple(value for value in dict.fromkeys(before) if value not in operands)
             nodes.append(dataclasses.replace(node, after=after) if after else node)
         return dataclasses.replace(graph, nodes=tuple(nodes))
 

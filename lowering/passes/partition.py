@@ -4,16 +4,22 @@ The graph stays one graph. Afterwards every operand of a node is on the node's d
 `net.send` and a `net.recv` of the same edge, named for the variable it carries, else for its value. What joins two
 devices of one task is a `dev.copy`. What a task itself does, on none of its devices, takes values where they lie.
 
+A branch or loop on several tasks becomes one that each of them runs for itself, on its part of the bodies. The number
+of the branch, or the answer of a loop's test in each turn, is made on one task and sent to the others. What a loop
+carries is where `homes` says; all else that the bodies take is brought before to each task that uses it, as an argument
+for each. Within a body values cross as anywhere else; an edge in a loop carries one in each turn.
+
 A value that is to travel by a codec is encoded before it is sent and decoded where it comes: once per destination and
 codec, and its edge is named for both. Where it does not go to another task, the wish is forgotten.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
+from dflow.lowering.passes.divided import made_on, tasks_within
 from dflow.tracing import ops
 from dflow.tracing.device_name import split_device_name, task_of
 from dflow.tracing.graph import FreshNames, Graph, Node, Operand, Origin, Value
@@ -27,19 +33,26 @@ class Partition:
 
     local: str
     name: ClassVar[str] = "partition"
+    #: No two edges have one name, so bodies are cut with the graph around them.
+    is_of_whole: ClassVar[bool] = True
 
     def __call__(self, graph: Graph) -> Graph:
-        is_here = all(node.device == self.local and not _is_wish(node) for node in graph.nodes)
-        if is_here and self._takes_all_here(graph):
+        if self._is_here(graph):
             return graph
-        cut = _Cut(graph, self.local)
-        for node in graph.nodes:
-            cut.add(node)
+        where = {value: value.device or self.local for value in graph.inputs}
+        cut = _Cut(graph, where, FreshNames())
+        cut.add_all()
         outputs = tuple(cut.at(output, self.local) for output in graph.outputs)
         return Graph(graph.inputs, tuple(cut.nodes), outputs)
 
-    def _takes_all_here(self, graph: Graph) -> bool:
-        return all(value.device in (None, self.local) or isinstance(value.type, HANDLES) for value in graph.inputs)
+    def _is_here(self, graph: Graph) -> bool:
+        """Whether all of a graph is the caller's, on none of its devices, and nothing in it is a wish."""
+        if not all(value.device in (None, self.local) or isinstance(value.type, HANDLES) for value in graph.inputs):
+            return False
+        bodies = (body for node in graph.nodes if node.op in ops.CONTROL_OPS for body in node.bodies)
+        return all(node.device == self.local and not _is_wish(node) for node in graph.nodes) and all(
+            map(self._is_here, bodies)
+        )
 
 
 def _is_wish(node: Node) -> bool:
@@ -55,28 +68,113 @@ class _Way(NamedTuple):
 
 
 class _Cut:
-    def __init__(self, graph: Graph, local: str) -> None:
+    """One graph as it is cut. `where` says where its inputs are; others are brought to each task that takes them.
+
+    In a body of several tasks other values stand for the inputs, `divided`: each is on the task it says.
+    """
+
+    def __init__(
+        self, graph: Graph, where: Mapping[Value, str], fresh_edge: FreshNames, divided: Collection[Value] = ()
+    ) -> None:
         self.nodes: list[Node] = []
         self._graph = graph
         self._fresh = graph.fresh_names()
-        self._device = {value: value.device or local for value in graph.inputs}
+        self._where, self._divided = where, divided
+        self._device = dict(where)
+        #: What stands for an input on a task.
+        self._inputs: dict[tuple[Value, str], Value] = {}
         self._ways: dict[Value, _Way] = {}
         #: Numbers that are to travel by a codec, which are sent to nobody.
         self._numbers: dict[Value, Operand] = {}
         self._copies: dict[tuple[Value, str, str], Value] = {}
         self._edges: dict[tuple[Value, str], str] = {}
-        self._fresh_edge = FreshNames()
+        self._fresh_edge = fresh_edge
 
-    def add(self, node: Node) -> None:
-        assert node.device is not None
-        if _is_wish(node):
-            self._note(node)
-            return
-        inputs = self._inputs(node.inputs, node.device)
-        self._device.update(dict.fromkeys(node.outputs, node.device))
-        self.nodes.append(
-            Node(node.op, inputs, node.outputs, node.attributes, node.bodies, node.device, (), node.origin)
-        )
+    def add_all(self) -> None:
+        """Add every node, on operands that are where it is."""
+        for node in self._graph.nodes:
+            assert node.device is not None
+            if _is_wish(node):
+                self._note(node)
+            elif node.op in ops.CONTROL_OPS and len(tasks := tasks_within(node)) > 1:
+                self._add_divided(node, tasks)
+            else:
+                device = node.device
+                inputs = tuple(self.at(operand, device) for operand in node.inputs)
+                bodies = node.bodies
+                if node.op in ops.CONTROL_OPS:
+                    bodies = tuple(self._whole(body, device) for body in bodies)
+                self._add(replace(node, inputs=inputs, bodies=bodies))
+
+    def _add(self, node: Node) -> None:
+        self._device.update((value, node.device or "") for value in node.outputs)
+        if node.op in ops.CONTROL_OPS:
+            self._device.update((value, made_on(node, value)) for value in node.array_outputs)
+        self.nodes.append(node)
+
+    def _whole(self, body: Graph, task: str) -> Graph:
+        """A body that one task runs."""
+        cut = _Cut(body, {value: value.device or task for value in body.inputs}, self._fresh_edge)
+        cut.add_all()
+        return Graph(body.inputs, tuple(cut.nodes), tuple(cut.at(output, task) for output in body.outputs))
+
+    def _add_divided(self, node: Node, within: Sequence[str]) -> None:
+        """Add a branch or loop that several tasks run, that of the node's own device first."""
+        tasks = tuple(dict.fromkeys([task_of(node.device or ""), *within]))
+        cuts = [_cut_of_divided(node, body, self._fresh_edge) for body in node.bodies]
+        outputs = [cut.part(node, body, tasks) for cut, body in zip(cuts, node.bodies, strict=True)]
+        places = [
+            (place, task)
+            for place in range(len(node.handed))
+            for task in tasks
+            if any(cut.takes(place, task) for cut in cuts)
+        ]
+        handed = [self.at(node.handed[place], task) for place, task in places]
+        own, extra, attributes = node.inputs[: node.op.own_operands], [], {**node.attributes, "tasks": tasks}
+        for index in own:
+            # The other tasks are given the number of the branch as one operand more, which no body uses.
+            extra = [(self.at(index, task), task) for task in tasks[1:]]
+            first = len(own) + len(handed)
+            attributes["picks"] = (0, *range(first, first + len(extra)))
+        if "rows" in attributes:
+            attributes["rows"] = sum(place >= len(node.handed) - attributes["rows"] for place, _ in places)
+        bodies = tuple(cut.made(places, extra, given) for cut, given in zip(cuts, outputs, strict=True))
+        inputs = (*(self.at(index, tasks[0]) for index in own), *handed, *(operand for operand, _ in extra))
+        self._add(replace(node, inputs=inputs, attributes=attributes, bodies=bodies, device=tasks[0]))
+
+    def part(self, node: Node, body: Graph, tasks: Sequence[str]) -> tuple[Operand, ...]:
+        """Cut this body of a divided node; its outputs, each where it is to be."""
+        self.add_all()
+        if node.op is ops.ctrl_while and body is node.bodies[0]:
+            return tuple(self.at(body.outputs[0], task) for task in tasks)
+        homes = node.attributes["homes"] if node.array_outputs else ()
+        return tuple(self.at(output, home) for output, home in zip(body.outputs, homes, strict=True))
+
+    def takes(self, place: int, task: str) -> bool:
+        """Whether the input at a place is to be on a task; a handle is, once."""
+        value = self._graph.inputs[place]
+        if isinstance(value.type, HANDLES):
+            return task == task_of(value.device or "")
+        return (value, task) in self._inputs or self._where.get(value) == task
+
+    def made(
+        self, places: Sequence[tuple[int, str]], extra: Sequence[tuple[Operand, str]], outputs: tuple[Operand, ...]
+    ) -> Graph:
+        """The body, with its inputs as they are at these places, and some more that nothing in it takes."""
+        inputs = [self._input(self._graph.inputs[place], task) for place, task in places]
+        inputs += [Value(self._fresh("index"), operand.type, task) for operand, task in extra]
+        return Graph(tuple(inputs), tuple(self.nodes), outputs)
+
+    def _input(self, value: Value, task: str) -> Value:
+        """What stands for an input on a task."""
+        if isinstance(value.type, HANDLES):
+            return value
+        if (value, task) not in self._inputs:
+            is_first = all(other is not value for other, _ in self._inputs)
+            name = value.name if is_first else self._fresh(value.name)
+            self._inputs[value, task] = Value(name, value.type, task)
+            self._device[self._inputs[value, task]] = task
+        return self._inputs[value, task]
 
     def _note(self, node: Node) -> None:
         [operand], [wished] = node.inputs, node.outputs
@@ -90,9 +188,6 @@ class _Cut:
     def _way(self, value: Value) -> _Way:
         return self._ways.get(value) or _Way(value, "none", value.name)
 
-    def _inputs(self, operands: Sequence[Operand], device: str) -> tuple[Operand, ...]:
-        return tuple(self.at(operand, device) for operand in operands)
-
     def at(self, operand: Operand, device: str) -> Operand:
         """The operand as it is on `device`, moved there when it is elsewhere."""
         if isinstance(operand, Value) and operand in self._numbers:
@@ -102,7 +197,9 @@ class _Cut:
         return self._brought(self._way(operand), device)
 
     def _brought(self, way: _Way, device: str) -> Value:
-        value, here, task = way.value, self._device[way.value], task_of(device)
+        task = task_of(device)
+        value = self._standing(way.value, task)
+        here, way = self._device[value], way._replace(value=value)
         if device in (here, task_of(here)):
             return value
         assert isinstance(value.type, ArrayType)
@@ -118,6 +215,10 @@ class _Cut:
                 arrived = self._brought(way, task)
                 self._copies[key] = self._brought(_Way(arrived, "none", arrived.name), device)
         return self._copies[key]
+
+    def _standing(self, value: Value, task: str) -> Value:
+        """What is to be taken for a value: another, for what a divided body is given."""
+        return self._input(value, self._where.get(value, task)) if value in self._divided else value
 
     def _copied(self, value: Value, source: str, device: str) -> Value:
         _, local = split_device_name(device)
@@ -181,3 +282,13 @@ class _Cut:
                 name = way.name
             self._edges[value, way.codec] = self._fresh_edge(name if way.codec == "none" else f"{name}:{way.codec}")
         return self._edges[value, way.codec]
+
+
+def _cut_of_divided(node: Node, body: Graph, fresh_edge: FreshNames) -> _Cut:
+    """The cut of a body of several tasks: what it carries is at home, all else that it is given is brought."""
+    where = {value: value.device or "" for value in body.refs}
+    if node.op in ops.LOOPS:
+        first = len(body.inputs) - node.attributes["carry"] - node.attributes.get("rows", 0)
+        homes: tuple[str, ...] = node.attributes.get("homes", ())
+        where.update(zip(body.inputs[first:], homes[: node.attributes["carry"]], strict=False))
+    return _Cut(body, where, fresh_edge, {value for value in body.inputs if not isinstance(value.type, HANDLES)})

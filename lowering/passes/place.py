@@ -8,6 +8,10 @@ While nothing names one of the caller's devices, to stay with the caller is to r
 does, everything of the caller's has a device: where one is used, that one; where several are, an op that states none
 goes where most of the bytes lie that it takes, then where its first user is, then to the default device. An argument
 goes straight to the device that takes it; where several do, to the default one if it is among them, else to the first.
+
+A branch or loop is where the ops in it are. Where these are on several tasks it is on all of them, each result on the
+task that makes it, which `homes` says; what it carries is there from turn to turn. Its `device` is then the caller's
+task, if that is one of them, else the first.
 """
 
 from __future__ import annotations
@@ -17,13 +21,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from dflow.lowering.passes.divided import homes_of, tasks_within
 from dflow.lowering.passes.stated import Stated
 from dflow.tracing.device import WITH_STATE
 from dflow.tracing.device_name import device_name, task_of
-from dflow.tracing.errors import DeviceError
 from dflow.tracing.graph import Graph, Node, Value
 from dflow.tracing.ops import CONTROL_OPS
-from dflow.tracing.source import at
 from dflow.tracing.types import HOST_HANDLES, ArrayType
 from dflow.tracing.wire_codecs import wire_p
 
@@ -59,28 +62,40 @@ class _Placing:
 
     def graph(self, graph: Graph) -> Graph:
         refs = {value: dataclasses.replace(value, device=self._of_ref(value)) for value in graph.refs}
-        bodies = {id(node): self._bodies(node, refs) for node in graph.nodes if node.op in CONTROL_OPS}
+        graph = self._with_bodies(graph)
         devices = self._devices(graph, refs)
         arguments = self._arguments(graph, devices)
-        return self._made(graph, refs | arguments, bodies, devices)
+        return self._made(graph, refs | arguments, devices)
 
     def _body(self, graph: Graph) -> Graph:
         """A body, whose arguments lie where the turn before has left them."""
         refs = {value: dataclasses.replace(value, device=self._of_ref(value)) for value in graph.refs}
-        bodies = {id(node): self._bodies(node, refs) for node in graph.nodes if node.op in CONTROL_OPS}
-        return self._made(graph, refs, bodies, self._devices(graph, refs))
+        graph = self._with_bodies(graph)
+        return self._made(graph, refs, self._devices(graph, refs))
+
+    def _with_bodies(self, graph: Graph) -> Graph:
+        """The graph with the bodies of branches and loops placed."""
+        if not any(node.op in CONTROL_OPS for node in graph.nodes):
+            return graph
+        nodes = (self._with_placed_bodies(node) if node.op in CONTROL_OPS else node for node in graph.nodes)
+        return dataclasses.replace(graph, nodes=tuple(nodes))
+
+    def _with_placed_bodies(self, node: Node) -> Node:
+        placed = dataclasses.replace(node, bodies=tuple(map(self._body, node.bodies)))
+        tasks = tasks_within(placed)
+        device = self._local if self._local in tasks or not tasks else tasks[0]
+        placed = dataclasses.replace(placed, device=device)
+        if len(tasks) < 2:
+            return placed
+        return dataclasses.replace(placed, attributes={**placed.attributes, "homes": homes_of(placed, device)})
 
     def _made(
         self,
         graph: Graph,
         inputs: Mapping[Value, Value],
-        bodies: Mapping[int, tuple[Graph, ...]],
         devices: Mapping[int, str],
     ) -> Graph:
-        nodes = tuple(
-            _on(devices[id(node)], bodies.get(id(node), node.bodies), node.with_operands(inputs))
-            for node in graph.nodes
-        )
+        nodes = tuple(_on(devices[id(node)], node.with_operands(inputs)) for node in graph.nodes)
         outputs = tuple(inputs.get(output, output) if isinstance(output, Value) else output for output in graph.outputs)
         return Graph(tuple(inputs.get(value, value) for value in graph.inputs), nodes, outputs)
 
@@ -89,28 +104,6 @@ class _Placing:
         if isinstance(ref.type, HOST_HANDLES):
             return device or self._local
         return device or self._default
-
-    def _bodies(self, node: Node, inputs: Mapping[Value, Value]) -> tuple[Graph, ...]:
-        """The bodies of a node; they, and the state they use, must be on the caller's task."""
-        bodies = tuple(self._body(body) for body in node.bodies)
-        elsewhere = {
-            f"%{ref.name} on {inputs[ref].device}"
-            for ref in node.values
-            if ref in inputs and not self._is_here(inputs[ref].device)
-        }
-        elsewhere |= {
-            f"%{inner.outputs[0].name} on {inner.device}"
-            for body in bodies
-            for inner in body.nodes
-            if not self._is_here(inner.device)
-        }
-        if elsewhere:
-            raise DeviceError(
-                f"%{node.outputs[0].name} ({node.op.name}) waits for queues or has several devices, so {self._local} "
-                f"runs it; but it uses {', '.join(sorted(elsewhere))}{at(node.loc)}\n"
-                "  read what is elsewhere before, and write it after"
-            )
-        return bodies
 
     def _is_here(self, device: str | None) -> bool:
         return task_of(device or self._local) == self._local
@@ -131,7 +124,7 @@ class _Placing:
                 made = graph.producers.get(operand) if isinstance(operand, Value) else None
                 placed[id(node)] = placed[id(made)] if made is not None else self._default
             elif node.op in CONTROL_OPS:
-                placed[id(node)] = self._local
+                placed[id(node)] = node.device
             elif touched:
                 placed[id(node)] = refs[touched[0]].device
             elif node.device == WITH_STATE:
@@ -180,8 +173,8 @@ class _Placing:
         return found
 
 
-def _on(device: str, bodies: tuple[Graph, ...], node: Node) -> Node:
-    return Node(node.op, node.inputs, node.outputs, node.attributes, bodies, device, node.after, node.origin)
+def _on(device: str, node: Node) -> Node:
+    return Node(node.op, node.inputs, node.outputs, node.attributes, node.bodies, device, node.after, node.origin)
 
 
 def _places_fed(graph: Graph, refs: Mapping[Value, Value], local: str) -> Mapping[int, frozenset[str]]:

@@ -9,7 +9,7 @@ import pytest
 
 from dflow.distributed.messages import RegisterPlan
 from dflow.distributed.plan_registry import PlanRegistry
-from dflow.lowering.plan import Branch, Call, Item, Plan, Scalar, Send, UseResource
+from dflow.lowering.plan import Branch, Call, Item, Plan, Scalar, Scan, Send, UseResource, While
 from dflow.lowering.program import Program, export_program, lower_program
 from dflow.tracing import errors
 from dflow.tracing.types import ArrayType
@@ -17,6 +17,15 @@ from dflow.tracing.types import ArrayType
 PS, WORKER = "/job:ps/task:0", "/job:worker/task:0"
 F32 = ArrayType(np.dtype("float32"), (3,))
 CALL = Call(0, writes=("w",), reads=(), takes=(0,), gives=(1,))
+
+
+#: A body from one value to the same.
+ONE = Plan(PS, 1, (), (0,), (0,))
+
+
+def nested(depth: int) -> Plan:
+    """A body in a body in a body."""
+    return Plan(PS, 0, (), bodies=(nested(depth - 1),) if depth else ())
 
 
 def add_in_place(state: jax.Array, delta: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -124,8 +133,17 @@ MALFORMED: dict[str, tuple[tuple[Item, ...], dict[str, Any], str]] = {
         "slot 1 of a plan is filled",
     ),
     "circle": ((Send("a", WORKER, 0, (1,)), Send("b", WORKER, 0, (0,))), {}, "item 0 of a plan waits for itself"),
-    "branch": ((Branch((), (0,), ()),), {}, "a plan with branches or loops that wait was sent to /job:ps/task:0"),
-    "body": ((), {"bodies": (Plan(PS, 0, ()),)}, "a plan with branches or loops that wait"),
+    "no body": ((Branch((), (0,), ()),), {}, "branch of 1 values to 0 does not fit its bodies"),
+    "body's number": ((Branch((1,), (0,), ()),), {"bodies": (ONE,)}, "a plan with 1 inner plans names inner plan 1"),
+    "branch": ((Branch((0,), (0,), ()),), {"bodies": (ONE,)}, "branch of 1 values to 0 does not fit its bodies"),
+    "while": ((While(0, 0, 2, (0,), (1,)),), {"bodies": (ONE,)}, "while of 1 values to 1 does not fit its bodies"),
+    "scan": ((Scan(0, 3, False, 0, 1, ("?",), (0,), (1,)),), {"bodies": (ONE,)}, "stacks what is of no type"),
+    "turns": ((Scan(0, -3, False, 0, 1, ("f32[]",), (0,), (1,)),), {"bodies": (ONE,)}, "a loop of -3 turns"),
+    "at once": ((While(0, 0, 1, (0,), (1,), (), 0),), {"bodies": (ONE,)}, "a loop with 0 turns at once"),
+    "body": ((), {"bodies": (Plan(PS, 1, (), (3,)),)}, "a plan with 1 slots names slot 3"),
+    "another's body": ((), {"bodies": (Plan(WORKER, 0, ()),)}, f"a plan for {WORKER} was sent to {PS}"),
+    "a body's number": ((), {"bodies": (Plan(PS, 1, (), scalars=(Scalar(0, "i32", b""),)),)}, "a number of 0 bytes"),
+    "depth": ((), {"bodies": (nested(80),)}, "bodies within bodies more than 64 deep"),
     "donation": (TWO_WAYS, {"programs": (b"x",)}, "program 0 is called with 1 and with 0 variables to write"),
 }
 

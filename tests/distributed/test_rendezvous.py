@@ -54,6 +54,16 @@ def test_a_second_value_is_dropped(taken: bool) -> None:
     assert rendezvous.statistics().dropped == 1
 
 
+def test_of_turns_that_are_over_nothing_is_kept() -> None:
+    rendezvous = make()
+    for turn in range(3):
+        rendezvous.put(STEP, f"e@{turn}", turn)
+        assert rendezvous.take(STEP, f"e@{turn}", "ps", "waiter") == [EndWait("waiter", turn)]
+        assert rendezvous.take(STEP, f"e@{turn}.0", "ps", "inner") == []
+        assert rendezvous.put(STEP, f"e@{turn}.0", "value") == [EndWait("inner", "value")]
+    assert rendezvous._steps[STEP].edges == {}
+
+
 @pytest.mark.parametrize("delivered", [False, True])
 def test_a_second_waiter_is_refused(delivered: bool) -> None:
     rendezvous = make()
@@ -167,7 +177,7 @@ Operation = tuple[str, StepId, str, str]
 OPERATIONS = st.tuples(
     st.sampled_from(["put", "put", "take", "take", "begin", "finish", "abort", "expire", "stop", "lose", "welcome"]),
     st.builds(StepId, st.sampled_from(TASKS), st.integers(0, 3)),
-    st.sampled_from("ab"),
+    st.sampled_from(["a", "b", "a@1"]),
     st.sampled_from(TASKS),
 )
 
@@ -196,6 +206,7 @@ class Model:
         match name:
             case "put" if self.accepts(step) and place not in self.values:
                 if place in self.waits:
+                    self.delivered(place)
                     return {(self.waits.pop(place)[0], index)}
                 if place not in self.used:
                     self.values[place] = index
@@ -224,12 +235,17 @@ class Model:
         if not self.accepts(place[0]):
             return {(index, "error")}
         if place in self.values:
+            self.delivered(place)
             return {(index, self.values.pop(place))}
         if place in self.used or source in self.lost:
             return {(index, "error")}
         self.used.add(place)
         self.waits[place] = (index, source)
         return set()
+
+    def delivered(self, place: tuple[StepId, str]) -> None:
+        if "@" in place[1]:
+            self.used.discard(place)
 
     def fail(self, places: set[tuple[StepId, str]]) -> set[tuple[int, object]]:
         return {(self.waits.pop(place)[0], "error") for place in places}

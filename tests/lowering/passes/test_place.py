@@ -77,23 +77,3 @@ def test_a_device_of_another_task_is_refused() -> None:
     match = r"%1 is placed on .*, and a task chooses among its devices itself\n  name the task alone, ps:0"
     with pytest.raises(DeviceError, match=match):
         Place(WORKER, TASKS, DEVICES)(graph)
-
-
-def test_a_loop_that_the_caller_turns_cannot_hold_ops_of_other_tasks() -> None:
-    graph = parse("""
-graph(%n: i32[], %x: f32[]) {
-  %1: f32[] = ctrl.cond(%n, %x) {
-    graph(%a: f32[]) {
-      %1: f32[] = jax.neg(%a)  @/device:cpu:1
-      return %1
-    }
-    graph(%a: f32[]) {
-      %1: f32[] = jax.neg(%a)  @/job:ps/task:0
-      return %1
-    }
-  }
-  return %1
-}""")
-    match = r"%1 \(ctrl.cond\) waits for queues or has several devices, .* but it uses %1 on /job:ps/task:0"
-    with pytest.raises(DeviceError, match=match):
-        Place(WORKER, TASKS, DEVICES)(graph)

@@ -1,0 +1,57 @@
+"""Branches and loops that lie on several tasks: which tasks these are, and where each result is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from dflow.tracing import ops
+from dflow.tracing.device_name import task_of
+from dflow.tracing.graph import Graph, Node, Operand, Value
+
+
+def tasks_within(node: Node) -> tuple[str, ...]:
+    """The tasks of the ops in a placed node's bodies, and of its results where it says so; in order, each once."""
+    return tuple(dict.fromkeys([*(task_of(device) for device in _devices(node)), *node.attributes.get("homes", ())]))
+
+
+def _devices(node: Node) -> Iterator[str]:
+    for body in node.bodies:
+        for inner in body.nodes:
+            if inner.op in ops.CONTROL_OPS:
+                yield from tasks_within(inner) or [inner.device or ""]
+            else:
+                yield inner.device or ""
+
+
+def tasks_of(node: Node) -> tuple[str, ...]:
+    """The tasks that a node of a cut graph runs on."""
+    tasks: tuple[str, ...] = node.attributes.get("tasks", ())
+    return tasks or (task_of(node.device or ""),)
+
+
+def made_on(node: Node, value: Value) -> str:
+    """The task where a result of a placed node is."""
+    homes: tuple[str, ...] = node.attributes.get("homes", ())
+    if homes and value in node.array_outputs:
+        return homes[node.array_outputs.index(value)]
+    return task_of(node.device or "")
+
+
+def homes_of(node: Node, otherwise: str) -> tuple[str, ...]:
+    """Where each result of a branch or loop, whose bodies are placed, is best: where the bodies make it.
+
+    A result that they make on several tasks, or hand on as they are given it, is `otherwise`.
+    """
+    arms = node.bodies if node.op is ops.ctrl_cond else node.bodies[-1:]
+    return tuple(_common(arms, place, otherwise) for place in range(len(node.array_outputs)))
+
+
+def _common(arms: tuple[Graph, ...], place: int, otherwise: str) -> str:
+    found = {made_in(arm, arm.outputs[place]) for arm in arms} - {None}
+    return found.pop() or otherwise if len(found) == 1 else otherwise
+
+
+def made_in(body: Graph, output: Operand) -> str | None:
+    """The task where a placed body makes an output; None for one that it is given."""
+    producer = body.producers.get(output) if isinstance(output, Value) else None
+    return made_on(producer, output) if producer is not None and isinstance(output, Value) else None

@@ -1,0 +1,263 @@
+"""Branches and loops over the tasks of a cluster: their results, what they leave, and how they end early."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import dflow
+from dflow.distributed.cluster import Cluster
+from dflow.testing import MemoryCluster, memory_cluster
+from dflow.tracing.errors import RemoteError
+
+DEADLINE_S = 60.0
+
+
+@pytest.fixture
+def memory() -> Iterator[MemoryCluster]:
+    with memory_cluster(ps=2, workers=2) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def worker(memory: MemoryCluster) -> Iterator[Cluster]:
+    with closing(memory.worker()) as joined:
+        yield joined
+
+
+def two_variables(worker: Cluster) -> tuple[dflow.Variable, dflow.Variable]:
+    """One on each of two tasks."""
+    with worker.parameter_servers():
+        a = dflow.Variable(lambda: jnp.ones(3), name="a")
+        b = dflow.Variable(lambda: jnp.full(3, 2.0), name="b")
+    assert a.device != b.device
+    return a, b
+
+
+def held_by(memory: MemoryCluster, worker: Cluster) -> list[tuple[int, int, int, int]]:
+    """What each task still holds of steps: runs, open steps, values and waiters."""
+    servers = [worker._server, *(task.server for task in memory.tasks.values())]
+    found = [(server.statistics().running, server.statistics().rendezvous) for server in servers]
+    return [(running, held.open_steps, held.values, held.waiters) for running, held in found]
+
+
+NOTHING = [(0, 0, 0, 0)] * 3
+
+
+def crossed(memory: MemoryCluster, worker: Cluster) -> int:
+    """How many values went from task to task so far."""
+    servers = [worker._server, *(task.server for task in memory.tasks.values())]
+    return sum(edge.values for server in servers for edge in server.traffic())
+
+
+def test_a_loop_over_three_tasks_does_what_it_does_alone(memory: MemoryCluster, worker: Cluster) -> None:
+    a, b = two_variables(worker)
+    mine = dflow.Variable(jnp.zeros(3), name="mine")
+
+    @dflow.jit
+    def step(x: Any) -> Any:
+        def turn(i: Any, c: Any) -> Any:
+            a.assign(a.read() * 0.5 + b.read())
+            b.assign(b.read() + a.read() / 8)
+            mine.assign_add(a.read() * i)
+            return c + b.read()
+
+        return lax.fori_loop(0, 5, turn, x)
+
+    first, second, third, total = np.ones(3), np.full(3, 2.0), np.zeros(3), np.ones(3)
+    for i in range(5):
+        first = first * 0.5 + second
+        second = second + first / 8
+        third, total = third + first * i, total + second
+    np.testing.assert_allclose(step(jnp.ones(3)), total, rtol=1e-6)
+    for variable, wanted in ((a, first), (b, second), (mine, third)):
+        np.testing.assert_allclose(variable.read(), wanted, rtol=1e-6)
+    assert held_by(memory, worker) == NOTHING
+
+
+def test_a_branch_that_is_not_taken_sends_nothing(memory: MemoryCluster, worker: Cluster) -> None:
+    a, b = two_variables(worker)
+
+    @dflow.jit
+    def step(n: Any) -> None:
+        lax.switch(n, [lambda: None, lambda: a.assign(b.read() + a.read())])
+
+    step(0)
+    before = crossed(memory, worker)
+    step(0)
+    quiet = crossed(memory, worker) - before
+    step(1)
+    assert (quiet, crossed(memory, worker) - before - quiet) == (2, 5)
+    np.testing.assert_array_equal(a.read(), [3, 3, 3])
+
+
+def test_loops_within_loops_and_a_test_that_reads_state(memory: MemoryCluster, worker: Cluster) -> None:
+    a, b = two_variables(worker)
+
+    @dflow.jit
+    def step(limit: Any) -> Any:
+        def outer(c: Any) -> Any:
+            def inner(i: Any, c: Any) -> Any:
+                b.assign(b.read() + a.read())
+                return lax.cond(i % 2 == 0, lambda c: c + b.read().sum(), lambda c: c - a.read().sum(), c)
+
+            c = lax.fori_loop(0, 3, inner, c)
+            a.assign(a.read() + b.read() / 4)
+            return c
+
+        return lax.while_loop(lambda c: a.read()[0] < limit, outer, jnp.float32(0))
+
+    first, second, c = np.ones(3), np.full(3, 2.0), 0.0
+    while first[0] < 20:
+        for i in range(3):
+            second = second + first
+            c = c + second.sum() if i % 2 == 0 else c - first.sum()
+        first = first + second / 4
+    np.testing.assert_allclose(step(20.0), c, rtol=1e-6)
+    np.testing.assert_allclose(a.read(), first, rtol=1e-6)
+    np.testing.assert_allclose(b.read(), second, rtol=1e-6)
+    assert held_by(memory, worker) == NOTHING
+
+
+def test_the_gradient_of_a_loop_over_tasks(worker: Cluster) -> None:
+    def loss(x: Any) -> Any:
+        def turn(c: Any, row: Any) -> Any:
+            with dflow.device("ps:0"):
+                c = jnp.sin(c * row)
+            with dflow.device("ps:1"):
+                return c + row, c * c
+
+        c, rows = lax.scan(turn, x, jnp.arange(1.0, 5.0))
+        return (c + rows.sum()).sum()
+
+    x = jnp.array([0.3, 0.7])
+    alone = jax.grad(loss)(x)
+    there = dflow.jit(dflow.grad(loss))(x)
+    np.testing.assert_allclose(there, alone, rtol=1e-5)
+    sent = {(edge.source, edge.destination) for edge in worker.traffic()}
+    assert {("/job:worker/task:0", "/job:ps/task:0"), ("/job:worker/task:0", "/job:ps/task:1")} & sent
+
+
+def test_a_loop_on_one_task_runs_there_as_one(memory: MemoryCluster, worker: Cluster) -> None:
+    a, _ = two_variables(worker)
+    [task] = [task for task in memory.tasks.values() if a.key in task.server.store]
+    entered = 0
+    call = task.server.store.call
+
+    def counted(*words: Any) -> Any:
+        nonlocal entered
+        entered += 1
+        return call(*words)
+
+    task.server.store.call = counted  # type: ignore[method-assign]
+    step = dflow.jit(lambda n: lax.fori_loop(0, n, lambda i, c: a.assign(a.read() * 2 - 1) or c + i, 0))
+    step(3)
+    assert entered == 1, "its reads and its writes are one call"
+    np.testing.assert_array_equal(a.read(), [1, 1, 1])
+
+
+def test_nothing_is_lost_that_others_write_while_a_loop_turns(memory: MemoryCluster) -> None:
+    def work(index: int) -> None:
+        with closing(memory.worker(index)) as cluster:
+            with cluster.parameter_servers():
+                count = dflow.Variable(lambda: jnp.float32(0), name="count")
+            step = dflow.jit(lambda: lax.fori_loop(0, 5, lambda i, c: count.assign(count.read() + 1) or c, 0))
+            ready.wait(DEADLINE_S)
+            for _ in range(20):
+                step()
+            ready.wait(DEADLINE_S)
+            totals.append(float(count))
+            ready.wait(DEADLINE_S)
+
+    ready, totals = threading.Barrier(2), list[float]()
+    with ThreadPoolExecutor(2) as pool:
+        for future in [pool.submit(work, index) for index in range(2)]:
+            future.result(DEADLINE_S)
+    assert totals == [200.0, 200.0]
+
+
+def test_a_scope_around_a_loop_says_where_it_runs(memory: MemoryCluster, worker: Cluster) -> None:
+    a, _ = two_variables(worker)
+
+    @dflow.jit
+    def step() -> None:
+        with dflow.device("worker:0"):
+            lax.fori_loop(0, 3, lambda i, c: a.assign(a.read() * 3) or c, 0)
+
+    step()
+    np.testing.assert_array_equal(a.read(), [27, 27, 27])
+    assert [(edge.edge, edge.values) for edge in worker.traffic()] != []
+
+
+@pytest.mark.parametrize("failing_turn", [0, 4])
+def test_a_turn_that_fails_ends_the_loop_everywhere(memory: MemoryCluster, worker: Cluster, failing_turn: int) -> None:
+    a, b = two_variables(worker)
+
+    @dflow.jit
+    def step(x: Any) -> Any:
+        def turn(_: Any, c: Any) -> Any:
+            a.assign(a.read() + b.read())
+            b.assign(a.read() - c)
+            return c + b.read()
+
+        return lax.fori_loop(0, 8, turn, x)
+
+    step(jnp.ones(3))
+    [task] = [task for task in memory.tasks.values() if b.key in task.server.store]
+    call, turns = task.server.store.call, 0
+
+    def fail(program: Any, writes: Any, *words: Any) -> Any:
+        nonlocal turns
+        turns += bool(writes)
+        if turns > failing_turn:
+            raise FloatingPointError("no more turns")
+        return call(program, writes, *words)
+
+    task.server.store.call = fail  # type: ignore[method-assign]
+    with pytest.raises(RemoteError, match="no more turns"):
+        step(jnp.ones(3))
+    task.server.store.call = call  # type: ignore[method-assign]
+    for variable in (a, b):
+        variable.assign(jnp.ones(3))  # answered in order, so the cancellation has been handled
+    step(jnp.ones(3))
+    assert held_by(memory, worker) == NOTHING
+
+
+def test_many_turns_are_kept_nowhere(memory: MemoryCluster, worker: Cluster) -> None:
+    a, b = two_variables(worker)
+    most = 0
+    servers = [worker._server, *(task.server for task in memory.tasks.values())]
+    [task] = [task for task in memory.tasks.values() if b.key in task.server.store]
+    call = task.server.store.call
+
+    def watched(*words: Any) -> Any:
+        nonlocal most
+        most = max(
+            most,
+            *(len(step.edges) for server in servers for step in [*server.channel._rendezvous._steps.values()]),
+        )
+        return call(*words)
+
+    task.server.store.call = watched  # type: ignore[method-assign]
+
+    @dflow.jit
+    def step(x: Any) -> Any:
+        def turn(_: Any, c: Any) -> Any:
+            a.assign(b.read() + c)
+            b.assign(a.read() / 2)
+            return c + 1
+
+        return lax.fori_loop(0, 300, turn, x)
+
+    step(jnp.ones(3))
+    assert 0 < most < 100
+    assert held_by(memory, worker) == NOTHING

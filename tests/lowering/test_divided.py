@@ -1,0 +1,183 @@
+"""Branches and loops on several tasks: what they compute, whatever runs first, and what they send."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from jax import lax
+
+import dflow
+from dflow.lowering.passes.base import run_passes
+from dflow.lowering.pipeline import pipeline
+from dflow.tracing.context import home
+from dflow.tracing.graph import Graph, Node
+from dflow.tracing.interpret import interpret
+from dflow.tracing.trace import trace
+from tests.effort import examples
+from tests.graphs_ import DictHome
+from tests.lowering.meaning import PS_0, PS_1, TASKS, WORKER, assert_equal_states, assert_equal_values, chooser
+from tests.lowering.one_process import Cluster
+
+#: A statement takes the state, a number of the program, and gives the number after it.
+Statement = Callable[["State", Any], Any]
+
+
+@dataclass(frozen=True)
+class State:
+    """The variables that a program may touch, each on a task of its own."""
+
+    variables: tuple[dflow.Variable, ...]
+
+
+@dataclass(frozen=True)
+class Do:
+    """A statement with how it was drawn."""
+
+    text: str
+    run: Statement
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def _read(index: int) -> Do:
+    return Do(f"read {index}", lambda state, x: x + state.variables[index].read())
+
+
+def _write(index: int, kind: str) -> Do:
+    def run(state: State, x: Any) -> Any:
+        getattr(state.variables[index], kind)(x)
+        return x - 1
+
+    return Do(f"{kind} {index}", run)
+
+
+def _on(task: str) -> Do:
+    def run(_: State, x: Any) -> Any:
+        with dflow.device(task):
+            return x * 3
+
+    return Do(f"on {task}", run)
+
+
+def _all(parts: Sequence[Do]) -> Do:
+    def run(state: State, x: Any) -> Any:
+        for part in parts:
+            x = part.run(state, x)
+        return x
+
+    return Do(f"{list(parts)}", run)
+
+
+def _cond(arms: Sequence[Do]) -> Do:
+    def run(state: State, x: Any) -> Any:
+        return lax.switch(x % len(arms), [lambda x, arm=arm: arm.run(state, x) for arm in arms], x)
+
+    return Do(f"switch {list(arms)}", run)
+
+
+def _scan(body: Do, length: int, parallel: int) -> Do:
+    def run(state: State, x: Any) -> Any:
+        def turn(carry: Any, row: Any) -> Any:
+            first, second = carry
+            after = body.run(state, first + row)
+            return (second, after), after * 2
+
+        with dflow.parallel_iterations(parallel):
+            (first, second), rows = lax.scan(turn, (x, x + 1), jnp.arange(length, dtype=jnp.int32) - x)
+        return first + second + rows.sum()
+
+    return Do(f"scan {length} {body}", run)
+
+
+def _while(body: Do, tested: int | None, length: int) -> Do:
+    def run(state: State, x: Any) -> Any:
+        def test(carry: Any) -> Any:
+            left, _ = carry
+            return (left > 0) & (True if tested is None else state.variables[tested].read() % 7 != 3)
+
+        return lax.while_loop(test, lambda c: (c[0] - 1, body.run(state, c[1])), (jnp.int32(length), x))[1]
+
+    return Do(f"while {length} {tested} {body}", run)
+
+
+_INDEX = st.integers(0, 2)
+
+
+def _statements(depth: int) -> st.SearchStrategy[Do]:
+    simple = st.one_of(
+        st.builds(_read, _INDEX),
+        st.builds(_write, _INDEX, st.sampled_from(["assign", "assign_add", "assign_max"])),
+        st.builds(_on, st.sampled_from(["ps:0", "ps:1"])),
+    )
+    if depth == 0:
+        return st.lists(simple, min_size=1, max_size=4).map(_all)
+    inner = _statements(depth - 1)
+    some = st.one_of(
+        simple,
+        st.builds(_cond, st.lists(inner, min_size=2, max_size=3)),
+        st.builds(_scan, inner, st.integers(0, 3), st.sampled_from([1, 2, 10])),
+        st.builds(_while, inner, st.one_of(st.none(), _INDEX), st.integers(0, 3)),
+    )
+    return st.lists(some, min_size=1, max_size=3).map(_all)
+
+
+@dataclass(frozen=True, eq=False)
+class Traced:
+    """A program's graph, and what it is run on."""
+
+    graph: Graph
+    inputs: list[Any]
+    state: dict[str, Any]
+
+
+def traced(program: Callable[[State, Any], Any], where: Sequence[str | None] = (PS_0, PS_1, None)) -> Traced:
+    """The program over variables on these tasks."""
+    with home(DictHome(where)):
+        variables = tuple(dflow.Variable(jnp.int32(5 * index + 1), name=name) for index, name in enumerate("abc"))
+    state = State(variables)
+    x = jnp.int32(2)
+    made = trace(lambda x: program(state, x), [x], {})
+    values = {ref.name: variable.read() for ref, variable in zip(made.graph.refs, made.variables, strict=True)}
+    return Traced(made.graph, [*made.constants, x], values)
+
+
+def run_both(case: Traced, seed: int, times: int = 2) -> Cluster:
+    """Run on tasks what is run in one place; both do the same, in each of several steps."""
+    cluster, state = Cluster(case.graph, case.state), case.state
+    for step in range(times):
+        wanted, state = interpret(case.graph, case.inputs, state)
+        assert_equal_values(cluster.run(case.inputs, seed + step), wanted)
+        assert_equal_states(cluster.state(), state)
+    return cluster
+
+
+def controls(graph: Graph) -> list[Node]:
+    """The branches and loops of a graph that several tasks run, those in others' bodies too."""
+    found = [node for node in graph.nodes if "tasks" in node.attributes]
+    return found + [inner for node in graph.nodes for body in node.bodies for inner in controls(body)]
+
+
+def lowered(graph: Graph) -> Graph:
+    return run_passes(graph, pipeline(WORKER, TASKS), check=True)
+
+
+@settings(max_examples=examples(30), deadline=None, phases=[Phase.generate])
+@given(program=_statements(2), seed=st.integers(0, 1 << 16))
+def test_any_program_does_on_tasks_what_it_does_in_one_place(program: Do, seed: int) -> None:
+    run_both(traced(program.run), seed)
+
+
+@settings(max_examples=examples(30), deadline=None, phases=[Phase.generate])
+@given(program=_statements(2), seed=st.integers(0, 1 << 16))
+def test_each_pass_keeps_the_meaning_of_any_program(program: Do, seed: int) -> None:
+    case = traced(program.run)
+    outputs, end = interpret(case.graph, case.inputs, case.state)
+    given, left = interpret(lowered(case.graph), case.inputs, case.state, chooser(seed))
+    assert_equal_values(given, outputs)
+    assert_equal_states(left, end)
