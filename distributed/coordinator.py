@@ -41,6 +41,7 @@ from dflow.distributed.coordinator_events import (
 from dflow.distributed.coordinator_state import CoordinatorSettings, CoordinatorState
 from dflow.distributed.coordinator_store import CoordinatorStore, MemoryStore
 from dflow.distributed.durable_records import Change
+from dflow.distributed.large_message import pack
 from dflow.distributed.messages import AnyMessage, Join, Status
 from dflow.distributed.stop_signal import StopSignal
 from dflow.distributed.transport.base import Listener, Peer, Responder, Transport
@@ -51,6 +52,8 @@ NAME = "coordinator"
 #: The first line the process prints, up to the address.
 LISTENING = "dflow coordinator listening on "
 LOGGER = logging.getLogger("dflow")
+#: A message to more tasks than these is encoded once for all.
+FEW = 8
 _FIRST_START = "shell/first start"
 
 
@@ -225,13 +228,14 @@ class Coordinator:
             case Reply(ask, message):
                 with self._numbering:
                     responder = self._asks.pop(ask)
-                responder.reply(message)
+                responder.reply(*pack(message))
             case Broadcast(peers, message):
                 with self._numbering:
                     there = [self._peers[number] for number in peers if number in self._peers]
+                small, payload = pack(message, goes_to_many=len(there) > FEW)
                 for peer in there:
                     with contextlib.suppress(TransportClosed):  # its end is an event of its own
-                        peer.notify(message)
+                        peer.notify(small, payload)
             case Disconnect(number, reason):
                 with self._numbering:
                     gone = self._peers.get(number)

@@ -48,6 +48,7 @@ from dflow.distributed.coordinator_session import (
     Woke,
 )
 from dflow.distributed.failures import error_from, failure_of
+from dflow.distributed.large_message import unpack
 from dflow.distributed.membership import FINISHED
 from dflow.distributed.messages import (
     AnyMessage,
@@ -416,8 +417,9 @@ class CoordinatorClient:
         if self._links.pop(link, None) is not None:
             self._handle(LinkEnded(self._clock(), link, reason))
 
-    def link_heard(self, link: int, message: AnyMessage) -> None:
+    def link_heard(self, link: int, message: AnyMessage, payload: memoryview) -> None:
         """A message came over the connection `link` that was not asked for."""
+        message = _unpacked(message, payload)
         if isinstance(message, DumpEvents):
             for callback in self._on_dump:
                 callback(message.why)
@@ -490,7 +492,7 @@ class CoordinatorClient:
     def _reply_came(self, link: int, ask: int, reply: Reply | BaseException) -> None:
         if isinstance(reply, TransportClosed):
             return  # the end of the link is told by the link
-        message = failure_of(reply) if isinstance(reply, BaseException) else reply.message
+        message = failure_of(reply) if isinstance(reply, BaseException) else _unpacked(*reply)
         self._handle(Answered(self._clock(), link, ask, message))
 
     def _show(self, roster: Roster) -> None:
@@ -556,11 +558,18 @@ class _Link(RefuseAll):
 
     def on_notify(self, peer: Peer, message: AnyMessage, payload: memoryview) -> None:
         """Hand it on."""
-        self._client.link_heard(self._link, message)
+        self._client.link_heard(self._link, message, payload)
 
     def on_close(self, peer: Peer, reason: str) -> None:
         """Hand it on."""
         self._client.link_ended(self._link, reason)
+
+
+def _unpacked(message: AnyMessage, payload: memoryview) -> AnyMessage:
+    try:
+        return unpack(message, payload)
+    except WireError as error:
+        return failure_of(error)
 
 
 def _live(roster: Roster, task: str) -> TaskInfo | None:

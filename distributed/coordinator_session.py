@@ -43,6 +43,7 @@ class SessionSettings:
     `first_pause_s`    after the first loss; each pause is twice as long as the one before
     `longest_pause_s`  where that ends
     `connect_s`        how long each attempt may take
+    `join_s`           how long the answer to a Join may take, before the link is held to be dead
     `give_up_s`        how long it is sought
     `rejoins_anew`     when it was given up meanwhile, whether it joins as a new task of the same name; this fits one
                        that holds variables and has no program that would have to begin again
@@ -51,6 +52,7 @@ class SessionSettings:
     first_pause_s: float = 0.05
     longest_pause_s: float = 2.0
     connect_s: float = 2.0
+    join_s: float = 10.0
     give_up_s: float = 600.0
     rejoins_anew: bool = False
 
@@ -211,6 +213,7 @@ class CoordinatorSession:
         self._down_reason = ""
         self._member: Join | None = None
         self._join_ask = REJOIN
+        self._join_by_s: float | None = None
         self._asks: dict[int, AnyMessage] = {}
         self._last_claims: dict[str, int] = {}
         self._ended: Failure | None = None
@@ -229,9 +232,9 @@ class CoordinatorSession:
     @property
     def wake_at_s(self) -> float | None:
         """When Woke is due; None when nothing is waited for."""
-        if self._ended is not None or self._link is not None or self._is_opening:
+        if self._ended is not None or self._is_opening:
             return None
-        return self._open_at_s
+        return self._open_at_s if self._link is None else self._join_by_s
 
     @property
     def open_asks(self) -> int:
@@ -249,16 +252,16 @@ class CoordinatorSession:
         if self._ended is not None:
             return self._refuse(event)
         match event:
-            case Opened(_, link):
-                return self._opened(link)
+            case Opened(at_s, link):
+                return self._opened(at_s, link)
             case OpenFailed(at_s, why):
                 self._is_opening = False
                 return self._lost(at_s, why)
             case LinkEnded(at_s, link, reason) if link == self._link:
                 self._link, self._is_in = None, False
                 return self._lost(at_s, reason)
-            case Asking(_, ask, message):
-                return self._ask(ask, message)
+            case Asking(at_s, ask, message):
+                return self._ask(at_s, ask, message)
             case Withdrawn(_, ask):
                 self._asks.pop(ask, None)
                 return self._join_withdrawn() if self._member is not None and ask == self._join_ask else []
@@ -286,15 +289,22 @@ class CoordinatorSession:
 
     # Links.
 
-    def _opened(self, link: int) -> list[SessionCommand]:
+    def _opened(self, at_s: float, link: int) -> list[SessionCommand]:
         self._is_opening = False
         self._link = link
         if self._member is not None:
+            self._join_by_s = at_s + self._settings.join_s
             return [Send(link, self._join_ask, self._member)]
         self._up()
         return self._send_all()
 
+    def _drop_link(self, at_s: float, why: str) -> list[SessionCommand]:
+        assert self._link is not None
+        link, self._link, self._is_in = self._link, None, False
+        return [EndLink(link, why), *self._lost(at_s, why)]
+
     def _lost(self, at_s: float, why: str) -> list[SessionCommand]:
+        self._join_by_s = None
         if self._down_since_s is None:
             self._down_since_s = at_s
         self._down_reason = why
@@ -305,7 +315,10 @@ class CoordinatorSession:
         return self._wake(at_s)
 
     def _wake(self, at_s: float) -> list[SessionCommand]:
-        if self._link is not None or self._is_opening:
+        if self._link is not None:
+            is_dead = self._join_by_s is not None and at_s >= self._join_by_s
+            return self._drop_link(at_s, "a Join was not answered") if is_dead else []
+        if self._is_opening:
             return []
         down_s = at_s - (self._down_since_s if self._down_since_s is not None else at_s)
         if down_s >= self._settings.give_up_s:
@@ -317,7 +330,7 @@ class CoordinatorSession:
         return [OpenLink()]
 
     def _up(self) -> None:
-        self._is_in = True
+        self._is_in, self._join_by_s = True, None
         self._down_since_s, self._down_reason = None, ""
 
     def _send_all(self) -> list[SessionCommand]:
@@ -341,10 +354,11 @@ class CoordinatorSession:
 
     # Asks.
 
-    def _ask(self, ask: int, message: AnyMessage) -> list[SessionCommand]:
+    def _ask(self, at_s: float, ask: int, message: AnyMessage) -> list[SessionCommand]:
         match message:
             case Join(task, address):
                 self._member, self._join_ask, self._is_in = Join(task, address, self._incarnation), ask, False
+                self._join_by_s = at_s + self._settings.join_s
                 message = self._member
             case AwaitBarrier():
                 message = msgspec.structs.replace(message, number=ask)
@@ -404,9 +418,8 @@ class CoordinatorSession:
             case RosterChange(since, version) if since <= self.roster.version < version:
                 return self._show(changed_roster(self.roster, message))
             case RosterChange(since, version) if self.roster.version < since and self._link is not None:
-                link, self._link, self._is_in = self._link, None, False
                 text = f"roster {self.roster.version} is here, and the changes since {since} came: some were lost"
-                return [EndLink(link, text), *self._lost(at_s, text)]
+                return self._drop_link(at_s, text)
             case _:
                 return []
 

@@ -281,14 +281,14 @@ class CoordinatorState:
 
     def _follow(self, decided: list[MembershipCommand]) -> list[Command]:
         """What follows from a change of the membership, here and in the other parts."""
-        commands: list[Command] = []
+        left = [WorkerLeft(command.task, command.reason) for command in decided if isinstance(command, ReleaseTask)]
+        commands: list[Command] = [*self._ledger.leave(left)] if left else []
         for command in decided:
             match command:
                 case ReleaseTask(task, life, reason):
                     self._traffic.leave(life)
                     self._watch.leave(life)
                     self._elections.leave(life, reason)
-                    commands += self._ledger.handle(WorkerLeft(task, reason))
                     commands += self._barriers.leave(task, f"{short_task_name(task)} has left: {reason}")
                 case EndConnection(peer, reason):
                     commands.append(Disconnect(peer, reason))

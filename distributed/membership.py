@@ -8,7 +8,8 @@ Invariants:
 - one that was given up may not come back in the same incarnation, since its work has gone to others;
 - every change of the roster makes its next version, and is published once: at once while the cluster is small, else
   together with the others of a tick, so that many who join do not tell many of each;
-- after a restart, the members are those of before, away until they join again.
+- after a restart, the members are those of before, away until they join again;
+- time in which the coordinator itself stood still is no task's silence.
 
 A task is live from its Join until it says Leave, no heartbeat came for `heartbeat_timeout_s`, or its connection ended
 and it was away for `rejoin_s`. No clock is read: time comes with the events.
@@ -32,6 +33,8 @@ FINISHED = "finished"
 STOPPED = "stopped"
 #: With more live tasks than this, changes of the roster wait for the next tick.
 PUBLISH_AT_ONCE = 64
+#: After a longer pause between two ticks the coordinator has stood still, however short the time for heartbeats.
+LONG_PAUSE_S = 2.0
 #: Reasons for leaving that are no fault.
 NORMAL_ENDS = frozenset({FINISHED, STOPPED})
 
@@ -167,6 +170,7 @@ class Membership:
         self._identity = next((found for _, found in self._records.load(_IDENTITY, _Identity)), _Identity())
         self._version = next((found.version for _, found in self._records.load(_VERSION, _Version)), 0)
         self._published = self._version
+        self._ticked_at_s: float | None = None
         self._unpublished: dict[int, None] = {}
         for _, info in self._records.load(_LIFE, TaskInfo):
             self._add(info)
@@ -198,6 +202,7 @@ class Membership:
                     self._live[gone] = replace(live, peer=None, until_s=until_s, reason=reason)
                 return []
             case Ticked(at_s):
+                self._excuse_pause(at_s)
                 return self._release([task for task, live in self._live.items() if at_s >= live.until_s], at_s)
 
     def is_live(self, task: str, peer: int) -> bool:
@@ -248,6 +253,15 @@ class Membership:
     def jobs(self) -> tuple[str, ...]:
         """Every job with a live or expected task."""
         return tuple(sorted({split_task_name(task)[0] for task in (*self._live, *self._expected)}))
+
+    def _excuse_pause(self, at_s: float) -> None:
+        """Put all deadlines off by a pause in which no heartbeat could be handled."""
+        last_s, self._ticked_at_s = self._ticked_at_s, at_s
+        pause_s = at_s - last_s if last_s is not None else 0.0
+        if pause_s > max(LONG_PAUSE_S, self._timeout_s / 2):
+            latest_s = at_s + self._timeout_s
+            for task, live in self._live.items():
+                self._live[task] = replace(live, until_s=min(live.until_s + pause_s, latest_s))
 
     def _start(self, event: Started) -> list[MembershipCommand]:
         known = self._identity

@@ -43,6 +43,10 @@ class Ok(Message, frozen=True):
     """A request was carried out; there is nothing to add."""
 
 
+class Packed(Message, frozen=True):
+    """The message is the payload, encoded."""
+
+
 class Failure(Message, frozen=True):
     """A request was refused or failed. `kind` is the name of a class in `dflow.tracing.errors`."""
 
@@ -566,6 +570,7 @@ class Status(Message, frozen=True):
 AnyMessage = (
     Hello
     | Ok
+    | Packed
     | Failure
     | CreateVariable
     | VariableCreated

@@ -15,6 +15,7 @@ Invariants, of each run:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -107,8 +108,13 @@ class StepLedger:
                 return self._ask(ask, claim)
             case RoundsReported(report):
                 return self._note_rounds(report)
-            case WorkerLeft(task, reason):
-                return [reply for run in self._runs.values() for reply in run.leave(task, reason)]
+            case WorkerLeft():
+                return self.leave([event])
+
+    def leave(self, left: Sequence[WorkerLeft]) -> list[Reply]:
+        """Take note of all that have left at once, so that none of them is given what another gives back."""
+        replies = [reply for run in self._runs.values() for one in left for reply in run.leave(one.task, one.reason)]
+        return replies + [reply for run in self._runs.values() for reply in run.answer_waiting()]
 
     @property
     def steps_done(self) -> int:
@@ -227,7 +233,7 @@ class _Run:
             text = f"{short_task_name(task)} has sent this claim again"
             replies = [Reply(self.waiting[task], Failure("RemoteError", text))]
         self.waiting[task] = ask
-        return replies + self._answer_waiting()
+        return replies + self.answer_waiting()
 
     def settle(self, claim: ClaimSteps) -> int:
         """Take the worker's last claim back: its first steps are done, the rest go to the pool. The steps done.
@@ -252,7 +258,7 @@ class _Run:
             self.waiting[claim.task] = ask
         else:
             replies.append(Reply(ask, Claimed(0, 0)))
-        return replies + self._answer_waiting()
+        return replies + self.answer_waiting()
 
     def _replace(self, task: str) -> list[Reply]:
         """Refuse the worker's ask that waits, since a later one came."""
@@ -262,7 +268,7 @@ class _Run:
         return [Reply(self.waiting.pop(task), Failure("RemoteError", text))]
 
     def leave(self, task: str, reason: str) -> list[Reply]:
-        """Give the worker's unreported steps back, and answer all that can be answered now."""
+        """Give the worker's unreported steps back; who waits for them is not yet answered."""
         replies = []
         if task in self.waiting:
             text = f"{short_task_name(task)} has left: {reason}"
@@ -274,9 +280,10 @@ class _Run:
             self._give_back(range(worker.first, worker.first + worker.held))
             self.records.drop(self._key(task))
             self._save()
-        return replies + self._answer_waiting()
+        return replies
 
-    def _answer_waiting(self) -> list[Reply]:
+    def answer_waiting(self) -> list[Reply]:
+        """Answer all that can be answered now."""
         replies = []
         for task, ask in list(self.waiting.items()):
             if not self.pool and self.holding:

@@ -30,6 +30,7 @@ from dflow.distributed.coordinator_session import (
     Woke,
 )
 from dflow.distributed.failures import error_from, failure_of
+from dflow.distributed.large_message import unpack
 from dflow.distributed.messages import AnyMessage, Failure, Heartbeat, Roster
 from dflow.distributed.simulation.events import EventQueue, Timer
 from dflow.distributed.simulation.network import Process, SimulatedTransport
@@ -171,7 +172,7 @@ class Client:
     def _reply_came(self, link: int, ask: int, reply: Reply | BaseException) -> None:
         if isinstance(reply, TransportClosed):
             return  # the end of the link is told by the link
-        message = failure_of(reply) if isinstance(reply, BaseException) else reply.message
+        message = failure_of(reply) if isinstance(reply, BaseException) else unpack(*reply)
         self._handle(Answered(self._events.now_s, link, ask, message))
 
     def _tell(self, link: int, message: AnyMessage) -> None:
@@ -188,7 +189,7 @@ class _Heard(RefuseAll):
         self._link = link
 
     def on_notify(self, peer: Peer, message: AnyMessage, payload: memoryview) -> None:
-        self._client.heard(self._link, message)
+        self._client.heard(self._link, unpack(message, payload))
 
     def on_close(self, peer: Peer, reason: str) -> None:
         self._client.link_ended(self._link, reason)

@@ -291,6 +291,18 @@ def test_traffic_over_more_edges_than_fit_into_a_message_is_told_in_sum(cluster:
     assert [event.message for event in cluster.coordinator.log() if isinstance(event, Told)] == [Heartbeat(WORKER0)]
 
 
+def test_a_roster_of_more_than_fits_into_a_message_reaches_all(cluster: Cluster) -> None:
+    first = cluster.task(WORKER0)
+    for index in range(1, 12):
+        cluster.task(f"/job:worker/task:{index}")
+    place = "x" * 200_000
+    for index in range(8):
+        cluster.client(f"/job:big/task:{index}").join(f"/job:big/task:{index}", place)
+    cluster.client("/job:big/task:8").join("/job:big/task:8", place)
+    first.wait_for_tasks([f"/job:big/task:{index}" for index in range(9)], timeout_s=SOON_S)
+    assert len(first.status().tasks) == len(first.roster.tasks) == 21
+
+
 def test_the_log_has_every_event_with_its_time(cluster: Cluster) -> None:
     cluster.task(WORKER0)
     cluster.now_s += 2

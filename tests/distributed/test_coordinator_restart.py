@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflow.distributed.coordinator_events import Asked, Event, PeerClosed, Persist, Reply, Started, Ticked, Told
-from dflow.distributed.coordinator_state import CoordinatorState
+from dflow.distributed.coordinator_state import CoordinatorSettings, CoordinatorState
 from dflow.distributed.durable_records import apply_changes
 from dflow.distributed.messages import (
     AnyMessage,
@@ -29,6 +29,8 @@ from dflow.distributed.messages import (
 )
 from tests.effort import examples
 
+#: With these, one that is dead is given up in the same tick whether the coordinator was started again or not.
+SETTINGS = CoordinatorSettings(heartbeat_timeout_s=10.0, rejoin_s=10.0)
 JOBS = {"ps": 2, "worker": 3}
 TASKS = ("/job:ps/task:0", "/job:worker/task:0", "/job:worker/task:1", "/job:worker/task:2", "/job:worker/task:3")
 #: When the coordinator dies: it does not, or in between two events, or with an event before or after the write.
@@ -64,7 +66,7 @@ class World:
         return self.numbers
 
     def start(self) -> None:
-        self.state = CoordinatorState(JOBS, rows=self.rows)
+        self.state = CoordinatorState(JOBS, SETTINGS, self.rows)
         self.carry_out(Started(self.now_s, "blue"))
 
     def carry_out(self, event: Event, death: str = STAYS) -> None:
@@ -114,6 +116,7 @@ class World:
     def heartbeats(self) -> None:
         for client in self.clients.values():
             self.carry_out(Told(self.now_s, client.peer, Heartbeat(client.task)))
+        self.carry_out(Ticked(self.now_s))
 
     def act(self, what: str, task: str, part: float, death: str) -> None:
         """Let one thing happen; the same things are possible whether the coordinator dies or not."""
@@ -147,11 +150,9 @@ class World:
                 del self.clients[task]
             case "die":
                 self.carry_out(PeerClosed(self.now_s, self.clients.pop(task).peer, "reset"), death)
-                self.now_s += 9.0
-                self.heartbeats()
-                self.now_s += 9.0
-                self.heartbeats()
-                self.carry_out(Ticked(self.now_s))
+                for _ in range(10):
+                    self.now_s += 2.0
+                    self.heartbeats()
 
     def outcome(self) -> tuple[dict[int, AnyMessage], Status]:
         """All answers, and what the coordinator knows in the end, without what tells how often it died."""

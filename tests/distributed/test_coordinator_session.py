@@ -127,6 +127,20 @@ def test_a_join_that_was_not_answered_is_asked_again_as_the_same() -> None:
     assert Settle(1, ROSTER) in made.handle(Answered(1.0, 2, 1, ROSTER))
 
 
+def test_a_link_over_which_a_join_is_not_answered_is_dead() -> None:
+    made = session(join_s=10.0)
+    made.handle(Opened(0.0, 1))
+    made.handle(Asking(1.0, 1, Join(WORKER0, "h:0")))
+    assert made.wake_at_s == 11.0
+    assert made.handle(Woke(10.9)) == []
+    assert made.handle(Woke(11.0)) == [EndLink(1, "a Join was not answered")]
+    assert made.handle(Woke(12.0)) == [OpenLink()]
+    assert made.handle(Opened(12.0, 2)) == [Send(2, 1, JOIN)]
+    assert made.wake_at_s == 22.0
+    made.handle(Answered(13.0, 2, 1, ROSTER))
+    assert made.wake_at_s is None
+
+
 def test_a_claim_has_its_number_and_that_of_the_last_one_whose_answer_was_seen() -> None:
     made = joined()
     claim = ClaimSteps("run", WORKER0, 9, 0)

@@ -214,3 +214,22 @@ def test_changes_of_a_large_cluster_are_published_together_at_the_next_tick() ->
     assert members.roster().version == count + 4, "who joins now sees all that has happened"
     assert members.handle(Ticked(0.5)) == [PublishRoster(count, count + 4, (0, count, count + 1, count + 2))]
     assert members.handle(Ticked(1.0)) == []
+
+
+def test_a_pause_of_the_coordinator_itself_is_no_silence_of_the_tasks() -> None:
+    members = cluster()
+    members.handle(Joined(0.0, 7, WORKER0, "h:1"))
+    members.handle(HeartbeatArrived(7.0, 7, WORKER0))
+    members.handle(Ticked(7.5))
+    assert members.handle(Ticked(22.0)) == [], "nothing could be heard since 7.5"
+    assert members.handle(Ticked(22.5)) == []
+    assert members.handle(Ticked(26.9)) == []
+    assert ReleaseTask(WORKER0, 0, "no heartbeat for 10.0 s") in members.handle(Ticked(31.5))
+
+
+def test_ticks_at_their_pace_excuse_nobody_however_short_the_time_for_heartbeats() -> None:
+    members = Membership({}, heartbeat_timeout_s=0.5)
+    members.handle(Joined(0.0, 7, WORKER0, "h:1"))
+    members.handle(Ticked(0.1))
+    assert members.handle(Ticked(0.4)) == []
+    assert len(members.handle(Ticked(0.9))) == 3

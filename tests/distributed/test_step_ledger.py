@@ -100,6 +100,15 @@ def test_a_worker_that_leaves_while_it_waits_is_answered() -> None:
     assert ledger.handle(WorkerLeft(B, "reset")) == [Reply(2, Failure("TaskLost", "worker:1 has left: reset"))]
 
 
+def test_of_those_that_leave_together_none_is_given_what_another_gives_back() -> None:
+    ledger = Numbered()
+    ledger.handle(asked(1, A, total=1))
+    ledger.handle(asked(2, B, total=1))
+    ledger.handle(asked(3, C, total=1))
+    replies = ledger.ledger.leave([WorkerLeft(A, "killed"), WorkerLeft(B, "killed")])
+    assert replies == [Reply(2, Failure("TaskLost", "worker:1 has left: killed")), Reply(3, Claimed(0, 1))]
+
+
 def test_a_second_ask_takes_the_place_of_one_that_waits() -> None:
     ledger = Numbered()
     ledger.handle(asked(1, A, total=1))
