@@ -1,0 +1,109 @@
+"""Clusters whose tasks are not those that were expected, or not there when they were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dflow
+from dflow.distributed.cluster import Cluster, ClusterSettings
+from dflow.distributed.coordinator import Coordinator
+from dflow.distributed.coordinator_client import CoordinatorClient
+from dflow.distributed.stock_task import StockTask
+from dflow.distributed.transport.memory import MemoryNetwork
+from dflow.lowering.store import Store
+
+SOON_S = 30.0
+Start = Callable[[str, int], Cluster]
+
+
+class Place:
+    """A coordinator that expects one ps and one worker, and what has joined it."""
+
+    def __init__(self) -> None:
+        self.network = MemoryNetwork()
+        self.coordinator = Coordinator(self.network, "", {"ps": 1, "worker": 1})
+        self.made: list[Cluster | StockTask | CoordinatorClient] = []
+
+    def ps(self, index: int) -> StockTask:
+        task = StockTask(self.network, f"/job:ps/task:{index}", self.coordinator.address, address="")
+        self.made.append(task)
+        return task
+
+    def worker(self, index: int) -> Cluster:
+        made = Cluster(
+            self.coordinator.address,
+            self.network,
+            job="worker",
+            index=index,
+            store=Store(),
+            address="",
+            settings=ClusterSettings(SOON_S, SOON_S, SOON_S),
+        )
+        self.made.append(made)
+        return made
+
+    def client(self, task: str) -> CoordinatorClient:
+        client = CoordinatorClient(self.network, self.coordinator.address, name=task)
+        client.join(task, "nowhere")
+        self.made.append(client)
+        return client
+
+
+@pytest.fixture
+def place() -> Iterator[Place]:
+    made = Place()
+    yield made
+    for one in reversed(made.made):
+        one.close()
+    made.coordinator.close()
+
+
+def test_a_variable_whose_creator_died_after_it_was_placed_is_created_by_the_next(place: Place) -> None:
+    place.ps(0)
+    dead = place.client("/job:worker/task:7")
+    assert dead.place("w", "float32", (2,), 8) == "/job:ps/task:0"
+    dead.close("killed")
+    worker = place.worker(0)
+    with worker.parameter_servers():
+        w = dflow.Variable(np.array([1.0, 2.0], np.float32), name="w")
+    np.testing.assert_array_equal(w.read(), [1, 2])
+
+
+def test_a_ps_task_that_joins_later_gets_new_variables_and_the_old_stay_where_they_are(place: Place) -> None:
+    place.ps(0)
+    worker = place.worker(0)
+    with worker.parameter_servers():
+        first = dflow.Variable(np.zeros(4, np.float32), name="first")
+        place.ps(1)
+        worker._client.wait_for_tasks(["/job:ps/task:1"], timeout_s=SOON_S)
+        second = dflow.Variable(np.ones(4, np.float32), name="second")
+
+    @dflow.jit
+    def step(x: object) -> object:
+        first.assign_add(x)
+        return first.read() + second.read()
+
+    assert (first.device, second.device) == ("/job:ps/task:0", "/job:ps/task:1")
+    np.testing.assert_array_equal(step(jnp.ones(4)), [2, 2, 2, 2])  # type: ignore[arg-type]
+
+
+def test_more_workers_than_were_expected_take_their_share_and_fewer_end_the_run(place: Place) -> None:
+    place.ps(0)
+    workers = [place.worker(index) for index in range(3)]
+    assert workers[0]._client.wait_for_tasks([worker.task for worker in workers], timeout_s=SOON_S).expected == ()
+    claims = [worker.claim("run", 30) for worker in workers]
+    assert [len(claim) for claim in claims] == [7, 2, 1]
+    workers[1].close()
+    workers[2].claim("run", 30, done=len(claims[2]), more=False)
+    done, claim = [*claims[2]], claims[0]
+    while claim:
+        done += claim
+        claim = workers[0].claim("run", 30, done=len(claim))
+    assert sorted(done) == list(range(30))
+    status = workers[0]._client.status()
+    assert status.steps_done == status.steps_total == 30
+    assert [info.left for info in status.tasks] == ["", "", "finished", ""]
