@@ -335,10 +335,13 @@ def _certs_secret(options: argparse.Namespace) -> int:
 
 
 def _simulate(options: argparse.Namespace) -> int:
-    from dflow.simulation_view import show_schedules
+    from dflow.simulation_view import show_schedules, show_size
 
+    if options.step is not None:
+        return show_size(options)
+    steps = options.steps or 9
     return show_schedules(
-        options.seed, options.schedules, options.workers, options.ps, options.steps, options.faults, options.log
+        options.seed, options.schedules, options.workers, options.ps, steps, options.faults, options.log
     )
 
 

@@ -1,0 +1,130 @@
+"""What the coordinator of many tasks bears: its real state machine, fed with what so many tasks would send.
+
+Measured is the processor time of `CoordinatorState.handle` and of the codec, on this machine; simulated is what the
+tasks send, and when. The sockets are left out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from dflow.distributed.codec import decode_message, encode_message
+from dflow.distributed.coordinator_events import Asked, Broadcast, Command, Reply, Started, Ticked, Told
+from dflow.distributed.coordinator_state import CoordinatorState
+from dflow.distributed.messages import AnyMessage, ClaimSteps, Heartbeat, Join
+from dflow.tracing.task_name import task_name
+
+HEARTBEAT_S = 1.0
+TICK_S = 0.5
+
+
+@dataclass(frozen=True)
+class Load:
+    """What the coordinator does in a second, or for one thing that happens.
+
+    `messages`     received and sent
+    `size_bytes`   of them, without frames
+    `processor_s`  measured, of one core
+    """
+
+    messages: float
+    size_bytes: float
+    processor_s: float
+
+
+@dataclass(frozen=True)
+class CoordinatorLoad:
+    """`steady` is of each second, with heartbeats and claims; `join` of the last task that joins."""
+
+    tasks: int
+    steady: Load
+    join: Load
+
+
+def coordinator_load(workers: int, ps: int, step_s: float, claim_steps: int = 16, seconds: int = 3) -> CoordinatorLoad:
+    """Let so many tasks join, and train for a few seconds.
+
+    step_s       how long a worker takes for a step
+    claim_steps  how many steps a worker does between two claims
+    """
+    return _Stream(workers, ps).load(step_s * claim_steps, seconds)
+
+
+class _Stream:
+    def __init__(self, workers: int, ps: int) -> None:
+        self._names = [task_name("worker", index) for index in range(workers)]
+        self._names += [task_name("ps", index) for index in range(ps)]
+        self._workers = workers
+        self._state = CoordinatorState({"worker": workers, "ps": ps})
+        self._state.handle(Started(0.0, "simulated"))
+        self._asks = 0
+        self._messages = self._size_bytes = 0
+        self._again_s = 0.0
+
+    def load(self, claim_s: float, seconds: int) -> CoordinatorLoad:
+        for peer, name in enumerate(self._names[:-1]):
+            self._state.handle(Asked(0.0, peer, self._ask(), _join(name)))
+        last = len(self._names) - 1
+        self._state.handle(Ticked(0.0))
+        join = self._measured(0.0, [(last, True, _join(self._names[last]))])
+        numbers = [0] * self._workers
+        claims = [peer * claim_s / self._workers for peer in range(self._workers)]
+        totals = [Load(0, 0, 0.0)]
+        for second in range(seconds):
+            sent: list[tuple[int, bool, AnyMessage]] = []
+            for peer, name in enumerate(self._names):
+                sent.append((peer, False, Heartbeat(name)))
+                while peer < self._workers and claims[peer] < second + 1:
+                    numbers[peer] += 1
+                    sent.append((peer, True, _claim(name, numbers[peer])))
+                    claims[peer] += claim_s
+            totals.append(self._measured(float(second), sent))
+        steady = Load(
+            sum(load.messages for load in totals) / seconds,
+            sum(load.size_bytes for load in totals) / seconds,
+            sum(load.processor_s for load in totals) / seconds,
+        )
+        return CoordinatorLoad(len(self._names), steady, join)
+
+    def _measured(self, at_s: float, sent: Iterable[tuple[int, bool, AnyMessage]]) -> Load:
+        """Hand over encoded messages, and encode what is sent in turn; a broadcast is encoded once for each peer."""
+        frames = [(peer, is_call, encode_message(message)) for peer, is_call, message in sent]
+        self._messages, self._size_bytes, self._again_s = len(frames), sum(len(frame) for _, _, frame in frames), 0.0
+        began = time.process_time()
+        for peer, is_call, frame in frames:
+            message = decode_message(frame)
+            self._send(
+                self._state.handle(Asked(at_s, peer, self._ask(), message) if is_call else Told(at_s, peer, message))
+            )
+        for _ in range(round(HEARTBEAT_S / TICK_S)):
+            self._send(self._state.handle(Ticked(at_s)))
+        return Load(self._messages, self._size_bytes, time.process_time() - began + self._again_s)
+
+    def _send(self, commands: Iterable[Command]) -> None:
+        for command in commands:
+            match command:
+                case Reply(_, reply):
+                    self._messages += 1
+                    self._size_bytes += len(encode_message(reply))
+                case Broadcast(peers, news):
+                    one = time.process_time()
+                    size_bytes = len(encode_message(news))
+                    # It is encoded once for each of them, and measured once.
+                    self._again_s += (time.process_time() - one) * (len(peers) - 1)
+                    self._messages += len(peers)
+                    self._size_bytes += size_bytes * len(peers)
+
+    def _ask(self) -> int:
+        self._asks += 1
+        return self._asks
+
+
+def _join(name: str) -> Join:
+    return Join(name, "10.0.0.1:40000", incarnation="0123456789abcdef")
+
+
+def _claim(name: str, number: int) -> ClaimSteps:
+    done = 16 if number > 1 else 0
+    return ClaimSteps("run", name, 1 << 40, number, number - 1, done, 0.1, {"loss": 1.0})
