@@ -125,6 +125,11 @@ class ConditionalAccumulator(HostResource):
                 f"{self.title}: take needs at least 1 gradient, not {number_text(n)}{at(caller())}\n"
                 "  how many must be a number that is known when the program is traced"
             )
+        if self.settings.limit is not None and number > self.settings.limit:
+            raise AccumulatorError(
+                f"{self.title}: a take of {number} would wait for ever, for it holds at most {self.settings.limit}"
+                f"{at(caller())}\n  take as many as its limit or fewer, or give it another limit"
+            )
         return number
 
     def _number(self, step: Any) -> Any:

@@ -48,6 +48,19 @@ def test_stale_gradients_are_dropped_and_counted() -> None:
     assert (held.step, held.dropped()) == (10, 2)
 
 
+@pytest.mark.parametrize("traced", [False, True])
+def test_gradients_beyond_the_limit_are_dropped_and_counted(traced: bool) -> None:
+    held = dflow.ConditionalAccumulator(jnp.zeros(()), name="g", limit=2)
+    apply: Any = dflow.jit(lambda x: held.apply(x, 0)) if traced else held.apply
+    assert [bool(apply(value)) for value in (1.0, 3.0, 100.0)] == [True, True, False]
+    assert (held.count(), held.dropped(), float(held.take(2))) == (2, 1, 2.0)
+    with pytest.raises(AccumulatorError, match="'g': a take of 3 would wait for ever, for it holds at most 2"):
+        held.take(3)
+    for limit in (0, 1.5, "2"):
+        with pytest.raises(AccumulatorError, match="'g' cannot have the limit"):
+            dflow.ConditionalAccumulator(jnp.zeros(()), name="g", limit=limit)  # type: ignore[arg-type]
+
+
 def test_the_sum_is_given_when_asked_for_and_integers_keep_their_dtype() -> None:
     held = dflow.ConditionalAccumulator(jax.ShapeDtypeStruct((2,), jnp.int32), reduction="sum")
     held.apply(np.array([1, 2], np.int32))

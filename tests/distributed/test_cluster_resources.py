@@ -271,6 +271,21 @@ def test_a_wait_that_is_given_up_takes_nothing(memory: MemoryCluster, workers: t
     assert int(queue.size()) == 1
 
 
+def test_a_wait_that_is_given_up_here_is_given_up_on_the_task(
+    memory: MemoryCluster, workers: tuple[Cluster, Cluster]
+) -> None:
+    queue = fifo(workers[0])
+
+    def message(step: StepId) -> CallResource:
+        return CallResource(queue.key, "queue.dequeue", step.origin, step.number)
+
+    with pytest.raises(DeadlineExceeded):
+        workers[0].request_step(str(queue.device), message, b"", 0.05 - SOON.request_timeout_s)
+    until(lambda: waiting_at(memory, "q") == 0)
+    queue.enqueue(1.0)
+    assert int(queue.size()) == 1
+
+
 def test_more_waits_than_a_task_has_threads_leave_it_free(
     memory: MemoryCluster, workers: tuple[Cluster, Cluster], pool: ThreadPoolExecutor
 ) -> None:

@@ -10,6 +10,7 @@ from dflow.lowering.accumulator_machine import (
     Add,
     Command,
     Drop,
+    EnoughSet,
     Event,
     Give,
     GradientApplied,
@@ -46,6 +47,25 @@ def test_a_gradient_of_an_earlier_step_is_dropped_and_counted_a_later_one_is_not
     assert state.handle(GradientApplied(5)) == [Add()]
     assert state.handle(GradientApplied(9)) == [Add()]
     assert (state.dropped, state.count) == (1, 2)
+
+
+def test_a_gradient_beyond_the_limit_is_dropped_until_a_take_has_come() -> None:
+    state = AccumulatorMachine(limit=2)
+    done = [state.handle(GradientApplied(0)) for _ in range(3)]
+    assert done == [[Add()], [Add()], [Drop(0, 0)]]
+    assert state.handle(TakeAsked(1, 2)) == [Give(1, 2)]
+    assert state.handle(GradientApplied(1)) == [Add()]
+    assert (state.count, state.dropped) == (1, 1)
+
+
+def test_a_take_that_waits_is_served_when_fewer_are_said_to_be_enough() -> None:
+    state = AccumulatorMachine()
+    waiting = [TakeAsked(1, 3), GradientApplied(0), GradientApplied(0)]
+    assert [command for event in waiting for command in state.handle(event)] == [Add(), Add()]
+    assert state.handle(EnoughSet(2)) == [Give(1, 2)]
+    assert state.handle(TakeAsked(2, 3)) == []
+    assert state.handle(EnoughSet(5)) == []
+    assert [state.handle(GradientApplied(1)) for _ in range(3)] == [[Add()], [Add()], [Add(), Give(2, 3)]]
 
 
 def test_takes_are_served_in_turn_though_a_later_one_wants_less() -> None:
