@@ -1,0 +1,110 @@
+"""What do certificates and a shared secret cost, in time of the processors?
+
+Both ends are in this process, so its time is what both take together; it is the least of several rounds, in which the
+ways take turns. *connect* is a new connection until both sides have said who they are, *round trip* a call with 4 bytes
+and its answer, *100 MB* a payload of so much and a word back.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from benchmarks._paired import in_turn, options, publish
+from dflow.certs import make_secret
+from dflow.distributed.messages import AnyMessage, Ok
+from dflow.distributed.transport.base import Limits, Listener, Peer, RefuseAll, Responder
+from dflow.distributed.transport.certificates import issue_certificate, make_authority
+from dflow.distributed.transport.identity import Identity
+from dflow.distributed.transport.security import SecurityPolicy
+from dflow.distributed.transport.sockets import SocketTransport
+from dflow.distributed.transport.tls_policies import MutualTls, SharedSecret
+
+WAIT_S = 60.0
+LARGE = bytes(100_000_000)
+
+
+def main() -> None:
+    given = options(__doc__, rounds=7)
+    with TemporaryDirectory() as folder:
+        policies = {"plain": None, "certificates": certificates(Path(folder)), "secret": secret(Path(folder))}
+    transports = {name: SocketTransport(Limits(shared_bytes=0), policy) for name, policy in policies.items()}
+    listeners = {
+        name: each.listen("127.0.0.1:0", name="server", handler=Answers()) for name, each in transports.items()
+    }
+    dials = {name: partial(dial, transports[name], listeners[name].address) for name in transports}
+    peers = {name: connect() for name, connect in dials.items()}
+    connects = {name: partial(connected, connect) for name, connect in dials.items()}
+    trips = {name: partial(ask, peer, b"4444") for name, peer in peers.items()}
+    transfers = {name: partial(ask, peer, LARGE) for name, peer in peers.items()}
+    rows = [
+        row("connect, ms", connects, 1e3, 20, given.rounds),
+        row("round trip, us", trips, 1e6, 300, given.rounds),
+        row("100 MB, ms", transfers, 1e3, 1, given.rounds),
+    ]
+    for listener in listeners.values():
+        listener.close()
+    publish("tls", rows, as_json=given.json)
+
+
+def row(what: str, ways: dict[str, Callable[[], None]], unit: float, times: int, rounds: int) -> dict[str, Any]:
+    timed = {name: partial(processor_seconds, way, times) for name, way in ways.items()}
+    in_turn(timed, 1)
+    found = in_turn(timed, rounds)
+    return {"what": what} | {name: min(took) * unit for name, took in found.items()}
+
+
+def processor_seconds(way: Callable[[], None], times: int) -> float:
+    """The time of the processors that one run of `way` takes in this process."""
+    started = time.process_time()
+    for _ in range(times):
+        way()
+    return (time.process_time() - started) / times
+
+
+def listen(transport: SocketTransport) -> Listener:
+    return transport.listen("127.0.0.1:0", name="server", handler=Answers())
+
+
+def dial(transport: SocketTransport, address: str) -> Peer:
+    return transport.connect(address, name="client", handler=RefuseAll(), who="server", timeout_s=WAIT_S)
+
+
+def connected(connect: Callable[[], Peer]) -> None:
+    connect().close()
+
+
+def ask(peer: Peer, payload: bytes) -> None:
+    peer.call(Ok(), payload, timeout_s=WAIT_S)
+
+
+class Answers(RefuseAll):
+    """Answers every call by a word."""
+
+    def on_call(self, peer: Peer, message: AnyMessage, payload: memoryview, responder: Responder) -> None:
+        """Answer."""
+        responder.reply(Ok(), b"4444")
+
+
+def certificates(folder: Path) -> SecurityPolicy:
+    now, day = datetime.now(UTC), timedelta(days=1)
+    authority = make_authority("benchmark", now, 2 * day)
+    pair = issue_certificate(authority, [Identity("server"), Identity("client")], [], now, day)
+    for name, data in (("cert.pem", pair.certificate), ("key.pem", pair.key), ("ca.pem", authority.certificate)):
+        (folder / name).write_bytes(data)
+        (folder / name).chmod(0o600)
+    return MutualTls.in_folder(folder)
+
+
+def secret(folder: Path) -> SecurityPolicy:
+    make_secret(folder / "secret")
+    return SharedSecret(folder / "secret")
+
+
+if __name__ == "__main__":
+    main()
