@@ -8,6 +8,7 @@ its error names who is missing. What fails anywhere is cancelled everywhere.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import os
 import threading
@@ -39,6 +40,7 @@ from dflow.distributed.messages import (
     RunPlan,
     Value,
     VariableCreated,
+    Wanted,
     WriteVariable,
 )
 from dflow.distributed.rendezvous import describe
@@ -335,8 +337,13 @@ class Cluster:
 
     def _register_remote(self, task: str, task_plan: TaskPlan) -> int:
         blobs = [export_program(pure.fn, pure.types) for pure in task_plan.programs]
-        message = RegisterPlan(_ENCODER.encode(task_plan.plan), tuple(map(len, blobs)))
-        answer, _ = self.request(task, message, b"".join(blobs))
+        names = tuple(hashlib.sha256(blob).digest() for blob in blobs)
+        plan = _ENCODER.encode(task_plan.plan)
+        # Another worker, or an earlier trace, has most often sent the same programs.
+        answer, _ = self.request(task, RegisterPlan(plan, (0,) * len(blobs), names))
+        if isinstance(answer, Wanted):
+            sent = [blob if place in answer.programs else b"" for place, blob in enumerate(blobs)]
+            answer, _ = self.request(task, RegisterPlan(plan, tuple(map(len, sent)), names), b"".join(sent))
         return _expect(answer, Registered, task).handle
 
     def register_hosted(self, traced: Traced, host: str) -> tuple[Mapping[str, int], Sequence[Any], Sequence[Any]]:

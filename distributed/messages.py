@@ -97,14 +97,22 @@ class Value(Message, frozen=True):
 
 
 class RegisterPlan(Message, frozen=True):
-    """Keep a plan for later runs; answered by `Registered`.
+    """Keep a plan for later runs; answered by `Registered`, or by `Wanted` when programs are missing.
 
     `plan` is a msgspec-encoded `dflow.lowering.plan.Plan`; the payload holds the exported programs one after the
-    other, `program_sizes` bytes each.
+    other, `program_sizes` bytes each. `programs` are the SHA-256 of all; by it a task that has a program knows one of
+    size 0, which is not sent. It may be empty where all are.
     """
 
     plan: bytes
     program_sizes: tuple[int, ...]
+    programs: tuple[bytes, ...] = ()
+
+
+class Wanted(Message, frozen=True):
+    """The programs of a plan, by their places, that the task does not have: send the plan again, with these."""
+
+    programs: tuple[int, ...]
 
 
 class Registered(Message, frozen=True):
@@ -579,6 +587,7 @@ AnyMessage = (
     | Value
     | RegisterPlan
     | Registered
+    | Wanted
     | RunPlan
     | CreateResource
     | ResourceCreated

@@ -94,14 +94,12 @@ class PlanRegistry:
     def add_encoded(self, message: RegisterPlan, payload: memoryview) -> int:
         """Keep a plan that came over the network, compiling its programs; returns its handle.
 
-        raises  WireError if the plan is malformed or does not fit its programs; what loading a program raises
+        raises  WireError if the plan is malformed, does not fit its programs, or if one is `wanted`; what loading a
+                program raises
         """
-        plan = _decode(message.plan)
         blobs = list(_split(payload, message.program_sizes))
-        check_plan(plan, self._task, len(blobs))
-        check_from_peer(plan)
-        donated = _donated(plan, len(blobs))
-        keys = tuple((hashlib.sha256(blob).digest(), count) for blob, count in zip(blobs, donated, strict=True))
+        plan, donated = self._checked(message)
+        keys = tuple(zip(_fingerprints(message, blobs), donated, strict=True))
         identity = (_ENCODER.encode(plan), keys)
         with self._lock:
             known = self._handles.get(identity)
@@ -112,10 +110,29 @@ class PlanRegistry:
         with self._lock:
             return self._handles.setdefault(identity, handle)
 
+    def wanted(self, message: RegisterPlan) -> tuple[int, ...]:
+        """The programs of a plan, by their places, that are neither sent with it nor here. Raises WireError."""
+        if all(message.program_sizes):
+            return ()
+        _, donated = self._checked(message)
+        _check_named(message)
+        named = enumerate(zip(message.program_sizes, message.programs, donated, strict=True))
+        with self._lock:
+            return tuple(place for place, (size, *key) in named if size == 0 and tuple(key) not in self._programs)
+
+    def _checked(self, message: RegisterPlan) -> tuple[Plan, list[int]]:
+        """The plan, which can be run, and how many arguments each of its programs donates."""
+        plan = _decode(message.plan)
+        check_plan(plan, self._task, len(message.program_sizes))
+        check_from_peer(plan)
+        return plan, _donated(plan, len(message.program_sizes))
+
     def _load(self, key: _ProgramKey, blob: memoryview) -> Program:
         with self._lock:
             loading = self._programs.get(key)
             is_first = loading is None
+            if loading is None and not blob:
+                raise WireError(f"a program was named by its fingerprint, {key[0].hex()}, and is not on {self._task}")
             if loading is None:
                 loading = self._programs[key] = concurrent.futures.Future()
         if is_first:
@@ -133,6 +150,23 @@ def _decode(data: bytes) -> Plan:
         return _DECODER.decode(data)
     except (msgspec.DecodeError, RecursionError) as error:
         raise WireError(f"{len(data)} bytes are no plan: {error}") from error
+
+
+def _check_named(message: RegisterPlan) -> None:
+    count = len(message.program_sizes)
+    if len(message.programs) != count or any(len(name) != hashlib.sha256().digest_size for name in message.programs):
+        raise WireError(f"a plan of {count} programs that are not all sent has {len(message.programs)} fingerprints")
+
+
+def _fingerprints(message: RegisterPlan, blobs: Sequence[memoryview]) -> list[bytes]:
+    """The SHA-256 of each program: of what was sent, and as it is said of what was not."""
+    if message.programs or not all(message.program_sizes):
+        _check_named(message)
+    found = [hashlib.sha256(blob).digest() if blob else message.programs[n] for n, blob in enumerate(blobs)]
+    for place, (said, is_so) in enumerate(zip(message.programs, found, strict=False)):
+        if said != is_so:
+            raise WireError(f"program {place} has the fingerprint {is_so.hex()} and was said to have {said.hex()}")
+    return found
 
 
 def _split(payload: memoryview, sizes: Sequence[int]) -> Iterator[memoryview]:

@@ -58,6 +58,7 @@ from dflow.distributed.messages import (
     Tensor,
     Value,
     VariableCreated,
+    Wanted,
     WriteVariable,
 )
 from dflow.distributed.own_steps import OwnSteps
@@ -437,6 +438,8 @@ class TaskServer:
             case ForgetState():
                 self._forget(message)
                 return Ok(), _NOTHING
+            case RegisterPlan() if wanted := self._plans.wanted(message):
+                return Wanted(wanted), _NOTHING
             case RegisterPlan():
                 return Registered(self._plans.add_encoded(message, payload)), _NOTHING
             case _:

@@ -17,7 +17,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from dflow.lowering.foreign_program import read_program, write_program
 from dflow.lowering.kept_places import is_spread, kept_places
-from dflow.tracing.jax_frontend import uninterrupted
+from dflow.tracing.jax_frontend import uninterrupted, without_callers
 from dflow.tracing.types import ArrayType
 
 
@@ -145,7 +145,8 @@ def export_program(fn: Callable[..., Any], types: Sequence[ArrayType], name: str
     """The StableHLO of `fn`, for CPU tasks and for tasks like this process, as bytes that `load_program` takes."""
     fn.__name__ = name
     platforms = tuple(dict.fromkeys(["cpu", jax.default_backend()]))
-    exported = export.export(jax_jit(fn), platforms=platforms)(*(type.struct for type in types))
+    with without_callers():
+        exported = export.export(jax_jit(fn), platforms=platforms)(*(type.struct for type in types))
     return write_program(exported)
 
 

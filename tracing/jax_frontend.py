@@ -10,6 +10,7 @@ derivatives let them through. What is taken from `jax._src`, and the public form
 - whether a trace is running: `jax.core.trace_state_clean` was removed from the public names;
 - how a call is lowered for several platforms: the public form cannot keep a platform to its own function;
 - which of JAX's transforms asks for leaves: it has no hook, so the frame that asks is looked at;
+- lowering without the lines of callers: the public setting is of the whole process;
 - whether a backend is up: every public function that would tell starts one;
 - the table of lowerings and the PRNG implementations, to read a graph's text: `jax.extend` lists part of the
   primitives, and no implementation.
@@ -176,6 +177,13 @@ class Origin:
             self.context.manager,
         ):
             yield
+
+
+@contextmanager
+def without_callers() -> Iterator[None]:
+    """Have programs lowered inside say of each op its line alone, so that they are equal whoever calls."""
+    with jax_config.include_full_tracebacks_in_locations(False):
+        yield
 
 
 def line_bound() -> Loc | None:

@@ -21,6 +21,8 @@ MESSAGES = (
     messages.Failure("VariableError", "no variable 'w'"),
     messages.CreateVariable("w", "float32", (2, 3), program=False),
     messages.RegisterPlan(b"\x00plan", (3, 4)),
+    messages.RegisterPlan(b"\x00plan", (0, 4), (bytes(range(32)), b"\xff" * 32)),
+    messages.Wanted((0, 3)),
     messages.Tensor("/job:worker/task:1", 7, "loss/grad", "bfloat16", ()),
     messages.Roster((messages.TaskInfo("/job:ps/task:0", "127.0.0.1:1", 0.5),), ("/job:ps/task:0",)),
 )

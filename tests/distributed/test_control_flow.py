@@ -16,8 +16,9 @@ from jax import lax
 
 import dflow
 from dflow.distributed.cluster import Cluster
+from dflow.distributed.messages import RegisterPlan
 from dflow.testing import MemoryCluster, memory_cluster
-from dflow.tracing.errors import RemoteError
+from dflow.tracing.errors import RemoteError, TaskLost
 
 DEADLINE_S = 60.0
 
@@ -261,3 +262,69 @@ def test_many_turns_are_kept_nowhere(memory: MemoryCluster, worker: Cluster) -> 
     step(jnp.ones(3))
     assert 0 < most < 100
     assert held_by(memory, worker) == NOTHING
+
+
+def test_programs_are_sent_to_a_task_once_whoever_registers_them(memory: MemoryCluster, worker: Cluster) -> None:
+    def registered_by(cluster: Cluster) -> list[int]:
+        sizes, request = [], cluster.request
+
+        def noted(task: str, message: Any, payload: Any = b"") -> Any:
+            if isinstance(message, RegisterPlan):
+                sizes.append(len(payload))
+            return request(task, message, payload)
+
+        cluster.request = noted  # type: ignore[method-assign]
+        with cluster.parameter_servers():
+            w = dflow.Variable(lambda: jnp.ones(3), name="w")
+
+        @dflow.jit
+        def step(x: Any) -> Any:
+            w.assign_add(x)
+            return w.read()
+
+        step(jnp.ones(3))
+        return sizes
+
+    first = registered_by(worker)
+    assert (len(first), first[0]) == (2, 0)
+    assert first[1] > 0
+    again = registered_by(worker)
+    assert again == [0], "what calls it from where makes no other program of it"
+    with closing(memory.worker(1)) as other:
+        assert registered_by(other) == [0]
+
+
+def test_a_worker_that_leaves_while_a_loop_turns_leaves_nothing_behind(memory: MemoryCluster) -> None:
+    worker = memory.worker()
+    a, b = two_variables(worker)
+    [task] = [task for task in memory.tasks.values() if a.key in task.server.store]
+    entered, leave = threading.Event(), threading.Event()
+    call, turns = task.server.store.call, 0
+
+    def held(*words: Any) -> Any:
+        nonlocal turns
+        turns += 1
+        if turns == 3:
+            entered.set()
+            assert leave.wait(DEADLINE_S)
+        return call(*words)
+
+    task.server.store.call = held  # type: ignore[method-assign]
+
+    @dflow.jit
+    def step(x: Any) -> Any:
+        return lax.fori_loop(0, 50, lambda _, c: a.assign(b.read() + c) or b.assign(a.read() / 2) or c + 1, x)
+
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(step, jnp.ones(3))
+        assert entered.wait(DEADLINE_S)
+        worker.close()
+        with pytest.raises(TaskLost, match="worker/task:0 has left the cluster"):
+            running.result(DEADLINE_S)
+        leave.set()
+    with closing(memory.worker(1)) as other:
+        with other.parameter_servers():
+            one, two = (dflow.Variable(lambda: jnp.zeros(3), name=name) for name in "ab")
+        one.assign(two.read())
+        two.assign(one.read())
+        assert held_by(memory, other)[1:] == NOTHING[1:]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import jax
@@ -171,3 +172,44 @@ def test_a_handle_of_a_registry_that_is_gone_names_no_plan_of_another() -> None:
     assert new.add(Plan(PS, 0, ()), ()) != stale
     with pytest.raises(errors.InternalError, match="was it started anew"):
         new.get(stale)
+
+
+def named(blobs: tuple[bytes, ...], sizes: tuple[int, ...], calls: int = 1) -> RegisterPlan:
+    """A plan of some calls whose programs are named; those of size 0 are not sent."""
+    items = tuple(Call(n, ("w",), (), (0,), (n + 1,)) for n in range(calls))
+    plan = msgspec.msgpack.encode(Plan(PS, 4, items))
+    return RegisterPlan(plan, sizes, tuple(hashlib.sha256(blob).digest() for blob in blobs))
+
+
+def test_a_program_that_is_here_need_not_be_sent_again(loaded: list[tuple[bytes, int]]) -> None:
+    registry = PlanRegistry(PS)
+    offer = named((b"one", b"two"), (0, 0), calls=2)
+    assert registry.wanted(offer) == (0, 1)
+    add(registry, Call(0, ("w",), (), (0,), (1,)), programs=(b"one",))
+    assert registry.wanted(offer) == (1,)
+    assert registry.wanted(named((b"one", b"two"), (0, 3), calls=2)) == ()
+    handle = registry.add_encoded(named((b"one", b"two"), (0, 3), calls=2), memoryview(b"two"))
+    assert registry.wanted(offer) == ()
+    assert registry.add_encoded(offer, memoryview(b"")) == handle
+    assert loaded == [(b"one", 1), (b"two", 1)]
+
+
+def test_a_program_of_another_donation_is_another(loaded: list[tuple[bytes, int]]) -> None:
+    registry = PlanRegistry(PS)
+    add(registry, Call(0, (), ("w",), (0,), (1, 2)), programs=(b"one",))
+    assert registry.wanted(named((b"one",), (0,))) == (0,)
+
+
+@pytest.mark.parametrize(
+    ("message", "payload", "text"),
+    [
+        (named((b"one",), (0,)), b"", "named by its fingerprint, .* and is not on /job:ps/task:0"),
+        (named((b"one",), (3,)), b"two", "program 0 has the fingerprint .* and was said to have"),
+        (named((), (0,)), b"", "a plan of 1 programs that are not all sent has 0 fingerprints"),
+        (named((b"one", b"two"), (3,)), b"one", "a plan of 1 programs .* has 2 fingerprints"),
+    ],
+    ids=["not here", "another", "not named", "too many"],
+)
+def test_fingerprints_that_do_not_fit_are_refused(message: RegisterPlan, payload: bytes, text: str) -> None:
+    with pytest.raises(errors.WireError, match=text):
+        PlanRegistry(PS).add_encoded(message, memoryview(payload))
