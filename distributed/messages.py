@@ -296,6 +296,34 @@ class Dumped(Message, frozen=True):
     path: str
 
 
+class PulledTensor(Tensor, frozen=True):
+    """The value of an offer that was asked for. Not answered."""
+
+
+class Offer(Message, frozen=True):
+    """The sender keeps the value of an edge, of so many bytes, until it is asked for by `Pull`. Not answered."""
+
+    origin: str
+    step: int
+    edge: str
+    size_bytes: int
+
+
+class Pull(Message, frozen=True):
+    """Send the value that was offered, or with `wanted` false, drop it. Not answered."""
+
+    origin: str
+    step: int
+    edge: str
+    wanted: bool = True
+
+
+class Credit(Message, frozen=True):
+    """So much of what the other task pushed to the sender has been taken; see `flow_control`. Not answered."""
+
+    size_bytes: int
+
+
 # To the coordinator.
 
 
@@ -604,6 +632,10 @@ AnyMessage = (
     | Tensor
     | DumpEvents
     | Dumped
+    | PulledTensor
+    | Offer
+    | Pull
+    | Credit
     | Join
     | Roster
     | RosterChange

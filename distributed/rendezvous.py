@@ -171,6 +171,16 @@ class Rendezvous(Generic[Waiter, Value]):
         edges[edge] = _Waiting(waiter, source)
         return []
 
+    def holds(self, step: StepId, edge: str) -> bool:
+        """Whether a value lies here that no one has taken."""
+        opened = self._steps.get(step)
+        return opened is not None and isinstance(opened.edges.get(edge), _Held)
+
+    def is_open(self, step: StepId) -> bool:
+        """Whether the step may still go on here."""
+        ended = self._ended.get(step.origin)
+        return step in self._steps or not (step.origin in self._lost or (ended is not None and step.number in ended))
+
     def expire(self, step: StepId, edge: str, error: BaseException) -> list[EndWait[Waiter, Value]]:
         """A wait has lasted too long; nothing happens if it has ended."""
         opened = self._steps.get(step)

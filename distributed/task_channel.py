@@ -3,10 +3,12 @@
 Why: the executor knows edges and tasks; this file knows that a value for another task is a `Tensor` to its server,
 and that a value from one arrives on some reader thread. Invariants: the rendezvous is touched under one lock, and
 what it commands is carried out after the lock is let go, so that a waiter may call back; every wait has a deadline.
+What a task does not take is pushed to it up to a window, and offered beyond; see `flow_control`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterable
@@ -14,14 +16,16 @@ from dataclasses import dataclass
 
 import jax
 
-from dflow.distributed.codec import decode_array, encode_array
+from dflow.distributed.codec import Payload, decode_array, encode_array
 from dflow.distributed.deadlines import Deadlines, EndOfWaits, MakeDeadlines
-from dflow.distributed.messages import EdgeTraffic, Tensor
+from dflow.distributed.flow_control import COST_BYTES, GiveCredit, Inflow, Offered, Outflow, Reaction
+from dflow.distributed.messages import Credit, EdgeTraffic, Offer, Pull, PulledTensor, Tensor
 from dflow.distributed.peers import Peers
 from dflow.distributed.rendezvous import EndWait, Rendezvous, RendezvousStatistics, describe
+from dflow.distributed.transport.base import Peer
 from dflow.lowering.channel import Deliver, Sent, StepId, edge_alone
 from dflow.lowering.recorder import RECEIVED, SENT, WAIT_EXPIRED, Recorder
-from dflow.tracing.errors import DeadlineExceeded, DflowError, WireError
+from dflow.tracing.errors import DeadlineExceeded, DflowError, TransportClosed, WireError
 from dflow.tracing.task_name import short_task_name
 
 LOGGER = logging.getLogger("dflow")
@@ -30,6 +34,9 @@ LOGGER = logging.getLogger("dflow")
 SMALL_BYTES = 1 << 14
 #: The kinds of dtypes that are NumPy's own.
 NUMPY_KINDS = "biufc"
+
+#: How much may lie untaken at a task, of each other task.
+WINDOW_BYTES = 256 << 20
 
 _Wait = tuple[StepId, str]
 
@@ -49,6 +56,23 @@ class _Receiver:
     deliver: Deliver
 
 
+@dataclass(frozen=True)
+class _Kept:
+    """A value that was offered."""
+
+    message: Tensor
+    payload: Payload
+
+
+@dataclass(frozen=True)
+class FlowStatistics:
+    """Values this task keeps for others, offers of others that no one here has asked for, and values no one took."""
+
+    kept: int
+    offered: int
+    held: int
+
+
 class TaskChannel:
     """The channel of the task `name`; see `lowering.channel.Channel`. Any method may be called from any thread."""
 
@@ -62,6 +86,7 @@ class TaskChannel:
         recorder: Recorder | None = None,
         on_stall: Callable[[str], str] = lambda why: "",
         described: Callable[[str], str] = short_task_name,
+        window_bytes: int = WINDOW_BYTES,
     ) -> None:
         self._name = name
         self._recorder = recorder or Recorder()
@@ -74,6 +99,11 @@ class TaskChannel:
         self._deadlines: EndOfWaits[_Wait] = deadlines(wait_timeout_s, self._expire)
         self._traffic: dict[tuple[str, str], _Total] = {}
         self._taken_in: dict[str, _Total] = {}
+        self._outflow: Outflow[_Kept] = Outflow(window_bytes)
+        self._inflow = Inflow(window_bytes)
+        self._offers: EndOfWaits[Offered] = deadlines(wait_timeout_s, self._expire_offer)
+        # By which connection the newest value or offer of a task came.
+        self._senders: dict[str, Peer] = {}
 
     def send(self, step: StepId, edge: str, destination: str, value: Sent) -> None:
         """Hand `value` over for `destination`, waiting until it is computed and the connection has taken it.
@@ -86,27 +116,50 @@ class TaskChannel:
         payload = encode_array(value)
         message = Tensor(step.origin, step.number, edge, value.dtype.name, tuple(value.shape))
         peer = self._peers.get(destination)
+        size_bytes = len(payload)
+        with self._lock:
+            is_pushed = self._outflow.pushes(destination, size_bytes)
+            if not is_pushed:
+                offer = Offered(destination, step, edge)
+                self._outflow.keep(offer, _Kept(message, payload))
+                self._offers.add(offer)
+        if not is_pushed:
+            peer.notify(Offer(step.origin, step.number, edge, size_bytes))
+            return
         began = self._recorder.clock()
-        peer.notify(message, payload)
-        self._recorder.note(SENT, step, edge, destination, len(payload), began)
+        try:
+            peer.notify(message, payload)
+        except BaseException:
+            with self._lock:
+                self._outflow.credit(destination, size_bytes + COST_BYTES)
+            raise
+        self._sent(step, edge, destination, size_bytes, began)
+
+    def _sent(self, step: StepId, edge: str, destination: str, size_bytes: int, began: int) -> None:
+        self._recorder.note(SENT, step, edge, destination, size_bytes, began)
         with self._lock:
             total = self._traffic.setdefault((edge_alone(edge), destination), _Total())
             total.values += 1
-            total.size_bytes += len(payload)
+            total.size_bytes += size_bytes
 
     def receive(self, step: StepId, edge: str, source: str, deliver: Deliver) -> None:
         """Call `deliver` once, with the value, or with the error that ended the wait."""
         receiver = _Receiver((step, edge), source, deliver)
         with self._lock:
             commands = self._rendezvous.take(step, edge, source, receiver)
-            if not commands:
+            if commands:
+                reactions = self._inflow.taken(step, edge)
+            else:
                 self._receivers[receiver.wait] = receiver
                 self._deadlines.add(receiver.wait)
+                reactions = self._inflow.awaited(step, edge)
+        self._react(reactions)
         self._carry_out(commands)
 
-    def arrived(self, tensor: Tensor, payload: memoryview, source: str) -> None:
-        """A value came from the task `source`; raises WireError if it is malformed."""
+    def arrived(self, tensor: Tensor, payload: memoryview, peer: Peer) -> None:
+        """A value came from another task; raises WireError if it is malformed."""
         step = StepId(tensor.origin, tensor.step)
+        source = peer.name
         self._recorder.note(RECEIVED, step, tensor.edge, source, len(payload))
         value: Sent
         try:
@@ -120,7 +173,43 @@ class TaskChannel:
             total.values += 1
             total.size_bytes += len(payload)
             commands = self._rendezvous.put(step, tensor.edge, value)
+            reactions: list[Reaction] = []
+            if not isinstance(tensor, PulledTensor):
+                self._senders[source] = peer
+                is_held = not commands and self._rendezvous.holds(step, tensor.edge)
+                reactions = self._inflow.came(source, step, tensor.edge, len(payload), is_held=is_held)
+        self._react(reactions)
         self._carry_out(commands)
+
+    def offered(self, offer: Offer, peer: Peer) -> None:
+        """Another task keeps a value for this one."""
+        step = StepId(offer.origin, offer.step)
+        with self._lock:
+            self._senders[peer.name] = peer
+            is_awaited, is_open = (step, offer.edge) in self._receivers, self._rendezvous.is_open(step)
+            reactions = self._inflow.offer(peer.name, step, offer.edge, is_awaited=is_awaited, is_open=is_open)
+        self._react(reactions)
+
+    def pulled(self, pull: Pull, peer: Peer) -> None:
+        """Another task asks for a value that was offered to it, or declines it."""
+        step = StepId(pull.origin, pull.step)
+        offer = Offered(peer.name, step, pull.edge)
+        with self._lock:
+            kept = self._outflow.end(offer)
+            if kept is not None:
+                self._offers.discard(offer)
+        if kept is not None and pull.wanted:
+            began = self._recorder.clock()
+            message = kept.message
+            peer.notify(
+                PulledTensor(message.origin, message.step, message.edge, message.dtype, message.shape), kept.payload
+            )
+            self._sent(step, pull.edge, peer.name, len(kept.payload), began)
+
+    def credited(self, credit: Credit, peer: Peer) -> None:
+        """Another task has taken what was pushed to it."""
+        with self._lock:
+            self._outflow.credit(peer.name, credit.size_bytes)
 
     def begin(self, step: StepId) -> None:
         """See `Rendezvous.begin`."""
@@ -136,18 +225,26 @@ class TaskChannel:
         """This task's part of the step has ended."""
         with self._lock:
             commands = self._rendezvous.finish(step)
+            reactions = self._inflow.ended(step)
+        self._react(reactions)
         self._carry_out(commands)
 
     def abort(self, step: StepId, error: BaseException) -> None:
         """The step is given up; its waits end with `error`."""
         with self._lock:
             commands = self._rendezvous.abort(step, error)
+            reactions = self._inflow.ended(step)
+            self._void(self._outflow.abort(lambda one: one == step))
+        self._react(reactions)
         self._carry_out(commands)
 
     def connection_lost(self, task: str, error: DflowError) -> None:
         """Values that `task` sent may be lost; waits for them end with `error`."""
         with self._lock:
             commands = self._rendezvous.stop_waiting_for(task, error)
+            self._inflow.forget(task)
+            self._void(self._outflow.forget(task))
+            self._senders.pop(task, None)
         self._carry_out(commands)
 
     def task_left(self, task: str, error: DflowError) -> tuple[StepId, ...]:
@@ -155,6 +252,12 @@ class TaskChannel:
         with self._lock:
             steps = self._rendezvous.open_steps(task)
             commands = self._rendezvous.lose(task, error)
+            self._inflow.forget(task)
+            reactions = [one for step in self._inflow.steps_of(task) for one in self._inflow.ended(step)]
+            self._void(self._outflow.forget(task))
+            self._void(self._outflow.abort(lambda step: step.origin == task))
+            self._senders.pop(task, None)
+        self._react(reactions)
         self._carry_out(commands)
         return steps
 
@@ -193,6 +296,12 @@ class TaskChannel:
     def close(self) -> None:
         """Let no wait expire any more."""
         self._deadlines.close()
+        self._offers.close()
+
+    def flow(self) -> FlowStatistics:
+        """What lies untaken on either side."""
+        with self._lock:
+            return FlowStatistics(self._outflow.offers, self._inflow.offered, self._inflow.held)
 
     def _put(self, step: StepId, edge: str, value: Sent) -> None:
         with self._lock:
@@ -215,6 +324,32 @@ class TaskChannel:
         with self._lock:
             commands = self._rendezvous.expire(step, edge, error)
         self._carry_out(commands)
+
+    def _expire_offer(self, offer: Offered) -> None:
+        with self._lock:
+            kept = self._outflow.end(offer)
+        if kept is not None:
+            LOGGER.warning(
+                "%s kept edge %r of %s for %s, which did not ask for it within %g s; it is dropped",
+                *(self._name, offer.edge, describe(offer.step), offer.destination, self._offers.timeout_s),
+            )
+
+    def _void(self, offers: Iterable[Offered]) -> None:
+        for offer in offers:
+            self._offers.discard(offer)
+
+    def _react(self, reactions: Iterable[Reaction]) -> None:
+        """Tell other tasks of credit, and which of their offers are wanted; who has gone needs neither."""
+        for reaction in reactions:
+            peer = self._senders.get(reaction.to)
+            message = (
+                Credit(reaction.size_bytes)
+                if isinstance(reaction, GiveCredit)
+                else Pull(reaction.step.origin, reaction.step.number, reaction.edge, reaction.wanted)
+            )
+            if peer is not None:
+                with contextlib.suppress(TransportClosed):
+                    peer.notify(message)
 
     def _carry_out(self, commands: Iterable[EndWait[_Receiver, Sent]]) -> None:
         for command in commands:

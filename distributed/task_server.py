@@ -38,15 +38,18 @@ from dflow.distributed.messages import (
     CancelStep,
     CreateResource,
     CreateVariable,
+    Credit,
     Dumped,
     DumpEvents,
     EdgeTraffic,
     ForgetState,
     LeaveRounds,
     NextRound,
+    Offer,
     Ok,
     OpenRounds,
     ProposeRounds,
+    Pull,
     ReadVariable,
     Registered,
     RegisterPlan,
@@ -67,7 +70,7 @@ from dflow.distributed.plan_registry import PlanRegistry, Registration
 from dflow.distributed.rendezvous import RendezvousStatistics, describe
 from dflow.distributed.round_host import RoundHost
 from dflow.distributed.step_counts import StepCounts
-from dflow.distributed.task_channel import TaskChannel
+from dflow.distributed.task_channel import WINDOW_BYTES, TaskChannel
 from dflow.distributed.task_resources import TaskResources
 from dflow.distributed.trampoline import run_soon
 from dflow.distributed.transport.addresses import LOCAL_ADDRESS
@@ -98,11 +101,13 @@ class TaskSettings:
     `wait_timeout_s`     how long a receive waits for its value
     `connect_timeout_s`  how long connecting to another task is tried
     `threads`            how many items of plans, and requests, run at a time
+    `window_bytes`       values that another task may send before they are taken; beyond, it keeps and offers them
     """
 
     wait_timeout_s: float = 600.0
     connect_timeout_s: float = 10.0
     threads: int = 8
+    window_bytes: int = WINDOW_BYTES
 
 
 @dataclass(frozen=True)
@@ -169,6 +174,7 @@ class TaskServer:
             recorder=self.recorder,
             on_stall=self.stalled,
             described=described,
+            window_bytes=settings.window_bytes,
         )
         self._listener = transport.listen(address, name=name, handler=self)
 
@@ -367,6 +373,12 @@ class TaskServer:
         match message:
             case Tensor():
                 self._take_in(peer, message, payload)
+            case Offer():
+                self._channel.offered(message, peer)
+            case Pull():
+                self._channel.pulled(message, peer)
+            case Credit():
+                self._channel.credited(message, peer)
             case CancelStep():
                 self._cancel_as_told(message)
             case _:
@@ -386,7 +398,7 @@ class TaskServer:
     def _take_in(self, peer: Peer, message: Tensor, payload: memoryview) -> None:
         """Hand a value to who waits for it; one that is malformed ends its step, since no other will come."""
         try:
-            self._channel.arrived(message, payload, peer.name)
+            self._channel.arrived(message, payload, peer)
         except WireError as error:
             self.cancel(StepId(message.origin, message.step), error)
             raise
