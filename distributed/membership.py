@@ -171,6 +171,7 @@ class Membership:
         self._version = next((found.version for _, found in self._records.load(_VERSION, _Version)), 0)
         self._published = self._version
         self._ticked_at_s: float | None = None
+        self._available: dict[str, tuple[str, ...]] | None = None
         self._unpublished: dict[int, None] = {}
         for _, info in self._records.load(_LIFE, TaskInfo):
             self._add(info)
@@ -247,12 +248,20 @@ class Membership:
 
     def available(self, job: str) -> tuple[str, ...]:
         """The tasks of `job` that are live or still expected, by index."""
-        names = {*self._live, *self._expected}
-        return tuple(sorted((task for task in names if split_task_name(task)[0] == job), key=split_task_name))
+        return self._by_job().get(job, ())
 
     def jobs(self) -> tuple[str, ...]:
         """Every job with a live or expected task."""
-        return tuple(sorted({split_task_name(task)[0] for task in (*self._live, *self._expected)}))
+        return tuple(self._by_job())
+
+    def _by_job(self) -> dict[str, tuple[str, ...]]:
+        """The tasks that are live or still expected, by job and index; kept while the roster stays as it is."""
+        if self._available is None:
+            found: dict[str, list[str]] = {}
+            for task in sorted({*self._live, *self._expected}, key=split_task_name):
+                found.setdefault(split_task_name(task)[0], []).append(task)
+            self._available = {job: tuple(tasks) for job, tasks in found.items()}
+        return self._available
 
     def _excuse_pause(self, at_s: float) -> None:
         """Put all deadlines off by a pause in which no heartbeat could be handled."""
@@ -368,6 +377,7 @@ class Membership:
 
     def _changed(self, life: int) -> None:
         """The entry of a life has changed."""
+        self._available = None
         self._version += 1
         self._unpublished[life] = None
         self._records.put(_VERSION, _Version(self._version))

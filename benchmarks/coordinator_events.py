@@ -1,0 +1,91 @@
+"""What does an event cost a coordinator, and what does it cost to keep its state in a file?
+
+Each event is handled by the state machine, and what has to last is written by one call for each event, which is the
+dearest case: events that come together are written together. *memory* keeps the records in a dict, *file* in SQLite,
+on the disk when the write returns. `wall us` is the time of an event with its write, `cpu us` the processor's part of
+it; a heartbeat writes nothing. `restart` is the time to read the state back, for all tasks and claims there are.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from benchmarks._paired import options, publish
+from dflow.distributed.coordinator_events import Asked, Event, Persist, Reply, Started, Told
+from dflow.distributed.coordinator_state import CoordinatorSettings, CoordinatorState
+from dflow.distributed.coordinator_store import CoordinatorStore, MemoryStore, SqliteStore
+from dflow.distributed.messages import Claimed, ClaimSteps, Heartbeat, Join, PlaceVariable
+
+STEPS = 10**9
+
+
+def main() -> None:
+    given = options(__doc__, tasks=1000, rounds=5)
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        stores: dict[str, Callable[[], CoordinatorStore]] = {
+            "memory": MemoryStore,
+            "file": lambda: SqliteStore(Path(folder, f"state{time.monotonic_ns()}")),
+        }
+        for name, make in stores.items():
+            rows += measured(name, make(), given.tasks, given.rounds)
+    publish("coordinator_events", rows, as_json=given.json)
+
+
+def measured(name: str, store: CoordinatorStore, tasks: int, rounds: int) -> list[dict[str, Any]]:
+    """A line for each kind of event, and one for the restart."""
+    workers = [f"/job:worker/task:{index}" for index in range(tasks)]
+    state = CoordinatorState({"worker": tasks}, CoordinatorSettings())
+    claimed: dict[int, int] = {}
+
+    def run(events: Iterable[Event]) -> None:
+        for event in events:
+            for command in state.handle(event):
+                match command:
+                    case Persist(changes):
+                        store.write(changes)
+                    case Reply(ask, Claimed(_, count)):
+                        claimed[ask] = count
+
+    def claims(number: int) -> list[Event]:
+        return [
+            Asked(0.0, peer, peer, ClaimSteps("run", task, STEPS, number, number - 1, claimed.get(peer, 0)))
+            for peer, task in enumerate(workers)
+        ]
+
+    run([Started(0.0, "cluster")])
+    kinds: dict[str, Callable[[int], list[Event]]] = {
+        "heartbeat": lambda number: [Told(0.0, peer, Heartbeat(task, (), number)) for peer, task in enumerate(workers)],
+        "claim": claims,
+        "placement": lambda number: [
+            Asked(0.0, peer, 0, PlaceVariable(f"v{number}.{peer}", "float32", (), 4, "worker"))
+            for peer in range(min(tasks, 100))
+        ],
+    }
+    joins: list[Event] = [
+        Asked(0.0, peer, 0, Join(task, f"10.0.0.1:{peer}", "life")) for peer, task in enumerate(workers)
+    ]
+    rows = [timed(name, "join", [joins], run)]
+    for kind, events in kinds.items():
+        rows.append(timed(name, kind, [events(number) for number in range(1, rounds + 1)], run))
+    started = time.perf_counter()
+    CoordinatorState({"worker": tasks}, CoordinatorSettings(), store.load())
+    rows.append({"state": name, "event": "restart", "wall us": (time.perf_counter() - started) * 1e6, "cpu us": 0.0})
+    return rows
+
+
+def timed(name: str, kind: str, batches: list[list[Event]], run: Callable[[Iterable[Event]], None]) -> dict[str, Any]:
+    """The mean over all events of the batches."""
+    count, wall_s, cpu_s = sum(map(len, batches)), time.perf_counter(), time.process_time()
+    for batch in batches:
+        run(batch)
+    wall_us, cpu_us = (time.perf_counter() - wall_s) * 1e6 / count, (time.process_time() - cpu_s) * 1e6 / count
+    return {"state": name, "event": kind, "wall us": wall_us, "cpu us": cpu_us}
+
+
+if __name__ == "__main__":
+    main()
