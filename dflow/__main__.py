@@ -47,6 +47,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_task(commands)
     _add_coordinator(commands)
     _add_status(commands)
+    _add_trace(commands)
+    _add_dump(commands)
     _add_where(commands)
     _add_show(commands)
     _add_certs(commands)
@@ -134,6 +136,37 @@ def _add_status(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     _add_coordinator_address(parser)
     _add_security(parser)
     parser.set_defaults(run=_status)
+
+
+def _add_trace(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    text = "write what every task does in the next steps to a file for Perfetto"
+    parser = commands.add_parser(
+        "trace",
+        help=text,
+        description=f"{text.capitalize()}: what is computed, sent and waited for, with all tasks' clocks aligned.",
+    )
+    parser.add_argument("--steps", type=at_least_one, default=5, metavar="N", help="steps of each worker (default: 5)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("trace.json"), metavar="FILE", help="where to write (default: trace.json)"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=60.0, metavar="SECONDS", help="how long to wait for the steps (default: 60)"
+    )
+    _add_coordinator_address(parser)
+    _add_security(parser)
+    parser.set_defaults(run=_trace)
+
+
+def _add_dump(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    text = "have each task write its last events to a file"
+    parser = commands.add_parser(
+        "dump",
+        help=text,
+        description=f"{text.capitalize()}, in the folder that DFLOW_RUN_DIR names where it runs, and say which.",
+    )
+    _add_coordinator_address(parser)
+    _add_security(parser)
+    parser.set_defaults(run=_dump)
 
 
 def _add_where(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -274,6 +307,23 @@ def _status(options: argparse.Namespace) -> int:
     console = make_console()
     console.print(progress_line(status, status.steps_done / max(status.now_s, 1.0)), markup=False, highlight=False)
     console.print(closing_tables(status, {}))
+    return 0
+
+
+def _trace(options: argparse.Namespace) -> int:
+    from dflow.observing import trace
+
+    transport, coordinator = _transport(options), _coordinator_of(options)
+    for line in trace(transport, coordinator, options.out, steps=options.steps, timeout_s=options.timeout):
+        print(line)
+    return 0
+
+
+def _dump(options: argparse.Namespace) -> int:
+    from dflow.observing import dump
+
+    for line in dump(_transport(options), _coordinator_of(options)):
+        print(line)
     return 0
 
 

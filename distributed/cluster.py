@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
+import logging
 import os
 import threading
 import time
@@ -44,10 +45,10 @@ from dflow.distributed.messages import (
     WriteVariable,
 )
 from dflow.distributed.rendezvous import describe
-from dflow.distributed.step_counts import StepCounts
 from dflow.distributed.strategies.backup_workers import without_backups
 from dflow.distributed.strategies.round_part import Part
 from dflow.distributed.task_server import TaskServer, TaskSettings
+from dflow.distributed.tracer import Here, Observed, Tracer
 from dflow.distributed.transport.addresses import LOCAL_ADDRESS
 from dflow.distributed.transport.base import Peer, Reply, Transport
 from dflow.lowering.channel import STEPS_OF_A_LIFE, StepId
@@ -83,6 +84,7 @@ from dflow.tracing.types import array_type_of
 #: How long the word of a step's end, or of why there is none, may take from task to task, in s.
 WORD_S = 5.0
 
+LOGGER = logging.getLogger("dflow")
 _ENCODER = msgspec.msgpack.Encoder()
 _Answer = TypeVar("_Answer")
 
@@ -154,8 +156,6 @@ class Cluster:
             described=self._client.describe,
         )
         self._server.count_steps_from(first)
-        #: The steps that this task has started.
-        self.steps = StepCounts()
         try:
             self._join()
         except BaseException:
@@ -188,6 +188,11 @@ class Cluster:
     def tasks(self) -> tuple[str, ...]:
         """The tasks that are alive, this one included."""
         return tuple(info.task for info in self._client.roster.tasks if info.left_at_s is None)
+
+    @property
+    def server(self) -> TaskServer:
+        """What runs this task's parts of steps."""
+        return self._server
 
     def traffic(self) -> tuple[EdgeTraffic, ...]:
         """What this task has sent to others so far, per edge."""
@@ -251,6 +256,27 @@ class Cluster:
     def report(self, name: str, value: float) -> None:
         """Add a result to the closing table of the run."""
         self._client.report(name, float(value))
+
+    @contextmanager
+    def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
+        """Write what all tasks do in the steps begun and ended inside to `path`, for Perfetto and chrome://tracing.
+
+        Every worker's steps are in it. Tasks that cannot be reached are left out, with a warning.
+        raises  OSError when the file cannot be written
+        """
+        reached: dict[str, Observed] = {self.task: Here(self._server.observer)}
+        for task in self.tasks:
+            if task != self.task:
+                with contextlib.suppress(DflowError):
+                    reached[task] = self._server.peer(task)
+        tracer = Tracer(reached)
+        try:
+            yield
+        finally:
+            found = tracer.stop()
+            for task in sorted({*self.tasks} - {*found.events}):
+                LOGGER.warning("the trace is without %s, which did not answer", short_task_name(task))
+            found.write(path)
 
     def close(self) -> None:
         """Leave the cluster; a second call does nothing."""
@@ -375,7 +401,7 @@ class Cluster:
 
     def _step_ended(self, step: StepId, began_ns: int, error: BaseException | None) -> None:
         ended_ns = self._server.recorder.note(STEP_ENDED, step, "", described_end(error))
-        self.steps.ended((ended_ns - began_ns) / 1e9, error)
+        self._server.steps.ended((ended_ns - began_ns) / 1e9, error)
 
     def _run_step(self, step: StepId, handles: Mapping[str, int], feeds: Sequence[Any]) -> tuple[jax.Array, ...]:
         others = {task: self._server.peer(task) for task in handles if task != self.task}

@@ -6,16 +6,10 @@ printed so that they cannot pass for lines of ours.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from dflow.lowering.recorder import (
-    ITEM_BEGAN,
-    ITEM_ENDED,
-    ITEM_FAILED,
-    PART_BEGAN,
-    PART_ENDED,
-    Event,
-)
+from dflow.distributed.spans import spans
+from dflow.lowering.recorder import ITEM_BEGAN, PART_BEGAN, Event
 from dflow.tracing.task_name import short_task_name
 
 #: What is under way is told of so many steps, and of so many items of each.
@@ -29,29 +23,14 @@ def flight_text(events: Sequence[Event], now_ns: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def open_parts(events: Iterable[Event]) -> dict[tuple[str, int], tuple[Event, dict[int, Event]]]:
-    """The parts of steps that have begun and not ended, each with the items of which that is so, by their number."""
-    found: dict[tuple[str, int], tuple[Event, dict[int, Event]]] = {}
-    for event in events:
-        step = (event.origin, event.step)
-        if event.what == PART_BEGAN:
-            found[step] = (event, {})
-        elif event.what == PART_ENDED:
-            found.pop(step, None)
-        elif step in found and event.what == ITEM_BEGAN:
-            found[step][1][event.number] = event
-        elif step in found and event.what in (ITEM_ENDED, ITEM_FAILED):
-            found[step][1].pop(event.number, None)
-    return found
-
-
 def _under_way(events: Sequence[Event], now_ns: int) -> list[str]:
+    found = [span.began for span in spans(events) if span.ended is None]
+    parts = [began for began in found if began.what == PART_BEGAN]
     lines = []
-    parts = open_parts(events)
-    for began, items in list(parts.values())[:MOST_STEPS]:
-        lines.append(f"  {_step(began)}, for {_seconds(began.at_ns, now_ns)}")
-        for item in list(items.values())[:MOST_ITEMS]:
-            lines.append(f"    {_item(item)}, for {_seconds(item.at_ns, now_ns)}")
+    for part in parts[:MOST_STEPS]:
+        items = [began for began in found if began.what == ITEM_BEGAN and _step(began) == _step(part)]
+        lines.append(f"  {_step(part)}, for {_seconds(part.at_ns, now_ns)}")
+        lines += [f"    {_item(item)}, for {_seconds(item.at_ns, now_ns)}" for item in items[:MOST_ITEMS]]
         lines += [f"    and {len(items) - MOST_ITEMS} more"] if len(items) > MOST_ITEMS else []
     return lines + ([f"  and {len(parts) - MOST_STEPS} more steps"] if len(parts) > MOST_STEPS else [])
 

@@ -324,6 +324,71 @@ class Credit(Message, frozen=True):
     size_bytes: int
 
 
+class GetClock(Message, frozen=True):
+    """What is the time by the clock of the task's events? Answered by `ClockTold`, at once."""
+
+
+class ClockTold(Message, frozen=True):
+    """Nanoseconds since any moment."""
+
+    at_ns: int
+
+
+class StartTrace(Message, frozen=True):
+    """Keep so many events instead of the last few, and note when calls are computed; answered by `ClockTold`.
+
+    It ends by `StopTrace`, or by itself after `longest_s`.
+    """
+
+    events: int
+    longest_s: float
+
+
+class StopTrace(Message, frozen=True):
+    """Answered by `TraceTold`: the events not before `since_ns`, and no longer so many of them."""
+
+    since_ns: int
+
+
+class TraceTold(Message, frozen=True):
+    """The payload is a list of `dflow.lowering.recorder.Event` in msgpack; `lost` whether older ones gave way."""
+
+    lost: bool
+
+
+class GetTaskState(Message, frozen=True):
+    """How is the task now? Answered by `TaskState`."""
+
+
+class ResourceDepth(msgspec.Struct, frozen=True):
+    """A queue, of how many elements, or an accumulator, of how many gradients; `capacity` 0 when nothing bounds it."""
+
+    name: str
+    size: int
+    capacity: int
+
+
+class TaskState(Message, frozen=True):
+    """What a task has done since it started, and holds now.
+
+    `steps`    how many steps that it started have ended
+    `step_s`   how long they took lately, in the mean
+    `parts`    how many parts of steps have ended here
+    `running`  how many run here
+    `waiting`  how many values are waited for
+    `held`     how many values nobody has taken yet
+    `depths`   its queues and accumulators
+    """
+
+    steps: int
+    step_s: float
+    parts: int
+    running: int
+    waiting: int
+    held: int
+    depths: tuple[ResourceDepth, ...] = ()
+
+
 # To the coordinator.
 
 
@@ -636,6 +701,13 @@ AnyMessage = (
     | Offer
     | Pull
     | Credit
+    | GetClock
+    | ClockTold
+    | StartTrace
+    | StopTrace
+    | TraceTold
+    | GetTaskState
+    | TaskState
     | Join
     | Roster
     | RosterChange

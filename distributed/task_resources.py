@@ -16,13 +16,13 @@ import jax
 import jax.numpy as jnp
 
 from dflow.distributed.codec import parse_dtype
-from dflow.distributed.messages import AccumulatorInfo, CallResource, CreateResource, QueueInfo
+from dflow.distributed.messages import AccumulatorInfo, CallResource, CreateResource, QueueInfo, ResourceDepth
 from dflow.distributed.plan_checks import COUNTED, MAX_COUNT, MAX_TEXT, check_use
 from dflow.distributed.plan_registry import Registration
 from dflow.lowering.accumulators import HeldAccumulator
 from dflow.lowering.plan import Plan, UseResource
 from dflow.lowering.queue_ops import HeldQueue
-from dflow.lowering.resource_use import Held, OnResults, ResourceUse
+from dflow.lowering.resource_use import OnResults, ResourceUse
 from dflow.lowering.store import Store
 from dflow.lowering.waiters import Cancel
 from dflow.lowering.waits import Schedule
@@ -86,6 +86,12 @@ class TaskResources:
             raise DflowError(f"{name!r} is no accumulator that {self._task} holds for others")
         return held.held
 
+    def depths(self) -> tuple[ResourceDepth, ...]:
+        """How full each is, by name."""
+        with self._lock:
+            made = sorted(self._made.items())
+        return tuple(ResourceDepth(name, *checked.held.depth()) for name, checked in made)
+
     def forget(self, name: str, reason: str, remedy: str) -> None:
         """Let go of what a resource holds; the name is free. Nothing happens when none has it."""
         with self._lock:
@@ -98,17 +104,17 @@ class TaskResources:
 class _Checked:
     """A resource whose users are not to be believed. `said` is what it is, in words."""
 
-    held: Held
+    held: HeldQueue | HeldAccumulator
     type: HostType
     said: str
 
     def start(self, use: ResourceUse, operands: Sequence[Any], on_results: OnResults) -> Cancel:
-        """Do an op once it is known to fit; see `Held.start`."""
+        """Do an op once it is known to fit; see `HeldQueue.start`."""
         self.results(use, [array_type_of(operand).strong for operand in operands])
         return self.held.start(use, operands, on_results)
 
     def forget(self, reason: str, remedy: str) -> None:
-        """See `Held.forget`."""
+        """See `HeldQueue.forget`."""
         self.held.forget(reason, remedy)
 
     def results(self, use: ResourceUse, operands: Sequence[ArrayType]) -> int:
@@ -140,7 +146,7 @@ def _made(message: CreateResource) -> _Checked:
         raise WireError(f"a resource of the type {message.handle}")
     match type, message.settings:
         case QueueType(components), QueueInfo() as info if all(map(_is_array, components)):
-            held: Held = HeldQueue(message.name, _queue_settings(info, type), type)
+            held: HeldQueue | HeldAccumulator = HeldQueue(message.name, _queue_settings(info, type), type)
         case AccumulatorType(components), AccumulatorInfo() as info if all(map(_is_gradient, components)):
             held = HeldAccumulator(message.name, _accumulator_settings(info, type), type)
         case _:

@@ -43,6 +43,8 @@ from dflow.distributed.messages import (
     DumpEvents,
     EdgeTraffic,
     ForgetState,
+    GetClock,
+    GetTaskState,
     LeaveRounds,
     NextRound,
     Offer,
@@ -57,7 +59,10 @@ from dflow.distributed.messages import (
     Roster,
     RoundsAgreed,
     RunPlan,
+    StartTrace,
+    StopTrace,
     TaskInfo,
+    TaskState,
     Tensor,
     Value,
     VariableCreated,
@@ -71,6 +76,7 @@ from dflow.distributed.rendezvous import RendezvousStatistics, describe
 from dflow.distributed.round_host import RoundHost
 from dflow.distributed.step_counts import StepCounts
 from dflow.distributed.task_channel import WINDOW_BYTES, TaskChannel
+from dflow.distributed.task_observer import Observation, TaskObserver
 from dflow.distributed.task_resources import TaskResources
 from dflow.distributed.trampoline import run_soon
 from dflow.distributed.transport.addresses import LOCAL_ADDRESS
@@ -158,7 +164,9 @@ class TaskServer:
         self._resources = TaskResources(name, self.store)
         self._pool = pool or ThreadPoolExecutor(settings.threads, thread_name_prefix=f"dflow {name}")
         self._rounds = RoundHost(name, self._resources, OwnSteps(self).start, self._soon)
-        self.parts = StepCounts()
+        #: The steps that this task has started, and the parts of steps that it has run.
+        self.steps, self.parts = StepCounts(), StepCounts()
+        self.observer = TaskObserver(self.recorder, self.state)
         self._peers = Peers(
             transport,
             name=name,
@@ -215,6 +223,19 @@ class TaskServer:
         path = self._flights.dump(why) if self._flights is not None else ""
         self._on_stall(why)
         return f"\n  the last events of {short_task_name(self.name)} are in {path}" if path else ""
+
+    def state(self) -> TaskState:
+        """What this task has done and holds now, for who looks on."""
+        steps, held = self.steps.totals(), self.statistics()
+        return TaskState(
+            steps=steps.done + sum(steps.errors.values()),
+            step_s=steps.mean_s,
+            parts=self.steps_ended(),
+            running=held.running,
+            waiting=held.rendezvous.waiters,
+            held=held.rendezvous.values,
+            depths=self._resources.depths(),
+        )
 
     def statistics(self) -> TaskStatistics:
         """What this task holds now."""
@@ -292,7 +313,7 @@ class TaskServer:
                 feeds,
                 on_done=partial(self._ended, run, step),
                 submit=submit,
-                note=self.recorder.note,
+                recorder=self.recorder,
             )
         except BaseException as error:
             self._cancel_run(step, error)
@@ -362,9 +383,12 @@ class TaskServer:
                 self._pool.submit(self._rounds.ask, message, responder)
             case CallResource():
                 self._pool.submit(self._call_resource, message, payload, responder)
+            case GetClock():
+                responder.reply(*self.observer.answer(message))
+            case StartTrace() | StopTrace() | GetTaskState():
+                _on_own_thread(self._observe, message, responder)
             case DumpEvents(why):
-                # Not by the pool, which may be what is stuck.
-                threading.Thread(target=self._dump, args=(why, responder), name="dflow dump", daemon=True).start()
+                _on_own_thread(self._dump, why, responder)
             case _:
                 self._pool.submit(self._answer, message, payload, responder)
 
@@ -406,6 +430,12 @@ class TaskServer:
     def _cancel_as_told(self, message: CancelStep) -> None:
         step = StepId(message.origin, message.step)
         self.cancel(step, StepCancelled(f"{describe(step)} was cancelled: {message.reason}"))
+
+    def _observe(self, message: Observation, responder: Responder) -> None:
+        try:
+            responder.reply(*self.observer.answer(message))
+        except DflowError as error:
+            responder.fail(error)
 
     def _dump(self, why: str, responder: Responder) -> None:
         responder.reply(Dumped(self._flights.dump(why) if self._flights is not None else ""))
@@ -512,6 +542,11 @@ class _Run:
 
     def told(self, outcome: Outcome) -> Outcome:
         return self._cause or outcome if isinstance(outcome, BaseException) else outcome
+
+
+def _on_own_thread(work: Callable[..., None], *arguments: Any) -> None:
+    """Not by the pool, which may be what is stuck and is looked at."""
+    threading.Thread(target=work, args=arguments, name="dflow look", daemon=True).start()
 
 
 def _answer_run(responder: Responder, outcome: Outcome) -> None:

@@ -74,6 +74,11 @@ class HeldAccumulator(Shared[Event]):
         """Let so many gradients be enough for takes that want more, those that wait included."""
         self._do(EnoughSet(count), "")
 
+    def depth(self) -> tuple[int, int]:
+        """How many gradients are in the sum, of at most how many; 0 when any number may be."""
+        with self._lock:
+            return self._machine.count, self._settings.limit or 0
+
     def contents(self) -> tuple[Any, ...]:
         """The step, how many gradients are there and how many were dropped, and the parts of their sum."""
         with self._lock:

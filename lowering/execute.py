@@ -21,7 +21,7 @@ from dflow.lowering.channel import Channel, Sent, StepId, frame_of_turn
 from dflow.lowering.loops import PENDING, Loop, OnItem
 from dflow.lowering.plan import Branch, Call, Copy, Item, Read, Recv, Scan, Send, UseResource, While
 from dflow.lowering.program import Program
-from dflow.lowering.recorder import ITEM_BEGAN, ITEM_ENDED, ITEM_FAILED, Note, not_noted
+from dflow.lowering.recorder import ITEM_BEGAN, ITEM_ENDED, ITEM_FAILED, NOWHERE, Recorder
 from dflow.lowering.store import Store
 from dflow.lowering.waiters import Cancel
 from dflow.lowering.waits import Schedule, gives
@@ -38,8 +38,8 @@ class Execution:
 
     `on_done` is called once, from any thread, with the fetches or with the first error. A turn of a loop may start
     before all is there: `feeds` that are PENDING come by `feed`; `held` says for how many `release`s an item waits;
-    `on_item` is told of each item that is done, with what it gave. `note` is told of what begins and ends. Its turn and
-    those around it are its `frame`.
+    `on_item` is told of each item that is done, with what it gave. `recorder` is told of what begins and ends. Its turn
+    and those around it are its `frame`.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Execution:
         submit: Submit,
         held: Mapping[int, int] | None = None,
         on_item: OnItem | None = None,
-        note: Note = not_noted,
+        recorder: Recorder = NOWHERE,
         frame: str = "",
     ) -> None:
         plan = schedule.plan
@@ -72,7 +72,7 @@ class Execution:
             if value is PENDING and slot not in pending:
                 pending.append(slot)
         self._lock = threading.Lock()
-        self._on_item, self._note = on_item, note
+        self._on_item, self._recorder, self._note = on_item, recorder, recorder.note
         self._waiting, self._uses = list(schedule.waiting), list(schedule.uses)
         self._left = len(plan.items)
         self._has_started = False
@@ -164,6 +164,8 @@ class Execution:
                 operands = [self._slots[slot] for slot in item.takes]
                 results = self._store.call(self._programs[item.program], item.writes, item.reads, operands)
                 self._fill(item.gives, results)
+                if (watched := self._recorder.watched) is not None:
+                    watched.put((results, self._step, self._schedule.plan, index))
             case Copy():
                 if index in self._schedule.awaited:
                     # When all that can be started is: this thread waits for the device.
@@ -237,7 +239,7 @@ class Execution:
     ) -> Execution:
         schedule, around = self._schedule.bodies[body], (self._programs, self._store, self._channel, self._step)
         frame = self._frame if turn is None else frame_of_turn(self._frame, turn)
-        return Execution(schedule, *around, feeds, on_done, self._submit, held, on_item, self._note, frame)
+        return Execution(schedule, *around, feeds, on_done, self._submit, held, on_item, self._recorder, frame)
 
     def _cancel_at_end(self, index: int, cancel: Cancel) -> None:
         with self._lock:

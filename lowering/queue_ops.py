@@ -55,6 +55,10 @@ class HeldQueue:
         """Let go of the elements: who uses it from now on, or waits, gets QueueError with these two."""
         self.shared.forget(reason, remedy)
 
+    def depth(self) -> tuple[int, int]:
+        """How many elements it holds, of at most how many."""
+        return self.shared.depth()
+
     def contents(self) -> list[tuple[Any, ...]]:
         """The elements, for inspection."""
         return self.shared.contents()

@@ -90,6 +90,11 @@ class SharedQueue(Shared[Event]):
             self._check_there(where)
             return len(self._machine.order)
 
+    def depth(self) -> tuple[int, int]:
+        """How many elements it holds, of at most how many; also when it is gone, and then holds none."""
+        with self._lock:
+            return len(self._machine.order), self._machine.capacity
+
     def contents(self) -> list[Element]:
         """The elements, for inspection."""
         with self._lock:

@@ -7,11 +7,15 @@ not hold any more it lets go of. Nothing is decided by what is noted.
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
 from typing import Any, Final, Protocol
 
+import jax
 import msgspec
 
 from dflow.lowering.channel import StepId
@@ -50,7 +54,7 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
     `what`        one of the constants above
     `origin`      the task that started the step that it was part of, with the `step`'s number; empty without one
     `kind`        of an item: its class, such as Call
-    `name`        of an item: its node; of a value: its edge
+    `name`        of an item: its node, or the edge of a send or a receive; of a value: its edge
     `line`        of an item: the user's
     `peer`        the other task
     `size_bytes`  of a value
@@ -83,6 +87,10 @@ class Note(Protocol):
         ...
 
 
+#: What a call gave, in which step, and its place in the plan.
+Called = tuple[Sequence[Any], StepId, Plan, int]
+
+
 class Recorder:
     """The newest `capacity` events of one task; `clock` gives ns since any moment."""
 
@@ -90,6 +98,8 @@ class Recorder:
         self.clock = clock
         self._capacity = capacity
         self._ring: deque[tuple[Any, ...]] = deque(maxlen=capacity)
+        #: Where to put calls while it is noted when they are computed.
+        self.watched: SimpleQueue[Called | None] | None = None
 
     def note(
         self, what: str, step: StepId | None = None, subject: Any = "", detail: Any = "", size: int = 0, began: int = 0
@@ -110,6 +120,31 @@ class Recorder:
         """
         self._ring = deque(self._ring, maxlen=max(events, self._capacity))
 
+    def watch(self) -> None:
+        """From now on, note when calls are computed; a thread of its own waits for them, in the order of asking."""
+        self.unwatch()
+        self.watched = SimpleQueue()
+        threading.Thread(target=self._wait_for_all, args=(self.watched,), name="dflow computed", daemon=True).start()
+
+    def unwatch(self) -> None:
+        """Let what was called last be noted, and no more."""
+        watched, self.watched = self.watched, None
+        if watched is not None:
+            watched.put(None)
+
+    def _wait_for_all(self, watched: SimpleQueue[Called | None]) -> None:
+        while (called := watched.get()) is not None:
+            results, step, plan, index = called
+            # Given to another call by now, or failed: others tell of it.
+            with contextlib.suppress(Exception):
+                jax.block_until_ready(results)
+            self.note(COMPUTED, step, plan, index)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the oldest event gives way to the next."""
+        return len(self._ring) == self._ring.maxlen
+
     def events(self, since_ns: int = 0) -> list[Event]:
         """What is kept and was not before `since_ns`, oldest first."""
         return [_read(noted) for noted in self._ring.copy() if noted[0] >= since_ns]
@@ -127,6 +162,15 @@ def not_noted(
     return 0
 
 
+class _Nowhere(Recorder):
+    """Keeps nothing."""
+
+    note = staticmethod(not_noted)
+
+
+NOWHERE: Final = _Nowhere()
+
+
 def _read(noted: tuple[Any, ...]) -> Event:
     at_ns, what, step, subject, detail, size, began = noted
     origin, number = step if step is not None else ("", 0)
@@ -136,6 +180,8 @@ def _read(noted: tuple[Any, ...]) -> Event:
         # What the errors of a plan say of its items: the node, then the user's line on a line of its own.
         name, _, line = (subject.names[index] if subject.names else "").partition("\n")
         line = line.strip().removeprefix("at ")
+        # Sends and receives by what they carry, as the events of the value itself.
+        name = str(getattr(item, "edge", name))
         return Event(at_ns, what, origin, number, type(item).__name__, name, line, _peer(item), number=index, text=text)
     if what in _OF_VALUES:
         return Event(at_ns, what, origin, number, name=subject, peer=detail, size_bytes=size, began_ns=began)

@@ -19,7 +19,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"dflow {__version__}\n"
 
 
-@pytest.mark.parametrize("command", ["launch", "task", "coordinator", "status", "where"])
+@pytest.mark.parametrize("command", ["launch", "task", "coordinator", "status", "trace", "dump", "where"])
 def test_each_command_says_what_it_is_for(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])

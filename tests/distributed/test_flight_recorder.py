@@ -20,7 +20,7 @@ import dflow
 from dflow.distributed.cluster import ClusterSettings
 from dflow.distributed.dump_signal import dump_on_signal
 from dflow.distributed.flight_recorder import MOST_DUMPS, PAUSE_S, FlightRecorder, run_folder
-from dflow.distributed.flight_text import flight_text, open_parts
+from dflow.distributed.flight_text import flight_text
 from dflow.distributed.messages import Dumped, DumpEvents
 from dflow.distributed.transport.base import RefuseAll
 from dflow.lowering.channel import StepId
@@ -88,20 +88,20 @@ def a_stalled_task() -> tuple[Recorder, Clock]:
 TEXT = """\
 under way:
   step 2 of worker:0, for 9.001 s
-    wait for worker:0: %x (net.recv) at model.py:12, for 9.001 s
+    wait for worker:0: x at model.py:12, for 9.001 s
 
 events:
    -9.006000  connected worker:0: 10.0.0.2:7001
    -9.005000  step 1 of worker:0: its part here began
-   -9.005000  step 1 of worker:0: began wait for worker:0: %x (net.recv) at model.py:12
+   -9.005000  step 1 of worker:0: began wait for worker:0: x at model.py:12
    -9.004000  step 1 of worker:0: received x from worker:0, 4 B
-   -9.004000  step 1 of worker:0: ended wait for worker:0: %x (net.recv) at model.py:12
+   -9.004000  step 1 of worker:0: ended wait for worker:0: x at model.py:12
    -9.004000  step 1 of worker:0: began Call: %y (xla.call) at model.py:13
    -9.003000  step 1 of worker:0: ended Call: %y (xla.call) at model.py:13
    -9.002000  step 1 of worker:0: sent y to worker:0, 8 B, 0.500 ms
    -9.002000  step 1 of worker:0: its part here ended
    -9.001000  step 2 of worker:0: its part here began
-   -9.001000  step 2 of worker:0: began wait for worker:0: %x (net.recv) at model.py:12
+   -9.001000  step 2 of worker:0: began wait for worker:0: x at model.py:12
    -0.001000  step 2 of worker:0: gave up waiting for x from worker:0
 """
 
@@ -124,14 +124,6 @@ def test_only_the_first_steps_and_items_under_way_are_told_and_the_rest_counted(
     text = flight_text(events, 0).partition("events:")[0]
     assert "    and 10 more\n" in text
     assert "  and 30 more steps\n" in text
-
-
-def test_what_has_begun_and_not_ended_is_open() -> None:
-    recorder, _ = a_stalled_task()
-    ((step, (began, items)),) = open_parts(recorder.events()).items()
-    assert step == (WORKER, 2)
-    assert began.what == PART_BEGAN
-    assert {number: item.kind for number, item in items.items()} == {0: "Recv"}
 
 
 # Files.

@@ -82,7 +82,7 @@ def test_an_item_is_told_by_its_class_its_node_and_the_users_line() -> None:
     recorder.note(ITEM_BEGAN, STEP, PLAN, 0)
     recorder.note(ITEM_FAILED, STEP, PLAN, (1, "VariableError"))
     assert recorder.events() == [
-        Event(1, ITEM_BEGAN, *STEP, "Recv", "%w (net.recv)", "model.py:12", "/job:worker/task:0"),
+        Event(1, ITEM_BEGAN, *STEP, "Recv", "w", "model.py:12", "/job:worker/task:0"),
         Event(2, ITEM_FAILED, *STEP, "Call", "%y (xla.call)", number=1, text="VariableError"),
     ]
 
