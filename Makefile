@@ -10,6 +10,7 @@ EFFORT ?= 5
 MINUTES ?= 60
 # `make fuzz` sends so many frames; about a thousand a second.
 FRAMES ?= 1000000
+ROLE ?= task
 
 SERIES := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 PY := $(VENV)/bin/python
@@ -62,8 +63,8 @@ pytest: $(STAMP)  ## the tests alone
 nightly: $(STAMP)  ## run the random tests for MINUTES=60 in rounds of EFFORT=5 times the cases, each from a new SEED=
 	$(PY) -m tests.nightly --minutes $(MINUTES) --effort $(EFFORT) $(if $(SEED),--seed $(SEED)) -- $(IN_PROCESSES)
 
-fuzz: $(STAMP)  ## send FRAMES=1000000 malformed and hostile frames to a live task, from a new SEED= each time
-	$(PY) -m tests.fuzz --frames $(FRAMES) $(if $(SEED),--seed $(SEED))
+fuzz: $(STAMP)  ## send FRAMES=1000000 malformed and hostile frames to a live ROLE=task or coordinator, from a new SEED=
+	$(PY) -m tests.fuzz --role $(ROLE) --frames $(FRAMES) $(if $(SEED),--seed $(SEED))
 
 golden: $(STAMP)  ## rewrite the expected graphs in tests/**/*.graphs with what the code gives now
 	$(PY) -m pytest --update-golden tests

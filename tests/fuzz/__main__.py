@@ -26,10 +26,14 @@ def main() -> int:
     parser.add_argument("--frames", type=int, default=1_000_000)
     parser.add_argument("--round", type=int, default=20_000, help="frames between two looks at the task")
     parser.add_argument("--seed", type=int, default=secrets.randbits(32))
+    parser.add_argument("--role", choices=("task", "coordinator"), default="task", help="who is fuzzed")
     parser.add_argument("--tcp", action="store_true", help="over TCP instead of a Unix socket")
     options = parser.parse_args()
     tally, began = Tally(), time.monotonic()
-    with tempfile.TemporaryDirectory() as folder, Victim(LOOPBACK if options.tcp else f"unix:{folder}/task") as victim:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Victim(LOOPBACK if options.tcp else f"unix:{folder}/socket", options.role) as victim,
+    ):
         for number in range(max(1, options.frames // options.round)):
             try:
                 besiege(victim, options.seed * 1_000_003 + number, options.round, tally)

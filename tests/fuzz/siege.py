@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dflow.distributed.messages import CreateVariable, ReadVariable, Value
+from dflow.distributed.messages import CreateVariable, GetStatus, ReadVariable, Status, Value
 from dflow.distributed.transport.addresses import TcpAddress, UnixAddress, parse_address
 from dflow.distributed.transport.base import RefuseAll
 from dflow.distributed.transport.sockets import SocketTransport
@@ -59,10 +59,11 @@ class Tally:
 class Victim:
     """The process; ended at the end of the `with` block."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, role: str = "task") -> None:
+        self._role = role
         environment = {name: value for name, value in os.environ.items() if not name.startswith("DFLOW_")}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.fuzz.victim", address],
+            [sys.executable, "-m", "tests.fuzz.victim", role, address],
             cwd=ROOT,
             env=environment | {"JAX_PLATFORMS": "cpu"},
             stdout=subprocess.PIPE,
@@ -107,6 +108,10 @@ class Victim:
             self.address, name="/job:worker/task:9", handler=RefuseAll(), who="the task", timeout_s=HANG_S
         )
         try:
+            if self._role == "coordinator":
+                status, _ = peer.call(GetStatus(), timeout_s=HANG_S)
+                assert isinstance(status, Status), f"the coordinator answered {status}"
+                return
             peer.call(CreateVariable(HEALTH, "float32", (2,), False), bytes(8), timeout_s=HANG_S)
             reply, payload = peer.call(ReadVariable(HEALTH), timeout_s=HANG_S)
             assert (reply, payload) == (Value("float32", (2,)), bytes(8)), f"{TASK} answered {reply}"

@@ -34,6 +34,14 @@ def test_a_task_minds_no_frames_and_holds_nothing_of_them(victim: Victim) -> Non
     assert verdict(tally, 0) == 0
 
 
+def test_a_coordinator_minds_no_frames_either(tmp_path: Path) -> None:
+    tally = Tally()
+    with Victim(f"unix:{tmp_path / 'coordinator'}", "coordinator") as coordinator:
+        for number in range(3):
+            besiege(coordinator, number, examples(400), tally)
+    assert verdict(tally, 0) == 0
+
+
 @settings(max_examples=examples(40), deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.randoms(use_true_random=False))
 def test_a_task_minds_no_script(victim: Victim, rng: random.Random) -> None:

@@ -1,4 +1,7 @@
-"""The task that is fuzzed: `python -m tests.fuzz.victim ADDRESS` prints where it listens, and serves until killed."""
+"""Who is fuzzed: `python -m tests.fuzz.victim ROLE ADDRESS` prints where it listens, and serves until it is killed.
+
+`ROLE` is `task` or `coordinator`.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import logging
 import signal
 import sys
 
+from dflow.distributed.coordinator import Coordinator
 from dflow.distributed.task_server import TaskServer, TaskSettings
 from dflow.distributed.transport.base import Limits
 from dflow.distributed.transport.sockets import SocketTransport
@@ -19,8 +23,13 @@ def main() -> None:
     """Serve."""
     faulthandler.enable()
     logging.getLogger("dflow").setLevel(logging.CRITICAL)
-    settings = TaskSettings(wait_timeout_s=2.0, connect_timeout_s=1.0)
-    server = TaskServer(TASK, SocketTransport(LIMITS), address=sys.argv[1], settings=settings)
+    role, address = sys.argv[1:]
+    server: TaskServer | Coordinator
+    if role == "task":
+        settings = TaskSettings(wait_timeout_s=2.0, connect_timeout_s=1.0)
+        server = TaskServer(TASK, SocketTransport(LIMITS), address=address, settings=settings)
+    else:
+        server = Coordinator(SocketTransport(LIMITS), address, {"ps": 1, "worker": 2})
     print(f"listening on {server.address}", flush=True)
     signal.pause()
 
