@@ -16,7 +16,6 @@ from dflow.distributed.detection.this_host import listening_address, surrounding
 from dflow.distributed.detection.variables import task_index
 from dflow.distributed.dump_signal import dump_on_signal
 from dflow.distributed.launching.attendants import Attendants
-from dflow.distributed.transport.base import Transport
 from dflow.distributed.transport.chosen_security import choose_security
 from dflow.distributed.transport.security import SecurityPolicy
 from dflow.distributed.transport.sockets import SocketTransport
@@ -59,7 +58,7 @@ def connect(
         return Alone()
     lifeline.watch()
     transport = SocketTransport(security=security or _security(spec))
-    _attend(spec, transport)
+    attendants = _attend(spec)
     listens = listening_address(address or spec.listens, spec.coordinator)
     joined = Cluster(
         spec.coordinator,
@@ -71,6 +70,8 @@ def connect(
         settings=settings or ClusterSettings(),
     )
     dump_on_signal(joined.flights.dump_soon)
+    if attendants is not None:
+        attendants.stay_in_touch(transport)
     return joined
 
 
@@ -95,20 +96,21 @@ def _security(spec: ClusterSpec) -> SecurityPolicy:
     return choose_security(os.environ, certificates=said.certificates, secret_file=said.secret_file)
 
 
-def _attend(spec: ClusterSpec, transport: Transport) -> None:
-    """Start what the spec says beside this process, once, and end it when this process ends."""
+def _attend(spec: ClusterSpec) -> Attendants | None:
+    """Start what the spec says beside this process, once, and see to its end when this process ends."""
     if not spec.starts or spec.coordinator in _attended:
-        return
+        return None
     attendants = Attendants(spec)
     _attended.add(spec.coordinator)
 
     def end() -> None:
         try:
-            attendants.wait_until_unneeded(transport)
+            attendants.wait_until_unneeded()
         finally:
             attendants.close()
 
     atexit.register(end)
+    return attendants
 
 
 #: The coordinators beside which this process has started what it had to.

@@ -15,12 +15,12 @@ from rich.text import Text
 
 from dflow.distributed.launcher import TaskRow
 
-_STYLES = {"running": "green", "starting": "yellow", "finished": "dim"}
+_STYLES = {"running": "green", "starting": "yellow", "ending": "yellow", "finished": "dim"}
 _TROUBLE = "red"
 
 
 def launch_table(rows: Sequence[TaskRow], steps_per_s: Mapping[str, float], *, most: int) -> Table:
-    """At most `most` rows; `steps_per_s` is that of each worker which has one, by short name."""
+    """At most `most` rows; `steps_per_s` is that of each worker which has one, by short name; shown while it runs."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, expand=True)
     for column, justify in (("task", "left"), ("state", "left"), ("restarts", "right"), ("steps/s", "right")):
         table.add_column(column, justify="right" if justify == "right" else "left", no_wrap=True)
@@ -28,7 +28,7 @@ def launch_table(rows: Sequence[TaskRow], steps_per_s: Mapping[str, float], *, m
     shown = rows if len(rows) <= most else sorted(rows, key=lambda row: row.state in _STYLES)[: most - 1]
     for row in shown:
         style = _STYLES.get(row.state, _TROUBLE)
-        rate = steps_per_s.get(row.task)
+        rate = steps_per_s.get(row.task) if row.state == "running" else None
         table.add_row(
             row.task,
             Text(row.state, style),

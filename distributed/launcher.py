@@ -103,6 +103,7 @@ class _Task:
         self.running: Running | None = None
         self.started_s = 0.0
         self.due_s = 0.0
+        self.was_live = False
         self.status: int | None = None
         self.end = ""
 
@@ -171,7 +172,7 @@ class _Launch:
             self._take_coordinators_line if task is self._coordinator else partial(self._view.show_line, task.name)
         )
         task.running = self._place.start(program, on_line)
-        task.started_s = time.monotonic()
+        task.started_s, task.was_live = time.monotonic(), False
 
     def _take_coordinators_line(self, line: str) -> None:
         if line.startswith(LISTENING):
@@ -262,6 +263,8 @@ class _Launch:
     def _rows(self) -> list[TaskRow]:
         live = {info.task for info in self._status.tasks if info.left_at_s is None} if self._status else set()
         live.add(COORDINATOR)
+        for task in self._everyone:
+            task.was_live |= task.running is not None and task.task in live
         return [
             TaskRow(task.name, _state(task, task.task in live), self._restarts.count(task.task), _last_line(task))
             for task in self._everyone
@@ -291,7 +294,9 @@ def _state(task: _Task, is_live: bool) -> str:
         return task.end
     if task.running is None:
         return f"again in {max(task.due_s - time.monotonic(), 0):.0f} s"
-    return "running" if is_live else "starting"
+    if is_live:
+        return "running"
+    return "ending" if task.was_live else "starting"
 
 
 def _last_line(task: _Task) -> str:

@@ -47,26 +47,35 @@ class Attendants:
         self._place = ThisMachine()
         self._closing = threading.Event()
         self._children: dict[str, ChildProcess] = {}
+        self._client: CoordinatorClient | None = None
         for task in spec.starts:
             self._start(task)
 
-    def wait_until_unneeded(self, transport: Transport) -> None:
+    def stay_in_touch(self, transport: Transport) -> None:
+        """Connect to the coordinator, which runs by now, so as to ask it when this process ends.
+
+        Then it would be too late: a connection has threads, and an interpreter that ends starts none from 3.12 on.
+        raises  what `CoordinatorClient` raises
+        """
+        name = self._spec.task
+        self._client = CoordinatorClient(transport, self._spec.coordinator, name=name, timeout_s=_ANSWER_S)
+
+    def wait_until_unneeded(self) -> None:
         """Wait while other workers use them; not at all when the coordinator does not answer."""
-        said: list[str] = []
+        if self._client is None:
+            return
+        has_said = False
         deadline = time.monotonic() + LATECOMERS_S
         with suppress(DflowError):
-            client = CoordinatorClient(transport, self._spec.coordinator, name=self._spec.task, timeout_s=_ANSWER_S)
-            try:
-                while waiting := list(self._users(client.status(timeout_s=_ANSWER_S), time.monotonic() < deadline)):
-                    if not said:
-                        self._show(
-                            f"dflow: {short_task_name(self._spec.task)} has finished; {self._names()} stay up for "
-                            f"{', '.join(map(short_task_name, waiting))}"
-                        )
-                        said = waiting
-                    time.sleep(_POLL_S)
-            finally:
-                client.close()
+            while waiting := list(self._users(self._client.status(timeout_s=_ANSWER_S), time.monotonic() < deadline)):
+                if not has_said:
+                    self._show(
+                        f"dflow: {short_task_name(self._spec.task)} has finished; {self._names()} stay up for "
+                        f"{', '.join(map(short_task_name, waiting))}"
+                    )
+                has_said = True
+                time.sleep(_POLL_S)
+        self._client.close()
 
     def close(self) -> None:
         """End them: stock tasks first, by SIGTERM, and by SIGKILL what takes longer than `GRACE_S`."""
