@@ -9,6 +9,7 @@ Invariants that are checked, by their names here:
 - `waits end`       no wait outlasts its deadline;
 - `one of a name`   a roster lists at most one live task of a name;
 - `rosters in order` what a process is told of the cluster never goes back;
+- `one view`        all that pass a barrier together are told the same members of it, are among them, and have all come;
 - `one in office`   nobody is elected while who was elected before is live;
 - `nothing left`    when all steps have ended, no task holds a value, a wait, a step or a plan that runs;
 - `nothing raises`  no process meets an error that it does not handle;
@@ -22,7 +23,7 @@ from dataclasses import dataclass, field
 
 from dflow.distributed.coordinator_state import LOG_EVENTS
 from dflow.distributed.membership import NORMAL_ENDS
-from dflow.distributed.messages import Roster, TaskInfo
+from dflow.distributed.messages import BarrierPassed, Roster, TaskInfo
 from dflow.distributed.rendezvous import WINDOW
 from dflow.distributed.task_server import TaskStatistics
 from dflow.tracing.task_name import task_name
@@ -71,6 +72,8 @@ class Checks:
         self._done: set[int] = set()
         self._rosters: dict[str, Roster] = {}
         self._office: str | None = None
+        self._arrived: set[str] = set()
+        self._barriers: dict[int, BarrierPassed] = {}
 
     def require(self, holds: bool, name: str, text: str) -> None:
         """Take note unless it holds; nothing is raised, for the code that is watched would take that for its own."""
@@ -133,9 +136,8 @@ class Checks:
             shared = range(max(held.start, steps.start), min(held.stop, steps.stop))
             text = f"step {shared.start} is given to {worker}, and {other} has it and is live"
             self.require(not shared or other == worker, "done once", text)
-        # One that is given steps and given up in one go does not have them.
-        if worker in live:
-            self._held[worker] = steps
+        self.require(worker in live, "done once", f"{steps} are given to {worker}, which has left")
+        self._held[worker] = steps
 
     def reported(self, attempts: Iterable[Attempt]) -> None:
         """The coordinator has taken note that these are done."""
@@ -184,6 +186,23 @@ class Checks:
         text = f"{worker} is elected, and {self._office} was and is live"
         self.require(self._office in (None, worker), "one in office", text)
         self._office = worker
+
+    def arrives(self, task: str) -> None:
+        """The coordinator hears that a task has come to the barrier."""
+        self._arrived.add(task)
+
+    def passed(self, task: str, passed: BarrierPassed) -> None:
+        """The coordinator tells a task that it has passed the barrier."""
+        if passed.generation not in self._barriers:
+            absent = sorted(set(passed.members) - self._arrived)
+            self.require(not absent, "one view", f"{task} passes barrier {passed.generation} before {absent} have come")
+            self._arrived -= set(passed.members)
+        first = self._barriers.setdefault(passed.generation, passed)
+        text = (
+            f"{task} passes barrier {passed.generation} of {passed.members}, and another passed it of {first.members}"
+        )
+        self.require((passed.version, passed.members) == (first.version, first.members), "one view", text)
+        self.require(task in passed.members, "one view", f"{task} passes a barrier of {passed.members}")
 
     # Waits and memory.
 

@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 
 from dflow.distributed.messages import (
+    AwaitBarrier,
     CancelStep,
     Claimed,
     ClaimSteps,
@@ -28,6 +29,8 @@ RUN = "run"
 STEP_S = 9.0
 #: How long a worker computes in a step.
 COMPUTE_S = 0.5
+#: How long a worker waits for the others before it begins.
+BARRIER_S = 2.0
 CLAIM_S = 3600.0
 
 
@@ -62,6 +65,7 @@ class Worker:
         elected = yield self._member.coordinator.ask(ElectOnce("first value", self._member.name), ASK_S)
         if isinstance(elected, Elected) and elected.elected:
             self._member.say("makes the first value")
+        yield from self._await_others()
         done, more = 0, True
         while True:
             # Which claim it is, and which one it reports, is for the session to say.
@@ -84,6 +88,16 @@ class Worker:
                     self._member.say(f"failed in step {claimed.first + place}: {type(error).__name__}: {error}")
                     done, more = place, False
                     break
+
+    def _await_others(self) -> Script:
+        """Begin with the others, or alone when they do not come in time: they may be at work already."""
+        awaits = AwaitBarrier("begin", self._member.name, 0, BARRIER_S)
+        try:
+            passed = yield self._member.coordinator.ask(awaits, ASK_S)
+        except DflowError as error:
+            self._member.say(f"begins without the others: {error}")
+        else:
+            self._member.say(f"begins with {len(passed.members)} workers")
 
     def _step(self, step: int) -> Script:
         """One step over all tasks; every failure is told to all of them."""

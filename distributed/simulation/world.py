@@ -15,7 +15,7 @@ from dflow.distributed.coordinator import Coordinator
 from dflow.distributed.coordinator_state import CoordinatorSettings
 from dflow.distributed.coordinator_store import MemoryStore
 from dflow.distributed.durable_records import Change
-from dflow.distributed.messages import AnyMessage, Claimed, ClaimSteps, Elected
+from dflow.distributed.messages import AnyMessage, AwaitBarrier, BarrierPassed, Claimed, ClaimSteps, Elected
 from dflow.distributed.simulation.checks import Checks, Repeated, name_of
 from dflow.distributed.simulation.events import EventQueue
 from dflow.distributed.simulation.faults import COORDINATOR, Faults, check_hosts, drawn_faults
@@ -165,6 +165,8 @@ class _World:
                 self.checks.claimed(name_of(str(process)), range(first, first + count), live)
             case Claimed() if self._wants_more.get(process):
                 self.checks.told_complete(str(process), self._coordinator.status().steps_done)
+            case BarrierPassed():
+                self.checks.passed(name_of(str(process)), message)
             case Elected(True):
                 self.checks.elected(name_of(str(process)))
 
@@ -175,6 +177,8 @@ class _World:
         if isinstance(message, ClaimSteps):
             self.checks.claims(message.task)
             self._wants_more[process] = message.more
+        elif isinstance(message, AwaitBarrier):
+            self.checks.arrives(message.task)
 
     def _heard(self, process: Process, message: AnyMessage) -> None:
         """The coordinator has handled what a task said: by how many steps has the run gone on?"""

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ import msgspec
 import pytest
 
 from dflow.distributed import (
+    barriers,
     coordinator_session,
     coordinator_state,
     elections,
@@ -136,6 +138,21 @@ def _keep_the_old_life(original: Any) -> Any:
     return release
 
 
+def _pass_early(original: Any) -> Any:
+    def pass_if_complete(self: Any, name: str, barrier: Any) -> Any:
+        if 1 < len(barrier.here) < len(barrier.generation.members):
+            arrivals, barrier.here = barrier.here, {}
+            return [Reply(arrival.ask, barriers._answer(barrier.generation)) for arrival in arrivals.values()]
+        return original(self, name, barrier)
+
+    return pass_if_complete
+
+
+def _tell_each_another(original: Any) -> Any:
+    versions = itertools.count()
+    return lambda generation: msgspec.structs.replace(original(generation), version=next(versions))
+
+
 def _set_for_now(original: Any) -> Any:
     def set(offices: Any, what: str, office: Any) -> Any:
         offices._offices[what] = office
@@ -160,6 +177,7 @@ def _saving_nothing(original: Any) -> Any:
     return save
 
 
+_BARRIERS = barriers.Barriers
 _SESSION = coordinator_session.CoordinatorSession
 _RUN, _MEETING, _MEMBERS = step_ledger._Run, rendezvous.Rendezvous, membership.Membership
 
@@ -177,7 +195,7 @@ MUTATIONS = (
         "rosters in order",
     ),
     Mutation("offices do not outlive the coordinator", elections.Elections, "_set", _set_for_now, "one in office"),
-    Mutation("a run is called complete too early", _RUN, "_answer_waiting", _say_complete_too_early, "none lost"),
+    Mutation("a run is called complete too early", _RUN, "answer_waiting", _say_complete_too_early, "none lost"),
     Mutation("a task's old life stays", _MEMBERS, "_release", _keep_the_old_life, "one of a name"),
     Mutation("silence is not noticed", _MEMBERS, "handle", _deaf_to(membership.Ticked), "none lost"),
     Mutation(
@@ -187,6 +205,8 @@ MUTATIONS = (
         _without(Disconnect),
         "none lost",
     ),
+    Mutation("a barrier passes before all have come", _BARRIERS, "_pass_if_complete", _pass_early, "one view"),
+    Mutation("each is told of another barrier", barriers, "_answer", _tell_each_another, "one view"),
     Mutation("whoever asks is elected", elections.Elections, "elect", _giving(True), "one in office"),
     Mutation("ended steps are forgotten", rendezvous._Ended, "__contains__", _giving(False), "nothing left"),
     Mutation("values for a past life are kept", _MEETING, "count_from", _doing_nothing, "nothing left", _RESTARTS),
@@ -194,7 +214,7 @@ MUTATIONS = (
     Mutation("an ask is not asked again", _SESSION, "_send_all", _doing_nothing, "none lost"),
     Mutation("waits do not expire", task_channel.TaskChannel, "_expire", _doing_nothing, "waits end"),
     Mutation("what a step left is kept", task_channel.TaskChannel, "finish", _doing_nothing, "nothing left"),
-    Mutation("a run that ends tells nobody", task_server._Run, "end", _doing_nothing, "none lost"),
+    Mutation("a run that ends tells nobody", task_server, "_answer_run", _doing_nothing, "none lost"),
 )
 
 

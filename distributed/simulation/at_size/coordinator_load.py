@@ -11,8 +11,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dflow.distributed.codec import decode_message, encode_message
+from dflow.distributed.coordinator import FEW
 from dflow.distributed.coordinator_events import Asked, Broadcast, Command, Reply, Started, Ticked, Told
 from dflow.distributed.coordinator_state import CoordinatorState
+from dflow.distributed.large_message import pack
 from dflow.distributed.messages import AnyMessage, ClaimSteps, Heartbeat, Join
 from dflow.tracing.task_name import task_name
 
@@ -106,15 +108,17 @@ class _Stream:
         for command in commands:
             match command:
                 case Reply(_, reply):
-                    self._messages += 1
-                    self._size_bytes += len(encode_message(reply))
+                    self._count(1, *pack(reply))
                 case Broadcast(peers, news):
-                    one = time.process_time()
-                    size_bytes = len(encode_message(news))
-                    # It is encoded once for each of them, and measured once.
-                    self._again_s += (time.process_time() - one) * (len(peers) - 1)
-                    self._messages += len(peers)
-                    self._size_bytes += size_bytes * len(peers)
+                    self._count(len(peers), *pack(news, goes_to_many=len(peers) > FEW))
+
+    def _count(self, receivers: int, message: AnyMessage, payload: bytes) -> None:
+        one = time.process_time()
+        size_bytes = len(encode_message(message)) + len(payload)
+        # The message is encoded once for each of them, and measured once; the payload is the same for all.
+        self._again_s += (time.process_time() - one) * (receivers - 1)
+        self._messages += receivers
+        self._size_bytes += size_bytes * receivers
 
     def _ask(self) -> int:
         self._asks += 1
