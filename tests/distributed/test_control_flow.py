@@ -11,10 +11,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 
 import dflow
+from dflow.distributed.alone import Alone
 from dflow.distributed.cluster import Cluster
 from dflow.distributed.messages import RegisterPlan
 from dflow.testing import MemoryCluster, memory_cluster
@@ -146,6 +148,35 @@ def test_the_gradient_of_a_loop_over_tasks(worker: Cluster) -> None:
     np.testing.assert_allclose(there, alone, rtol=1e-5)
     sent = {(edge.source, edge.destination) for edge in worker.traffic()}
     assert {("/job:worker/task:0", "/job:ps/task:0"), ("/job:worker/task:0", "/job:ps/task:1")} & sent
+
+
+def test_training_within_a_loop_over_tasks_does_what_it_does_alone(worker: Cluster) -> None:
+    xs = jax.random.normal(jax.random.key(0), (6, 8, 4))
+
+    def train(cluster: Cluster | Alone, name: str) -> Any:
+        with cluster.parameter_servers():
+            first = dflow.Variable(lambda: jnp.full((4, 3), 0.1), name=f"{name}/first")
+            second = dflow.Variable(lambda: jnp.full((3, 4), 0.2), name=f"{name}/second")
+            optimizer = dflow.Optimizer(optax.sgd(0.1, momentum=0.9), [first, second], name=f"{name}/sgd")
+
+        @dflow.jit
+        def steps(xs: Any) -> Any:
+            def one(count: Any, x: Any) -> Any:
+                def loss() -> Any:
+                    return jnp.mean((jnp.tanh(x @ first) @ second - x) ** 2)
+
+                value, gradients = dflow.value_and_grad(loss, [first, second])()
+                optimizer.apply(gradients)
+                return count + 1, value
+
+            return jax.lax.scan(one, 0, xs)
+
+        count, losses = steps(xs)
+        assert int(count) == 6
+        return losses, first.read(), second.read()
+
+    for there, alone in zip(train(worker, "there"), train(Alone(), "alone"), strict=True):
+        np.testing.assert_allclose(there, alone, rtol=1e-4, atol=1e-6)
 
 
 def test_a_loop_on_one_task_runs_there_as_one(memory: MemoryCluster, worker: Cluster) -> None:

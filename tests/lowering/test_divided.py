@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
-from hypothesis import Phase, given, settings
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
 import dflow
+from dflow.lowering.channel import StepId
+from dflow.lowering.execute import Execution
 from dflow.lowering.passes.base import run_passes
 from dflow.lowering.pipeline import pipeline
+from dflow.tracing import ops
 from dflow.tracing.context import home
 from dflow.tracing.graph import Graph, Node
 from dflow.tracing.interpret import interpret
@@ -21,7 +26,7 @@ from dflow.tracing.trace import trace
 from tests.effort import examples
 from tests.graphs_ import DictHome
 from tests.lowering.meaning import PS_0, PS_1, TASKS, WORKER, assert_equal_states, assert_equal_values, chooser
-from tests.lowering.one_process import Cluster
+from tests.lowering.one_process import Cluster, Mailbox
 
 #: A statement takes the state, a number of the program, and gives the number after it.
 Statement = Callable[["State", Any], Any]
@@ -157,23 +162,17 @@ def run_both(case: Traced, seed: int, times: int = 2) -> Cluster:
     return cluster
 
 
-def controls(graph: Graph) -> list[Node]:
-    """The branches and loops of a graph that several tasks run, those in others' bodies too."""
-    found = [node for node in graph.nodes if "tasks" in node.attributes]
-    return found + [inner for node in graph.nodes for body in node.bodies for inner in controls(body)]
-
-
 def lowered(graph: Graph) -> Graph:
     return run_passes(graph, pipeline(WORKER, TASKS), check=True)
 
 
-@settings(max_examples=examples(30), deadline=None, phases=[Phase.generate])
+@settings(max_examples=examples(12), deadline=None)
 @given(program=_statements(2), seed=st.integers(0, 1 << 16))
 def test_any_program_does_on_tasks_what_it_does_in_one_place(program: Do, seed: int) -> None:
     run_both(traced(program.run), seed)
 
 
-@settings(max_examples=examples(30), deadline=None, phases=[Phase.generate])
+@settings(max_examples=examples(12), deadline=None)
 @given(program=_statements(2), seed=st.integers(0, 1 << 16))
 def test_each_pass_keeps_the_meaning_of_any_program(program: Do, seed: int) -> None:
     case = traced(program.run)
@@ -181,3 +180,68 @@ def test_each_pass_keeps_the_meaning_of_any_program(program: Do, seed: int) -> N
     given, left = interpret(lowered(case.graph), case.inputs, case.state, chooser(seed))
     assert_equal_values(given, outputs)
     assert_equal_states(left, end)
+
+
+@pytest.mark.parametrize("parallel", [1, 3, 10])
+def test_a_task_goes_ahead_as_many_turns_as_it_may(parallel: int) -> None:
+    def program(state: State, x: Any) -> Any:
+        def turn(_: Any, x: Any) -> Any:
+            a, b, _ = state.variables
+            a.assign_mul(2)
+            b.assign(a.read())
+            return x
+
+        with dflow.parallel_iterations(parallel):
+            return lax.fori_loop(0, 6, turn, x)
+
+    cluster = Cluster((case := traced(program)).graph, case.state)
+    schedule, programs = cluster._parts[PS_1]
+    work: list[Callable[[], None]] = []
+    ended: list[Any] = []
+    step = StepId(WORKER, 1)
+    box = Mailbox(cluster.mail, PS_1)
+    Execution(schedule, programs, cluster.stores[PS_1], box, step, [], ended.append, work.append).start()
+    while work:
+        work.pop()()
+    assert sorted(edge for _, edge, _, _ in cluster.mail.waiting) == [f"a@{turn}" for turn in range(min(parallel, 6))]
+    assert not ended
+
+
+def test_an_arm_that_is_not_taken_sends_nothing() -> None:
+    def program(state: State, x: Any) -> Any:
+        a, b, _ = state.variables
+        lax.cond(x > 100, lambda: a.assign(b.read()), lambda: None)
+        return x
+
+    cluster = run_both(traced(program), seed=0, times=1)
+    assert {edge for action, edge in cluster.mail.log if action == "send"} == {"jax.convert_element_type.2"}
+
+
+def test_each_edge_of_a_program_has_a_name_of_its_own() -> None:
+    def program(state: State, x: Any) -> Any:
+        a, b, _ = state.variables
+
+        def turn(_: Any, x: Any) -> Any:
+            lax.cond(x > 0, lambda: a.assign(b.read()), lambda: b.assign(a.read()))
+            return x + a.read()
+
+        return lax.fori_loop(0, 2, turn, x + a.read()) + b.read()
+
+    made = lowered(traced(program).graph)
+    sent = [node.attributes["edge"] for node in within(made) if node.op is ops.net_send]
+    received = [node.attributes["edge"] for node in within(made) if node.op is ops.net_recv]
+    assert Counter(sent) == Counter(received)
+    ways = Counter(
+        (node.attributes["edge"], node.attributes["destination"]) for node in within(made) if node.op is ops.net_send
+    )
+    assert set(ways.values()) == {1}
+    assert {node.op for node in within(made) if "tasks" in node.attributes} == {ops.ctrl_scan, ops.ctrl_cond}
+
+
+def within(graph: Graph) -> list[Node]:
+    """The nodes of a graph and of the bodies of branches and loops in it."""
+    found = list(graph.nodes)
+    for node in graph.nodes:
+        if node.op in ops.CONTROL_OPS:
+            found += [inner for body in node.bodies for inner in within(body)]
+    return found
