@@ -80,6 +80,7 @@ def _add_task(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )
     _add_coordinator_address(parser)
     _add_security(parser)
+    _add_metrics(parser)
     parser.set_defaults(run=_task)
 
 
@@ -127,6 +128,7 @@ def _add_coordinator(commands: argparse._SubParsersAction[argparse.ArgumentParse
         "(default: in memory)",
     )
     _add_security(parser)
+    _add_metrics(parser)
     parser.set_defaults(run=_coordinator)
 
 
@@ -261,6 +263,19 @@ def _transport(options: argparse.Namespace) -> Transport:
     return SocketTransport(security=choose_security(os.environ, certificates=certificates, secret_file=secret_file))
 
 
+def _add_metrics(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--metrics-port",
+        metavar="[HOST:]PORT",
+        help="serve metrics for Prometheus there, 0 for a free port, to this machine alone unless a host is said "
+        "(default: DFLOW_METRICS_PORT, else they are not served)",
+    )
+
+
+def _metrics(options: argparse.Namespace) -> str:
+    return str(options.metrics_port or os.environ.get("DFLOW_METRICS_PORT", ""))
+
+
 def _add_cluster_file(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cluster", metavar="FILE", help="a cluster file (default: what DFLOW_CLUSTER names)")
 
@@ -277,7 +292,8 @@ def _coordinator(options: argparse.Namespace) -> int:
     file = _cluster_file(options)
     jobs = dict(options.jobs) or (file.counts if file else {})
     address = options.address or (file.coordinator if file else with_port(os.environ.get("DFLOW_ADDRESS", "127.0.0.1")))
-    return serve_coordinator(stop, _transport(options), address, jobs, store=store, settings=settings)
+    transport, metrics = _transport(options), _metrics(options)
+    return serve_coordinator(stop, transport, address, jobs, store=store, settings=settings, metrics=metrics)
 
 
 def _task(options: argparse.Namespace) -> int:
@@ -294,7 +310,8 @@ def _task(options: argparse.Namespace) -> int:
         listens = file.spec(options.job, index).listens if file else os.environ.get("DFLOW_ADDRESS", "")
     address = listening_address(listens, coordinator)
     task, give_up_s = task_name(options.job, index), options.coordinator_timeout
-    return serve_task(stop, _transport(options), task, coordinator, address, give_up_s=give_up_s)
+    transport, metrics = _transport(options), _metrics(options)
+    return serve_task(stop, transport, task, coordinator, address, give_up_s=give_up_s, metrics=metrics)
 
 
 def _status(options: argparse.Namespace) -> int:

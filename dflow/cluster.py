@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 from dataclasses import replace
 
@@ -16,10 +17,13 @@ from dflow.distributed.detection.this_host import listening_address, surrounding
 from dflow.distributed.detection.variables import task_index
 from dflow.distributed.dump_signal import dump_on_signal
 from dflow.distributed.launching.attendants import Attendants
+from dflow.distributed.metrics import VARIABLE as METRICS_VARIABLE
 from dflow.distributed.transport.chosen_security import choose_security
 from dflow.distributed.transport.security import SecurityPolicy
 from dflow.distributed.transport.sockets import SocketTransport
 from dflow.homes import LOCAL
+
+LOGGER = logging.getLogger("dflow")
 
 
 def connect(
@@ -31,6 +35,7 @@ def connect(
     address: str | None = None,
     settings: ClusterSettings | None = None,
     security: SecurityPolicy | None = None,
+    metrics_port: int | str | None = None,
 ) -> Cluster | Alone:
     """Join a cluster as a worker, or run alone.
 
@@ -49,6 +54,9 @@ def connect(
     security     `dflow.distributed.MutualTls(...)` or `dflow.distributed.SharedSecret(...)`; given none, as the cluster
                  file says, or the environment's DFLOW_TLS_CERT, DFLOW_TLS_KEY and DFLOW_TLS_CA, or DFLOW_SECRET_FILE;
                  without these, only processes of this machine are spoken to
+    metrics_port where this task's metrics are served for Prometheus, as `9100` for this machine alone or
+                 `0.0.0.0:9100`; DFLOW_METRICS_PORT where nothing is given; without these, they are not served, nor by a
+                 process that runs alone, which has none
     raises       DeadlineExceeded when the coordinator or a parameter task does not answer; ConfigError when only a
                  part of a cluster is said: it names what was seen and what is missing; SecurityError off this
                  machine without certificates or a secret
@@ -72,6 +80,9 @@ def connect(
     dump_on_signal(joined.flights.dump_soon)
     if attendants is not None:
         attendants.stay_in_touch(transport)
+    place = os.environ.get(METRICS_VARIABLE, "") if metrics_port is None else metrics_port
+    if place != "":
+        LOGGER.info("%s: metrics are served at %s", joined.task, joined.serve_metrics(place))
     return joined
 
 

@@ -44,6 +44,7 @@ from dflow.distributed.messages import (
     Wanted,
     WriteVariable,
 )
+from dflow.distributed.metrics import MetricsEndpoint, task_metrics
 from dflow.distributed.rendezvous import describe
 from dflow.distributed.strategies.backup_workers import without_backups
 from dflow.distributed.strategies.round_part import Part
@@ -135,6 +136,7 @@ class Cluster:
         self.task = task_name(job, index)
         self.index = index
         self._settings = settings
+        self._endpoints: list[MetricsEndpoint] = []
         first = _first_of_a_life()
         self._steps = itertools.count(first + 1)
         name = self.task
@@ -278,8 +280,16 @@ class Cluster:
                 LOGGER.warning("the trace is without %s, which did not answer", short_task_name(task))
             found.write(path)
 
+    def serve_metrics(self, place: str | int) -> str:
+        """Serve this task's metrics for Prometheus until `close`; the address. See `MetricsEndpoint`."""
+        endpoint = MetricsEndpoint(task_metrics(self._server), place)
+        self._endpoints.append(endpoint)
+        return endpoint.address
+
     def close(self) -> None:
         """Leave the cluster; a second call does nothing."""
+        while self._endpoints:
+            self._endpoints.pop().close()
         _joined.discard(self)
         self._client.leave()
         self._server.close()

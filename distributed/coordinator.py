@@ -43,6 +43,7 @@ from dflow.distributed.coordinator_store import CoordinatorStore, MemoryStore
 from dflow.distributed.durable_records import Change
 from dflow.distributed.large_message import pack
 from dflow.distributed.messages import AnyMessage, Join, Status
+from dflow.distributed.metrics import MetricsEndpoint, coordinator_metrics
 from dflow.distributed.stop_signal import StopSignal
 from dflow.distributed.transport.base import Listener, Peer, Responder, Transport
 from dflow.distributed.transport.exchange import become_reader
@@ -256,12 +257,21 @@ def serve_coordinator(
     *,
     store: CoordinatorStore,
     settings: CoordinatorSettings,
+    metrics: str = "",
 ) -> int:
-    """Be a coordinator until `stop`; prints its address as the first line; returns the exit status."""
+    """Be a coordinator until `stop`, and serve its metrics at `metrics` if that is said; returns the exit status.
+
+    Its address is the first line that it prints.
+    """
     coordinator = Coordinator(transport, address, jobs, store=store, settings=settings, on_fault=stop.stop)
     print(f"{LISTENING}{coordinator.address}", flush=True)
+    endpoint = MetricsEndpoint(coordinator_metrics(coordinator.status), metrics) if metrics else None
+    if endpoint is not None:
+        print(f"dflow coordinator: metrics are served at {endpoint.address}", flush=True)
     status, fault = stop.wait_for_exit_status()
     if fault:
         print(f"dflow coordinator: {fault}", file=sys.stderr)
+    if endpoint is not None:
+        endpoint.close()
     coordinator.close()
     return status

@@ -71,6 +71,12 @@ class Peers:
                 place.peer = self._connect(task, place.address)
             return place.peer
 
+    def open_connections(self) -> int:
+        """How many are open."""
+        with self._lock:
+            places = list(self._places.values())
+        return sum(place.peer is not None and not place.peer.closed for place in places)
+
     def adopt(self, peer: Peer) -> None:
         """Let what goes to a task go over the connection that came from it, where there is none yet."""
         with self._lock:

@@ -14,6 +14,7 @@ from dflow.distributed.coordinator_session import SessionSettings
 from dflow.distributed.dump_signal import dump_on_signal
 from dflow.distributed.flight_recorder import FlightRecorder, run_folder
 from dflow.distributed.membership import STOPPED
+from dflow.distributed.metrics import MetricsEndpoint, task_metrics
 from dflow.distributed.stop_signal import StopSignal
 from dflow.distributed.task_server import TaskServer
 from dflow.distributed.transport.addresses import LOCAL_ADDRESS
@@ -70,13 +71,22 @@ def serve_task(
     address: str = LOCAL_ADDRESS,
     *,
     give_up_s: float = SessionSettings.give_up_s,
+    metrics: str = "",
 ) -> int:
-    """Be a stock task until `stop`; returns the exit status. Raises what `StockTask` raises."""
+    """Be a stock task until `stop`, and serve its metrics at `metrics` if that is said; returns the exit status.
+
+    raises  what `StockTask` and `MetricsEndpoint` raise
+    """
     stock = StockTask(transport, task, coordinator, address, give_up_s=give_up_s)
+    endpoint = MetricsEndpoint(task_metrics(stock.server), metrics) if metrics else None
+    if endpoint is not None:
+        print(f"dflow task {short_task_name(task)}: metrics are served at {endpoint.address}", flush=True)
     dump_on_signal(stock.flights.dump_soon)
     stock.client.call_on_lost(stop.stop)
     status, fault = stop.wait_for_exit_status()
     if fault:
         print(f"dflow task {short_task_name(task)}: {fault}", file=sys.stderr)
+    if endpoint is not None:
+        endpoint.close()
     stock.close()
     return status

@@ -200,6 +200,14 @@ class TaskServer:
         """The connection to another task, opened if need be; see `Peers.get`."""
         return self._peers.get(task)
 
+    def taken_in(self) -> dict[str, int]:
+        """How many bytes of values came from each other task so far."""
+        return self._channel.taken_in()
+
+    def connections(self) -> int:
+        """How many connections to other tasks are open."""
+        return self._peers.open_connections()
+
     def traffic(self) -> tuple[EdgeTraffic, ...]:
         """What this task has sent to others so far, per edge."""
         return self._channel.traffic()

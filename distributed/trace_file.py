@@ -123,7 +123,7 @@ class _Process:
         self._task, self._pid, self._zero_ns, self._arrows = task, pid, zero_ns, arrows
 
     def told(self, events: Sequence[Event]) -> list[dict[str, Any]]:
-        lanes = _in_lanes([*self._spans(events), *self._arrivals(events)])
+        lanes = _in_lanes([*self._spans(events), *self._transfers(events)])
         found = [self._meta("process_name", 0, name=short_task_name(self._task))]
         found.append(self._meta("process_sort_index", 0, sort_index=self._pid))
         for tid, (track, slices) in enumerate(lanes, 1):
@@ -146,18 +146,19 @@ class _Process:
         last_ns = max((event.at_ns for event in events), default=0)
         return [_slice_of(span, last_ns) for span in spans(events)]
 
-    def _arrivals(self, events: Sequence[Event]) -> list[_Slice]:
-        return [
-            _Slice(
-                "transfers",
-                f"{event.name} from {short_task_name(event.peer)}",
-                event.at_ns,
-                event.at_ns + _ARRIVAL_NS,
-                {"step": _step(event), "bytes": event.size_bytes, "value": event.name},
-            )
-            for event in events
-            if event.what == RECEIVED
-        ]
+    def _transfers(self, events: Sequence[Event]) -> list[_Slice]:
+        """The handing over of each value, which may be after its send has ended, and the arrival."""
+        found = []
+        for event in events:
+            about = {"step": _step(event), "bytes": event.size_bytes, "value": event.name}
+            who = short_task_name(event.peer)
+            if event.what == SENT:
+                start_ns = event.began_ns or event.at_ns
+                found.append(_Slice("transfers", f"{event.name} to {who}", start_ns, event.at_ns, about))
+            elif event.what == RECEIVED:
+                ends_ns = event.at_ns + _ARRIVAL_NS
+                found.append(_Slice("transfers", f"{event.name} from {who}", event.at_ns, ends_ns, about))
+        return found
 
     def _arrow_ends(self, events: Sequence[Event], ends: Sequence[tuple[_Slice, int]]) -> list[dict[str, Any]]:
         """Each arrow begins in the slice of a send and ends in that of an arrival."""
@@ -169,7 +170,7 @@ class _Process:
             inside = [
                 tid
                 for each, tid in ends
-                if each.about["value"] in (event.name, event.name.partition("@")[0])
+                if each.about["value"] == event.name
                 and each.about["step"] == _step(event)
                 and each.start_ns <= at_ns <= each.end_ns
             ]
@@ -198,8 +199,6 @@ def _slice_of(span: Span, last_ns: int) -> _Slice:
         return _Slice(TRACKS[began.what == PART_BEGAN], _step(began), began.at_ns, end_ns, about)
     if began.line:
         about["line"] = began.line
-    if began.kind == "Send":
-        about["value"] = began.name
     return _Slice(_TRACK_OF_ITEM.get(began.kind, TRACKS[-1]), _item(began), began.at_ns, end_ns, about)
 
 

@@ -28,6 +28,8 @@ from dflow.lowering.recorder import (
     ITEM_ENDED,
     PART_BEGAN,
     PART_ENDED,
+    RECEIVED,
+    SENT,
     STEP_BEGAN,
     STEP_ENDED,
     Event,
@@ -263,3 +265,18 @@ def test_the_checker_finds_what_is_wrong() -> None:
     assert "has no name" in found({**one, "tid": 2})
     assert "negative" in found({**one, "dur": -1})
     assert "no number" in found({**one, "ts": "0"})
+
+
+def test_an_arrow_begins_where_a_value_was_handed_over_though_its_send_had_ended() -> None:
+    ps = "/job:ps/task:0"
+    at = {"origin": TASK, "step": 1}
+    own = [
+        Event(0, STEP_BEGAN, **at),
+        Event(1000, ITEM_BEGAN, **at, kind="Send", name="w", peer=ps),
+        Event(2000, ITEM_ENDED, **at, kind="Send", name="w", peer=ps),
+        Event(9000, SENT, **at, name="w", peer=ps, size_bytes=4, began_ns=8000),
+    ]
+    others = [Event(8500, RECEIVED, **at, name="w", peer=TASK, size_bytes=4)]
+    data = Trace({TASK: own, ps: others}, {TASK: Offset(0, 1), ps: Offset(0, 1)}, (), {}).json()
+    assert faults_of(data) == []
+    assert arrows(data) == [(8.0, 8.5)]

@@ -1,0 +1,167 @@
+"""What a task or the coordinator has counted, for Prometheus, over HTTP.
+
+Everything is read when it is asked for; nothing here is on the way of a step. Invariant: the labels are bounded,
+whatever a program calls its queues and however many tasks there are: what is beyond the first `MOST_NAMED` is one sum.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from dflow.distributed.messages import Status
+from dflow.distributed.step_counts import BOUNDS_S, StepTotals
+from dflow.tracing.errors import ConfigError
+from dflow.tracing.task_name import short_task_name
+
+if TYPE_CHECKING:
+    from prometheus_client import Metric
+
+    # The coordinator serves metrics too, and needs no JAX.
+    from dflow.distributed.task_server import TaskServer
+
+VARIABLE = "DFLOW_METRICS_PORT"
+LOOPBACK = "127.0.0.1"
+#: How many peers, and how many queues and accumulators, have labels of their own.
+MOST_NAMED = 100
+OTHERS = "others"
+
+Collect = Callable[[], "Iterable[Metric]"]
+
+
+class MetricsEndpoint:
+    """Serves what `collect` gives at `place`, which is a port of this machine, or `host:port`; 0 is a free port.
+
+    raises  ConfigError without the package prometheus_client, and for what is no place; OSError when it is taken
+    """
+
+    def __init__(self, collect: Collect, place: str | int) -> None:
+        host, port = metrics_place(place)
+        try:
+            from prometheus_client import CollectorRegistry, start_http_server
+        except ImportError as error:
+            raise ConfigError(
+                "metrics are served by prometheus_client, which is not installed\n  pip install 'dflow[metrics]'"
+            ) from error
+        registry = CollectorRegistry()
+        registry.register(_Collector(collect))
+        try:
+            self._server, self._thread = start_http_server(port, host, registry)
+        except OSError as error:
+            raise OSError(
+                f"metrics cannot be served at {host}:{port}: {error}; 0 is any free port, and several tasks of one "
+                "machine need one each"
+            ) from error
+        self.address = f"http://{host}:{self._server.server_port}/metrics"
+
+    def close(self) -> None:
+        """Serve no more."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def metrics_place(place: str | int) -> tuple[str, int]:
+    """The host and the port that `9100`, `0.0.0.0:9100` or a number says; raises ConfigError for anything else."""
+    host, _, port = str(place).rpartition(":")
+    if not port.isdecimal() or int(port) > 65535:
+        raise ConfigError(f"metrics are to be served at {place!r}; give a port, or host:port, such as 9100")
+    return host.strip("[]") or LOOPBACK, int(port)
+
+
+def task_metrics(server: TaskServer) -> Collect:
+    """The metrics of one task."""
+    return lambda: _of_task(server)
+
+
+def coordinator_metrics(status: Callable[[], Status]) -> Collect:
+    """The metrics of the coordinator, as its status says."""
+    return lambda: _of_coordinator(status())
+
+
+class _Collector:
+    def __init__(self, collect: Collect) -> None:
+        self._collect = collect
+
+    def collect(self) -> Iterable[Metric]:
+        return self._collect()
+
+
+def _of_task(server: TaskServer) -> Iterator[Metric]:
+    from prometheus_client.core import InfoMetricFamily
+
+    yield InfoMetricFamily("dflow_task", "Which task this is.", {"task": short_task_name(server.name)})
+    yield from _of_steps("step", "steps that this task started", server.steps.totals())
+    yield from _of_steps("part", "parts of steps that this task ran", server.parts.totals())
+    sent: dict[str, int] = {}
+    for entry in server.traffic():
+        sent[entry.destination] = sent.get(entry.destination, 0) + entry.size_bytes
+    yield _counter("dflow_sent_bytes", "Bytes of values sent, by peer.", "peer", _short(sent))
+    yield _counter("dflow_received_bytes", "Bytes of values received, by peer.", "peer", _short(server.taken_in()))
+    state = server.state()
+    for name, text, number in (
+        ("dflow_running_parts", "Parts of steps that run now.", state.running),
+        ("dflow_values_waited_for", "Values that are waited for now.", state.waiting),
+        ("dflow_values_held", "Values that came and nobody has taken yet.", state.held),
+        ("dflow_connections", "Open connections to other tasks.", server.connections()),
+    ):
+        yield _gauge(name, text, "", {"": number})
+    depths = {depth.name: depth.size for depth in state.depths}
+    text = "Elements in each queue, gradients in each accumulator."
+    yield _gauge("dflow_resource_depth", text, "resource", _bounded(depths))
+
+
+def _of_coordinator(status: Status) -> Iterator[Metric]:
+    live = [info for info in status.tasks if info.left_at_s is None]
+    stalled = sum(health.stalled_since_s is not None for health in status.health)
+    tasks = {"live": len(live), "stalled": stalled, "expected": len(status.expected)}
+    yield _gauge("dflow_tasks", "Tasks by state; those that are stalled are live too.", "state", tasks)
+    left = {"": len(status.tasks) - len(live)}
+    yield _counter("dflow_tasks_left", "Tasks that have left, for whatever reason.", "", left)
+    yield _counter("dflow_run_steps_done", "Steps of all runs that are done.", "", {"": status.steps_done})
+    yield _gauge("dflow_run_steps", "Steps that all runs have.", "", {"": status.steps_total})
+    yield _gauge("dflow_variables", "Variables, queues and accumulators.", "", {"": len(status.variables)})
+    size = sum(info.size_bytes for info in status.variables)
+    yield _gauge("dflow_variables_bytes", "What they take, or may come to take.", "", {"": size})
+    yield _counter("dflow_sent_bytes", "Bytes of values sent.", "", {"": sum(t.size_bytes for t in status.traffic)})
+
+
+def _of_steps(noun: str, text: str, totals: StepTotals) -> Iterator[Metric]:
+    from prometheus_client.core import HistogramMetricFamily
+
+    ended = {"ok": totals.done, "error": sum(totals.errors.values())}
+    yield _counter(f"dflow_{noun}s", f"The {text} and that have ended, by outcome.", "outcome", ended)
+    yield _counter(f"dflow_{noun}_errors", f"The {text} and that failed, by error.", "error", totals.errors)
+    bounds = [*map(str, BOUNDS_S), "+Inf"]
+    buckets = list(zip(bounds, itertools.accumulate(totals.buckets), strict=True))
+    yield HistogramMetricFamily(f"dflow_{noun}_seconds", f"Time of the {text}.", buckets, totals.total_s)
+
+
+def _counter(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+    from prometheus_client.core import CounterMetricFamily
+
+    family = CounterMetricFamily(name, text, labels=[label] if label else [])
+    for key, value in values.items():
+        family.add_metric([key] if label else [], value)
+    return family
+
+
+def _gauge(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+    from prometheus_client.core import GaugeMetricFamily
+
+    family = GaugeMetricFamily(name, text, labels=[label] if label else [])
+    for key, value in values.items():
+        family.add_metric([key] if label else [], value)
+    return family
+
+
+def _short(by_task: Mapping[str, int]) -> dict[str, int]:
+    return _bounded({short_task_name(task): size for task, size in by_task.items()})
+
+
+def _bounded(values: Mapping[str, int]) -> dict[str, int]:
+    """The first, which stay the same as more come, and the sum of the others."""
+    first = dict(itertools.islice(values.items(), MOST_NAMED))
+    others = sum(value for name, value in values.items() if name not in first)
+    return first | ({OTHERS: others} if len(values) > MOST_NAMED else {})
