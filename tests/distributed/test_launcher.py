@@ -276,6 +276,7 @@ client.leave()
         status, output = launched.finish()
     assert status == 1, output
     assert "ps:0 ended (killed by SIGKILL) while workers needed it, so the run ends" in output
+    assert "AssertionError" not in output, "the worker waited for its own deadline"
     with launch(tmp_path, script, ps=1, options=["--restart", "ps=on-failure"]) as launched:
         status, output = launched.finish()
     assert status == 0, output

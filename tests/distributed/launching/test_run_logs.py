@@ -16,11 +16,20 @@ def test_each_task_has_a_file_with_its_lines_at_once(tmp_path: Path) -> None:
 
 def test_a_file_that_would_be_too_large_is_put_aside_once(tmp_path: Path) -> None:
     with contextlib.closing(RunLogs(tmp_path, max_bytes=8)) as logs:
-        for line in ("aaa", "bbb", "ccc", "ddd", "eee", "a line longer than all"):
+        logs.write("worker:0", "aaa")
+        logs.write("worker:0", "bbb")
+        assert (tmp_path / "worker-0.log").read_text() == "aaa\nbbb\n"
+        for line in ("ccc", "ddd", "eee", "a line longer than all"):
             logs.write("worker:0", line)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["worker-0.log", "worker-0.log.1"]
         assert (tmp_path / "worker-0.log.1").read_text() == "eee\n"
         assert (tmp_path / "worker-0.log").read_text() == "a line longer than all\n"
+
+
+def test_a_first_line_that_is_too_large_puts_no_empty_file_aside(tmp_path: Path) -> None:
+    with contextlib.closing(RunLogs(tmp_path, max_bytes=8)) as logs:
+        logs.write("worker:0", "a line longer than all")
+        assert [path.name for path in tmp_path.iterdir()] == ["worker-0.log"]
 
 
 def test_a_second_run_in_the_folder_goes_on(tmp_path: Path) -> None:
