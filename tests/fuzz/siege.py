@@ -66,6 +66,7 @@ class Victim:
             [sys.executable, "-m", "tests.fuzz.victim", role, address],
             cwd=ROOT,
             env=environment | {"JAX_PLATFORMS": "cpu"},
+            stdin=subprocess.PIPE,  # ends with this process, whatever ends it
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -89,7 +90,7 @@ class Victim:
         self.process.kill()
         self.process.wait()
         said = self._said.result(HANG_S) if hasattr(self, "_said") else ""
-        for pipe in (self.process.stdout, self.process.stderr):
+        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
             if pipe is not None:
                 pipe.close()
         return said

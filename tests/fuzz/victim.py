@@ -1,4 +1,4 @@
-"""Who is fuzzed: `python -m tests.fuzz.victim ROLE ADDRESS` prints where it listens, and serves until it is killed.
+"""Who is fuzzed: `python -m tests.fuzz.victim ROLE ADDRESS` prints where it listens, and serves until its input ends.
 
 `ROLE` is `task` or `coordinator`.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import faulthandler
 import logging
-import signal
 import sys
 
 from dflow.distributed.coordinator import Coordinator
@@ -31,7 +30,7 @@ def main() -> None:
     else:
         server = Coordinator(SocketTransport(LIMITS), address, {"ps": 1, "worker": 2})
     print(f"listening on {server.address}", flush=True)
-    signal.pause()
+    sys.stdin.read()
 
 
 if __name__ == "__main__":
