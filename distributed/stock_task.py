@@ -23,6 +23,9 @@ from dflow.lowering.recorder import Recorder
 from dflow.tracing.task_name import short_task_name
 
 
+LEAVE_S = 1.0
+
+
 class StockTask:
     """The task `task` of the cluster whose coordinator is at `coordinator`, listening at `address`.
 
@@ -58,8 +61,8 @@ class StockTask:
         self.client.join(task, server.address, traffic=server.traffic, steps=server.steps_ended, doing=server.doing)
 
     def close(self) -> None:
-        """Leave the cluster and end what runs."""
-        self.client.leave(STOPPED)
+        """Leave the cluster and end what runs; a coordinator that is told to end with it is not waited for long."""
+        self.client.leave(STOPPED, timeout_s=LEAVE_S)
         self.server.close()
 
 
