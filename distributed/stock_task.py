@@ -22,7 +22,7 @@ from dflow.distributed.transport.base import Transport
 from dflow.lowering.recorder import Recorder
 from dflow.tracing.task_name import short_task_name
 
-
+#: How long a task that is told to end waits for the coordinator to hear of it.
 LEAVE_S = 1.0
 
 

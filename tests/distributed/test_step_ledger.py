@@ -109,6 +109,51 @@ def test_of_those_that_leave_together_none_is_given_what_another_gives_back() ->
     assert replies == [Reply(2, Failure("TaskLost", "worker:1 has left: killed")), Reply(3, Claimed(0, 1))]
 
 
+def numbered(ask: int, task: str, number: int, last: int = 0, done: int = 0, total: int = 100) -> StepsAsked:
+    return StepsAsked(ask, ClaimSteps("run", task, total, number, last, done))
+
+
+def test_a_claim_asked_again_gives_the_same_steps_though_lower_ones_have_come_back() -> None:
+    ledger = StepLedger()
+    ledger.handle(numbered(1, A, 1))
+    given = ledger.handle(numbered(2, B, 1))
+    ledger.handle(WorkerLeft(A, "killed"))
+    again = ledger.handle(numbered(3, B, 1))
+    assert [reply.message for reply in again] == [reply.message for reply in given] == [Claimed(16, 10)]
+    assert ledger.handle(numbered(4, B, 2, 1, 10)) == [Reply(4, Claimed(0, 16))]
+    assert ledger.handle(numbered(5, B, 2, 1, 10)) == [Reply(5, Claimed(0, 16))]
+    assert ledger.steps_done == ledger.workers()[1].steps == 10
+
+
+def test_a_claim_that_waits_and_is_asked_again_waits_on_in_the_place_of_the_first() -> None:
+    ledger = StepLedger()
+    ledger.handle(numbered(1, A, 1, total=1))
+    ledger.handle(numbered(2, B, 1, total=1))
+    [first] = ledger.handle(numbered(3, B, 1, total=1))
+    assert isinstance(first.message, Failure)
+    assert (first.ask, first.message.text) == (2, "worker:1 has sent this claim again")
+    assert ledger.handle(WorkerLeft(A, "killed")) == [Reply(3, Claimed(0, 1))]
+
+
+def test_steps_given_to_a_claim_whose_answer_was_never_seen_go_back_and_none_counts_as_done() -> None:
+    ledger = StepLedger()
+    ledger.handle(numbered(1, A, 1))
+    ledger.handle(numbered(2, A, 2, 1, 16))
+    assert ledger.handle(numbered(3, A, 3, 1, 16)) == [Reply(3, Claimed(16, 16))]
+    assert ledger.steps_done == 16
+
+
+def test_a_claim_that_comes_after_a_later_one_or_reports_one_that_is_not_known_is_refused() -> None:
+    ledger = StepLedger()
+    ledger.handle(numbered(1, A, 5))
+    [late] = ledger.handle(numbered(2, A, 4))
+    assert isinstance(late.message, Failure)
+    assert "claim 4 of worker:0 came after its claim 5" in late.message.text
+    [unknown] = ledger.handle(numbered(3, B, 3, last=2, done=1))
+    assert isinstance(unknown.message, Failure)
+    assert "worker:1 reports claim 2 in claim 3, and its newest is 0" in unknown.message.text
+
+
 def test_a_second_ask_takes_the_place_of_one_that_waits() -> None:
     ledger = Numbered()
     ledger.handle(asked(1, A, total=1))
