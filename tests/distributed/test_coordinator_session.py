@@ -466,29 +466,31 @@ class LossyWorld:
         for index in range(len(self.workers)):
             self.follow(index, Woke(self.now_s))
 
+    def flow(self) -> None:
+        """All that is on its way arrives."""
+        self.open()
+        self.open()
+        for number in list(self.wires):
+            while number in self.wires and (self.wires[number].up or not self.wires[number].is_open):
+                self.deliver_up(number)
+            while number in self.wires and self.wires[number].down:
+                self.deliver_down(number)
+
     def settle(self) -> None:
         """From now on nothing is lost and the programs do their steps."""
         for _ in range(400):
             self.wake()
-            self.open()
-            self.open()
-            for number in list(self.wires):
-                while number in self.wires and (self.wires[number].up or not self.wires[number].is_open):
-                    self.deliver_up(number)
-                while number in self.wires and self.wires[number].down:
-                    self.deliver_down(number)
+            self.flow()
             self.happen(Ticked(self.now_s))
             for index in range(len(self.workers)):
                 self.claim(index, TOTAL)
 
 
+DELIVERIES = ("up", "up", "up", "down", "down", "flow")
+FAULTS = ("break", "patience", "kill", "dies before writing", "dies after writing")
 ACTS = st.lists(
     st.tuples(
-        st.sampled_from(
-            ["open", "wake", "claim", "claim", "break", "patience", "kill", "dies before writing", "dies after writing"]
-            + ["up"] * 4
-            + ["down"] * 3
-        ),
+        st.sampled_from([*DELIVERIES, *FAULTS, "open", "wake", "claim", "claim"]),
         st.integers(0, 5),
     ),
     max_size=120,
@@ -496,15 +498,22 @@ ACTS = st.lists(
 
 
 @settings(max_examples=examples(300), deadline=None)
-@given(ACTS)
-def test_each_step_is_done_once_whatever_is_lost_asked_again_and_restarted(acts: list[tuple[str, int]]) -> None:
+@given(ACTS, st.booleans())
+def test_each_step_is_done_once_whatever_is_lost_asked_again_and_restarted(
+    acts: list[tuple[str, int]], is_under_way: bool
+) -> None:
     world = LossyWorld()
+    if is_under_way:
+        for _ in range(3):
+            world.flow()
     for what, choice in acts:
         wires = list(world.wires)
         number = wires[choice % len(wires)] if wires else None
         match what:
             case "open":
                 world.open()
+            case "flow":
+                world.flow()
             case "wake":
                 world.wake()
             case "claim":
