@@ -86,8 +86,8 @@ class Sync:
     ) -> Iterator[Any]:
         """Call `step(*batch)` with this worker's own batches, once a round, and yield what each call returns.
 
-        step     a `dflow.jit` function that gives its gradients to one `dflow.Optimizer`, once; its variables are of
-                 one version, that of the round
+        step     a `dflow.jit` function that gives its gradients to one `dflow.Optimizer`, once; what these are computed
+                 from is of one version, that of the round
         batches  tuples of arguments (anything else is passed as the one argument); when they end, the others go on
                  without this worker
         steps    how many rounds, and so updates, there are in all
