@@ -134,7 +134,10 @@ def _add_coordinator(commands: argparse._SubParsersAction[argparse.ArgumentParse
 
 def _add_status(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     text = "show what a running cluster is doing"
-    parser = commands.add_parser("status", help=text, description=f"{text.capitalize()}, once.")
+    parser = commands.add_parser(
+        "status", help=text, description=f"{text.capitalize()}: its tasks, their steps, queues and what they send."
+    )
+    parser.add_argument("--watch", action="store_true", help="renew it each second, until Ctrl-C")
     _add_coordinator_address(parser)
     _add_security(parser)
     parser.set_defaults(run=_status)
@@ -315,15 +318,16 @@ def _task(options: argparse.Namespace) -> int:
 
 
 def _status(options: argparse.Namespace) -> int:
-    from dflow.distributed.coordinator_client import CoordinatorClient
-    from dflow.status_view import closing_tables, make_console, progress_line
+    from dflow.live_status import show_status
+    from dflow.status_view import closing_tables, make_console
 
-    client = CoordinatorClient(_transport(options), _coordinator_of(options), name="status", timeout_s=5.0)
-    status = client.status(timeout_s=5.0)
-    client.close()
-    console = make_console()
-    console.print(progress_line(status, status.steps_done / max(status.now_s, 1.0)), markup=False, highlight=False)
-    console.print(closing_tables(status, {}))
+    show_status(
+        _transport(options),
+        _coordinator_of(options),
+        make_console(),
+        watch=options.watch,
+        closing=lambda status: closing_tables(status, {}),
+    )
     return 0
 
 

@@ -297,7 +297,7 @@ def _colour(task: str) -> str:
     return _COLOURS[(index + (len(_COLOURS) // 2 if job == "ps" else 0)) % len(_COLOURS)]
 
 
-def _table(title: str, *columns: str) -> Table:
+def make_table(title: str, *columns: str) -> Table:
     """A table whose columns are left-aligned, or right-aligned when the name starts with `>`."""
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
@@ -310,7 +310,7 @@ def _table(title: str, *columns: str) -> Table:
 def _results_table(status: Status) -> Table | None:
     if not status.results:
         return None
-    table = _table("Results", "result", ">value")
+    table = make_table("Results", "result", ">value")
     for name, value in status.results.items():
         table.add_row(Text(name), f"{value:.6g}")
     return table
@@ -321,7 +321,7 @@ def _steps_table(status: Status) -> Table | None:
         return None
     drops = any(worker.dropped for worker in status.workers)
     columns = ["worker", ">steps", *([">dropped"] if drops else []), ">step time", "metrics"]
-    table = _table(f"Steps: {status.steps_done} of {status.steps_total}", *columns)
+    table = make_table(f"Steps: {status.steps_done} of {status.steps_total}", *columns)
     for worker in status.workers:
         metrics = "  ".join(f"{name} {value:.4g}" for name, value in worker.metrics.items())
         step_time = f"{1000 * worker.step_s:.1f} ms" if worker.step_s else ""
@@ -335,7 +335,7 @@ def _traffic_table(traffic: Sequence[EdgeTraffic]) -> Table | None:
         return None
     rows = grouped_traffic(traffic)
     total = sum(row.size_bytes for row in rows)
-    table = _table(f"Sent: {size_text(total)}", "value", "from -> to", ">values", ">MB")
+    table = make_table(f"Sent: {size_text(total)}", "value", "from -> to", ">values", ">MB")
     for row in rows[:MOST_ROWS]:
         table.add_row(
             Text(row.edge), f"{row.source} -> {row.destination}", str(row.values), f"{row.size_bytes / 1e6:.3f}"
@@ -351,7 +351,7 @@ def _variables_table(variables: Sequence[VariableInfo]) -> Table | None:
     if not variables:
         return None
     total = sum(info.size_bytes for info in variables)
-    table = _table(f"Variables: {len(variables)}, {size_text(total)}", "variable", "type", ">size", "task")
+    table = make_table(f"Variables: {len(variables)}, {size_text(total)}", "variable", "type", ">size", "task")
     largest = sorted(variables, key=lambda info: (-info.size_bytes, info.name))
     for info in largest[:MOST_ROWS]:
         kind = Text(type_text(info.dtype, info.shape) if info.kind == "variable" else info.dtype)
@@ -363,7 +363,7 @@ def _variables_table(variables: Sequence[VariableInfo]) -> Table | None:
 
 
 def _tasks_table(status: Status, ends: Mapping[str, str]) -> Table:
-    table = _table("Tasks", "task", ">joined", ">left", "why")
+    table = make_table("Tasks", "task", ">joined", ">left", "why")
     newest = {info.task: info for info in status.tasks}
     stalls = {health.task: health for health in status.health if health.stalled_since_s is not None}
     for info in sorted(status.tasks, key=lambda info: (split_task_name(info.task), info.joined_at_s)):
