@@ -213,6 +213,8 @@ def test_values_in_any_order_come_to_a_slow_task_whose_memory_stays_bounded(
         taken = got(ps, STEP, edge).get(timeout=DEADLINE_S)
         assert ps.channel.flow().held <= 4
         np.testing.assert_array_equal(np.asarray(taken), value(number))
+    # The thread that sent the last value notes it before it hears the next answer.
+    reach_and_ask(worker)
     assert worker.channel.flow().kept == 0
     assert sum(one.values for one in worker.channel.traffic()) == 40
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -14,8 +16,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from dflow.distributed.messages import AnyMessage, Ok, Placed, Registered
+from dflow.distributed.codec import encode_message
+from dflow.distributed.messages import AnyMessage, Hello, Ok, Placed, Registered
 from dflow.distributed.transport.base import Limits, Listener, Peer, Responder
+from dflow.distributed.transport.exchange import Frame, Kind
+from dflow.distributed.transport.framing import pack_header
 from dflow.distributed.transport.process_identity import open_process, process_identity
 from dflow.distributed.transport.sockets import SocketTransport
 from dflow.tracing import errors
@@ -164,6 +169,61 @@ def test_the_death_of_a_process_that_listened_is_seen_without_dialling_for_long(
         child.send_signal(signal.SIGKILL)
         reason = client.close_reason()
     assert "nothing listens there any more" in reason
+
+
+def test_a_broken_session_ends_when_another_process_comes_by_its_name() -> None:
+    server = Recorder()
+    transport = SocketTransport(Limits(resume_s=1e4))
+    listener = transport.listen("127.0.0.1:0", name="server", handler=server)
+    proxy = Proxy(listener.address, random.Random(0), most_bytes=1 << 30)
+    with subprocess.Popen([sys.executable, "-c", CLIENT, proxy.address]) as child:
+        server.notice()
+        proxy.cuts_at_once = True
+        proxy.cut()
+        reasons = {""}
+        # The server may notice the cut after others have come.
+        while "another process has come as child" not in reasons:
+            reach(transport, listener.address, Recorder(), name="child").close()
+            reasons.add(server.close_reason())
+        child.kill()
+    proxy.close()
+    listener.close()
+
+
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        (Hello("other", session="s", process="p", resumes=True), "other is not stranger, whose session it wants"),
+        (Hello("stranger", session="s", process="q", resumes=True), "stranger has started anew, but wants to go on"),
+    ],
+    ids=["another name", "another process"],
+)
+def test_a_session_is_resumed_by_none_but_its_own_process(
+    other: Hello, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "dflow")
+    listener = SocketTransport(PATIENT).listen("127.0.0.1:0", name="server", handler=Recorder(echo))
+    with dial_raw(listener, Hello("stranger", session="s", process="p")) as first:
+        assert first.recv(1)
+        with dial_raw(listener, other) as second:
+            assert second.recv(1) == b""
+        first.sendall(frame_of(Ok(), Kind.REQUEST, sequence=1))
+        assert first.recv(1)
+    assert why in "".join(record.getMessage() for record in caplog.records)
+    listener.close()
+
+
+def dial_raw(listener: Listener, hello: Hello) -> socket.socket:
+    """A connection on which `hello` was said."""
+    host, port = listener.address.split(":")
+    sock = socket.create_connection((host, int(port)), timeout=DEADLINE_S)
+    sock.sendall(frame_of(hello, Kind.NOTIFY))
+    return sock
+
+
+def frame_of(message: AnyMessage, kind: Kind, sequence: int = 0) -> bytes:
+    meta = encode_message(message)
+    return pack_header(Frame(kind, 0, meta, b""), sequence=sequence) + meta
 
 
 def test_an_identity_stands_for_its_process_until_it_ends() -> None:

@@ -184,3 +184,11 @@ def test_an_acknowledgement_is_due_after_many_bytes() -> None:
     assert session.ack_due
     assert session.say_received() == 2
     assert not session.ack_due
+
+
+def test_an_acknowledgement_is_due_after_many_frames() -> None:
+    session: Session[str] = Session(ack_frames=2, ack_bytes=100)
+    session.receive(1, 1)
+    assert not session.ack_due
+    session.receive(2, 1)
+    assert session.ack_due
