@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dflow.distributed.spans import spans
+from dflow.lowering.channel import STEPS_OF_A_LIFE
 from dflow.lowering.recorder import ITEM_BEGAN, PART_BEGAN, Event
 from dflow.tracing.task_name import short_task_name
 
@@ -54,7 +55,7 @@ def _said(event: Event) -> str:
 
 
 def _step(event: Event) -> str:
-    return f"step {event.step} of {_task(event.origin)}" if event.origin else ""
+    return f"step {event.step % STEPS_OF_A_LIFE} of {_task(event.origin)}" if event.origin else ""
 
 
 def _item(event: Event) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 from dflow.distributed.clock_alignment import Crossing, Offset
 from dflow.distributed.spans import Span, spans
+from dflow.lowering.channel import STEPS_OF_A_LIFE
 from dflow.lowering.recorder import (
     CONNECTED,
     CONNECTION_LOST,
@@ -209,7 +210,7 @@ def _item(event: Event) -> str:
 
 
 def _step(event: Event) -> str:
-    return f"step {event.step} of {short_task_name(event.origin)}"
+    return f"step {event.step % STEPS_OF_A_LIFE} of {short_task_name(event.origin)}"
 
 
 def _in_lanes(slices: Iterable[_Slice]) -> list[tuple[str, list[_Slice]]]:
