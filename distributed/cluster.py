@@ -56,6 +56,7 @@ from dflow.lowering.channel import STEPS_OF_A_LIFE, StepId
 from dflow.lowering.compile import Compiled, TaskPlan, make_plans
 from dflow.lowering.devices import devices_in_order
 from dflow.lowering.execute import Outcome
+from dflow.lowering.host_values import on_device
 from dflow.lowering.local import Runner, fetched, lower_programs, refuse_spread
 from dflow.lowering.passes.base import Observer, run_passes
 from dflow.lowering.pipeline import pipeline
@@ -498,12 +499,7 @@ class _Step:
         self._literals = [literal.array for literal in compiled.literals]
 
     def __call__(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        fetches = self._cluster.run_step(self._handles, [*self._constants, *_arrays(leaves), *self._literals])
-        return _arrays(fetches)  # what came from another task may be NumPy's
-
-
-def _arrays(values: Sequence[Any]) -> list[jax.Array]:
-    return [value if isinstance(value, jax.Array) else jnp.asarray(value) for value in values]
+        return self._cluster.run_step(self._handles, [*self._constants, *on_device(leaves), *self._literals])
 
 
 class ClusterHome:

@@ -24,16 +24,12 @@ from dflow.distributed.peers import Peers
 from dflow.distributed.rendezvous import EndWait, Rendezvous, RendezvousStatistics, describe
 from dflow.distributed.transport.base import Peer
 from dflow.lowering.channel import Deliver, Sent, StepId, edge_alone
+from dflow.lowering.host_values import stays_on_host
 from dflow.lowering.recorder import RECEIVED, SENT, WAIT_EXPIRED, Recorder
 from dflow.tracing.errors import DeadlineExceeded, DflowError, TransportClosed, WireError
 from dflow.tracing.task_name import short_task_name
 
 LOGGER = logging.getLogger("dflow")
-
-#: A value of no more than this stays a NumPy array: a program takes it in less time than it takes to make a JAX array.
-SMALL_BYTES = 1 << 14
-#: The kinds of dtypes that are NumPy's own.
-NUMPY_KINDS = "biufc"
 
 #: How much may lie untaken at a task, of each other task.
 WINDOW_BYTES = 256 << 20
@@ -166,7 +162,7 @@ class TaskChannel:
             value = decode_array(tensor.dtype, tensor.shape, payload)
         except WireError as error:
             raise WireError(f"the value of edge {tensor.edge!r} in {describe(step)} is malformed: {error}") from error
-        if value.nbytes > SMALL_BYTES or value.dtype.kind not in NUMPY_KINDS:
+        if not stays_on_host(value):
             value = jax.device_put(value, may_alias=True)
         with self._lock:
             total = self._taken_in.setdefault(source, _Total())

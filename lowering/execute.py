@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from dflow.lowering.channel import Channel, Sent, StepId, frame_of_turn
+from dflow.lowering.host_values import on_device
 from dflow.lowering.loops import PENDING, Loop, OnItem
 from dflow.lowering.plan import Branch, Call, Copy, Item, Read, Recv, Scan, Send, UseResource, While
 from dflow.lowering.program import Program
@@ -132,7 +133,7 @@ class Execution:
             self._submit(lambda: self._run(ready))
 
     def _complete(self) -> None:
-        self._end(tuple(self._slots[slot] for slot in self._schedule.plan.fetches))
+        self._end(on_device(self._slots[slot] for slot in self._schedule.plan.fetches))
 
     def cancel(self, error: BaseException) -> None:
         """End with `error` unless it has ended."""

@@ -19,6 +19,7 @@ from dflow.lowering.channel import Deliver, Sent, StepId
 from dflow.lowering.compile import Compiled, TaskPlan, make_plans
 from dflow.lowering.devices import device_named, devices_in_order, local_name
 from dflow.lowering.execute import Execution, Outcome
+from dflow.lowering.host_values import on_device
 from dflow.lowering.kept_places import kept_places
 from dflow.lowering.passes.base import Observer, run_passes
 from dflow.lowering.passes.choose import BUDGET_S
@@ -150,8 +151,7 @@ class LocalHome:
     ) -> Sequence[jax.Array]:
         use = ResourceUse(op, where=at(caller()), **attributes)
         held = self.store.resource(resource.key)
-        results: Sequence[jax.Array] = wait(lambda done: held.start(use, operands, done))
-        return results
+        return on_device(wait(lambda done: held.start(use, operands, done)))
 
     def forget_resource(self, resource: HostResource, reason: str, remedy: str) -> None:
         """Let go of the contents; whoever uses the resource from now on, or waits, gets an error that says these."""

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dflow.lowering.channel import Sent
+from dflow.lowering.host_values import stays_on_host
 from dflow.lowering.queues import SharedQueue
 from dflow.lowering.resource_use import OnResults, ResourceUse, copied, giving, nothing_to_cancel
 from dflow.lowering.waiters import Cancel
@@ -63,17 +65,17 @@ class HeldQueue:
         """The elements, for inspection."""
         return self.shared.contents()
 
-    def _results(self, use: ResourceUse, elements: Sequence[tuple[Any, ...]]) -> Sequence[jax.Array]:
+    def _results(self, use: ResourceUse, elements: Sequence[tuple[Any, ...]]) -> Sequence[Sent]:
         match use.op:
             case "queue.dequeue":
-                return [array if isinstance(array, jax.Array) else jnp.asarray(array) for array in elements[0]]
+                return [_given(array) for array in elements[0]]
             case "queue.dequeue_many":
                 return self._stacked(elements, use.count)
             case "queue.dequeue_up_to":
                 return [*self._stacked(elements, use.count), jnp.asarray(len(elements), jnp.int32)]
         return []
 
-    def _stacked(self, elements: Sequence[tuple[Any, ...]], count: int) -> list[jax.Array]:
+    def _stacked(self, elements: Sequence[tuple[Any, ...]], count: int) -> list[Sent]:
         components = list(zip(*elements, strict=True)) or [()] * len(self._type.components)
         return [_batch(rows, type, count) for rows, type in zip(components, self._type.components, strict=True)]
 
@@ -83,15 +85,19 @@ def _rows(operands: Sequence[Any]) -> list[tuple[Any, ...]]:
     return [tuple(array[row] for array in on_host) for row in range(len(on_host[0]))]
 
 
-def _batch(rows: Sequence[Any], type: ArrayType, count: int) -> jax.Array:
+def _batch(rows: Sequence[Any], type: ArrayType, count: int) -> Sent:
     """`count` rows, each padded to the largest; rows that are missing are zeros."""
     arrays = [np.asarray(row) for row in rows]
     shapes = [array.shape for array in arrays] or [tuple(dim or 0 for dim in type.shape)]
     largest = tuple(max(dims) for dims in zip(*shapes, strict=True))
     if len(arrays) == count and all(shape == largest for shape in shapes) and arrays:
-        return jnp.asarray(np.stack(arrays))
+        return _given(np.stack(arrays))
     batch = np.zeros((count, *largest), type.dtype)
     for number, array in enumerate(arrays):
         place: Any = (number, *(slice(size) for size in array.shape))
         batch[place] = array
-    return jnp.asarray(batch)
+    return _given(batch)
+
+
+def _given(array: Any) -> Sent:
+    return array if isinstance(array, jax.Array) or stays_on_host(array) else jnp.asarray(array)

@@ -8,13 +8,16 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import jit as jax_jit
 
+from dflow.lowering.channel import Sent
+from dflow.lowering.host_values import stays_on_host
 from dflow.lowering.waiters import Answer, Cancel, OnDone
 from dflow.tracing.queue_settings import DEFAULT_TIMEOUT_S
 
 #: What an op ends with: its results, or the error.
-Results = tuple[jax.Array, ...] | BaseException
+Results = tuple[Sent, ...] | BaseException
 OnResults = Callable[[Results], None]
 
 
@@ -64,8 +67,10 @@ def giving(on_results: OnResults, made: Callable[[tuple[Any, ...]], Sequence[Any
     return on_done
 
 
-def copied(array: Any) -> jax.Array:
+def copied(array: Any) -> Sent:
     """A copy, which nobody changes, and nobody takes away by donating the array somewhere."""
+    if stays_on_host(array):
+        return np.array(array)
     copy: jax.Array = _copy(array) if isinstance(array, jax.Array) else jnp.array(array, copy=True)
     return copy
 
