@@ -8,8 +8,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from dflow.distributed.messages import RegisterPlan
-from dflow.distributed.plan_registry import PlanRegistry
 from dflow.lowering.channel import StepId
 from dflow.lowering.compile import make_plans
 from dflow.lowering.execute import Execution
@@ -19,7 +17,7 @@ from dflow.lowering.plan import Branch, Call, Plan, Scalar, UseResource
 from dflow.lowering.queue_ops import HeldQueue, ResourceUse
 from dflow.lowering.store import Store
 from dflow.lowering.waits import Schedule
-from dflow.tracing.errors import InternalError, StepCancelled, WireError
+from dflow.tracing.errors import InternalError, StepCancelled
 from dflow.tracing.queue_settings import QueueKind, QueueSettings
 from dflow.tracing.text import parse
 from dflow.tracing.types import ArrayType, QueueType
@@ -86,14 +84,6 @@ def test_numbers_and_bodies_are_in_the_plan() -> None:
     assert branch.after == (0,)
     assert [len(body.items) for body in plan.bodies] == [0, 1]
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=Plan) == plan
-
-
-def test_a_plan_with_queues_is_not_taken_from_another_task() -> None:
-    encoded = msgspec.msgpack.encode(Plan(ALONE, 1, (UseResource("q", "queue.size", gives=(0,)),)))
-    with pytest.raises(
-        WireError, match="a plan with queues or accumulators was sent to /job:localhost/task:0, which holds none"
-    ):
-        PlanRegistry(ALONE).add_encoded(RegisterPlan(encoded, ()), memoryview(b""))
 
 
 def test_a_wait_that_starts_when_the_execution_has_ended_is_cancelled() -> None:
