@@ -61,8 +61,9 @@ def make_step(cluster: Any, given: argparse.Namespace) -> Callable[[], Any]:
             dflow.Variable(lambda: jnp.zeros(()), name=f"count_{index}", near=shard)
             for index, shard in enumerate(shards)
         ]
-        arrived = dflow.FIFOQueue(given.workers, jnp.float32(0), name="arrived")
-        tokens = dflow.FIFOQueue(given.workers, jnp.float32(0), name="tokens")
+        with dflow.device("ps:0"):
+            arrived = dflow.FIFOQueue(given.workers, jnp.float32(0), name="arrived")
+            tokens = dflow.FIFOQueue(given.workers, jnp.float32(0), name="tokens")
 
     def update(seen: Any) -> Any:
         """Update, and wait for the others: who comes hands in a token, and worker 0 gives all back."""
