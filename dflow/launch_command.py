@@ -17,6 +17,7 @@ from dflow.distributed.launching.ray_resources import RayResources
 from dflow.distributed.launching.restarts import RestartPolicy
 from dflow.distributed.launching.shares import Share, core_shares, gpu_shares, visible_gpus
 from dflow.distributed.launching.this_machine import ThisMachine
+from dflow.distributed.run_folder import RUN_FOLDER_VARIABLE
 from dflow.distributed.stop_signal import StopSignal
 from dflow.distributed.transport.chosen_security import choose_security
 from dflow.distributed.transport.security import SameMachine
@@ -131,8 +132,15 @@ def _launch(options: argparse.Namespace) -> int:
     ):
         view = LoggedView(shown, logs)
         view.show_event(f"{note}each task's output is kept in {logs.folder}")
-        launched = replace(plan, restarts={}) if options.on == RAY else replace(plan, state=f"{state}/coordinator")
+        elsewhere = options.on == RAY
+        launched = replace(plan, restarts={}) if elsewhere else _kept_here(plan, f"{state}/coordinator", logs.folder)
         return launch(stop, launched, place, view, SocketTransport(security=choose_security(os.environ)))
+
+
+def _kept_here(plan: LaunchPlan, state: str, logs: Path) -> LaunchPlan:
+    """The plan with places for what its processes write down: the coordinator's state, and each task's last events."""
+    said = () if RUN_FOLDER_VARIABLE in os.environ else (Setting(RUN_FOLDER_VARIABLE, str(logs.resolve())),)
+    return replace(plan, state=state, environment=(*said, *plan.environment))
 
 
 def _here(plan: LaunchPlan, options: argparse.Namespace) -> tuple[Place, str]:

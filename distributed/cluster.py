@@ -28,7 +28,7 @@ import msgspec
 from dflow.distributed.cluster_resources import ClusterResources
 from dflow.distributed.codec import decode_array, encode_array
 from dflow.distributed.coordinator_client import ANSWER_S, CoordinatorClient
-from dflow.distributed.flight_recorder import FlightRecorder, run_folder
+from dflow.distributed.flight_recorder import FlightRecorder
 from dflow.distributed.messages import (
     AnyMessage,
     CancelStep,
@@ -46,6 +46,7 @@ from dflow.distributed.messages import (
 )
 from dflow.distributed.metrics import MetricsEndpoint, task_metrics
 from dflow.distributed.rendezvous import describe
+from dflow.distributed.run_folder import run_folder
 from dflow.distributed.strategies.backup_workers import without_backups
 from dflow.distributed.strategies.round_part import Part
 from dflow.distributed.task_server import TaskServer, TaskSettings

@@ -14,26 +14,20 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
 import msgspec
 
 from dflow.distributed.flight_text import flight_text
+from dflow.distributed.run_folder import RUN_FOLDER_VARIABLE
 from dflow.lowering.recorder import Recorder
 from dflow.tracing.task_name import short_task_name
 
 LOGGER = logging.getLogger("dflow")
-RUN_FOLDER_VARIABLE = "DFLOW_RUN_DIR"
 MOST_DUMPS = 8
 PAUSE_S = 5.0
-
-
-def run_folder(environment: Mapping[str, str]) -> Path:
-    """Where the files of this run go: what DFLOW_RUN_DIR says, else a folder of this user's for temporary files."""
-    named = environment.get(RUN_FOLDER_VARIABLE)
-    return Path(named) if named else Path(tempfile.gettempdir()) / f"dflow-{os.geteuid()}"
 
 
 class FlightRecorder:

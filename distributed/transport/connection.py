@@ -106,9 +106,8 @@ class Connection:
     def send(self, frame: Frame) -> None:
         """Send or retain a frame; see `Link.send`."""
         on_released = None
-        if frame.payload and (len(frame.payload) <= COPIED_BYTES or (self._renewal is None and frame.on_released)):
-            on_released = frame.on_released
-            frame = frame._replace(payload=bytes(frame.payload), on_released=None)
+        if frame.payload and (copied := self._copied(frame)) is not None:
+            on_released, frame = frame.on_released, copied
         self._wait_for_room()
         self._outlet.send(frame)
         if on_released is not None:

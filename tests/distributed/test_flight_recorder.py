@@ -19,9 +19,10 @@ import pytest
 import dflow
 from dflow.distributed.cluster import ClusterSettings
 from dflow.distributed.dump_signal import dump_on_signal
-from dflow.distributed.flight_recorder import MOST_DUMPS, PAUSE_S, FlightRecorder, run_folder
+from dflow.distributed.flight_recorder import MOST_DUMPS, PAUSE_S, FlightRecorder
 from dflow.distributed.flight_text import flight_text
 from dflow.distributed.messages import Dumped, DumpEvents
+from dflow.distributed.run_folder import run_folder
 from dflow.distributed.transport.base import RefuseAll
 from dflow.lowering.channel import StepId
 from dflow.lowering.plan import Call, Plan, Recv

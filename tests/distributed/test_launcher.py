@@ -53,6 +53,7 @@ def test_scripts_that_finish_give_0_and_their_lines_a_prefix(tmp_path: Path) -> 
         CONNECT
         + """
 print("hello from", os.environ["DFLOW_JOB"], index, sys.argv[1:])
+print("events go to", os.environ["DFLOW_RUN_DIR"])
 print("[bold]not markup[/bold]", file=sys.stderr)
 client.leave()
 """
@@ -63,6 +64,7 @@ client.leave()
     assert "[worker:0] hello from worker 0 ['--lr', '3']\n" in output
     assert "[worker:1] hello from worker 1 ['--lr', '3']\n" in output
     assert "[worker:1] [bold]not markup[/bold]\n" in output
+    assert f"[worker:1] events go to {tmp_path / 'logs'}\n" in output
     assert "dflow coordinator listening" not in output
 
 

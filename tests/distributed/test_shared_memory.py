@@ -15,7 +15,7 @@ import pytest
 from dflow.distributed.codec import ALIGNMENT_BYTES, decode_array
 from dflow.distributed.messages import Ok
 from dflow.distributed.transport.base import Limits
-from dflow.distributed.transport.shared_memory import SharedMemory, SharedPool, SharedView
+from dflow.distributed.transport.shared_memory import SHARED_FROM_BYTES, SharedMemory, SharedPool, SharedView
 from dflow.distributed.transport.sockets import SocketTransport
 from dflow.tracing.errors import TransportClosed, WireError
 from tests.distributed.transports import DEADLINE_S, Recorder, echo, reach
@@ -107,6 +107,23 @@ def test_a_side_that_offers_no_memory_is_told() -> None:
         with pytest.raises(TransportClosed, match="before it offered shared memory"):
             SharedMemory.agree(one, SIZE)
         other.close()
+
+
+@pytest.mark.parametrize(("size_bytes", "is_shared"), [(SHARED_FROM_BYTES - 1, False), (SHARED_FROM_BYTES, True)])
+def test_large_values_between_processes_of_one_machine_go_by_shared_memory(
+    monkeypatch: pytest.MonkeyPatch, size_bytes: int, is_shared: bool
+) -> None:
+    put, placed = SharedPool.put, []
+    monkeypatch.setattr(SharedPool, "put", lambda pool, payload: placed.append(put(pool, payload)) or placed[-1])
+    transport = SocketTransport()
+    listener = transport.listen("unix:", name="server", handler=Recorder(echo))
+    peer = reach(transport, listener.address, Recorder())
+    assert len(peer.call(Ok(), bytes(size_bytes), timeout_s=DEADLINE_S).payload) == size_bytes
+    assert [place is not None for place in placed] == [True, True] * is_shared
+    released: list[bool] = []
+    peer.notify(Ok(), bytes(size_bytes), lambda: released.append(True))
+    assert released == [True] * is_shared  # it was copied; else it is kept until the other side has it
+    listener.close()
 
 
 def test_what_does_not_fit_into_the_memory_goes_over_the_socket() -> None:
