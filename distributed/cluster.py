@@ -57,7 +57,6 @@ from dflow.lowering.channel import STEPS_OF_A_LIFE, StepId
 from dflow.lowering.compile import Compiled, TaskPlan, make_plans
 from dflow.lowering.devices import devices_in_order
 from dflow.lowering.execute import Outcome
-from dflow.lowering.host_values import on_device
 from dflow.lowering.local import Runner, fetched, lower_programs, refuse_spread
 from dflow.lowering.passes.base import Observer, run_passes
 from dflow.lowering.pipeline import pipeline
@@ -420,7 +419,7 @@ class Cluster:
         parts = _Parts((self.task, *others), self._client.describe, self._server.stalled)
         try:
             for task, peer in others.items():
-                peer.start(RunPlan(handles[task], step.origin, step.number)).when_done(partial(parts.ended, task))
+                peer.start(RunPlan(handles[task], step.origin, step.number), on_reply=partial(parts.ended, task))
             self._server.run(handles[self.task], step, feeds, partial(parts.ended, self.task))
             fetches = parts.wait(step, self._settings.step_timeout_s)
         except TransportClosed as error:
@@ -500,7 +499,8 @@ class _Step:
         self._literals = [literal.array for literal in compiled.literals]
 
     def __call__(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        return self._cluster.run_step(self._handles, [*self._constants, *on_device(leaves), *self._literals])
+        arrays = [leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf) for leaf in leaves]
+        return self._cluster.run_step(self._handles, [*self._constants, *arrays, *self._literals])
 
 
 class ClusterHome:

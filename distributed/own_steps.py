@@ -57,7 +57,7 @@ class OwnSteps:
             for task, handle in handles.items():
                 if task != self._server.name:
                     peer = self._server.peer(task)
-                    peer.start(RunPlan(handle, step.origin, step.number)).when_done(partial(running.ended, task))
+                    peer.start(RunPlan(handle, step.origin, step.number), on_reply=partial(running.ended, task))
             self._server.run(handles[step.origin], step, feeds, partial(running.ended, step.origin))
         except Exception as error:
             running.ended(step.origin, error)

@@ -27,5 +27,5 @@ def stays_on_host(value: Any) -> bool:
 
 
 def on_device(values: Iterable[Any]) -> tuple[jax.Array, ...]:
-    """The values as JAX arrays."""
-    return tuple(value if isinstance(value, jax.Array) else jnp.asarray(value) for value in values)
+    """The values, with JAX arrays in the place of NumPy's."""
+    return tuple(jnp.asarray(value) if isinstance(value, np.ndarray) else value for value in values)

@@ -110,10 +110,12 @@ class Peer(Protocol):
         """Why the connection ended; empty while it is open."""
         ...
 
-    def start(self, message: AnyMessage, payload: Payload = b"") -> PendingReply:
+    def start(self, message: AnyMessage, payload: Payload = b"", on_reply: OnReply | None = None) -> PendingReply:
         """Send a request and return without waiting for its reply.
 
-        raises  TransportClosed; WireError if message or payload is over this side's limits
+        on_reply  called as by `PendingReply.when_done`, but before anything is handled that comes after the reply
+        raises    TransportClosed, which `on_reply` may be told too; WireError if message or payload is over this side's
+                  limits
         """
         ...
 

@@ -104,14 +104,14 @@ class Exchange:
         """Why the connection ended; empty while it is open."""
         return self._ended or ""
 
-    def start(self, message: AnyMessage, payload: Payload = b"") -> _Pending:
+    def start(self, message: AnyMessage, payload: Payload = b"", on_reply: OnReply | None = None) -> _Pending:
         """Send a request; see `base.Peer.start`."""
         meta = self._meta(message, payload)
         with self._lock:
             self._raise_if_ended()
             self._last_number += 1
             number = self._last_number
-            pending = self._waiting[number] = _Pending(self, number, type(message).__name__)
+            pending = self._waiting[number] = _Pending(self, number, type(message).__name__, on_reply)
         try:
             self._send(Frame(Kind.REQUEST, number, meta, payload))
         except BaseException:
@@ -246,12 +246,12 @@ class _Pending:
 
     __slots__ = ("_callbacks", "_exchange", "_number", "_outcome", "_unresolved", "asked")
 
-    def __init__(self, exchange: Exchange, number: int, asked: str) -> None:
+    def __init__(self, exchange: Exchange, number: int, asked: str, on_reply: OnReply | None) -> None:
         self._exchange = exchange
         self._number = number
         self.asked = asked
         self._outcome: Reply | BaseException | None = None
-        self._callbacks: list[OnReply] = []
+        self._callbacks = [] if on_reply is None else [on_reply]
         self._unresolved = threading.Lock()
         self._unresolved.acquire()
 

@@ -80,7 +80,7 @@ with cluster.parameter_servers():
 @dflow.jit
 def step(x):
     seen = first.read()[0], second.read()[0]
-    optimizer.apply([-x * jnp.ones(8)] * 2)
+    optimizer.apply([(0 * seen[0] - x) * jnp.ones(8)] * 2)
     return {"first": seen[0], "second": seen[1]}
 
 def batches():

@@ -328,3 +328,26 @@ def test_a_sender_is_told_once_when_the_memory_of_a_payload_is_free(serve: Serve
     assert released.acquire(timeout=DEADLINE_S)
     peer.close()
     assert not released.acquire(blocking=False)
+
+
+def test_a_reply_is_told_before_what_comes_after_it(kind: Kind) -> None:
+    told: list[str] = []
+
+    class Handler(Recorder):
+        def on_notify(self, peer: Peer, message: AnyMessage, payload: memoryview) -> None:
+            told.append("notice")
+            super().on_notify(peer, message, payload)
+
+    def answer(peer: Peer, message: AnyMessage, payload: memoryview, responder: Responder) -> None:
+        responder.reply(Ok())
+        peer.notify(Ok())
+
+    transport = kind.make(None)
+    listener = transport.listen(kind.free, name="server", handler=Recorder(answer))
+    handler = Handler()
+    peer = reach(transport, listener.address, handler)
+    for _ in range(100):
+        peer.start(Ok(), on_reply=lambda reply: told.append("reply"))
+        handler.notice()
+    listener.close()
+    assert told == ["reply", "notice"] * 100
