@@ -17,7 +17,7 @@ from tests.fuzz.siege import Tally, Usage, Victim, besiege
 LOOPBACK = "127.0.0.1:0"
 #: After the first tenth of the rounds, so many more of each may be held at the end; the memory covers the programs and
 #: names that a task rightly keeps.
-MORE = Usage(memory_mib=64.0, threads=8, descriptors=8)
+MORE = Usage(memory_mib=64.0, threads=16, descriptors=8)
 
 
 def main() -> int:
