@@ -415,13 +415,17 @@ def test_a_worker_that_gives_no_gradient_is_named_when_the_time_is_over(memory: 
 
 
 def test_a_lost_parameter_task_ends_the_run_of_every_worker(memory: MemoryCluster, workers: list[Cluster]) -> None:
+    def batches(index: int) -> Iterator[float]:
+        yield from itertools.repeat(1.0, 3)
+        if index == 0:
+            memory.tasks["ps:1"].close()
+        yield from itertools.repeat(1.0)
+
     def work(index: int, cluster: Cluster) -> Any:
         _, step = pair(cluster)
-        run = Sync(cluster).run(step, itertools.repeat(1.0), steps=1000, name="run")
+        run = Sync(cluster).run(step, batches(index), steps=1000, name="run")
         with pytest.raises((TaskLost, RemoteError)):
-            for number, _ in enumerate(run):
-                if (index, number) == (0, 2):
-                    memory.tasks["ps:1"].close()
+            list(run)
 
     together(workers, work)
 
