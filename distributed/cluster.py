@@ -13,7 +13,6 @@ import itertools
 import logging
 import os
 import threading
-import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -47,13 +46,14 @@ from dflow.distributed.messages import (
 from dflow.distributed.metrics import MetricsEndpoint, task_metrics
 from dflow.distributed.rendezvous import describe
 from dflow.distributed.run_folder import run_folder
+from dflow.distributed.step_numbers import first_of_a_life
 from dflow.distributed.strategies.backup_workers import without_backups
 from dflow.distributed.strategies.round_part import Part
 from dflow.distributed.task_server import TaskServer, TaskSettings
 from dflow.distributed.tracer import Here, Observed, Tracer
 from dflow.distributed.transport.addresses import LOCAL_ADDRESS
 from dflow.distributed.transport.base import Peer, Reply, Transport
-from dflow.lowering.channel import STEPS_OF_A_LIFE, StepId
+from dflow.lowering.channel import StepId
 from dflow.lowering.compile import Compiled, TaskPlan, make_plans
 from dflow.lowering.devices import devices_in_order
 from dflow.lowering.execute import Outcome
@@ -138,7 +138,7 @@ class Cluster:
         self.index = index
         self._settings = settings
         self._endpoints: list[MetricsEndpoint] = []
-        first = _first_of_a_life()
+        first = first_of_a_life()
         self._steps = itertools.count(first + 1)
         name = self.task
         self._client = CoordinatorClient(transport, coordinator, name=name, timeout_s=settings.join_timeout_s)
@@ -437,15 +437,6 @@ class Cluster:
         for peer in others:
             with contextlib.suppress(DflowError):  # the task is gone, and its part with it
                 peer.notify(message)
-
-
-_lives = itertools.count()
-
-
-def _first_of_a_life() -> int:
-    """The first number of the steps of a task that begins now: none of its past lives on any host has come so far."""
-    tenths_of_s = time.time_ns() // 100_000_000
-    return (tenths_of_s + next(_lives)) * STEPS_OF_A_LIFE
 
 
 class _Parts:

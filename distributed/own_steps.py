@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 from dflow.distributed.messages import CancelStep, RunPlan
+from dflow.distributed.step_numbers import first_of_a_life
 from dflow.distributed.transport.base import Peer
 from dflow.lowering.channel import StepId
 from dflow.lowering.execute import Outcome
@@ -42,8 +42,7 @@ class OwnSteps:
 
     def __init__(self, server: Server) -> None:
         self._server = server
-        # Numbers of a task that is started anew must not meet those of its past life.
-        self._numbers = itertools.count(time.time_ns() // 1000)
+        self._numbers = itertools.count(first_of_a_life() + 1)
 
     def start(self, handles: Mapping[str, int], feeds: Sequence[Any], on_end: OnEnd) -> None:
         """Run the plans `handles`, by task, as one step; `feeds` are for this task's own.
