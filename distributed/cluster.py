@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,6 @@ from dflow.distributed.coordinator_client import ANSWER_S, CoordinatorClient
 from dflow.distributed.flight_recorder import FlightRecorder
 from dflow.distributed.messages import (
     AnyMessage,
-    CancelStep,
     CreateVariable,
     EdgeTraffic,
     ReadVariable,
@@ -47,6 +46,7 @@ from dflow.distributed.metrics import MetricsEndpoint, task_metrics
 from dflow.distributed.rendezvous import describe
 from dflow.distributed.run_folder import run_folder
 from dflow.distributed.step_numbers import first_of_a_life
+from dflow.distributed.step_parts import StepParts, cancel_elsewhere
 from dflow.distributed.strategies.backup_workers import without_backups
 from dflow.distributed.strategies.round_part import Part
 from dflow.distributed.task_server import TaskServer, TaskSettings
@@ -416,12 +416,19 @@ class Cluster:
 
     def _run_step(self, step: StepId, handles: Mapping[str, int], feeds: Sequence[Any]) -> tuple[jax.Array, ...]:
         others = {task: self._server.peer(task) for task in handles if task != self.task}
-        parts = _Parts((self.task, *others), self._client.describe, self._server.stalled)
+        end = _Waited()
+        parts = StepParts((self.task, *others), end.over)
         try:
             for task, peer in others.items():
                 peer.start(RunPlan(handles[task], step.origin, step.number), on_reply=partial(parts.ended, task))
             self._server.run(handles[self.task], step, feeds, partial(parts.ended, self.task))
-            fetches = parts.wait(step, self._settings.step_timeout_s)
+            timeout_s = self._settings.step_timeout_s
+            # Longer by a little, for the wait for a value, which ends at its time too, says more than this one.
+            if not end.wait(timeout_s + min(WORD_S, timeout_s)):
+                whose = "; ".join(map(self._client.describe, parts.running))
+                text = f"{describe(step)} did not end within {timeout_s:g} s; still at it: {whose}"
+                raise DeadlineExceeded(text + self._server.stalled(text))
+            fetches = end.fetches()
         except TransportClosed as error:
             lost = TaskLost(f"a task was lost in {describe(step)}: {error}")
             self._cancel(step, others.values(), lost)
@@ -433,48 +440,28 @@ class Cluster:
 
     def _cancel(self, step: StepId, others: Iterable[Peer], error: BaseException) -> None:
         self._server.cancel(step, error)
-        message = CancelStep(step.origin, step.number, f"{type(error).__name__}: {error}")
-        for peer in others:
-            with contextlib.suppress(DflowError):  # the task is gone, and its part with it
-                peer.notify(message)
+        cancel_elsewhere(step, others, error)
 
 
-class _Parts:
-    """The parts of a step, this task's own first; waited for by one thread, which wakes once."""
+class _Waited:
+    """The end of a step's parts, waited for by one thread, which wakes once."""
 
-    def __init__(self, tasks: Sequence[str], described: Callable[[str], str], on_stall: Callable[[str], str]) -> None:
-        self._own = tasks[0]
-        self._described, self._on_stall = described, on_stall
-        self._lock = threading.Lock()
-        self._running = set(tasks)
-        self._outcome: Outcome | None = None
+    def __init__(self) -> None:
+        self._outcome: Outcome = ()
         self._is_over = threading.Lock()
         self._is_over.acquire()
 
-    def ended(self, task: str, outcome: Outcome | Reply) -> None:
-        """The part of `task` has ended; the first that failed ends the step."""
-        with self._lock:
-            if not self._running:
-                return
-            self._running.discard(task)
-            if isinstance(outcome, BaseException):
-                self._outcome = outcome
-                self._running.clear()
-            elif task == self._own:
-                self._outcome = cast(Outcome, outcome)
-            if not self._running:
-                self._is_over.release()
+    def over(self, outcome: Outcome) -> None:
+        """The step has ended."""
+        self._outcome = outcome
+        self._is_over.release()
 
-    def wait(self, step: StepId, timeout_s: float) -> tuple[jax.Array, ...]:
-        """What the own part gave, once all have ended; raises what ended one, and DeadlineExceeded."""
-        # Longer by a little, for the wait for a value, which ends at its time too, says more than this one.
-        if not self._is_over.acquire(timeout=timeout_s + min(WORD_S, timeout_s)):
-            with self._lock:
-                missing = sorted(self._running)
-            whose = "; ".join(map(self._described, missing))
-            text = f"{describe(step)} did not end within {timeout_s:g} s; still at it: {whose}"
-            raise DeadlineExceeded(text + self._on_stall(text))
-        assert self._outcome is not None
+    def wait(self, timeout_s: float) -> bool:
+        """Whether it has ended by then."""
+        return self._is_over.acquire(timeout=timeout_s)
+
+    def fetches(self) -> tuple[jax.Array, ...]:
+        """What the own part gave; raises what ended the step."""
         return fetched(self._outcome)
 
 

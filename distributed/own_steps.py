@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from dflow.distributed.messages import CancelStep, RunPlan
+from dflow.distributed.messages import RunPlan
 from dflow.distributed.step_numbers import first_of_a_life
+from dflow.distributed.step_parts import StepParts, cancel_elsewhere
 from dflow.distributed.transport.base import Peer
 from dflow.lowering.channel import StepId
 from dflow.lowering.execute import Outcome
@@ -51,42 +51,25 @@ class OwnSteps:
         connections.
         """
         step = StepId(self._server.name, next(self._numbers))
-        running = _Running(self._server, step, [*handles], on_end)
+        parts = StepParts(handles, partial(self._over, step, [*handles], on_end))
         try:
             for task, handle in handles.items():
                 if task != self._server.name:
                     peer = self._server.peer(task)
-                    peer.start(RunPlan(handle, step.origin, step.number), on_reply=partial(running.ended, task))
-            self._server.run(handles[step.origin], step, feeds, partial(running.ended, step.origin))
+                    peer.start(RunPlan(handle, step.origin, step.number), on_reply=partial(parts.ended, task))
+            self._server.run(handles[step.origin], step, feeds, partial(parts.ended, step.origin))
         except Exception as error:
-            running.ended(step.origin, error)
+            parts.ended(step.origin, error)
 
-
-class _Running:
-    def __init__(self, server: Server, step: StepId, tasks: Sequence[str], on_end: OnEnd) -> None:
-        self._server, self._step, self._tasks, self._on_end = server, step, tasks, on_end
-        self._lock = threading.Lock()
-        self._left = {*tasks}
-
-    def ended(self, task: str, outcome: object) -> None:
-        """The part of a task has ended; the first that failed ends the step."""
-        with self._lock:
-            if not self._left:
-                return
-            self._left.discard(task)
-            error = outcome if isinstance(outcome, BaseException) else None
-            if error is not None:
-                self._left.clear()
-            is_last = not self._left
+    def _over(self, step: StepId, tasks: Sequence[str], on_end: OnEnd, outcome: Outcome) -> None:
+        error = outcome if isinstance(outcome, BaseException) else None
         if error is not None:
-            self._cancel(error)
-        if is_last:
-            self._on_end(error)
+            self._server.cancel(step, error)
+            cancel_elsewhere(step, self._peers(tasks), error)
+        on_end(error)
 
-    def _cancel(self, error: BaseException) -> None:
-        self._server.cancel(self._step, error)
-        message = CancelStep(*self._step, f"{type(error).__name__}: {error}")
-        for task in self._tasks:
+    def _peers(self, tasks: Sequence[str]) -> Iterator[Peer]:
+        for task in tasks:
             if task != self._server.name:
                 with contextlib.suppress(DflowError):  # the task is gone, and its part with it
-                    self._server.peer(task).notify(message)
+                    yield self._server.peer(task)
