@@ -110,17 +110,18 @@ def test_the_death_of_a_child_is_said_by_whoever_started_it(tmp_path: Path) -> N
 
 
 def test_by_its_name_a_host_is_reached_with_a_secret_and_not_without(tmp_path: Path) -> None:
-    script = TRAIN.replace('    open("go").read()\n', "")
     host = socket.gethostname()
     with ExitStack() as started:
-        first, _ = step_of_two(tmp_path, script, started, node=host)
+        first, _ = step_of_two(tmp_path, TRAIN, started, node=host)
         status, output = first.finish()
         assert status == 1
         assert "SecurityError" in output
     (tmp_path / "go").unlink()
     make_secret(tmp_path / "secret")
     with ExitStack() as started:
-        first, second = step_of_two(tmp_path, script, started, node=host, DFLOW_SECRET_FILE=str(tmp_path / "secret"))
+        first, second = step_of_two(tmp_path, TRAIN, started, node=host, DFLOW_SECRET_FILE=str(tmp_path / "secret"))
+        first.read_until("coordinator and ps:0 stay up for worker:1")
+        (tmp_path / "go").write_text("")
         status, output = second.finish()
         assert status == 0, output
         assert output.endswith("count 3.0\n")
