@@ -10,12 +10,15 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import subprocess
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+
+LOGGER = logging.getLogger("dflow")
 
 TAIL_LINES = 20
 #: A descendant that made a session of its own may hold the output open; its lines are not waited for longer.
@@ -103,7 +106,10 @@ class ChildProcess:
         with self._process.stdout as lines:
             for line in lines:
                 self._tail.append(line.rstrip("\n"))
-                self._on_line(line.rstrip("\n"))
+                try:
+                    self._on_line(line.rstrip("\n"))
+                except Exception:  # such as a full disk; unread, the child's output would soon make it wait
+                    LOGGER.exception("a line of %s was not handed on", self.name)
 
 
 def describe_end(status: int) -> str:

@@ -7,7 +7,8 @@ Invariants:
   in the order in which they were made;
 - what follows from an event is carried out after what has to last of it was written down; events that came while
   others were written are written together;
-- when that cannot be written, nothing more is answered, and the coordinator ends;
+- when that cannot be written, or an event or a command fails in a way that nobody has thought of, nothing more is
+  answered and the coordinator ends, so that the next one goes on from what was written;
 - carrying out a command never waits for a peer.
 """
 
@@ -195,6 +196,16 @@ class Coordinator:
                 self._is_handling = False
 
     def _handle_arrived(self) -> None:
+        """Handle all events that are there, or end by a fault."""
+        try:
+            self._handle_all()
+        except OSError as error:
+            self._end_by_fault(str(error))
+        except Exception as error:
+            LOGGER.exception("the coordinator has failed")
+            self._end_by_fault(f"it has failed: {type(error).__name__}: {error}")
+
+    def _handle_all(self) -> None:
         """Handle all events that are there, with one write for all of them."""
         changes: list[Change] = []
         commands: list[Command] = []
@@ -205,11 +216,7 @@ class Coordinator:
                 else:
                     commands.append(command)
         if changes:
-            try:
-                self._store.write(changes)
-            except OSError as error:
-                self._end_by_fault(str(error))
-                return
+            self._store.write(changes)
         for command in commands:
             self._carry_out(command)
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import secrets
 import threading
 import time
@@ -84,6 +85,8 @@ from dflow.distributed.transport.base import Peer, RefuseAll, Reply, Transport
 from dflow.distributed.transport.exchange import on_reader_thread
 from dflow.tracing.errors import DeadlineExceeded, DflowError, InternalError, TransportClosed, WireError
 from dflow.tracing.task_name import short_task_name
+
+LOGGER = logging.getLogger("dflow")
 
 HEARTBEAT_S = 1.0
 #: How long a call waits for an answer that the coordinator gives at once.
@@ -376,7 +379,10 @@ class CoordinatorClient:
 
     def _run(self) -> None:
         while self._wait_until_due():
-            self.tick()
+            try:
+                self.tick()
+            except Exception:  # of a callback: without this thread the task would be taken for dead
+                LOGGER.exception("%s: the connection to the coordinator goes on after a fault", self._name)
 
     def _wait_until_due(self) -> bool:
         """Wait until there is something to do; False when it is over."""
@@ -399,8 +405,8 @@ class CoordinatorClient:
     def _try_to_open(self) -> None:
         try:
             self._open(self._settings.connect_s)
-        except (DflowError, OSError) as error:
-            self._handle(OpenFailed(self._clock(), str(error)))
+        except Exception as error:  # whatever it is: the session waits for word of it
+            self._handle(OpenFailed(self._clock(), str(error) or type(error).__name__))
 
     def _open(self, timeout_s: float) -> None:
         link = next(self._link_numbers)
@@ -409,13 +415,13 @@ class CoordinatorClient:
         )
         self._links[link] = peer
         self._handle(Opened(self._clock(), link))
-        if peer.closed:
+        if peer.closed:  # it may have ended before the session knew of it
             self.link_ended(link, peer.closed)
 
     def link_ended(self, link: int, reason: str) -> None:
         """The connection `link` is no more."""
-        if self._links.pop(link, None) is not None:
-            self._handle(LinkEnded(self._clock(), link, reason))
+        self._links.pop(link, None)
+        self._handle(LinkEnded(self._clock(), link, reason))
 
     def link_heard(self, link: int, message: AnyMessage, payload: memoryview) -> None:
         """A message came over the connection `link` that was not asked for."""
@@ -516,9 +522,11 @@ class CoordinatorClient:
         self._carry_out_all()
         try:
             answer = future.result(timeout_s)
-        except FutureTimeoutError:
+        except BaseException as error:
             self._answers.pop(ask, None)
             self._handle(Withdrawn(self._clock(), ask))
+            if not isinstance(error, FutureTimeoutError):
+                raise
             raise DeadlineExceeded(
                 f"the coordinator at {self.address} did not answer {what} of {self._name} within {timeout_s:g} s"
                 f"{self.outage}"

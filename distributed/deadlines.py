@@ -8,10 +8,13 @@ the queue; `expire` is called once for each key that is neither discarded nor ov
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Hashable
 from typing import Any, Generic, Protocol, TypeVar
+
+LOGGER = logging.getLogger("dflow")
 
 Key = TypeVar("Key", bound=Hashable)
 _Key = TypeVar("_Key", bound=Hashable, contravariant=True)
@@ -72,7 +75,10 @@ class Deadlines(Generic[Key]):
 
     def _watch(self) -> None:
         while (key := self._next_expired()) is not None:
-            self._expire(key)
+            try:
+                self._expire(key)
+            except Exception:  # without this thread no later wait would end
+                LOGGER.exception("the end of a wait has failed")
 
     def _next_expired(self) -> Key | None:
         """Wait for the next key to expire; None once closed.

@@ -6,8 +6,9 @@ Here it is decided who may begin which round, how many gradients are still to be
 Invariants:
 - one round is open at a time; the next opens when the update of this one has ended;
 - a worker is told of a round after that of the one it is done with, and once for each time it asks;
-- as many gradients are waited for as are wanted, or as can still come: from the workers that have not left, and from
-  those that left after they had given theirs; but one at least;
+- as many gradients are waited for as are wanted, or as can come: from the workers that have not left, from those that
+  left after they had given theirs, and, until all others have given theirs, from those that died and may have; so none
+  of a worker that lives is left out for one of a worker that died; but one at least;
 - after the last round, or once an update has failed, every ask is answered at once.
 """
 
@@ -44,10 +45,10 @@ class GaveUp:
 
 @dataclass(frozen=True)
 class Left:
-    """A worker takes part no more: it has died, or has no more data. It gave its gradient of the rounds to `done`."""
+    """A worker takes part no more: it gave its gradients of the rounds to `done`. None: it has died and cannot say."""
 
     worker: str
-    done: int = -1
+    done: int | None = None
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,8 @@ class Rounds:
     workers: set[str] = field(default_factory=set)
     #: Who has given one in the open round, and waits for the next or has left.
     given: set[str] = field(default_factory=set)
+    #: Who died in the open round, and may have given one.
+    lost: set[str] = field(default_factory=set)
     #: Who left before the run was opened here.
     left_early: set[str] = field(default_factory=set)
     #: By worker: the ask that waits.
@@ -175,14 +178,16 @@ class Rounds:
             )
         ]
 
-    def _left(self, worker: str, done: int) -> list[Command]:
+    def _left(self, worker: str, done: int | None) -> list[Command]:
         if self.rounds is None:
             self.left_early.add(worker)
             return []
         ask = self.asks.pop(worker, None)
-        self.workers.discard(worker)
-        if done >= self.number:
+        if done is None:
+            self.lost |= {worker} & self.workers
+        elif done >= self.number:
             self.given.add(worker)
+        self.workers.discard(worker)
         told = [] if ask is None else [Refuse(ask, f"{worker} has left {self.name!r}")]
         return [*told, *self._enough()]
 
@@ -193,6 +198,7 @@ class Rounds:
             return [Refuse(ask, self.error) for ask in asks.values()]
         self.number += 1
         self.given.clear()
+        self.lost.clear()
         self.enough = 0
         told: list[Command] = [Tell(ask, self.number) for ask in asks.values()]
         # The round is open before anyone hears of it.
@@ -201,7 +207,9 @@ class Rounds:
     def _enough(self) -> list[Command]:
         if self.is_over or self.error:
             return []
-        enough = max(1, min(self.wanted, len(self.workers | self.given)))
+        all_gave = self.workers <= self.given
+        can_come = self.given if all_gave else self.workers | self.given | self.lost
+        enough = max(1, min(self.wanted, len(can_come)))
         if enough == self.enough:
             return []
         self.enough = enough

@@ -1,8 +1,10 @@
 """The shell and its client over both transports; what is decided is tested in test_coordinator_state.py."""
 
+import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
@@ -13,7 +15,7 @@ from dflow.distributed.coordinator_session import SessionSettings
 from dflow.distributed.coordinator_store import MemoryStore
 from dflow.distributed.messages import AnyMessage, ClaimSteps, EdgeTraffic, Heartbeat, Roster
 from dflow.distributed.traffic_totals import EDGES_TOLD
-from dflow.distributed.transport.base import Transport
+from dflow.distributed.transport.base import Handler, Peer, Transport
 from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.distributed.transport.sockets import SocketTransport
 from dflow.tracing.errors import (
@@ -324,3 +326,63 @@ def test_no_one_joins_by_the_name_of_another(cluster: Cluster) -> None:
     with pytest.raises(SecurityError, match=f"{WORKER1} asks to join as {WORKER0}; a task joins by its own name"):
         client.join(WORKER0, "here")
     client.close()
+
+
+def test_a_connection_that_ends_before_the_session_knows_of_it_is_made_again() -> None:
+    network, broken, ticks = MemoryNetwork(), list[str](), itertools.count()
+    coordinator = Coordinator(network, "", {}, tick_s=None)
+    made: list[Peer] = []
+
+    class Watched:
+        listen = staticmethod(network.listen)
+
+        def connect(self, address: str, *, name: str, handler: Handler, who: str, timeout_s: float) -> Peer:
+            made.append(network.connect(address, name=name, handler=handler, who=who, timeout_s=timeout_s))
+            return made[-1]
+
+    def clock() -> float:
+        if len(made) == 1 and not broken:  # it is asked for the time at which the connection was made
+            broken.append("at once")
+            made[0].close("it broke")
+        return 0.1 * next(ticks)
+
+    client = CoordinatorClient(Watched(), coordinator.address, name="tool", clock=clock, is_threaded=False)
+    with ThreadPoolExecutor() as pool:
+        status = pool.submit(client.status, timeout_s=SOON_S)
+        until(lambda: status.done(), client.tick)
+    assert status.result().tasks == ()
+    client.close()
+    coordinator.close()
+
+
+def until(condition: Callable[[], bool], do: Callable[[], None]) -> None:
+    deadline = time.monotonic() + SOON_S
+    while not condition() and time.monotonic() < deadline:
+        do()
+
+
+def test_a_callback_that_fails_does_not_end_the_heartbeats(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("dflow.distributed.coordinator_client.HEARTBEAT_S", 0.01)
+    again, times = threading.Event(), itertools.count()
+
+    def steps() -> int:
+        if next(times) == 0:
+            raise RuntimeError("a callback of ours")
+        again.set()
+        return 1
+
+    cluster.client(WORKER0).join(WORKER0, "here", steps=steps)
+    assert again.wait(SOON_S)
+    assert "a callback of ours" in caplog.text
+
+
+def test_a_call_that_is_interrupted_is_withdrawn(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, other = cluster.task(WORKER0), cluster.task(WORKER1)
+    assert other.claim("run", 1) == range(1)
+    with monkeypatch.context() as patched:
+        patched.setattr(Future, "result", lambda future, timeout_s=None: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            client.claim("run", 1)
+    assert client._session.open_asks == 0

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from dflow.distributed.coordinator import Coordinator
 from dflow.distributed.coordinator_client import CoordinatorClient
+from dflow.distributed.coordinator_state import CoordinatorState
 from dflow.distributed.coordinator_store import CoordinatorStore, MemoryStore, SqliteStore
 from dflow.distributed.durable_records import Change, DurableRecords, apply_changes
 from dflow.distributed.messages import WorkerProgress
@@ -198,6 +199,24 @@ def test_a_coordinator_that_cannot_write_answers_no_more_and_says_why() -> None:
     assert faults == ["the coordinator's state could not be written: no space left"]
     coordinator.close()
     assert store.is_closed
+    client.close()
+
+
+def test_a_coordinator_that_fails_ends_with_the_reason_and_writes_nothing_of_what_it_was_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    network, store, faults = MemoryNetwork(), Recording(), list[str]()
+    coordinator = Coordinator(network, "", {}, store=store, tick_s=None, on_fault=faults.append)
+    client = CoordinatorClient(network, coordinator.address, name="tool")
+    client.report("accuracy", 1.0)
+    before = store.writes
+    monkeypatch.setattr(CoordinatorState, "status", lambda state, at_s: 1 // 0)
+    with pytest.raises(DflowError):
+        client.status(timeout_s=1.0)
+    coordinator.tick()
+    assert faults == ["it has failed: ZeroDivisionError: integer division or modulo by zero"]
+    assert store.writes == before
+    coordinator.close()
     client.close()
 
 

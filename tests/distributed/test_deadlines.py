@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import queue
 
+import pytest
+
 from dflow.distributed.deadlines import Deadlines
 
 DEADLINE_S = 30.0
@@ -27,4 +29,20 @@ def test_what_is_discarded_does_not_expire() -> None:
     deadlines.discard("unknown")
     deadlines.add("kept")
     assert expired.get(timeout=DEADLINE_S) == "kept"
+    deadlines.close()
+
+
+def test_a_wait_whose_end_fails_leaves_the_later_ones_their_deadlines(caplog: pytest.LogCaptureFixture) -> None:
+    expired: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def expire(key: str) -> None:
+        if key == "bad":
+            raise RuntimeError("a callback of the user's")
+        expired.put(key)
+
+    deadlines = Deadlines(0.01, expire)
+    deadlines.add("bad")
+    deadlines.add("good")
+    assert expired.get(timeout=DEADLINE_S) == "good"
+    assert "a callback of the user's" in caplog.text
     deadlines.close()

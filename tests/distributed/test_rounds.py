@@ -55,9 +55,25 @@ def test_who_has_given_a_gradient_waits_for_the_update_and_who_is_late_does_not(
     assert run.handle(Came(6, C, 0)) == [Tell(6, 1)]
 
 
-def test_a_worker_that_died_is_not_waited_for() -> None:
+def test_a_worker_that_died_is_waited_for_no_longer_than_those_that_live() -> None:
     run = opened()
-    assert after(run, Came(1, A, -1), Came(2, B, -1), Came(3, A, 0), Left(C)) == [SetEnough(2)]
+    assert after(run, Came(1, A, -1), Came(2, B, -1), Came(3, A, 0), Left(C)) == []
+    assert run.handle(Came(4, B, 0)) == [SetEnough(2)]
+    assert run.handle(Updated()) == [OpenRound(1), SetEnough(2), Tell(3, 1), Tell(4, 1)]
+
+
+def test_what_a_worker_gave_before_it_died_leaves_out_none_of_those_that_live() -> None:
+    run = opened()
+    # C has given its gradient and died before it could say so: A's and B's are waited for beside it.
+    assert after(run, Came(1, A, -1), Came(2, B, -1), Came(3, C, -1), Left(C), Came(4, A, 0)) == []
+    assert run.enough == 3
+
+
+def test_a_death_that_is_told_again_in_a_later_round_counts_for_nothing() -> None:
+    run = opened()
+    assert after(run, Left(C), Came(1, A, 0), Came(2, B, 0)) == [SetEnough(2)]
+    assert after(run, Updated(), Left(C)) == []
+    assert run.enough == 2
 
 
 def test_a_worker_that_died_after_it_gave_its_gradient_leaves_the_others_theirs() -> None:
@@ -75,16 +91,16 @@ def test_a_worker_without_data_counts_where_it_gave_and_not_afterwards() -> None
 
 def test_backup_workers_are_used_up_before_fewer_are_waited_for() -> None:
     run = opened(wanted=2)
-    assert run.handle(Left(A)) == []
-    assert run.handle(Left(B)) == [SetEnough(1)]
-    assert run.handle(Left(C)) == []
+    assert run.handle(Left(A, -1)) == []
+    assert run.handle(Left(B, -1)) == [SetEnough(1)]
+    assert run.handle(Left(C, -1)) == []
 
 
 def test_a_worker_that_comes_late_or_again_is_waited_for_from_then_on() -> None:
     run = opened(wanted=3, workers=(A, B))
     assert run.enough == 2
     assert run.handle(Came(1, C, -1)) == [Tell(1, 0), SetEnough(3)]
-    assert run.handle(Left(A)) == [SetEnough(2)]
+    assert run.handle(Left(A, -1)) == [SetEnough(2)]
     assert run.handle(Came(2, A, -1)) == [Tell(2, 0), SetEnough(3)]
 
 
@@ -226,3 +242,26 @@ def test_whatever_workers_do_every_round_ends_with_no_more_gradients_than_are_wa
     if present:
         assert len(world.averaged) == rounds
     assert all(1 <= count <= world.wanted for count in world.averaged)
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 5), st.integers(1, 8))
+def test_whoever_dies_no_gradient_of_a_worker_that_lives_is_left_out(seed: int, workers: int, rounds: int) -> None:
+    world = World(seed, workers, 0, rounds)
+    for _ in range(40 * rounds):
+        if world.random.random() < 0.3:
+            world.update()
+            continue
+        worker = world.random.choice([name for name in world.names if world.state[name] != "dead"] or world.names[:1])
+        if world.state[worker] == "dead":
+            break
+        if world.state[worker] == "busy" and world.random.random() < 0.2:
+            # It gives its gradient, and dies before it can say so.
+            world.count += world.at[worker] == world.step
+            world.die(worker)
+        elif world.state[worker] == "busy":
+            assert world.at[worker] == world.step
+            assert world.count < world.wanted
+            world.move(worker)
+        else:
+            world.move(worker)
