@@ -82,7 +82,11 @@ def connect(
         attendants.stay_in_touch(transport)
     place = os.environ.get(METRICS_VARIABLE, "") if metrics_port is None else metrics_port
     if place != "":
-        LOGGER.info("%s: metrics are served at %s", joined.task, joined.serve_metrics(place))
+        try:
+            LOGGER.info("%s: metrics are served at %s", joined.task, joined.serve_metrics(place))
+        except BaseException:
+            joined.close()
+            raise
     return joined
 
 
@@ -92,7 +96,7 @@ def _spec(
     said = dict(os.environ)
     if coordinator is not None:
         number = index if index is not None else task_index(Variables("connect", said))
-        return ClusterSpec(coordinator, job or SCRIPT_JOB, number)
+        return ClusterSpec(coordinator, job or SCRIPT_JOB, number, listens=said.get("DFLOW_ADDRESS", ""))
     said |= {VARIABLE: os.fspath(cluster)} if cluster is not None else {}
     said |= {"DFLOW_JOB": job} if job is not None else {}
     said |= {"DFLOW_INDEX": str(index)} if index is not None else {}

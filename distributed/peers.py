@@ -15,6 +15,8 @@ from dflow.distributed.transport.base import Handler, Peer, Transport
 from dflow.lowering.recorder import CONNECTED, Note, not_noted
 from dflow.tracing.errors import TaskLost
 
+_GONE = "the task has left or moved"
+
 
 @dataclass
 class _Place:
@@ -51,7 +53,7 @@ class Peers:
             self._places = {task: kept.get(task) or _Place(address) for task, address in addresses.items()}
         for place in stale:
             if place.peer is not None:
-                place.peer.close("the task has left or moved")
+                place.peer.close(_GONE)
 
     def get(self, task: str) -> Peer:
         """The connection to `task`, opened if need be.
@@ -69,7 +71,13 @@ class Peers:
         with place.connecting:
             if place.peer is None or place.peer.closed:
                 place.peer = self._connect(task, place.address)
-            return place.peer
+            peer = place.peer
+        with self._lock:
+            is_there = self._places.get(task) is place
+        if not is_there:
+            peer.close(_GONE)
+            raise TaskLost(f"{task} at {place.address} has left or moved while a connection to it was made")
+        return peer
 
     def open_connections(self) -> int:
         """How many are open."""

@@ -59,7 +59,12 @@ class StockTask:
         )
         self.client.call_on_roster(self.server.roster_changed)
         server = self.server
-        self.client.join(task, server.address, traffic=server.traffic, steps=server.steps_ended, doing=server.doing)
+        try:
+            self.client.join(task, server.address, traffic=server.traffic, steps=server.steps_ended, doing=server.doing)
+        except BaseException:
+            server.close()
+            self.client.close("could not join")
+            raise
 
     def close(self) -> None:
         """Leave the cluster and end what runs; a coordinator that is told to end with it is not waited for long."""

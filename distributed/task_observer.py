@@ -57,7 +57,7 @@ class TaskObserver:
                 return self._state(), b""
 
     def _start(self, message: StartTrace) -> ClockTold:
-        if message.events > MOST_EVENTS or not 0 < message.longest_s <= LONGEST_S:
+        if not (0 <= message.events <= MOST_EVENTS and 0 < message.longest_s <= LONGEST_S):
             raise WireError(
                 f"a trace of {message.events} events within {message.longest_s:g} s was asked for; at most "
                 f"{MOST_EVENTS} within {LONGEST_S:g} s are kept"

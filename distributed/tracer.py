@@ -93,10 +93,9 @@ class Trace:
 
 
 class Tracer:
-    """Traces `tasks` from construction on, until `stop`.
+    """Traces `tasks` from construction on, until `stop`; one that does not answer, or refuses, is left out.
 
     `clock`  ours, in ns since any moment
-    raises   what a task answers; one that does not answer at all is left out
     """
 
     def __init__(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,27 @@ def test_the_job_given_comes_before_that_of_the_environment(monkeypatch: pytest.
     cluster = dflow.connect(job="evaluator")
     assert cluster.task == "/job:evaluator/task:0"
     cluster.close()
+    coordinator.close()
+
+
+def test_the_environment_says_where_to_listen_also_when_the_coordinator_is_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    coordinator = Coordinator(SocketTransport(), "127.0.0.1:0", {"worker": 1})
+    monkeypatch.setenv("DFLOW_ADDRESS", "127.0.0.2")
+    cluster = dflow.connect(coordinator.address, index=0)
+    assert cluster._server.address.startswith("127.0.0.2:")
+    cluster.close()
+    coordinator.close()
+
+
+def test_a_port_for_metrics_that_is_taken_leaves_no_task_behind() -> None:
+    pytest.importorskip("prometheus_client")
+    coordinator = Coordinator(SocketTransport(), "127.0.0.1:0", {"worker": 1})
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="metrics cannot be served"):
+        dflow.connect(coordinator.address, index=0, metrics_port=taken.getsockname()[1])
+    [info] = coordinator.status().tasks
+    assert info.left == "finished"
     coordinator.close()
 
 

@@ -349,7 +349,7 @@ def test_a_connection_that_ends_before_the_session_knows_of_it_is_made_again() -
     client = CoordinatorClient(Watched(), coordinator.address, name="tool", clock=clock, is_threaded=False)
     with ThreadPoolExecutor() as pool:
         status = pool.submit(client.status, timeout_s=SOON_S)
-        until(lambda: status.done(), client.tick)
+        until(status.done, client.tick)
     assert status.result().tasks == ()
     client.close()
     coordinator.close()

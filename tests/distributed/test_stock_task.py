@@ -7,7 +7,11 @@ import pytest
 
 from dflow.distributed.coordinator import Coordinator
 from dflow.distributed.coordinator_client import CoordinatorClient
+from dflow.distributed.stock_task import StockTask
+from dflow.distributed.transport.base import RefuseAll
+from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.distributed.transport.sockets import SocketTransport
+from dflow.tracing.errors import RemoteError
 from tests.distributed.processes import DEADLINE_S, Spawned
 from tests.distributed.test_launcher import CONNECT, launch
 
@@ -98,3 +102,14 @@ threading.Event().wait()
         status, output = launched.finish()
     assert status == 1, output
     assert "ps:0 ended (killed by SIGKILL) while workers needed it, so the run ends" in output
+
+
+def test_one_whose_name_is_taken_listens_no_longer() -> None:
+    network = MemoryNetwork()
+    coordinator = Coordinator(network, "", {"ps": 1})
+    first = StockTask(network, PS0, coordinator.address, "memory:first")
+    with pytest.raises(RemoteError, match="ps:0 is already live at memory:first"):
+        StockTask(network, PS0, coordinator.address, "memory:second")
+    network.listen("memory:second", name=PS0, handler=RefuseAll()).close()
+    first.close()
+    coordinator.close()

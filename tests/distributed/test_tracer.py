@@ -204,7 +204,9 @@ def test_a_trace_that_nobody_stops_ends_by_itself() -> None:
         raise AssertionError("the trace goes on")
 
 
-@pytest.mark.parametrize(("events", "longest_s"), [(MOST_EVENTS + 1, 1.0), (1, 0.0), (1, 1e9), (1, float("nan"))])
+@pytest.mark.parametrize(
+    ("events", "longest_s"), [(MOST_EVENTS + 1, 1.0), (-1, 1.0), (1, 0.0), (1, 1e9), (1, float("nan"))]
+)
 def test_more_than_is_kept_for_anybody_is_refused(events: int, longest_s: float) -> None:
     with memory_cluster(ps=1) as memory, pytest.raises(WireError, match="at most 1000000 within 3600 s are kept"):
         memory.tasks["ps:0"].server.observer.answer(StartTrace(events, longest_s))
