@@ -10,7 +10,9 @@ Invariants:
 - an arrival is answered exactly once: passed, too late, overtaken by a later one of its task, or failed; the same
   arrival asked again is answered as it was, as long as its task has not arrived anew;
 - no arrival waits longer than it asked for, and is then told who is missing;
-- a generation in which nobody waits any more has ended.
+- a generation in which nobody waits any more has ended;
+- a barrier at which nobody can ask again about an arrival is forgotten, so that names may be used up freely; the number
+  of a generation is greater than those of all generations before it under its name.
 """
 
 from __future__ import annotations
@@ -59,10 +61,17 @@ class _Passed(msgspec.Struct, frozen=True):
 
 
 class _Record(msgspec.Struct, frozen=True):
-    """What lasts of a barrier; `generation` has no members when none is open."""
+    """What lasts of a barrier; `generation` has no members when none is open. Until `until_s` somebody may ask again."""
 
     generation: _Generation
     passed: _Passed
+    until_s: float = 0.0
+
+
+class _Forgotten(msgspec.Struct, frozen=True):
+    """The greatest number of a generation of all barriers that are forgotten."""
+
+    number: int = 0
 
 
 _NONE = _Generation(0, 0, ())
@@ -74,6 +83,7 @@ class _Barrier:
 
     generation: _Generation = _NONE
     passed: _Passed = field(default_factory=lambda: _Passed(_NONE, {}))
+    until_s: float = 0.0
     job: str = ""
     here: dict[str, _Arrival] = field(default_factory=dict)
     late: dict[str, _Arrival] = field(default_factory=dict)
@@ -81,6 +91,10 @@ class _Barrier:
     def missing(self) -> tuple[str, ...]:
         """The members that have not arrived."""
         return tuple(task for task in self.generation.members if task not in self.here)
+
+    def is_over(self, at_s: float) -> bool:
+        """Whether nobody waits, nor can ask again about an arrival."""
+        return not self.here and not self.late and at_s >= self.until_s + ASKED_AGAIN_S
 
 
 class Barriers:
@@ -91,18 +105,21 @@ class Barriers:
         self._describe = describe
         self._records = records or DurableRecords()
         self._barriers = {
-            name: _Barrier(record.generation, record.passed) for name, record in self._records.load(_BARRIER, _Record)
+            name: _Barrier(record.generation, record.passed, record.until_s)
+            for name, record in self._records.load(_BARRIER, _Record)
         }
+        self._forgotten = next((found for _, found in self._records.load(_FORGOTTEN, _Forgotten)), _Forgotten()).number
 
     def arrive(self, at_s: float, ask: int, life: int, request: AwaitBarrier, job: str) -> list[Reply]:
         """A live task, of `job`, has come to a barrier."""
         name, task = request.name, request.task
-        barrier = self._barriers.setdefault(name, _Barrier())
+        barrier = self._barriers.setdefault(name, _Barrier(_Generation(self._forgotten, 0, ())))
         barrier.job = job
         if barrier.passed.arrivals.get(task) == (life, request.number):
             return [Reply(ask, _answer(barrier.passed.generation))]
         replies = self._overtake(barrier, task, request)
         until_s = at_s + request.timeout_s
+        barrier.until_s = max(barrier.until_s, until_s)
         arrival = _Arrival(ask, life, request.number, request.timeout_s, until_s, request.fails_on_leave)
         if not barrier.generation.members:
             self._open(name, barrier)
@@ -115,7 +132,10 @@ class Barriers:
 
     def tick(self, at_s: float) -> list[Reply]:
         """Answer all that have waited for too long."""
-        return [reply for name, barrier in self._barriers.items() for reply in self._expire(name, barrier, at_s)]
+        replies = [reply for name, barrier in self._barriers.items() for reply in self._expire(name, barrier, at_s)]
+        for name in [name for name, barrier in self._barriers.items() if barrier.is_over(at_s)]:
+            self._forget(name)
+        return replies
 
     def waiting(self) -> dict[str, tuple[str, ...]]:
         """Who waits, by the name of the barrier."""
@@ -195,7 +215,12 @@ class Barriers:
 
     def _set(self, name: str, barrier: _Barrier, generation: _Generation) -> None:
         barrier.generation = generation
-        self._records.put(_BARRIER + name, _Record(generation, barrier.passed))
+        self._records.put(_BARRIER + name, _Record(generation, barrier.passed, barrier.until_s))
+
+    def _forget(self, name: str) -> None:
+        self._forgotten = max(self._forgotten, self._barriers.pop(name).generation.number)
+        self._records.drop(_BARRIER + name)
+        self._records.put(_FORGOTTEN, _Forgotten(self._forgotten))
 
 
 def _answer(generation: _Generation) -> BarrierPassed:
@@ -204,4 +229,7 @@ def _answer(generation: _Generation) -> BarrierPassed:
 
 #: How many of those that are missing an error names.
 MOST_NAMED = 20
+#: By how much whoever waits may outlast what it asked for, as it asks again over another connection.
+ASKED_AGAIN_S = 60.0
 _BARRIER = "barrier/"
+_FORGOTTEN = "barriers forgotten"

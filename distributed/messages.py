@@ -576,7 +576,10 @@ class AwaitBarrier(Message, frozen=True):
 
 
 class BarrierPassed(Message, frozen=True):
-    """The barrier has been passed for the `generation`-th time, by `members`: those of roster `version` that stayed."""
+    """The barrier has been passed by `members`: those of roster `version` that stayed.
+
+    `generation`  is greater than at the time before; it counts from 1 while the barrier is in use
+    """
 
     generation: int
     version: int

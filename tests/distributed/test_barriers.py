@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from dflow.distributed.barriers import Barriers
+from dflow.distributed.barriers import ASKED_AGAIN_S, Barriers
 from dflow.distributed.coordinator import Coordinator
 from dflow.distributed.coordinator_client import CoordinatorClient
 from dflow.distributed.coordinator_events import Reply
@@ -96,6 +96,33 @@ def test_one_that_leaves_fails_the_barrier_when_an_arrival_asked_for_that() -> N
     room.tasks = [A, B]
     room.arrive(3, A)
     assert room.arrive(4, B)[1] == Reply(4, BarrierPassed(2, 7, (A, B)))
+
+
+def test_a_barrier_is_forgotten_when_nobody_can_ask_again_about_an_arrival() -> None:
+    room = Room(A, B)
+    room.arrive(1, A, at_s=0.0)
+    passed = room.arrive(2, B, at_s=5.0)
+    assert room.barriers.tick(5.0 + 10.0 + ASKED_AGAIN_S - 1) == []
+    assert room.arrive(2, B, at_s=70.0) == [passed[1]], "the same arrival, asked again"
+    room.barriers.tick(80.0)
+    apply_changes(room.rows, room.records.take_changes())
+    assert [key for key in room.rows if key.startswith("barrier/")] == []
+    room.make()
+    room.arrive(3, A, at_s=100.0)
+    assert room.arrive(4, B, at_s=100.0)[0] == Reply(3, BarrierPassed(2, 7, (A, B)))
+
+
+def test_a_barrier_at_which_somebody_waits_is_not_forgotten() -> None:
+    room = Room(A, B)
+    room.arrive(1, A, at_s=0.0)
+    room.arrive(2, B, at_s=0.0)
+    room.arrive(3, A, at_s=70.0)
+    room.barriers.tick(75.0)
+    assert room.barriers.waiting() == {"b": (A,)}
+    room.restart()
+    room.barriers.tick(75.0 + ASKED_AGAIN_S)
+    assert room.arrive(3, A, at_s=75.0 + ASKED_AGAIN_S) == []
+    assert room.arrive(4, B, at_s=75.0 + ASKED_AGAIN_S)[0] == Reply(3, BarrierPassed(2, 7, (A, B)))
 
 
 def test_one_that_joins_meanwhile_waits_for_the_next_time() -> None:
