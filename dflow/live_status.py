@@ -21,6 +21,7 @@ from dflow.distributed.messages import EdgeTraffic, GetTaskState, Status, TaskHe
 from dflow.distributed.transport.base import Peer, RefuseAll, Transport
 from dflow.observing import TOOL
 from dflow.status_view import grouped_traffic, make_table, progress_line, size_text
+from dflow.task_table import TaskLine, task_table
 from dflow.tracing.errors import DeadlineExceeded, DflowError, TransportClosed
 from dflow.tracing.task_name import short_task_name, split_task_name
 
@@ -32,6 +33,7 @@ SLOW = 1.5
 #: A task that says nothing for so long is told to be silent: it says something each second.
 SILENT_S = 3.0
 MOST_TASKS, MOST_EDGES = 50, 10
+LIVE = "live"
 
 
 @dataclass(frozen=True)
@@ -145,39 +147,34 @@ def stragglers(states: Mapping[str, TaskState]) -> dict[str, float]:
 
 
 def _tasks(before: Look, now: Look) -> RenderableType:
-    columns = ("task", "state", ">steps/s", ">step time", ">running", ">waiting", "queues", ">heard", "at")
-    table = make_table("Tasks now", *columns)
+    columns = (">steps/s", ">step time", ">running", ">waiting", "queues", ">heard")
     health = {each.task: each for each in now.status.health}
     slow = stragglers(now.states)
     live = sorted((i for i in now.status.tasks if i.left_at_s is None), key=lambda i: split_task_name(i.task))
-    trouble = [info for info in live if _is_trouble(info, health, slow, now)]
-    shown = live if len(live) <= MOST_TASKS else (trouble + [info for info in live if info not in trouble])[:MOST_TASKS]
-    for info in shown:
-        known = health.get(info.task)
-        state, earlier = now.states.get(info.task), before.states.get(info.task)
-        heard = f"{now.status.now_s - known.heard_at_s:.1f} s ago" if known is not None else "never"
-        said, style = _state_text(info, known, slow, now)
-        table.add_row(
-            short_task_name(info.task),
-            Text(said, style),
-            _rate(state, earlier, now.at_s - before.at_s),
-            f"{1e3 * state.step_s:.1f} ms" if state is not None and state.step_s else "",
-            str(state.running) if state is not None else "",
-            str(state.waiting) if state is not None else "",
-            Text(_depths(state)),
-            heard,
-            Text(known.doing if known is not None else "", overflow="ellipsis", no_wrap=True),
-        )
-    if len(shown) < len(live):
-        table.add_row(f"{len(live) - len(shown)} more")
-    return table
+    lines = [_line(info, health.get(info.task), slow, before, now) for info in live]
+    return task_table(lines, *columns, last="at", most=MOST_TASKS, title="Tasks now")
 
 
-def _is_trouble(info: TaskInfo, health: Mapping[str, TaskHealth], slow: Mapping[str, float], now: Look) -> bool:
-    return _state_text(info, health.get(info.task), slow, now)[0] != "live"
+def _line(
+    info: TaskInfo, known: TaskHealth | None, slow: Mapping[str, float], before: Look, now: Look
+) -> TaskLine:
+    state, earlier = now.states.get(info.task), before.states.get(info.task)
+    said, style = _state_text(info, known, slow, now)
+    rest = (
+        _rate(state, earlier, now.at_s - before.at_s),
+        f"{1e3 * state.step_s:.1f} ms" if state is not None and state.step_s else "",
+        str(state.running) if state is not None else "",
+        str(state.waiting) if state is not None else "",
+        Text(_depths(state)),
+        f"{now.status.now_s - known.heard_at_s:.1f} s ago" if known is not None else "never",
+        Text(known.doing if known is not None else ""),
+    )
+    return TaskLine(short_task_name(info.task), said, style, rest, needs_a_look=said != LIVE)
 
 
 def _state_text(info: TaskInfo, known: TaskHealth | None, slow: Mapping[str, float], now: Look) -> tuple[str, str]:
+    if info.task in now.status.away:
+        return "away", "yellow"
     if known is not None and known.stalled_since_s is not None:
         return f"stalled for {now.status.now_s - known.stalled_since_s:.0f} s", "red"
     if known is not None and now.status.now_s - known.heard_at_s > SILENT_S:
@@ -186,7 +183,7 @@ def _state_text(info: TaskInfo, known: TaskHealth | None, slow: Mapping[str, flo
         return "live, not reached", "yellow"
     if info.task in slow:
         return f"straggler, {slow[info.task]:.1f} x the median", "yellow"
-    return "live", "green"
+    return LIVE, "green"
 
 
 def _rate(state: TaskState | None, earlier: TaskState | None, took_s: float) -> str:

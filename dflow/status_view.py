@@ -25,7 +25,7 @@ from dflow.distributed.launcher import LaunchView, TaskRow
 from dflow.distributed.launching.run_logs import RunLogs
 from dflow.distributed.membership import FINISHED, NORMAL_ENDS
 from dflow.distributed.messages import EdgeTraffic, Status, TaskHealth, TaskInfo, VariableInfo
-from dflow.launch_table import launch_table
+from dflow.task_table import launch_table
 from dflow.tracing.errors import DeviceError
 from dflow.tracing.task_name import short_task_name, split_task_name
 
@@ -369,7 +369,10 @@ def _tasks_table(status: Status, ends: Mapping[str, str]) -> Table:
     for info in sorted(status.tasks, key=lambda info: (split_task_name(info.task), info.joined_at_s)):
         end = ends.get(info.task, "") if newest[info.task] is info else ""
         left = "" if info.left_at_s is None else f"{info.left_at_s:.1f} s"
-        why = _stall(stalls[info.task]) if not left and not end and info.task in stalls else _why(info, end)
+        why = _why(info, end)
+        if not left and not end:
+            stall = stalls.get(info.task)
+            why = "away" if info.task in status.away else _stall(stall) if stall is not None else why
         table.add_row(short_task_name(info.task), f"{info.joined_at_s:.1f} s", left, Text(why))
     for task in (*status.expected, *(task for task in ends if task not in newest and task not in status.expected)):
         table.add_row(short_task_name(task), "never", "", Text(ends.get(task, "")))

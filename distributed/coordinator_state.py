@@ -179,6 +179,7 @@ class CoordinatorState:
             traffic=largest(self._traffic.totals()),
             results=dict(self._results),
             health=self._watch.all_health(),
+            away=self._membership.away(),
         )
 
     def _arrive(self, event: Asked, request: AwaitBarrier) -> list[Command]:

@@ -246,6 +246,10 @@ class Membership:
         """The connections of the live tasks that are not away, in order of joining."""
         return tuple(live.peer for live in self._live.values() if live.peer is not None)
 
+    def away(self) -> tuple[str, ...]:
+        """The live tasks without a connection, in order of joining."""
+        return tuple(task for task, live in self._live.items() if live.peer is None)
+
     def available(self, job: str) -> tuple[str, ...]:
         """The tasks of `job` that are live or still expected, by index."""
         return self._by_job().get(job, ())

@@ -657,7 +657,11 @@ class Health(Message, frozen=True):
 
 
 class Status(Message, frozen=True):
-    """Everything the coordinator knows that a person would ask; times are in s since its start."""
+    """Everything the coordinator knows that a person would ask; times are in s since its start.
+
+    `away`  the tasks whose connection has ended, or that have yet to come back after the coordinator's restart; they
+            are live until their time for that is over
+    """
 
     now_s: float
     tasks: tuple[TaskInfo, ...]
@@ -669,6 +673,7 @@ class Status(Message, frozen=True):
     traffic: tuple[EdgeTraffic, ...]
     results: dict[str, float]
     health: tuple[TaskHealth, ...] = ()
+    away: tuple[str, ...] = ()
 
 
 AnyMessage = (

@@ -7,6 +7,7 @@ from contextlib import closing
 from typing import Any
 
 import jax.numpy as jnp
+from msgspec.structs import replace
 from rich.console import Console
 
 import dflow
@@ -67,6 +68,13 @@ def test_a_task_that_is_stuck_or_silent_or_not_reached_is_told_so() -> None:
     assert "not reached" in " ".join(row(text, "worker:0"))
 
 
+def test_a_task_whose_connection_has_ended_is_away_and_not_silent() -> None:
+    at = look(100.0, 10, 0, {})
+    away = Look(at.at_s, replace(at.status, away=(W1, W2)), at.states)
+    text = text_of(live_view(at, away))
+    assert [row(text, task)[1] for task in ("worker:1", "worker:2")] == ["away", "away"]
+
+
 def test_a_straggler_takes_more_than_half_as_long_again_as_the_median_of_its_job() -> None:
     states = {W0: state(9, 0.010), W1: state(9, 0.015), W2: state(9, 0.031), PS: state(0, 9.0)}
     assert list(stragglers(states)) == [W2]
@@ -81,7 +89,7 @@ def test_more_tasks_than_fit_are_counted_and_those_in_trouble_come_first() -> No
     status = Status(100.0, tasks, (), (), 0, 0, (), (), {}, health)
     at = Look(0.0, status, {name: state(1, 0.0) for name in names})
     text = text_of(live_view(at, at))
-    assert "30 more" in text
+    assert "31 more" in text
     assert "stalled for 90 s" in text
 
 

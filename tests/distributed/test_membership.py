@@ -44,6 +44,19 @@ def test_a_second_live_task_of_one_name_is_refused_with_both_addresses() -> None
     assert members.live_peers() == (7,)
 
 
+def test_a_task_is_away_from_the_end_of_its_connection_until_it_comes_back_or_has_left() -> None:
+    members = cluster()
+    members.handle(Joined(1.0, 7, WORKER0, "h:1", "x"))
+    members.handle(Joined(1.0, 8, WORKER1, "h:2", "y"))
+    members.handle(ConnectionLost(2.0, 7, "reset"))
+    members.handle(ConnectionLost(2.0, 8, "reset"))
+    assert members.away() == (WORKER0, WORKER1)
+    members.handle(Joined(2.5, 9, WORKER0, "h:1", "x"))
+    assert members.away() == (WORKER1,)
+    members.handle(Ticked(3.5))
+    assert members.away() == ()
+
+
 def test_one_connection_joins_as_one_task() -> None:
     members = cluster()
     members.handle(Joined(1.0, 7, WORKER0, "h:1"))

@@ -6,7 +6,7 @@ from rich.console import Console
 
 from dflow.distributed.launcher import TaskRow
 from dflow.distributed.messages import Status, WorkerProgress
-from dflow.launch_table import launch_table
+from dflow.task_table import launch_table
 from dflow.status_view import TerminalView
 
 ROWS = [

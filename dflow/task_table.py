@@ -1,0 +1,71 @@
+"""Tasks as a table on the terminal, of those that are launched as of those that are looked at: one in a line.
+
+It has a bound on its rows: tasks that need a look come first, and what does not fit is counted in the last row, by
+state.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rich import box
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from dflow.distributed.launcher import TaskRow
+
+_TROUBLE = "red"
+_STYLES = {"running": "green", "starting": "yellow", "ending": "yellow", "finished": "dim"}
+
+
+@dataclass(frozen=True)
+class TaskLine:
+    """A task: its short name, its state with the style it is shown in, and what stands behind these.
+
+    `needs_a_look`  whether it is shown before others
+    """
+
+    task: str
+    state: str
+    style: str
+    rest: Sequence[RenderableType]
+    needs_a_look: bool
+
+
+def task_table(lines: Sequence[TaskLine], *columns: str, last: str, most: int, title: str = "") -> Table:
+    """At most `most` rows.
+
+    columns  what stands behind task and state, right-aligned when the name starts with `>`
+    last     the last column, which gets the room that is left and is cut to it
+    """
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, expand=True)
+    if title:
+        table.title, table.title_justify, table.title_style = title, "left", "bold"
+    for column in ("task", "state", *columns):
+        justify = "right" if column.startswith(">") else "left"
+        table.add_column(column.removeprefix(">"), justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    table.add_column(last, ratio=1, no_wrap=True, overflow="ellipsis")
+    shown = lines if len(lines) <= most else sorted(lines, key=lambda line: not line.needs_a_look)[: most - 1]
+    for line in shown:
+        table.add_row(line.task, Text(line.state, line.style), *line.rest)
+    left_out = Counter(line.state for line in lines if line not in shown)
+    if left_out:
+        states = ", ".join(f"{count} {state}" for state, count in left_out.most_common())
+        table.add_row(f"{left_out.total()} more", Text(states, "dim"))
+    return table
+
+
+def launch_table(rows: Sequence[TaskRow], steps_per_s: Mapping[str, float], *, most: int) -> Table:
+    """The tasks of a launch; `steps_per_s` is that of each worker which has one, by short name, shown while it runs."""
+    lines = [_launched(row, steps_per_s.get(row.task) if row.state == "running" else None) for row in rows]
+    return task_table(lines, ">restarts", ">steps/s", last="last line", most=most)
+
+
+def _launched(row: TaskRow, rate: float | None) -> TaskLine:
+    restarts, said = Text(str(row.restarts or ""), _TROUBLE), f"{rate:.1f}" if rate is not None else ""
+    style = _STYLES.get(row.state, _TROUBLE)
+    rest = (restarts, said, Text.from_ansi(row.last_line))
+    return TaskLine(row.task, row.state, style, rest, needs_a_look=row.state not in _STYLES)
