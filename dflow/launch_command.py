@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from dflow.command import Command
 from dflow.distributed.launching.launch_plan import COORDINATOR, LaunchPlan, Setting
 from dflow.distributed.launching.place import Place
 from dflow.distributed.launching.ray_resources import RayResources
@@ -28,17 +29,7 @@ from dflow.tracing.errors import ConfigError, DflowError
 RAY = "ray"
 
 
-def add_launch_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `launch` to the command line."""
-    text = "run a script on a cluster of processes on this machine"
-    parser = commands.add_parser(
-        "launch",
-        help=text,
-        description=f"{text.capitalize()}: a coordinator, stock tasks for variables, and the script once per worker.",
-        epilog="A worker that dies does not end the run; a stock task or the coordinator that does ends it, unless "
-        "--restart says otherwise. Exit status: 0 when a worker finished and none failed by itself; 130 after Ctrl-C "
-        "or SIGTERM; 2 when the command line is wrong; else 1.",
-    )
+def _launch_options(parser: argparse.ArgumentParser) -> None:
     tasks = parser.add_argument_group("tasks")
     tasks.add_argument("--ps", type=count, default=1, metavar="N", help="the same as --stock ps=N (default: 1)")
     tasks.add_argument(
@@ -105,7 +96,6 @@ def add_launch_command(commands: argparse._SubParsersAction[argparse.ArgumentPar
     )
     parser.add_argument("script", help="the Python script that each worker runs")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
-    parser.set_defaults(run=_launch)
 
 
 def _launch(options: argparse.Namespace) -> int:
@@ -205,3 +195,15 @@ def _restart(text: str) -> tuple[str, RestartPolicy]:
 
 def _add_counts(parser: argparse._ArgumentGroup, option: str, dest: str, text: str) -> None:
     parser.add_argument(option, dest=dest, type=job_count, action="append", default=[], metavar="NAME=N", help=text)
+
+
+LAUNCH = Command(
+    "launch",
+    "run a script on a cluster of processes on this machine",
+    _launch_options,
+    _launch,
+    more=": a coordinator, stock tasks for variables, and the script once per worker.",
+    epilog="A worker that dies does not end the run; a stock task or the coordinator that does ends it, unless "
+    "--restart says otherwise. Exit status: 0 when a worker finished and none failed by itself; 130 after Ctrl-C "
+    "or SIGTERM; 2 when the command line is wrong; else 1.",
+)

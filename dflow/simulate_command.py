@@ -3,24 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 
+from dflow.command import Command
 from dflow.option_types import at_least_one, count
 
 
-def add_simulate(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser], run: Callable[[argparse.Namespace], int]
-) -> None:
-    """Add the subcommand, which calls `run` with what it was given."""
-    text = "run a cluster on a manual clock and a network on which things go wrong, or one of any size"
-    parser = commands.add_parser(
-        "simulate",
-        help=text,
-        description=f"{text.capitalize()}. Without --step, it is checked after each event that what must hold holds. "
-        "With it, it is told how long steps take, and what the coordinator bears. The same options give the same "
-        "events.",
-        epilog="Exit status: 0 when all that must hold held, else 1.",
-    )
+def _simulate_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=count, default=0, metavar="N", help="of the first schedule (default: 0)")
     parser.add_argument("--workers", type=at_least_one, default=3, metavar="N", help="workers (default: 3)")
     parser.add_argument("--ps", type=at_least_one, default=2, metavar="N", help="ps tasks (default: 2)")
@@ -29,7 +17,17 @@ def add_simulate(
     )
     _add_schedules(parser.add_argument_group("what goes wrong"))
     _add_size(parser.add_argument_group("at size"))
-    parser.set_defaults(run=run)
+
+
+def _run_simulation(options: argparse.Namespace) -> int:
+    from dflow.simulation_view import show_schedules, show_size
+
+    if options.step is not None:
+        return show_size(options)
+    steps = options.steps or 9
+    return show_schedules(
+        options.seed, options.schedules, options.workers, options.ps, steps, options.faults, options.log
+    )
 
 
 def _add_schedules(group: argparse._ArgumentGroup) -> None:
@@ -74,3 +72,14 @@ def _part(text: str) -> float:
     if not 0 <= value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not at least 0 and less than 1")
     return value
+
+
+SIMULATE = Command(
+    "simulate",
+    "run a cluster on a manual clock and a network on which things go wrong, or one of any size",
+    _simulate_options,
+    _run_simulation,
+    more=". Without --step, it is checked after each event that what must hold holds. With it, it is told how long "
+    "steps take, and what the coordinator bears. The same options give the same events.",
+    epilog="Exit status: 0 when all that must hold held, else 1.",
+)

@@ -1,0 +1,96 @@
+"""The options by which a command finds a cluster and proves who it is, and what they come to with the environment's."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dflow.distributed.detection.variables import COORDINATOR_VARIABLE
+from dflow.tracing.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dflow.distributed.detection.cluster_file import ClusterFile
+    from dflow.distributed.transport.base import Transport
+
+
+def add_coordinator_address(parser: argparse.ArgumentParser) -> None:
+    """Add --coordinator and --cluster; see `coordinator_of`."""
+    parser.add_argument(
+        "--coordinator", metavar="HOST:PORT", help=f"the coordinator's address (default: {COORDINATOR_VARIABLE})"
+    )
+    add_cluster_file(parser)
+
+
+def add_cluster_file(parser: argparse.ArgumentParser) -> None:
+    """Add --cluster; see `cluster_file_of`."""
+    parser.add_argument("--cluster", metavar="FILE", help="a cluster file (default: what DFLOW_CLUSTER names)")
+
+
+def add_security(parser: argparse.ArgumentParser) -> None:
+    """Add --certificates and --secret-file; see `transport_of`."""
+    group = parser.add_argument_group("who may be spoken to on other machines").add_mutually_exclusive_group()
+    group.add_argument(
+        "--certificates",
+        type=Path,
+        metavar="DIR",
+        help="whoever has a certificate by the same authority; a folder that `dflow certs issue` wrote (default: "
+        "DFLOW_TLS_CERT, DFLOW_TLS_KEY and DFLOW_TLS_CA)",
+    )
+    group.add_argument(
+        "--secret-file",
+        type=Path,
+        metavar="FILE",
+        help="whoever knows the secret in this file, which `dflow certs secret` wrote (default: DFLOW_SECRET_FILE)",
+    )
+
+
+def add_metrics(parser: argparse.ArgumentParser) -> None:
+    """Add --metrics-port; see `metrics_place_of`."""
+    parser.add_argument(
+        "--metrics-port",
+        metavar="[HOST:]PORT",
+        help="serve metrics for Prometheus there, 0 for a free port, to this machine alone unless a host is said "
+        "(default: DFLOW_METRICS_PORT, else they are not served)",
+    )
+
+
+def cluster_file_of(options: argparse.Namespace) -> ClusterFile | None:
+    """The cluster file that was named; a coordinator on the command line comes before a file in the environment."""
+    from dflow.distributed.detection.cluster_file import VARIABLE, read_cluster_file
+
+    named = options.cluster
+    if not named and not getattr(options, "coordinator", None):
+        named = os.environ.get(VARIABLE)
+    return read_cluster_file(named) if named else None
+
+
+def coordinator_of(options: argparse.Namespace) -> str:
+    """The coordinator's address; raises ConfigError when nothing says it."""
+    file = cluster_file_of(options)
+    known = options.coordinator or (file.coordinator if file else os.environ.get(COORDINATOR_VARIABLE))
+    if not known:
+        raise ConfigError(
+            f"where is the coordinator? give --coordinator HOST:PORT or --cluster FILE, or set {COORDINATOR_VARIABLE}"
+        )
+    return str(known)
+
+
+def transport_of(options: argparse.Namespace) -> Transport:
+    """The way to other tasks, with the proofs that were said here, in the cluster file, or in the environment."""
+    from dflow.distributed.transport.chosen_security import choose_security
+    from dflow.distributed.transport.sockets import SocketTransport
+
+    certificates, secret_file = options.certificates, options.secret_file
+    file = cluster_file_of(options)
+    if file and not (certificates or secret_file):
+        certificates, secret_file = file.security.certificates, file.security.secret_file
+    return SocketTransport(security=choose_security(os.environ, certificates=certificates, secret_file=secret_file))
+
+
+def metrics_place_of(options: argparse.Namespace) -> str:
+    """Where metrics are to be served; empty when nowhere."""
+    from dflow.distributed.metrics import VARIABLE
+
+    return str(options.metrics_port or os.environ.get(VARIABLE, ""))
