@@ -20,6 +20,8 @@ from dflow.distributed.transport.private_files import read_private
 
 #: A certificate for some host is also good for a process that dials its own machine.
 _THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
+#: The certificate, its key and that of the authority, in the folder that is made for it.
+FILES_OF_CERTIFICATE = ("cert.pem", "key.pem", "ca.pem")
 _AUTHORITY = "ca.pem"
 _AUTHORITY_KEY = "ca.key"
 
@@ -56,14 +58,15 @@ def issue_to(directory: Path, names: Sequence[str], hosts: Sequence[str], *, day
     if folder.exists():
         raise FileExistsError(f"{folder} is there, and is not overwritten; remove it first")
     folder.mkdir(mode=0o700)
-    _write(folder / "key.pem", pair.key, 0o600)
-    _write(folder / "cert.pem", pair.certificate, 0o644)
-    _write(folder / "ca.pem", authority.certificate, 0o644)
+    certificate, key, ca = (folder / name for name in FILES_OF_CERTIFICATE)
+    _write(key, pair.key, 0o600)
+    _write(certificate, pair.certificate, 0o644)
+    _write(ca, authority.certificate, 0o644)
     where = f"at {', '.join(hosts)}" if hosts else "anywhere"
     return (
         f"issued a certificate for {', '.join(map(str, identities))} {where}, good for {days} days\n"
         f"  copy the folder {folder} to where that runs, and there, with the path it has then, set\n"
-        f"  DFLOW_TLS_CERT={folder / 'cert.pem'} DFLOW_TLS_KEY={folder / 'key.pem'} DFLOW_TLS_CA={folder / 'ca.pem'}"
+        f"  DFLOW_TLS_CERT={certificate} DFLOW_TLS_KEY={key} DFLOW_TLS_CA={ca}"
     )
 
 

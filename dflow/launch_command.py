@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from dflow.certs import FILES_OF_CERTIFICATE
+from dflow.cluster_options import add_security
 from dflow.command import Command
 from dflow.distributed.launching.launch_plan import COORDINATOR, LaunchPlan, Setting
 from dflow.distributed.launching.place import Place
@@ -20,8 +22,8 @@ from dflow.distributed.launching.shares import Share, core_shares, gpu_shares, v
 from dflow.distributed.launching.this_machine import ThisMachine
 from dflow.distributed.run_folder import RUN_FOLDER_VARIABLE
 from dflow.distributed.stop_signal import StopSignal
-from dflow.distributed.transport.chosen_security import choose_security
-from dflow.distributed.transport.security import SameMachine
+from dflow.distributed.transport.chosen_security import CERTIFICATE_VARIABLES, SECRET_VARIABLE, choose_security
+from dflow.distributed.transport.security import SameMachine, SecurityPolicy
 from dflow.distributed.transport.sockets import SocketTransport
 from dflow.option_types import at_least_one, checked, count, job_count
 from dflow.tracing.errors import ConfigError, DflowError
@@ -94,6 +96,7 @@ def _launch_options(parser: argparse.ArgumentParser) -> None:
         help="where each task's output is written, up to twice 64 MiB each (default: a new folder in the system's "
         "folder for temporary files)",
     )
+    add_security(parser)
     parser.add_argument("script", help="the Python script that each worker runs")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
 
@@ -124,7 +127,24 @@ def _launch(options: argparse.Namespace) -> int:
         view.show_event(f"{note}each task's output is kept in {logs.folder}")
         elsewhere = options.on == RAY
         launched = replace(plan, restarts={}) if elsewhere else _kept_here(plan, f"{state}/coordinator", logs.folder)
-        return launch(stop, launched, place, view, SocketTransport(security=choose_security(os.environ)))
+        return launch(stop, launched, place, view, SocketTransport(security=_security(options)))
+
+
+def _security(options: argparse.Namespace) -> SecurityPolicy:
+    return choose_security(os.environ, certificates=options.certificates, secret_file=options.secret_file)
+
+
+def _proofs(options: argparse.Namespace) -> tuple[Setting, ...]:
+    """What every task is told so that it has the proofs given here, and none of the environment's beside them."""
+    if options.certificates is None and options.secret_file is None:
+        return ()
+    said = dict.fromkeys((*CERTIFICATE_VARIABLES, SECRET_VARIABLE), "")
+    if options.certificates is not None:
+        folder = options.certificates.resolve()
+        said |= {name: str(folder / f) for name, f in zip(CERTIFICATE_VARIABLES, FILES_OF_CERTIFICATE, strict=True)}
+    else:
+        said[SECRET_VARIABLE] = str(options.secret_file.resolve())
+    return tuple(Setting(name, value) for name, value in said.items())
 
 
 def _kept_here(plan: LaunchPlan, state: str, logs: Path) -> LaunchPlan:
@@ -149,7 +169,7 @@ def _on_ray(plan: LaunchPlan, options: argparse.Namespace) -> tuple[Place, str]:
     asked: dict[str, RayResources] = {}
     for jobs, each in ((plan.stock, options.ps_resources), (plan.jobs, options.worker_resources)):
         asked |= dict.fromkeys(jobs, each or RayResources())
-    is_secured = not isinstance(choose_security(os.environ), SameMachine)
+    is_secured = not isinstance(_security(options), SameMachine)
     place = OnRay(asked, plan.restarts, is_secured=is_secured)
     return place, f"{place.described(plan.counts)}; "
 
@@ -170,7 +190,7 @@ def _launch_plan(options: argparse.Namespace) -> LaunchPlan:
         stock={"ps": options.ps, **dict(options.stock)},
         jobs=jobs,
         restarts=restarts | {job: policy for job, policy in options.restarts if job},
-        environment=tuple(options.environment),
+        environment=(*_proofs(options), *options.environment),
     )
 
 

@@ -155,9 +155,7 @@ def _tasks(before: Look, now: Look) -> RenderableType:
     return task_table(lines, *columns, last="at", most=MOST_TASKS, title="Tasks now")
 
 
-def _line(
-    info: TaskInfo, known: TaskHealth | None, slow: Mapping[str, float], before: Look, now: Look
-) -> TaskLine:
+def _line(info: TaskInfo, known: TaskHealth | None, slow: Mapping[str, float], before: Look, now: Look) -> TaskLine:
     state, earlier = now.states.get(info.task), before.states.get(info.task)
     said, style = _state_text(info, known, slow, now)
     rest = (

@@ -61,7 +61,7 @@ class _Passed(msgspec.Struct, frozen=True):
 
 
 class _Record(msgspec.Struct, frozen=True):
-    """What lasts of a barrier; `generation` has no members when none is open. Until `until_s` somebody may ask again."""
+    """What lasts of a barrier: `generation` has no members when none is open; until `until_s` that may be asked for."""
 
     generation: _Generation
     passed: _Passed

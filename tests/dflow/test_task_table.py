@@ -6,8 +6,8 @@ from rich.console import Console
 
 from dflow.distributed.launcher import TaskRow
 from dflow.distributed.messages import Status, WorkerProgress
-from dflow.task_table import launch_table
 from dflow.status_view import TerminalView
+from dflow.task_table import launch_table
 
 ROWS = [
     TaskRow("coordinator", "running", 0, ""),

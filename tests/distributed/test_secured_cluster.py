@@ -104,3 +104,23 @@ def test_a_worker_with_the_certificate_of_another_is_told_so(tmp_path: Path) -> 
         status, output = secured.work(**secured.environment("ps-0"))
     assert status != 0
     assert "calls itself '/job:worker/task:0', but its certificate is for ps:0; issue one for that name" in output
+
+
+@pytest.mark.parametrize("kind", ["certificates", "secret"])
+def test_a_launch_with_a_proof_gives_it_to_all_its_tasks(tmp_path: Path, kind: str) -> None:
+    script = WORKER.replace("dflow.connect(sys.argv[1], index=0)", "dflow.connect()")
+    (tmp_path / "script.py").write_text(script + 'print("at", cluster.server.address)\n')
+    if kind == "secret":
+        main(["certs", "secret", str(tmp_path / "secret")])
+        flags = ("--secret-file", "secret")
+    else:
+        main(["certs", "init", str(tmp_path)])
+        names = [word for name in ("launcher", "coordinator", "ps", "worker") for word in ("--name", name)]
+        main(["certs", "issue", str(tmp_path), *names, "--host", own_address()])
+        flags = ("--certificates", "launcher-coordinator-ps-worker")
+    where = ("--env", f"DFLOW_ADDRESS={own_address()}")
+    with Spawned("-m", "dflow", "launch", *flags, *where, "script.py", cwd=tmp_path, JAX_PLATFORMS="cpu") as launched:
+        status, output = launched.finish()
+    assert status == 0, output
+    assert "w is [3.0, 3.0, 3.0]" in output
+    assert f"at {own_address()}:" in output
