@@ -18,29 +18,24 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import msgspec
 
-from dflow.distributed.cluster_resources import ClusterResources
-from dflow.distributed.codec import decode_array, encode_array
+from dflow.distributed.answers import expect
+from dflow.distributed.cluster_home import ClusterHome
 from dflow.distributed.coordinator_client import ANSWER_S, CoordinatorClient
 from dflow.distributed.flight_recorder import FlightRecorder
 from dflow.distributed.messages import (
     AnyMessage,
-    CreateVariable,
     EdgeTraffic,
-    ReadVariable,
     Registered,
     RegisterPlan,
     RoundsDone,
     RunPlan,
-    Value,
-    VariableCreated,
     Wanted,
-    WriteVariable,
 )
 from dflow.distributed.metrics import MetricsEndpoint, task_metrics
 from dflow.distributed.rendezvous import describe
@@ -63,32 +58,24 @@ from dflow.lowering.pipeline import pipeline
 from dflow.lowering.program import export_program
 from dflow.lowering.recorder import STEP_BEGAN, STEP_ENDED, Recorder, described_end
 from dflow.lowering.store import Store
-from dflow.tracing.context import Slot, home
-from dflow.tracing.device import scope_here
+from dflow.tracing.context import home
 from dflow.tracing.errors import (
     DeadlineExceeded,
-    DeviceError,
     DflowError,
     TaskLost,
     TransportClosed,
     VariableError,
-    WireError,
 )
-from dflow.tracing.given_value import Initial
-from dflow.tracing.host_resource import HostResource
-from dflow.tracing.jax_frontend import make_jaxpr, touches_state
 from dflow.tracing.resources import Variable
 from dflow.tracing.source import at, caller
 from dflow.tracing.task_name import short_task_name, split_task_name, task_name
-from dflow.tracing.trace import Traced, trace
-from dflow.tracing.types import array_type_of
+from dflow.tracing.trace import Traced
 
 #: How long the word of a step's end, or of why there is none, may take from task to task, in s.
 WORD_S = 5.0
 
 LOGGER = logging.getLogger("dflow")
 _ENCODER = msgspec.msgpack.Encoder()
-_Answer = TypeVar("_Answer")
 
 
 #: The clusters that this process is a task of now.
@@ -381,7 +368,7 @@ class Cluster:
         if isinstance(answer, Wanted):
             sent = [blob if place in answer.programs else b"" for place, blob in enumerate(blobs)]
             answer, _ = self.request(task, RegisterPlan(plan, tuple(map(len, sent)), names), b"".join(sent))
-        return _expect(answer, Registered, task).handle
+        return expect(answer, Registered, short_task_name(task)).handle
 
     def register_hosted(self, traced: Traced, host: str) -> tuple[Mapping[str, int], Sequence[Any], Sequence[Any]]:
         """Register a traced function that the task `host` is to run as a step of its own.
@@ -481,103 +468,6 @@ class _Step:
         return self._cluster.run_step(self._handles, [*self._constants, *arrays, *self._literals])
 
 
-class ClusterHome:
-    """The home of variables spread over the tasks of one job; equal for one cluster, where functions run alike."""
-
-    def __init__(self, cluster: Cluster, job: str) -> None:
-        self._cluster = cluster
-        self._job = job
-        self._resources = ClusterResources(cluster, job)
-        self._ops: dict[tuple[Any, ...], Runner] = {}
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ClusterHome) and other._cluster is self._cluster
-
-    def __hash__(self) -> int:
-        return hash(id(self._cluster))
-
-    def create(self, variable: Variable, initial: Initial, near: Variable | None) -> Slot:
-        if not variable.is_named:
-            raise VariableError(
-                f"a variable of {variable.type} is created among the parameter servers without a name, by which the "
-                f"other processes would find it{at(variable.loc)}\n  give it one, name='...', the same in each process"
-            )
-        if variable.sharding is not None or (scope_here() is not None and near is None):
-            said = "a sharding" if variable.sharding is not None else "a device scope"
-            raise DeviceError(
-                f"variable {variable.name!r} is created among the parameter servers with {said}, but there the "
-                f"coordinator says where a variable lives{at(variable.loc)}\n  leave one of the two out"
-            )
-        if jnp.issubdtype(variable.dtype, jax.dtypes.extended):
-            raise VariableError(
-                f"variable {variable.name!r} holds {variable.type}, and keys do not travel between tasks yet"
-                f"{at(variable.loc)}\n  hold jax.random.key_data(key), and wrap what you read with wrap_key_data"
-            )
-        try:
-            task = self._cluster.place(variable, self._job, near)
-            self._create_on(task, variable, initial)
-        except (VariableError, DeviceError) as error:
-            raise type(error)(f"{error}{at(variable.loc)}") from None
-        return Slot(task, variable.name)
-
-    def _create_on(self, task: str, variable: Variable, initial: Initial) -> None:
-        dtype, shape = jnp.dtype(variable.dtype).name, variable.shape
-        program = callable(initial) and not _reads_state(initial)
-        if program:
-            payload: Any = export_program(lambda: [initial()], ())
-        else:
-            value = jnp.asarray(initial() if callable(initial) else initial, variable.dtype)
-            payload = encode_array(value)
-        answer, _ = self._cluster.request(task, CreateVariable(variable.name, dtype, shape, program), payload)
-        _expect(answer, VariableCreated, task)
-
-    def read(self, variable: Variable) -> jax.Array:
-        answer, payload = self._cluster.request(_task_of(variable), ReadVariable(variable.key))
-        value = _expect(answer, Value, _task_of(variable))
-        array: jax.Array = jax.device_put(decode_array(value.dtype, value.shape, payload))
-        return array
-
-    def gather(self, variable: Variable, indices: Any) -> jax.Array:
-        rows: jax.Array = self._run_op(variable, "gather", indices)[0]
-        return rows
-
-    def update(self, variable: Variable, kind: str, *operands: Any) -> None:
-        if kind != "assign":
-            self._run_op(variable, kind, *operands)
-            return
-        dtype = jnp.dtype(variable.dtype).name
-        message = WriteVariable(variable.key, dtype, variable.shape)
-        self._cluster.request(_task_of(variable), message, encode_array(jnp.asarray(operands[0])))
-
-    def _run_op(self, variable: Variable, method: str, *operands: Any) -> Sequence[Any]:
-        """Run one op on the variable as a step of its own; its plan is kept for operands of the same types."""
-        key = (variable.key, method, *map(array_type_of, operands))
-        step = self._ops.get(key)
-        if step is None:
-            traced = trace(getattr(variable, method), operands, {})
-            step = self._ops[key] = self.runner(traced, check=False, observe=None)
-        return step(operands)
-
-    def create_resource(self, resource: HostResource) -> Slot:
-        return self._resources.create(resource)
-
-    def use_resource(
-        self, resource: HostResource, op: str, operands: Sequence[Any], attributes: Mapping[str, Any]
-    ) -> Sequence[jax.Array]:
-        return self._resources.use(resource, op, operands, attributes)
-
-    def forget(self, variable: Variable, reason: str, remedy: str) -> None:
-        """Let go of the value on its task; whoever uses it afterwards gets a VariableError that says these two."""
-        self._resources.forget_state(_task_of(variable), variable.key, True, reason, remedy)
-
-    def forget_resource(self, resource: HostResource, reason: str, remedy: str) -> None:
-        """Let go of the contents; whoever uses the resource from now on, or waits, gets an error that says these."""
-        self._resources.forget(resource, reason, remedy)
-
-    def runner(self, traced: Traced, *, check: bool, observe: Observer | None) -> Runner:
-        return self._cluster.runner(traced, check=check, observe=observe)
-
-
 def _refuse_two_handles(variables: Sequence[Any]) -> None:
     """Two handles of one variable would each be given its buffer, and its updates no order."""
     held: dict[tuple[str | None, str], Any] = {}
@@ -588,23 +478,3 @@ def _refuse_two_handles(variables: Sequence[Any]) -> None:
                 f"a function uses variable {variable.name!r} by two handles, made{at(other.loc)}\n  and"
                 f"{at(variable.loc)}\n  make it once in each process, and use that"
             )
-
-
-def _reads_state(initial: Any) -> bool:
-    """Whether an initialiser reads variables, so that it cannot run on its own elsewhere."""
-    jaxpr, _, _ = make_jaxpr(initial)
-    return touches_state(jaxpr.effects)
-
-
-def _task_of(variable: Variable) -> str:
-    assert variable.device is not None
-    return variable.device
-
-
-def _expect(answer: Any, wanted: type[_Answer], task: str) -> _Answer:
-    if not isinstance(answer, wanted):
-        raise WireError(
-            f"{short_task_name(task)} answered with {type(answer).__name__} where {wanted.__name__} was due; "
-            "install the same dflow on both"
-        )
-    return answer

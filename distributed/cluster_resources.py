@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
+from dflow.distributed.answers import expect
 from dflow.distributed.array_lists import decode_arrays, encode_arrays
 from dflow.distributed.messages import (
     AccumulatorInfo,
@@ -30,11 +31,12 @@ from dflow.lowering.channel import StepId
 from dflow.tracing.context import Slot
 from dflow.tracing.device import scope_here
 from dflow.tracing.device_name import short_device_name, split_device_name
-from dflow.tracing.errors import DeviceError, VariableError, WireError
+from dflow.tracing.errors import DeviceError, VariableError
 from dflow.tracing.host_resource import HostResource
 from dflow.tracing.queue_settings import DEFAULT_TIMEOUT_S
 from dflow.tracing.resources import Variable
 from dflow.tracing.source import at, caller
+from dflow.tracing.task_name import short_task_name
 from dflow.tracing.types import AccumulatorType, HostType, RowsType
 
 
@@ -102,9 +104,8 @@ class ClusterResources:
 
         waits_s = attributes.get("timeout_s", DEFAULT_TIMEOUT_S)
         answer, data = self._tasks.request_step(task, message, payload, waits_s)
-        if not isinstance(answer, Arrays):
-            raise WireError(f"{task} answered {op} with {type(answer).__name__}; install the same dflow on both")
-        return [jax.device_put(array) for array in decode_arrays(answer.arrays, data)]
+        arrays = expect(answer, Arrays, short_task_name(task)).arrays
+        return [jax.device_put(array) for array in decode_arrays(arrays, data)]
 
     def forget(self, resource: HostResource, reason: str, remedy: str) -> None:
         """Let go of what it holds; the name is free."""

@@ -11,11 +11,12 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 
+from dflow.distributed.answers import expect
 from dflow.distributed.array_lists import encode_arrays
 from dflow.distributed.messages import (
     AnyMessage,
@@ -32,16 +33,16 @@ from dflow.tracing.accumulators import ConditionalAccumulator
 from dflow.tracing.context import default_home, home
 from dflow.tracing.device import device
 from dflow.tracing.device_name import is_on_task
-from dflow.tracing.errors import DflowError, StrategyError, VariableError, WireError
+from dflow.tracing.errors import DflowError, StrategyError, VariableError
 from dflow.tracing.resources import Variable, is_variable
 from dflow.tracing.row_gradient import RowGradient, is_row_gradient
 from dflow.tracing.source import at, caller
+from dflow.tracing.task_name import short_task_name
 from dflow.tracing.trace import Traced, trace
 from dflow.tracing.types import RowsType
 
 #: What is traced under one applier is not taken for what is traced under another, though that be of a run of the name.
 _serials = itertools.count()
-_Answer = TypeVar("_Answer")
 
 
 class Tasks(Protocol):
@@ -89,7 +90,7 @@ class Part:
     def open(self, step: Callable[..., Any], batch: Any, steps: int, wanted: int) -> Gradients:
         """Make the accumulator, and have the host apply what it gives; or find that another worker has."""
         answer, _ = self._cluster.request(self._host, ProposeRounds(self._run, wanted))
-        wanted = self._expect(RoundsAgreed, answer).wanted
+        wanted = expect(answer, RoundsAgreed, short_task_name(self._host)).wanted
         found = _Found(f"{self._run}, looked at {next(_serials)}")
         with applying(found):
             _shape_of(step, _arguments(batch))
@@ -119,12 +120,7 @@ class Part:
         wait_s = self._cluster.step_timeout_s
         message = NextRound(self._run, self._cluster.task, done, wait_s)
         answer, _ = self._cluster.request_for(self._host, message, wait_s)
-        return self._expect(RoundOpen, answer).number
-
-    def _expect(self, wanted: type[_Answer], answer: Any) -> _Answer:
-        if not isinstance(answer, wanted):
-            raise WireError(f"{self._host} answered with {type(answer).__name__}; install the same dflow on both")
-        return answer
+        return expect(answer, RoundOpen, short_task_name(self._host)).number
 
     def leave(self, done: int) -> None:
         """Take part no more. Where the host is gone, nobody waits."""
