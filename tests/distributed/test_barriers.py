@@ -315,7 +315,7 @@ def test_tasks_of_a_cluster_wait_for_each_other(cluster: Cluster) -> None:
 
 def begin(client: CoordinatorClient, request: AwaitBarrier) -> PendingReply:
     """Come to a barrier over the client's connection; it waits there when this returns."""
-    [peer] = client._links.values()
+    [peer] = client._driver._links.values()
     pending = peer.start(request)
     client.status()
     return pending

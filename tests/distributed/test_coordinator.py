@@ -364,7 +364,7 @@ def until(condition: Callable[[], bool], do: Callable[[], None]) -> None:
 def test_a_callback_that_fails_does_not_end_the_heartbeats(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("dflow.distributed.coordinator_client.HEARTBEAT_S", 0.01)
+    monkeypatch.setattr("dflow.distributed.session_driver.HEARTBEAT_S", 0.01)
     again, times = threading.Event(), itertools.count()
 
     def steps() -> int:
@@ -385,4 +385,4 @@ def test_a_call_that_is_interrupted_is_withdrawn(cluster: Cluster, monkeypatch: 
         patched.setattr(Future, "result", lambda future, timeout_s=None: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             client.claim("run", 1)
-    assert client._session.open_asks == 0
+    assert client.open_asks == 0
