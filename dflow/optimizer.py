@@ -116,6 +116,16 @@ class Optimizer:
         if applier is not None:
             applier.apply(self, self._tree.unflatten(given))
             return
+        self._update(given)
+
+    def apply_mean(self, gradients: Any) -> None:
+        """Update the variables by the mean of gradients that `apply` has handed to a strategy.
+
+        They have lost to the codec on their way to the mean what there is to lose, and lose no more on the way from it.
+        """
+        self._update(self._flat(gradients))
+
+    def _update(self, given: list[Any]) -> None:
         with with_state():
             by_row = [is_row_gradient(g) and self._scales[place] for place, g in enumerate(given)]
             arrays = [

@@ -27,8 +27,8 @@ class GivenOptimizer(Protocol):
         """What it updates."""
         ...
 
-    def apply(self, gradients: Any) -> None:
-        """Update the variables by gradients, where no applier is current."""
+    def apply_mean(self, gradients: Any) -> None:
+        """Update the variables by the mean of gradients that an applier was given."""
         ...
 
 

@@ -99,7 +99,9 @@ class Part:
         with self._cluster.parameter_servers(self._job), device(self._host):
             rows = jax.tree_util.tree_map(lambda part: _widened(part, wanted), spec, is_leaf=is_row_gradient)
             accumulator = ConditionalAccumulator(rows, name=f"{self._run}/gradients", limit=wanted)
-        traced = trace(lambda *mean: optimizer.apply(accumulator.structured(mean)), tuple(_arrays(accumulator)), {})
+        traced = trace(
+            lambda *mean: optimizer.apply_mean(accumulator.structured(mean)), tuple(_arrays(accumulator)), {}
+        )
         handles, before, after = self._cluster.register_hosted(traced, self._host)
         infos, payload = encode_arrays([jnp.asarray(array) for array in (*before, *after)])
         message = OpenRounds(

@@ -20,6 +20,8 @@ from dflow.distributed.alone import Alone
 from dflow.distributed.cluster import Cluster, ClusterSettings
 from dflow.testing import MemoryCluster, memory_cluster
 from dflow.tracing.errors import DeadlineExceeded, DflowError, RemoteError, StrategyError, TaskLost, VariableError
+from dflow.tracing.types import ArrayType
+from dflow.tracing.wire_codecs import decoded, encoded
 
 DEADLINE_S = 60.0
 SOON = ClusterSettings(join_timeout_s=10.0, request_timeout_s=30.0, step_timeout_s=30.0)
@@ -487,3 +489,26 @@ def test_what_cannot_be_synchronous_is_refused(workers: list[Cluster]) -> None:
     for count in (-1, 3):
         with pytest.raises(StrategyError, match=f"backup_workers={count} of 3 workers leaves none"):
             Sync(cluster, backup_workers=count)
+
+
+def test_gradients_that_travel_smaller_are_rounded_once_on_their_way_into_the_variables(
+    workers: list[Cluster],
+) -> None:
+    given = [jnp.asarray(np.random.default_rng(number).normal(size=64), jnp.float32) for number in range(3)]
+    type = ArrayType(np.dtype("float32"), (64,))
+    expected = -sum(np.asarray(decoded("int8", encoded("int8", one), type)) for one in given) / 3
+
+    def work(number: int, cluster: Cluster) -> tuple[Any, Any]:
+        with cluster.parameter_servers():
+            # Of the two, one lies on another task than the mean does.
+            model = [dflow.Variable(lambda: jnp.zeros(64), name=f"smaller/{name}") for name in "ab"]
+            optimizer = dflow.Optimizer(optax.sgd(1.0), model, name="smaller/sgd", wire="int8")
+        assert model[0].device != model[1].device
+        step = dflow.jit(lambda x: optimizer.apply([x, x]))
+        for _ in Sync(cluster, job="ps").run(step, [(given[number],)], steps=1, name="smaller"):
+            pass
+        return [np.asarray(each.read()) for each in model]
+
+    for a, b in together(workers, work):
+        np.testing.assert_allclose(a, expected, rtol=1e-6, atol=1e-7)
+        np.testing.assert_allclose(b, expected, rtol=1e-6, atol=1e-7)
