@@ -432,9 +432,9 @@ class CoordinatorSession:
 
 def changed_roster(roster: Roster, change: RosterChange) -> Roster:
     """The roster after the change."""
-    tasks = list(roster.tasks)
-    for place, info in change.entries:
-        tasks[place : place + 1] = [info]
-    joined = {info.task for _, info in change.entries}
+    tasks = {info.life: info for info in roster.tasks} | {info.life: info for info in change.entries}
+    for life in change.dropped:
+        tasks.pop(life, None)
+    joined = {info.task for info in change.entries}
     expected = tuple(task for task in roster.expected if task not in joined)
-    return msgspec.structs.replace(roster, tasks=tuple(tasks), expected=expected, version=change.version)
+    return msgspec.structs.replace(roster, tasks=tuple(tasks.values()), expected=expected, version=change.version)

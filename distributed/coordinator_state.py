@@ -180,6 +180,7 @@ class CoordinatorState:
             results=dict(self._results),
             health=self._watch.all_health(),
             away=self._membership.away(),
+            left=self._membership.left_in_all,
         )
 
     def _arrive(self, event: Asked, request: AwaitBarrier) -> list[Command]:
@@ -293,9 +294,9 @@ class CoordinatorState:
                     commands += self._barriers.leave(task, f"{short_task_name(task)} has left: {reason}")
                 case EndConnection(peer, reason):
                     commands.append(Disconnect(peer, reason))
-                case PublishRoster(since, version, lives):
-                    entries = tuple((life, self._membership.entry(life)) for life in lives)
-                    change = RosterChange(since, version, entries)
+                case PublishRoster(since, version, lives, dropped):
+                    entries = tuple(map(self._membership.entry, lives))
+                    change = RosterChange(since, version, entries, dropped)
                     commands.append(Broadcast(self._membership.live_peers(), change))
                 case RefuseJoin():
                     pass

@@ -2,10 +2,11 @@
 
 Invariants:
 - at most one live task per name and per connection;
-- a task once joined is listed for ever, and `left` is set exactly when it is no longer live;
+- a task once joined is listed, and `left` is set exactly when it is no longer live; of those that have left, the last
+  `MOST_LEFT` stay listed;
 - a task that joins again in the same incarnation is the member it was, and nobody is told; one of another incarnation
   is a new entry, and the old one keeps its time and reason;
-- one that was given up may not come back in the same incarnation, since its work has gone to others;
+- one that was given up may not come back in the same incarnation while it is listed, since its work has gone to others;
 - every change of the roster makes its next version, and is published once: at once while the cluster is small, else
   together with the others of a tick, so that many who join do not tell many of each;
 - after a restart, the members are those of before, away until they join again;
@@ -17,6 +18,7 @@ and it was away for `rejoin_s`. No clock is read: time comes with the events.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -33,6 +35,8 @@ FINISHED = "finished"
 STOPPED = "stopped"
 #: With more live tasks than this, changes of the roster wait for the next tick.
 PUBLISH_AT_ONCE = 64
+#: So many of those that have left stay listed.
+MOST_LEFT = 1000
 #: After a longer pause between two ticks the coordinator has stood still, however short the time for heartbeats.
 LONG_PAUSE_S = 2.0
 #: Reasons for leaving that are no fault.
@@ -108,11 +112,12 @@ class EndConnection:
 
 @dataclass(frozen=True)
 class PublishRoster:
-    """Tell every live task what has changed since version `since`: the entries of `lives`."""
+    """Tell every live task what has changed since version `since`: `lives`, and those `dropped` from the list."""
 
     since: int
     version: int
     lives: tuple[int, ...]
+    dropped: tuple[int, ...] = ()
 
 
 MembershipCommand = RefuseJoin | ReleaseTask | EndConnection | PublishRoster
@@ -139,9 +144,10 @@ class _Identity(msgspec.Struct, frozen=True):
 
 
 class _Version(msgspec.Struct, frozen=True):
-    """How many times the roster has changed."""
+    """How many times the roster has changed, and how many tasks have left."""
 
     version: int = 0
+    left: int = 0
 
 
 class Membership:
@@ -162,19 +168,28 @@ class Membership:
         self._timeout_s = heartbeat_timeout_s
         self._rejoin_s = rejoin_s
         self._records = records or DurableRecords()
-        self._joined: list[TaskInfo] = []
+        #: By life, in order of joining.
+        self._joined: dict[int, TaskInfo] = {}
+        self._next_life = 0
+        self._left: deque[int] = deque()
         self._live: dict[str, _Live] = {}
         self._names_of: dict[int, str] = {}
         self._lives_of: dict[str, list[int]] = {}
         self._expected = dict.fromkeys(task_name(job, index) for job, count in jobs.items() for index in range(count))
         self._identity = next((found for _, found in self._records.load(_IDENTITY, _Identity)), _Identity())
-        self._version = next((found.version for _, found in self._records.load(_VERSION, _Version)), 0)
-        self._published = self._version
+        counted = next((found for _, found in self._records.load(_VERSION, _Version)), _Version())
+        self._version = self._published = counted.version
+        self._left_in_all = counted.left
         self._ticked_at_s: float | None = None
         self._available: dict[str, tuple[str, ...]] | None = None
         self._unpublished: dict[int, None] = {}
-        for _, info in self._records.load(_LIFE, TaskInfo):
+        for key, info in self._records.load(_LIFE, TaskInfo):
+            self._next_life = int(key)
             self._add(info)
+        self._left.extend(
+            sorted((life for life, info in self._joined.items() if info.left_at_s is not None), key=self._end)
+        )
+        self._dropped: list[int] = []
 
     def handle(self, event: MembershipEvent) -> list[MembershipCommand]:
         """Take note of the event and say what follows from it."""
@@ -236,11 +251,18 @@ class Membership:
     def roster(self) -> Roster:
         """All that have joined, in order of joining, and the expected ones that never did."""
         identity = self._identity
-        return Roster(tuple(self._joined), tuple(self._expected), self._version, identity.cluster, identity.epoch)
+        return Roster(
+            tuple(self._joined.values()), tuple(self._expected), self._version, identity.cluster, identity.epoch
+        )
 
     def entry(self, life: int) -> TaskInfo:
         """What the roster says of a life."""
         return self._joined[life]
+
+    @property
+    def left_in_all(self) -> int:
+        """How many tasks have left, listed or not."""
+        return self._left_in_all
 
     def live_peers(self) -> tuple[int, ...]:
         """The connections of the live tasks that are not away, in order of joining."""
@@ -299,8 +321,7 @@ class Membership:
         commands: list[MembershipCommand] = []
         if held is not None:
             commands = self._release([event.task], event.at_s, "it has started anew")
-        self._add(TaskInfo(event.task, event.address, event.at_s, incarnation=event.incarnation))
-        self._changed(len(self._joined) - 1)
+        self._changed(self._add(TaskInfo(event.task, event.address, event.at_s, incarnation=event.incarnation)))
         self._connect(event)
         return commands
 
@@ -355,14 +376,15 @@ class Membership:
         reason = f"no heartbeat for {self._timeout_s:.1f} s"
         self._live[task] = replace(self._live[task], until_s=at_s + self._timeout_s, reason=reason)
 
-    def _add(self, info: TaskInfo) -> None:
-        """List a task that has joined, which is away for now unless it has left again."""
-        life = len(self._joined)
-        self._joined.append(info)
+    def _add(self, info: TaskInfo) -> int:
+        """List a task that has joined, which is away for now unless it has left again; the number of its life."""
+        life, self._next_life = self._next_life, self._next_life + 1
+        self._joined[life] = msgspec.structs.replace(info, life=life)
         self._lives_of.setdefault(info.task, []).append(life)
         self._expected.pop(info.task, None)
         if info.left_at_s is None:
             self._live[info.task] = _Live(life, None, info.joined_at_s, "")
+        return life
 
     def _release(self, tasks: list[str], at_s: float, reason: str = "") -> list[MembershipCommand]:
         commands: list[MembershipCommand] = []
@@ -371,7 +393,11 @@ class Membership:
             why = reason or live.reason
             info = msgspec.structs.replace(self._joined[live.life], left_at_s=at_s, left=why)
             self._joined[live.life] = info
+            self._left_in_all += 1
             self._changed(live.life)
+            self._left.append(live.life)
+            if len(self._left) > MOST_LEFT:
+                self._drop(self._left.popleft())
             commands.append(ReleaseTask(task, live.life, why))
             if live.peer is not None:
                 del self._names_of[live.peer]
@@ -379,19 +405,34 @@ class Membership:
                     commands.append(EndConnection(live.peer, why))
         return commands
 
+    def _drop(self, life: int) -> None:
+        """List a life no longer that has left."""
+        info = self._joined.pop(life)
+        self._unpublished.pop(life, None)
+        self._dropped.append(life)
+        lives = self._lives_of[info.task]
+        lives.remove(life)
+        if not lives:
+            del self._lives_of[info.task]
+        self._records.drop(f"{_LIFE}{life:012d}")
+
     def _changed(self, life: int) -> None:
         """The entry of a life has changed."""
         self._available = None
         self._version += 1
         self._unpublished[life] = None
-        self._records.put(_VERSION, _Version(self._version))
+        self._records.put(_VERSION, _Version(self._version, self._left_in_all))
         self._records.put(f"{_LIFE}{life:012d}", self._joined[life])
 
     def _publish(self) -> PublishRoster:
         since, self._published = self._published, self._version
         lives = tuple(sorted(self._unpublished))
         self._unpublished.clear()
-        return PublishRoster(since, self._version, lives)
+        dropped, self._dropped = tuple(self._dropped), []
+        return PublishRoster(since, self._version, lives, dropped)
+
+    def _end(self, life: int) -> float:
+        return self._joined[life].left_at_s or 0.0
 
     @staticmethod
     def _end_of(info: TaskInfo) -> str:

@@ -406,7 +406,10 @@ class Join(Message, frozen=True):
 
 
 class TaskInfo(msgspec.Struct, frozen=True):
-    """A task of the cluster. `left` is empty while it is alive, else why it left; times are in s since the start."""
+    """A task of the cluster, by the number of its `life`, which no other has or had.
+
+    `left` is empty while it is alive, else why it left; times are in s since the start.
+    """
 
     task: str
     address: str
@@ -414,10 +417,11 @@ class TaskInfo(msgspec.Struct, frozen=True):
     left_at_s: float | None = None
     left: str = ""
     incarnation: str = ""
+    life: int = 0
 
 
 class Roster(Message, frozen=True):
-    """Every task that has joined, and which tasks are still `expected`.
+    """Every task that has joined, but those that left long ago, and which tasks are still `expected`.
 
     `version`  counts the changes; a greater one is newer
     `cluster`  which cluster this is, the same as long as its coordinator keeps its state
@@ -434,13 +438,14 @@ class Roster(Message, frozen=True):
 class RosterChange(Message, frozen=True):
     """What has changed in the roster from version `since` to `version`.
 
-    Each of `entries` is a place in `Roster.tasks` and what stands there now; the places after the last are new tasks,
-    which are no longer expected. Not answered.
+    Each of `entries` takes the place of the one of the same life, or is a new task, which is no longer expected; the
+    lives `dropped` are no longer listed. Not answered.
     """
 
     since: int
     version: int
-    entries: tuple[tuple[int, TaskInfo], ...]
+    entries: tuple[TaskInfo, ...]
+    dropped: tuple[int, ...] = ()
 
 
 class EdgeTraffic(msgspec.Struct, frozen=True):
@@ -661,6 +666,7 @@ class Status(Message, frozen=True):
 
     `away`  the tasks whose connection has ended, or that have yet to come back after the coordinator's restart; they
             are live until their time for that is over
+    `left`  how many tasks have left in all, those among them that are no longer listed
     """
 
     now_s: float
@@ -674,6 +680,7 @@ class Status(Message, frozen=True):
     results: dict[str, float]
     health: tuple[TaskHealth, ...] = ()
     away: tuple[str, ...] = ()
+    left: int = 0
 
 
 AnyMessage = (

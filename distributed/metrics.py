@@ -117,8 +117,7 @@ def _of_coordinator(status: Status) -> Iterator[Metric]:
     stalled = sum(health.stalled_since_s is not None for health in status.health)
     tasks = {"live": len(live), "stalled": stalled, "expected": len(status.expected)}
     yield _gauge("dflow_tasks", "Tasks by state; those that are stalled are live too.", "state", tasks)
-    left = {"": len(status.tasks) - len(live)}
-    yield _counter("dflow_tasks_left", "Tasks that have left, for whatever reason.", "", left)
+    yield _counter("dflow_tasks_left", "Tasks that have left, for whatever reason.", "", {"": status.left})
     yield _counter("dflow_run_steps_done", "Steps of all runs that are done.", "", {"": status.steps_done})
     yield _gauge("dflow_run_steps", "Steps that all runs have.", "", {"": status.steps_total})
     yield _gauge("dflow_variables", "Variables, queues and accumulators.", "", {"": len(status.variables)})

@@ -265,19 +265,19 @@ def test_the_end_says_leave_and_settles_what_is_open() -> None:
 
 def test_a_change_of_the_roster_is_applied_once_and_an_older_roster_is_not_shown() -> None:
     made = joined()
-    second = TaskInfo(PS0, "h:1", 1.0)
-    [shown] = made.handle(Heard(0.0, 1, RosterChange(1, 2, ((1, second),))))
+    second = TaskInfo(PS0, "h:1", 1.0, life=1)
+    [shown] = made.handle(Heard(0.0, 1, RosterChange(1, 2, (second,))))
     assert shown == ShowRoster(Roster((INFO, second), (), 2, "blue", 1))
-    assert made.handle(Heard(0.0, 1, RosterChange(1, 2, ((1, second),)))) == []
+    assert made.handle(Heard(0.0, 1, RosterChange(1, 2, (second,)))) == []
     assert made.handle(Heard(0.0, 1, ROSTER)) == []
     gone = TaskInfo(WORKER0, "h:0", 0.0, 2.0, "finished", "life")
-    [shown] = made.handle(Heard(0.0, 1, RosterChange(1, 4, ((0, gone), (1, second)))))
+    [shown] = made.handle(Heard(0.0, 1, RosterChange(1, 4, (gone, second))))
     assert shown == ShowRoster(Roster((gone, second), (), 4, "blue", 1))
 
 
 def test_a_gap_in_the_changes_is_closed_by_coming_back() -> None:
     made = joined()
-    [end] = made.handle(Heard(0.0, 1, RosterChange(2, 3, ((2, INFO),))))
+    [end] = made.handle(Heard(0.0, 1, RosterChange(2, 3, (INFO,))))
     assert end == EndLink(1, "roster 1 is here, and the changes since 2 came: some were lost")
     assert made.handle(Woke(1.0)) == [OpenLink()]
 

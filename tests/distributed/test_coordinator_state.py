@@ -74,7 +74,7 @@ def test_a_join_is_answered_by_the_roster_and_told_to_all() -> None:
     roster = answer(commands, 2)
     assert isinstance(roster, Roster)
     assert [info.task for info in roster.tasks] == [WORKER0, WORKER1, PS0]
-    assert Broadcast((10, 11, 12), RosterChange(2, 3, ((2, roster.tasks[2]),))) in commands
+    assert Broadcast((10, 11, 12), RosterChange(2, 3, (roster.tasks[2],))) in commands
 
 
 def test_a_join_that_is_refused_is_told_to_nobody() -> None:

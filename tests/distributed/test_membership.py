@@ -1,4 +1,7 @@
+import pytest
+
 from dflow.distributed.coordinator_events import Started, Ticked
+from dflow.distributed.coordinator_session import changed_roster
 from dflow.distributed.durable_records import DurableRecords, apply_changes
 from dflow.distributed.membership import (
     PUBLISH_AT_ONCE,
@@ -12,7 +15,7 @@ from dflow.distributed.membership import (
     RefuseJoin,
     ReleaseTask,
 )
-from dflow.distributed.messages import Roster, TaskInfo
+from dflow.distributed.messages import Roster, RosterChange, TaskInfo
 
 PS0, WORKER0, WORKER1 = "/job:ps/task:0", "/job:worker/task:0", "/job:worker/task:1"
 
@@ -195,10 +198,36 @@ def test_every_leave_is_kept_and_the_task_may_join_again() -> None:
     members.handle(LeaveAsked(6.0, 8, "finished"))
     assert members.roster().tasks == (
         TaskInfo(WORKER0, "h:1", 0.0, 3.0, "reset"),
-        TaskInfo(WORKER0, "h:2", 4.0, 6.0, "finished"),
+        TaskInfo(WORKER0, "h:2", 4.0, 6.0, "finished", life=1),
     )
     assert members.absence(WORKER0) == "worker:0 left at 6.0 s: finished"
     assert members.absence(WORKER1) == "worker:1 has not joined"
+
+
+def test_of_those_that_have_left_the_last_are_listed_and_all_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dflow.distributed.membership.MOST_LEFT", 2)
+    rows: dict[str, bytes] = {}
+    records = DurableRecords(rows)
+    members = Membership({}, records=records)
+    [*_, joined] = members.handle(Joined(0.0, 1, PS0, "h:0", "stays"))
+    assert joined == PublishRoster(0, 1, (0,))
+    seen = Roster((members.entry(0),), (), 1)
+    for life in range(1, 6):
+        members.handle(Joined(float(life), 1 + life, WORKER0, "h:1", f"life {life}"))
+        [_, publish] = members.handle(LeaveAsked(life + 0.5, 1 + life, "reset"))
+        assert isinstance(publish, PublishRoster)
+        assert publish.dropped == ((life - 2,) if life > 2 else ())
+        change = RosterChange(seen.version, publish.version, tuple(map(members.entry, publish.lives)), publish.dropped)
+        seen = changed_roster(seen, change)
+        assert seen.tasks == members.roster().tasks
+    assert [info.incarnation for info in seen.tasks] == ["stays", "life 4", "life 5"]
+    assert members.left_in_all == 5
+    apply_changes(rows, records.take_changes())
+    again = Membership({}, records=DurableRecords(rows))
+    assert again.roster().tasks == members.roster().tasks
+    assert again.left_in_all == 5
+    again.handle(Joined(9.0, 1, WORKER1, "h:2"))
+    assert again.life(WORKER1) == 6, "no number is given out twice"
 
 
 def test_available_are_the_live_and_the_expected_by_index() -> None:
