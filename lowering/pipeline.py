@@ -12,6 +12,7 @@ from dflow.lowering.passes.order import Order
 from dflow.lowering.passes.partition import Partition
 from dflow.lowering.passes.place import Place
 from dflow.lowering.passes.prune import Prune
+from dflow.lowering.passes.repeat import Repeat
 from dflow.lowering.passes.schedule import Schedule
 
 #: The one task there is when no cluster is joined.
@@ -37,6 +38,7 @@ def pipeline(
         *([] if costs is None else [Choose(place, costs, budget_s)]),  # before place: what was left open becomes stated
         place,
         Fold(local),  # before partition: a number that is known need not be sent
+        Repeat(),  # before partition: what costs nothing to make need not be sent
         Partition(local),  # from here on, no operand crosses a device border
         Order(),  # before cluster: it reads order edges, not the order of the list
         Cluster(),

@@ -629,6 +629,7 @@ def test_a_dump_has_one_file_a_pass(tmp_path: Path) -> None:
         "choose",
         "place",
         "fold",
+        "repeat",
         "partition",
         "order",
         "cluster",

@@ -708,6 +708,22 @@ def test_a_lookup_sends_rows_alone(memory: MemoryCluster, worker: Cluster) -> No
     assert [edge.size_bytes for edge in sent] == [24]
 
 
+def test_zeros_for_variables_on_two_tasks_are_sent_to_neither(memory: MemoryCluster, worker: Cluster) -> None:
+    with worker.parameter_servers():
+        tables = [dflow.Variable(lambda: jnp.ones(1000), name=f"table{number}") for number in range(2)]
+    assert len({table.device for table in tables}) == 2
+
+    @dflow.jit
+    def clear() -> None:
+        for table in tables:
+            table.assign(jnp.zeros(1000))
+
+    clear()
+    assert not any(float(table.read().sum()) for table in tables)
+    assert all(edge.destination == worker.task for task in memory.tasks.values() for edge in task.server.traffic())
+    assert not worker.traffic()
+
+
 def test_keys_do_not_live_on_another_task(worker: Cluster) -> None:
     with (
         worker.parameter_servers(),

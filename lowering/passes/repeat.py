@@ -1,0 +1,69 @@
+"""Make what is made of literals alone on each task that takes it, rather than send it there.
+
+Zeros of a table's shape cost a task nothing to make, and as much to send as the table. Equal nodes were merged before,
+so that the zeros of several updates are one node, which lies where none of them is. Only ops are repeated that give the
+same bits on every kind of device and do no arithmetic. A branch or loop over several tasks takes what it is given.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from dflow.lowering.passes.prune import Prune
+from dflow.tracing.device_name import task_of
+from dflow.tracing.graph import Graph, Node, Value
+from dflow.tracing.ops import CONTROL_OPS
+from dflow.tracing.wire_codecs import wire_p
+
+_CHEAP = frozenset(f"jax.{name}" for name in ["broadcast_in_dim", "convert_element_type", "iota", "reshape"])
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """Repeat such nodes of a placed graph, once for each device of another task that takes them."""
+
+    name: ClassVar[str] = "repeat"
+
+    def __call__(self, graph: Graph) -> Graph:
+        if len({node.device for node in graph.nodes}) < 2:
+            return graph
+        made = _made_of_literals(graph)
+        return Prune()(_Repeating(made, graph).graph()) if made else graph
+
+
+def _made_of_literals(graph: Graph) -> dict[Value, Node]:
+    """What such nodes give, and the nodes."""
+    found: dict[Value, Node] = {}
+    for node in graph.nodes:
+        if node.op.name in _CHEAP and not node.after and all(value in found for value in node.values):
+            found.update(dict.fromkeys(node.outputs, node))
+    return found
+
+
+class _Repeating:
+    def __init__(self, made: dict[Value, Node], graph: Graph) -> None:
+        self._made, self._old, self._fresh = made, graph, graph.fresh_names()
+        self._nodes: list[Node] = []
+        self._on: dict[tuple[Value, str], Value] = {}
+
+    def graph(self) -> Graph:
+        for node in self._old.nodes:
+            stays = node.op in CONTROL_OPS or node.op.primitive is wire_p or node.device is None
+            self._nodes.append(node if stays else self._taking(node, node.device or ""))
+        return Graph(self._old.inputs, tuple(self._nodes), self._old.outputs)
+
+    def _taking(self, node: Node, device: str) -> Node:
+        """The node on `device`, taking what is repeated there."""
+        return node.with_operands({value: self._there(value, device) for value in node.values if value in self._made})
+
+    def _there(self, value: Value, device: str) -> Value:
+        node = self._made[value]
+        if task_of(node.device or "") == task_of(device):
+            return value
+        if (value, device) not in self._on:
+            copy = self._taking(node, device)
+            outputs = tuple(replace(output, name=self._fresh(output.name)) for output in node.outputs)
+            self._nodes.append(replace(copy, outputs=outputs, device=device))
+            self._on.update({(old, device): new for old, new in zip(node.outputs, outputs, strict=True)})
+        return self._on[value, device]
