@@ -24,6 +24,7 @@ from dflow.distributed.detection.slurm import from_slurm
 from dflow.distributed.detection.tpu_vm import Metadata, from_tpu_vm
 from dflow.distributed.detection.variables import from_variables, task_index
 from dflow.distributed.transport.chosen_security import CERTIFICATE_VARIABLES, SECRET_VARIABLE
+from dflow.tracing.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,16 @@ class Surroundings:
 
 
 def detect(around: Surroundings) -> tuple[Finding, ...]:
-    """What each kind of environment says, up to the first with a cluster. Raises what the functions of each do."""
+    """What each kind of environment says, up to the first with a cluster.
+
+    raises  what the functions of each do; ConfigError when this is said to be a task, but of no cluster that was found
+    """
     findings: list[Finding] = []
     for finding in _each(around):
         findings.append(finding)
         if finding.spec is not None:
-            break
+            return tuple(findings)
+    _refuse_task_of_none(around.environment)
     return tuple(findings)
 
 
@@ -76,6 +81,19 @@ def explained(findings: Sequence[Finding], environment: Mapping[str, str]) -> st
     lines.append(f"This process is {described(spec)}.")
     lines.append(_proof(spec.security, environment))
     return "\n".join(lines)
+
+
+def _refuse_task_of_none(environment: Mapping[str, str]) -> None:
+    """A misspelt DFLOW_COORDINATOR must not have each worker train alone."""
+    which = next((name for name in ("DFLOW_INDEX", "DFLOW_JOB") if environment.get(name)), None)
+    if which is None:
+        return
+    others = sorted(name for name in environment if name.startswith("DFLOW_") and name != which)
+    raise ConfigError(
+        f"{which} is {environment[which]!r}, so this is a task of a cluster, but nothing says of which: neither "
+        f"DFLOW_COORDINATOR nor DFLOW_CLUSTER is set; set here: {', '.join(others) or 'no other DFLOW_* variable'}\n"
+        f"  set one of them, or give connect() the coordinator; to run alone, unset {which}"
+    )
 
 
 def _each(around: Surroundings) -> Iterator[Finding]:

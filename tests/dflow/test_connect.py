@@ -103,13 +103,10 @@ def test_a_port_for_metrics_that_is_taken_leaves_no_task_behind() -> None:
     coordinator.close()
 
 
-@pytest.mark.parametrize("index", ["", "two", "-1"])
-def test_an_address_without_a_number_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch, index: str) -> None:
+def test_an_address_without_a_number_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DFLOW_COORDINATOR", "127.0.0.1:1")
-    monkeypatch.setenv("DFLOW_INDEX", index)
-    with pytest.raises(
-        ConfigError, match=f"DFLOW_INDEX is {index!r}, so it is not known which worker this is"
-    ) as caught:
+    monkeypatch.delenv("DFLOW_INDEX", raising=False)
+    with pytest.raises(ConfigError, match="DFLOW_INDEX is not set, so it is not known which worker this is") as caught:
         dflow.connect()
     assert "start the script with `dflow launch`, set DFLOW_INDEX, or give connect() an index" in str(caught.value)
 

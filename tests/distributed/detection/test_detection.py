@@ -106,10 +106,17 @@ def test_a_pods_number_is_its_index_when_nobody_says_another(pod: dict[str, str]
     assert found({**pod, "DFLOW_COORDINATOR": "coordinator.dflow:7711"}).index == index
 
 
-@pytest.mark.parametrize("index", ["", "two", "-1"])
-def test_a_coordinator_without_an_index_is_refused(index: str) -> None:
-    with pytest.raises(ConfigError, match=f"DFLOW_INDEX is {index!r}, so it is not known which worker this is"):
+@pytest.mark.parametrize(("index", "said"), [("", "not set"), ("two", "'two'"), ("-1", "'-1'")])
+def test_a_coordinator_without_an_index_is_refused(index: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"DFLOW_INDEX is {said}, so it is not known which worker this is"):
         detect(around({"DFLOW_COORDINATOR": "h:7", "DFLOW_INDEX": index}))
+
+
+@pytest.mark.parametrize(("name", "value"), [("DFLOW_INDEX", "0"), ("DFLOW_JOB", "evaluator")])
+def test_a_task_of_no_cluster_is_refused_and_a_misspelt_variable_shown(name: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is {value!r}, .* set here: DFLOW_COORDINATER\n") as caught:
+        detect(around({name: value, "DFLOW_COORDINATER": "h:7"}))
+    assert f"to run alone, unset {name}" in str(caught.value)
 
 
 # Slurm.
