@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -33,7 +35,7 @@ from dflow.tracing.accumulators import ConditionalAccumulator
 from dflow.tracing.context import default_home, home
 from dflow.tracing.device import device
 from dflow.tracing.device_name import is_on_task
-from dflow.tracing.errors import DflowError, StrategyError, VariableError
+from dflow.tracing.errors import DeadlineExceeded, DflowError, StrategyError, VariableError
 from dflow.tracing.resources import Variable, is_variable
 from dflow.tracing.row_gradient import RowGradient, is_row_gradient
 from dflow.tracing.source import at, caller
@@ -44,11 +46,21 @@ from dflow.tracing.types import RowsType
 #: What is traced under one applier is not taken for what is traced under another, though that be of a run of the name.
 _serials = itertools.count()
 
+LOGGER = logging.getLogger("dflow")
+
+#: How long a worker waits for a round before it says whom for; then after twice as long, and so on.
+NOTICE_AFTER_S = 10.0
+
 
 class Tasks(Protocol):
     """What is needed of a cluster; see `Cluster`."""
 
     task: str
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """The tasks that are alive."""
+        ...
 
     @property
     def step_timeout_s(self) -> float:
@@ -119,10 +131,30 @@ class Part:
 
     def next(self, done: int) -> int:
         """The number of the round that is open, after the one that this worker is `done` with."""
-        wait_s = self._cluster.step_timeout_s
+        began_at, timeout_s = time.monotonic(), self._cluster.step_timeout_s
+        wait_s = min(NOTICE_AFTER_S, timeout_s)
+        while True:
+            try:
+                return self._asked(done, wait_s)
+            except DeadlineExceeded as error:
+                waited_s = time.monotonic() - began_at
+                whole = f"{error}{self._yet_to_come()}"
+                if waited_s >= timeout_s:
+                    raise DeadlineExceeded(whole) from None
+                LOGGER.warning("%s waits, for %.0f s: %s", short_task_name(self._cluster.task), waited_s, whole)
+                wait_s = min(2 * wait_s, timeout_s - waited_s)
+
+    def _asked(self, done: int, wait_s: float) -> int:
         message = NextRound(self._run, self._cluster.task, done, wait_s)
         answer, _ = self._cluster.request_for(self._host, message, wait_s)
         return expect(answer, RoundOpen, short_task_name(self._host)).number
+
+    def _yet_to_come(self) -> str:
+        """Who is expected and has not joined, as the end of a message."""
+        absent = [short_task_name(task) for task in self._cluster.colleagues()[0] if task not in self._cluster.tasks]
+        if not absent:
+            return ""
+        return f"; not joined yet: {', '.join(absent)}\n  start what is missing, or a cluster that expects fewer"
 
     def leave(self, done: int) -> None:
         """Take part no more. Where the host is gone, nobody waits."""

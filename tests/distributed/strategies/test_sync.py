@@ -18,6 +18,7 @@ import pytest
 import dflow
 from dflow.distributed.alone import Alone
 from dflow.distributed.cluster import Cluster, ClusterSettings
+from dflow.distributed.strategies import round_part
 from dflow.testing import MemoryCluster, memory_cluster
 from dflow.tracing.errors import DeadlineExceeded, DflowError, RemoteError, StrategyError, TaskLost, VariableError
 from dflow.tracing.types import ArrayType
@@ -414,6 +415,20 @@ def test_a_worker_that_gives_no_gradient_is_named_when_the_time_is_over(memory: 
             match=r"round 0 of 'run' has not ended: 3 gradients .*worker/task:0 gave one and .*task:1, ",
         ):
             list(Sync(cluster).run(step, itertools.repeat(1.0), steps=3, name="run"))
+
+
+def test_a_worker_that_waits_says_whom_for_long_before_its_time_is_over(
+    memory: MemoryCluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(round_part, "NOTICE_AFTER_S", 0.05)
+    settings = ClusterSettings(join_timeout_s=10.0, request_timeout_s=30.0, step_timeout_s=0.5)
+    with closing(memory.worker(0, settings)) as cluster:
+        _, step = pair(cluster)
+        with pytest.raises(DeadlineExceeded, match="not joined yet: worker:1, worker:2\n  start what is missing"):
+            list(Sync(cluster).run(step, itertools.repeat(1.0), steps=3, name="run"))
+    said = [record.getMessage() for record in caplog.records if "waits, for" in record.getMessage()]
+    assert said
+    assert all("worker/task:0 gave one" in text and "not joined yet: worker:1, worker:2" in text for text in said)
 
 
 def test_a_lost_parameter_task_ends_the_run_of_every_worker(memory: MemoryCluster, workers: list[Cluster]) -> None:
