@@ -417,9 +417,14 @@ class Cluster:
                 raise DeadlineExceeded(text + self._server.stalled(text))
             fetches = end.fetches()
         except TransportClosed as error:
-            lost = TaskLost(f"a task was lost in {describe(step)}: {error}")
+            gone = [short_task_name(task) for task, peer in others.items() if peer.closed]
+            lost = TaskLost(
+                f"{' and '.join(gone) or 'a task'} was lost in {describe(step)}: {error}{at(caller())}\n"
+                "  see its output; the variables that it held are gone, and are made anew when it runs again and this "
+                "program is started again"
+            )
             self._cancel(step, others.values(), lost)
-            raise lost from error
+            raise lost from None
         except BaseException as error:
             self._cancel(step, others.values(), error)
             raise

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from dflow.distributed.transport.base import Handler, Peer, Transport
 from dflow.lowering.recorder import CONNECTED, Note, not_noted
 from dflow.tracing.errors import TaskLost
+from dflow.tracing.source import at, caller
 
 _GONE = "the task has left or moved"
 
@@ -44,6 +45,7 @@ class Peers:
         self._note = note
         self._lock = threading.Lock()
         self._places: dict[str, _Place] = {}
+        self._is_closed = False
 
     def set_addresses(self, addresses: Mapping[str, str]) -> None:
         """Replace the address book, ending connections to tasks that left or moved."""
@@ -63,6 +65,11 @@ class Peers:
         with self._lock:
             place = self._places.get(task)
             known = sorted(self._places)
+        if place is None and self._is_closed:
+            raise TaskLost(
+                f"{self._name} has left the cluster, since close was called, so it cannot reach {task}{at(caller())}\n"
+                "  do this before close, or join again by dflow.connect()"
+            )
         if place is None:
             raise TaskLost(f"{task} is not in the cluster; these tasks are: {', '.join(known) or 'none'}")
         peer = place.peer
@@ -94,7 +101,8 @@ class Peers:
             self._note(CONNECTED, None, peer.name, "by its own will")
 
     def close(self) -> None:
-        """End every connection and forget every address."""
+        """End every connection and forget every address, for good."""
+        self._is_closed = True
         self.set_addresses({})
 
     def _connect(self, task: str, address: str) -> Peer:

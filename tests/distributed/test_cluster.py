@@ -35,6 +35,7 @@ from dflow.tracing.errors import (
     VariableError,
     VariableShapeError,
 )
+from dflow.tracing.task_name import short_task_name
 from dflow.tracing.updates import ASSIGNS, KINDS
 
 HERE = Path(__file__).name
@@ -612,8 +613,11 @@ def test_a_task_that_dies_in_a_step_ends_it_with_its_name(memory: MemoryCluster,
             task.server.close()
         else:
             task.server._listener.close()
-        with pytest.raises(TaskLost, match=task.server.name):
+        with pytest.raises(TaskLost, match=task.server.name) as caught:
             running.result(DEADLINE_S)
+        if how != "closes":
+            assert str(caught.value).startswith(f"{short_task_name(task.server.name)} was lost in step ")
+            assert "see its output" in str(caught.value)
         assert tried == [], "nobody waits for a dead task to take a cancellation"
         task.client.close("killed")
         leave.set()

@@ -42,3 +42,13 @@ def test_a_connection_to_a_task_that_leaves_while_it_is_made_is_not_kept() -> No
         peers.get(PS0)
     assert made[0].closed
     listener.close()
+
+
+def test_after_close_nobody_is_missing_but_this_task_itself() -> None:
+    peers = Peers(MemoryNetwork(), name="/job:worker/task:0", handler=Recorder(), connect_timeout_s=DEADLINE_S)
+    peers.set_addresses({PS0: "memory:1"})
+    peers.close()
+    with pytest.raises(TaskLost, match="worker/task:0 has left the cluster, since close was called") as caught:
+        peers.get(PS0)
+    assert f"at {__file__}:" in str(caught.value)
+    assert "dflow.connect()" in str(caught.value)
