@@ -1,0 +1,93 @@
+"""Draw one step of a trace that `dflow trace` wrote, as docs/monitoring.md shows it.
+
+    dflow launch --ps 2 --workers 2 examples/digits.py --steps 6000
+    dflow trace --coordinator HOST:PORT --steps 3 --out trace.json
+    python -m benchmarks.trace_picture trace.json docs/images/monitoring-trace.png
+
+Each task has a band for each kind of event; an arrow leads from where a value was handed over to where it came in.
+Needs matplotlib, the `plots` extra.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+KINDS = {"steps": "C7", "parts of steps": "C0", "compute": "C2", "transfers": "C1", "waits": "C3"}
+Events = Sequence[Mapping[str, Any]]
+
+
+def events_of(events: Events, step: str) -> Events:
+    """What of a trace belongs to a step, arrows too."""
+    slices = [event for event in events if event["ph"] == "X" and event["args"].get("step") == step]
+    began, ended = min(event["ts"] for event in slices), max(event["ts"] + event["dur"] for event in slices)
+    tracks = {(event["pid"], event["tid"]) for event in slices if event["cat"] == "transfers"}
+    arrows = [
+        event
+        for event in events
+        if event["ph"] in "sf" and (event["pid"], event["tid"]) in tracks and began <= event["ts"] <= ended
+    ]
+    both = {event["id"] for event in arrows if event["ph"] == "s"} & {
+        event["id"] for event in arrows if event["ph"] == "f"
+    }
+    return [*slices, *(event for event in arrows if event["id"] in both)]
+
+
+def draw(trace: Mapping[str, Any], file: Path) -> str:
+    """Write the picture of the first step that began and ended within the trace; which step it is."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    events: Events = trace["traceEvents"]
+    tasks = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    step = min((event for event in events if event.get("cat") == "steps"), key=lambda event: event["ts"])["name"]
+    shown = events_of(events, step)
+    slices = [event for event in shown if event["ph"] == "X"]
+    zero = min(event["ts"] for event in slices)
+    of_tasks = {pid: {event["cat"] for event in slices if event["pid"] == pid} for pid in tasks}
+    bands = [(pid, kind) for pid in sorted(of_tasks, reverse=True) for kind in KINDS if kind in of_tasks[pid]]
+    height = {band: len(bands) - number for number, band in enumerate(bands)}
+
+    figure, axis = plt.subplots(figsize=(10, 0.34 * len(bands) + 1.2))
+    for event in slices:
+        at, wide = (event["ts"] - zero) / 1e3, max(event["dur"] / 1e3, 0.01)
+        colour, is_wait = KINDS[event["cat"]], event["cat"] == "waits"
+        place = height[event["pid"], event["cat"]]
+        axis.barh(place, wide, left=at, height=0.7, color=colour, alpha=0.25 if is_wait else 0.9, linewidth=0)
+    ends: dict[Any, dict[str, tuple[float, float]]] = {}
+    for event in shown:
+        if event["ph"] in "sf":
+            place = (event["ts"] - zero) / 1e3, height[event["pid"], "transfers"]
+            ends.setdefault(event["id"], {})[event["ph"]] = place
+    for end in ends.values():
+        axis.annotate(
+            "", end["f"], end["s"], arrowprops={"arrowstyle": "->", "lw": 0.5, "color": "black", "alpha": 0.6}
+        )
+    axis.set_yticks([height[band] for band in bands], [f"{tasks[pid]}  {kind}" for pid, kind in bands])
+    for (above, _), (below, _), place in zip(bands, bands[1:], range(len(bands), 1, -1), strict=False):
+        if above != below:
+            axis.axhline(place - 0.5, color="black", linewidth=0.6)
+    axis.set_xlabel("ms")
+    axis.set_title(step)
+    axis.margins(x=0.01)
+    figure.tight_layout()
+    figure.savefig(file, dpi=110)
+    plt.close(figure)
+    return str(step)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trace", type=Path, help="what `dflow trace` wrote")
+    parser.add_argument("picture", type=Path, help="the PNG to write")
+    options = parser.parse_args()
+    print(f"{options.picture}: {draw(json.loads(options.trace.read_text()), options.picture)}")
+
+
+if __name__ == "__main__":
+    main()
