@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import os
+import sys
 from dataclasses import replace
 
 from dflow.distributed import lifeline
@@ -22,8 +22,7 @@ from dflow.distributed.transport.chosen_security import choose_security
 from dflow.distributed.transport.security import SecurityPolicy
 from dflow.distributed.transport.sockets import SocketTransport
 from dflow.homes import LOCAL
-
-LOGGER = logging.getLogger("dflow")
+from dflow.tracing.task_name import short_task_name
 
 
 def connect(
@@ -83,10 +82,12 @@ def connect(
     place = os.environ.get(METRICS_VARIABLE, "") if metrics_port is None else metrics_port
     if place != "":
         try:
-            LOGGER.info("%s: metrics are served at %s", joined.task, joined.serve_metrics(place))
+            where = joined.serve_metrics(place)
         except BaseException:
             joined.close()
             raise
+        # As stock tasks and the coordinator say it: of a free port nobody else knows the number.
+        print(f"dflow task {short_task_name(joined.task)}: metrics are served at {where}", file=sys.stderr, flush=True)
     return joined
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from dflow.cluster_options import add_cluster_file, add_coordinator_address, add_security, coordinator_of, transport_of
 from dflow.command import Command
 from dflow.option_types import at_least_one
+from dflow.tracing.errors import ConfigError
 
 
 def _running_cluster(parser: argparse.ArgumentParser) -> None:
@@ -49,6 +50,10 @@ def _trace_options(parser: argparse.ArgumentParser) -> None:
 def _trace_cluster(options: argparse.Namespace) -> int:
     from dflow.observing import trace
 
+    if not options.out.absolute().parent.is_dir():
+        raise ConfigError(
+            f"there is no folder {options.out.parent} for {options.out.name}\n  make it, or give another --out"
+        )
     transport, coordinator = transport_of(options), coordinator_of(options)
     for line in trace(transport, coordinator, options.out, steps=options.steps, timeout_s=options.timeout):
         print(line)

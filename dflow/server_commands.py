@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from dflow.cluster_options import (
@@ -20,6 +23,7 @@ from dflow.command import Command
 from dflow.distributed.lifeline import watch
 from dflow.distributed.stop_signal import StopSignal
 from dflow.option_types import count, job_count
+from dflow.tracing.errors import ConfigError
 from dflow.tracing.task_name import task_name
 
 
@@ -104,7 +108,8 @@ def _be_task(options: argparse.Namespace) -> int:
     address = listening_address(listens, coordinator)
     task, give_up_s = task_name(options.job, index), options.coordinator_timeout
     transport, metrics = transport_of(options), metrics_place_of(options)
-    return serve_task(stop, transport, task, coordinator, address, give_up_s=give_up_s, metrics=metrics)
+    with _told_who_listens(address):
+        return serve_task(stop, transport, task, coordinator, address, give_up_s=give_up_s, metrics=metrics)
 
 
 def _be_coordinator(options: argparse.Namespace) -> int:
@@ -120,7 +125,23 @@ def _be_coordinator(options: argparse.Namespace) -> int:
     jobs = dict(options.jobs) or (file.counts if file else {})
     address = options.address or (file.coordinator if file else with_port(os.environ.get("DFLOW_ADDRESS", "127.0.0.1")))
     transport, metrics = transport_of(options), metrics_place_of(options)
-    return serve_coordinator(stop, transport, address, jobs, store=store, settings=settings, metrics=metrics)
+    with _told_who_listens(address):
+        return serve_coordinator(stop, transport, address, jobs, store=store, settings=settings, metrics=metrics)
+
+
+@contextmanager
+def _told_who_listens(address: str) -> Iterator[None]:
+    """The remedy for an address that is taken, of which the system says its number alone."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        where = address.partition(";")[0]
+        raise ConfigError(
+            f"cannot listen at {where}, for another process does, such as one that was started before by the same "
+            "words\n  end it, or listen elsewhere by --address HOST:PORT"
+        ) from error
 
 
 def _become_server() -> StopSignal:

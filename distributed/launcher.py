@@ -164,6 +164,7 @@ class _Launch:
             self._look_at(self._coordinator)
             if time.monotonic() > deadline:
                 raise _Fault(f"the coordinator did not say within {START_S:g} s where it listens; see its output above")
+        self._view.show_event(f"to watch: dflow status --watch --coordinator {self._address}")
         self._client = CoordinatorClient(self._transport, self._address, name="launcher", timeout_s=START_S)
 
     def _start(self, task: _Task) -> None:

@@ -1,5 +1,6 @@
 import signal
 import socket
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,24 @@ def test_a_coordinator_says_first_where_it_listens_and_ends_quietly_at_sigterm(t
         client.close()
         spawned.process.send_signal(signal.SIGTERM)
         assert spawned.finish() == (0, line)
+
+
+@pytest.mark.parametrize("command", ["coordinator", "task"])
+def test_an_address_that_is_taken_is_said_with_the_remedy(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with closing(Coordinator(SocketTransport(), "127.0.0.1:0", {"ps": 1})) as there:
+        words = ["--index", "0", "--coordinator", there.address] if command == "task" else []
+        assert main([command, "--address", there.address, *words]) == 1
+        said = capsys.readouterr().err
+        assert f"dflow {command}: cannot listen at {there.address}, for another process does" in said
+        assert "--address HOST:PORT" in said
+
+
+def test_a_trace_for_a_folder_that_is_not_there_is_refused_before_anything_is_traced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "missing" / "trace.json"
+    assert main(["trace", "--coordinator", "127.0.0.1:1", "--out", str(out)]) == 1
+    assert f"there is no folder {out.parent} for trace.json" in capsys.readouterr().err
 
 
 def test_where_says_what_was_found_and_why(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

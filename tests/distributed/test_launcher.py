@@ -66,6 +66,7 @@ client.leave()
     assert "[worker:1] [bold]not markup[/bold]\n" in output
     assert f"[worker:1] events go to {tmp_path / 'logs'}\n" in output
     assert "dflow coordinator listening" not in output
+    assert "dflow: to watch: dflow status --watch --coordinator 127.0.0.1:" in output.splitlines()[1]
 
 
 def test_a_script_that_never_joins_has_not_done_its_part(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import dflow
+from dflow.distributed.coordinator import Coordinator
 from dflow.distributed.metrics import (
     MOST_NAMED,
     MetricsEndpoint,
@@ -22,6 +23,7 @@ from dflow.distributed.metrics import (
     metrics_place,
     task_metrics,
 )
+from dflow.distributed.transport.sockets import SocketTransport
 from dflow.testing import MemoryCluster, memory_cluster
 from dflow.tracing.errors import ConfigError, VariableError
 from tests.distributed.processes import Spawned
@@ -159,3 +161,12 @@ def test_the_commands_serve_them_where_they_are_told_to(tmp_path: Path) -> None:
             for said, name in ((line, b"dflow_tasks{"), (of_task, b'dflow_task_info{task="ps:0"} 1.0')):
                 with urllib.request.urlopen(said.split()[-1], timeout=30) as answer:
                     assert name in answer.read()
+
+
+def test_a_script_says_where_it_serves_them(capsys: pytest.CaptureFixture[str]) -> None:
+    coordinator = Coordinator(SocketTransport(), "127.0.0.1:0", {"worker": 1})
+    with closing(coordinator), closing(dflow.connect(coordinator.address, index=0, metrics_port=0)):
+        said = capsys.readouterr().err
+        assert said.startswith("dflow task worker:0: metrics are served at http://127.0.0.1:")
+        with urllib.request.urlopen(said.split()[-1], timeout=30) as answer:
+            assert b'dflow_task_info{task="worker:0"} 1.0' in answer.read()
