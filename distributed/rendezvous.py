@@ -196,8 +196,7 @@ class Rendezvous(Generic[Waiter, Value]):
 
     def abort(self, step: StepId, error: BaseException) -> list[EndWait[Waiter, Value]]:
         """The step is given up: its waits end with `error`, its values are dropped, as are those still to come."""
-        if step.origin not in self._lost:
-            self._ended.setdefault(step.origin, _Ended()).add(step.number)
+        self._ended.setdefault(step.origin, _Ended()).add(step.number)
         places = self._steps.pop(step, _Step[Waiter, Value]()).edges.values()
         self._dropped += sum(isinstance(place, _Held) for place in places)
         return [EndWait(place.waiter, error) for place in places if isinstance(place, _Waiting)]
@@ -215,12 +214,14 @@ class Rendezvous(Generic[Waiter, Value]):
     def lose(self, task: str, error: DflowError) -> list[EndWait[Waiter, Value]]:
         """A task has left: the steps it started are aborted, and waits for its values end, now and until `welcome`.
 
-        Its count of steps is forgotten, since a task of that name may come back and count anew.
+        Its count of steps is forgotten, since a task of that name may come back and count anew. What ends now, or
+        until then, is remembered: its values may still be on their way when the same task has come back.
         """
         commands = self.stop_waiting_for(task, error)
+        if task not in self._lost:
+            self._ended.pop(task, None)
         for step in [step for step in self._steps if step.origin == task]:
             commands += self.abort(step, error)
-        self._ended.pop(task, None)
         self._lost[task] = error
         return commands
 

@@ -141,6 +141,20 @@ def test_a_task_that_comes_back_may_count_its_steps_anew() -> None:
     assert rendezvous.open_steps(STEP.origin) == (STEP,)
 
 
+def test_what_ended_with_the_loss_of_a_task_stays_ended_when_it_comes_back() -> None:
+    rendezvous, cancelled = make(), StepId(STEP.origin, STEP.number + 1)
+    rendezvous.begin(STEP)
+    rendezvous.lose(STEP.origin, GONE)
+    rendezvous.abort(cancelled, GONE)
+    rendezvous.lose(STEP.origin, GONE)
+    rendezvous.welcome(STEP.origin)
+    for step in (STEP, cancelled):
+        assert rendezvous.put(step, "e", "late") == []
+        with pytest.raises(StepCancelled):
+            rendezvous.begin(step)
+    assert rendezvous.statistics().values == 0
+
+
 def test_a_lost_connection_ends_waits_but_not_steps() -> None:
     rendezvous = make()
     rendezvous.take(STEP, "e", "ps", "waiter")
@@ -223,10 +237,10 @@ class Model:
                 return self.fail({p for p, (_, source) in self.waits.items() if source == task})
             case "lose":
                 failed = self.fail({p for p, (_, source) in self.waits.items() if source == task})
-                failed |= self.end({s for s in self.opened if s.origin == task})
-                self.ended = {s for s in self.ended if s.origin != task}
+                if task not in self.lost:
+                    self.ended = {s for s in self.ended if s.origin != task}
                 self.lost.add(task)
-                return failed
+                return failed | self.end({s for s in self.opened if s.origin == task})
             case "welcome":
                 self.lost.discard(task)
         return set()
@@ -251,7 +265,7 @@ class Model:
         return {(self.waits.pop(place)[0], "error") for place in places}
 
     def end(self, steps: set[StepId]) -> set[tuple[int, object]]:
-        self.ended |= {step for step in steps if step.origin not in self.lost}
+        self.ended |= steps
         self.opened -= steps
         self.values = {place: value for place, value in self.values.items() if place[0] not in steps}
         self.used = {place for place in self.used if place[0] not in steps}
