@@ -24,7 +24,7 @@ from dflow.distributed.task_resources import TaskResources
 from dflow.distributed.transport.base import Responder
 from dflow.lowering.accumulators import HeldAccumulator
 from dflow.lowering.resource_use import ResourceUse, Results
-from dflow.lowering.timers import TIMERS, Timer
+from dflow.lowering.timers import Stoppable, start_timer
 from dflow.tracing.errors import RemoteError, WireError
 
 #: Starts a step of this task's own over plans, by task, with feeds for its own; calls back with the error, if any.
@@ -100,7 +100,7 @@ class _Run:
     submit: Callable[..., object]
     update: _Update | None = None
     _agreed: int | None = None
-    _asks: dict[int, tuple[Responder, Timer]] = field(default_factory=dict)
+    _asks: dict[int, tuple[Responder, Stoppable]] = field(default_factory=dict)
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
     _arrived: deque[rounds.Event] = field(default_factory=deque)
     _lock: threading.RLock = field(default_factory=threading.RLock)
@@ -132,7 +132,7 @@ class _Run:
         wait_s = message.timeout_s if math.isfinite(message.timeout_s) else math.inf
         with self._lock:
             ask = next(self._numbers)
-            self._asks[ask] = responder, TIMERS.start(wait_s, lambda: self.handle(rounds.GaveUp(ask)))
+            self._asks[ask] = responder, start_timer(wait_s, lambda: self.handle(rounds.GaveUp(ask)))
             self.handle(rounds.Came(ask, message.worker, message.done))
 
     def handle(self, event: rounds.Event) -> None:

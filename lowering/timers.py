@@ -2,6 +2,8 @@
 
 Why: a wait of each kind has a deadline, and most end long before it. Starting and stopping a timer is therefore cheap,
 and no thread is started for it. A stopped timer is forgotten when half of those kept are stopped.
+
+What waits starts its timer by `start_timer`, so that a simulator can run it on a clock of its own.
 """
 
 from __future__ import annotations
@@ -11,7 +13,10 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Protocol
 
 LOGGER = logging.getLogger("dflow")
 
@@ -95,3 +100,31 @@ class Timers:
 
 #: The timers of this process.
 TIMERS = Timers()
+
+
+class Stoppable(Protocol):
+    """A call to come."""
+
+    def stop(self) -> None:
+        """Let it not come."""
+        ...
+
+
+StartTimer = Callable[[float, Callable[[], None]], Stoppable]
+
+_started_by: ContextVar[StartTimer | None] = ContextVar("timers", default=None)
+
+
+def start_timer(delay_s: float, call: Callable[[], None]) -> Stoppable:
+    """Have `call` called once, in `delay_s`; see `Timers.start`."""
+    return (_started_by.get() or TIMERS.start)(delay_s, call)
+
+
+@contextmanager
+def timers_started_by(start: StartTimer) -> Iterator[None]:
+    """What runs inside gets its timers from `start`, and not those of this process."""
+    token = _started_by.set(start)
+    try:
+        yield
+    finally:
+        _started_by.reset(token)

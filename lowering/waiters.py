@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
-from dflow.lowering.timers import TIMERS, Timer
+from dflow.lowering.timers import Stoppable, start_timer
 from dflow.tracing.errors import DeadlineExceeded, DflowError
 
 LOGGER = logging.getLogger("dflow")
@@ -45,7 +45,7 @@ class Waiter:
     on_done: OnDone
     timeout_s: float
     where: str
-    timer: Timer | None = None
+    timer: Stoppable | None = None
     #: Of how many parts it is served one by one.
     count: int = 1
     #: What its wait ends with, once that is decided.
@@ -113,7 +113,7 @@ class Shared(ABC, Generic[Event]):
                 self._waiters[ticket] = waiter
                 self._decided(event(ticket), told)
                 if waiter.timeout_s > 0 and waiter.answer is None:
-                    waiter.timer = TIMERS.start(waiter.timeout_s, lambda: self._end(ticket, None))
+                    waiter.timer = start_timer(waiter.timeout_s, lambda: self._end(ticket, None))
             self._tell(told)
             if waiter.timeout_s <= 0:
                 self._end(ticket, None)
