@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from dflow.command import Command
+from dflow.distributed.simulation.program import PROGRAMS, STEPS
 from dflow.option_types import at_least_one, count
 
 
@@ -26,12 +27,26 @@ def _run_simulation(options: argparse.Namespace) -> int:
         return show_size(options)
     steps = options.steps or 9
     return show_schedules(
-        options.seed, options.schedules, options.workers, options.ps, steps, options.faults, options.log
+        options.seed,
+        options.schedules,
+        options.workers,
+        options.ps,
+        steps,
+        options.faults,
+        options.log,
+        options.program,
     )
 
 
 def _add_schedules(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--schedules", type=at_least_one, default=1, metavar="N", help="how many seeds (default: 1)")
+    group.add_argument(
+        "--program",
+        choices=PROGRAMS,
+        default=STEPS,
+        help="what the workers do: steps over all tasks, synchronous training by rounds, or use a queue that all share "
+        f"(default: {STEPS})",
+    )
     group.add_argument(
         "--faults",
         metavar="TEXT",

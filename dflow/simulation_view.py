@@ -11,6 +11,7 @@ from dflow.distributed.simulation.at_size.hardware import MB, PAPER, Computing, 
 from dflow.distributed.simulation.at_size.report import report
 from dflow.distributed.simulation.at_size.step_times import Shape, Step
 from dflow.distributed.simulation.faults import parse_faults
+from dflow.distributed.simulation.program import STEPS
 from dflow.distributed.simulation.world import Schedule, simulate
 
 
@@ -22,18 +23,20 @@ def show_schedules(
     steps: int,
     faults: str | None,
     is_logged: bool,
+    program: str = STEPS,
     say: Callable[[str], None] = print,
 ) -> int:
     """Run the schedules of `count` seeds and say how each that broke an invariant ended; the exit status.
 
     faults     as text, see `simulation.faults`; None draws them from each seed
     is_logged  say whatever happens in them, line by line
+    program    what the workers do; see `Schedule`
     raises     ValueError when `faults` cannot be read
     """
     given = None if faults is None else parse_faults(faults)
     broken = again = events = 0
     for seed in range(first_seed, first_seed + count):
-        schedule = Schedule(seed, workers, ps, steps, given)
+        schedule = Schedule(seed, workers, ps, steps, given, program)
         if is_logged:
             say(f"seed {seed}, faults: {str(schedule.script) or 'none'}")
         ended = simulate(schedule, say if is_logged else None)

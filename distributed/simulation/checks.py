@@ -11,6 +11,7 @@ Invariants that are checked, by their names here:
 - `rosters in order` what a process is told of the cluster never goes back;
 - `one view`        all that pass a barrier together are told the same members of it, are among them, and have all come;
 - `one in office`   nobody is elected while who was elected before is live;
+- `heard once`      what is said over a connection is heard once and in order, over however many streams;
 - `nothing left`    when all steps have ended, no task holds a value, a wait, a step or a plan that runs;
 - `nothing raises`  no process meets an error that it does not handle;
 - `bounded`         what machines remember stays below what they promise.
@@ -229,6 +230,10 @@ class Checks:
 
     # The end.
 
+    def is_nothing_left(self, statistics: Mapping[str, TaskStatistics]) -> bool:
+        """Whether no task holds anything of a step."""
+        return not any(any(_left(found)) for found in statistics.values())
+
     def end(self, statistics: Mapping[str, TaskStatistics]) -> None:
         """All steps have ended, and nothing more is to happen."""
         missing = sorted(set(range(self._steps)) - self._done)
@@ -237,7 +242,10 @@ class Checks:
             text = f"step {repeated.step} was applied more than once and nobody died: {repeated.reasons}"
             self.require(all(repeated.reasons), "none lost", text)
         for task, found in statistics.items():
-            held = found.rendezvous
-            left = (found.running, held.open_steps, held.values, held.waiters)
-            text = f"{task} holds (plans that run, steps, values, waits) = {left}"
-            self.require(left == (0, 0, 0, 0), "nothing left", text)
+            text = f"{task} holds (plans that run, steps, values, waits) = {_left(found)}"
+            self.require(not any(_left(found)), "nothing left", text)
+
+
+def _left(found: TaskStatistics) -> tuple[int, ...]:
+    held = found.rendezvous
+    return found.running, held.open_steps, held.values, held.waiters

@@ -33,12 +33,13 @@ from dflow.distributed.failures import error_from, failure_of
 from dflow.distributed.large_message import unpack
 from dflow.distributed.messages import AnyMessage, Failure, Heartbeat, Roster
 from dflow.distributed.simulation.events import EventQueue, Timer
-from dflow.distributed.simulation.network import Process, SimulatedTransport
+from dflow.distributed.simulation.link import SimulatedTransport
+from dflow.distributed.simulation.network import Process
 from dflow.distributed.simulation.script import Resolve, Wait
 from dflow.distributed.transport.base import Peer, RefuseAll, Reply
 from dflow.tracing.errors import DflowError, TransportClosed
 
-HEARTBEAT_S = 2.0
+HEARTBEAT_S = 3.0
 
 
 class Client:
@@ -117,7 +118,7 @@ class Client:
             self._alarm.stop()
         wake_at_s = self._session.wake_at_s
         if wake_at_s is not None:
-            self._alarm = self._events.at(wake_at_s, partial(self._process.post, self._wake))
+            self._alarm = self._events.at(wake_at_s, partial(self._process.post, self._wake), is_routine=True)
 
     def _wake(self) -> None:
         self._handle(Woke(self._events.now_s))
@@ -139,7 +140,7 @@ class Client:
         link = self._session.joined_link
         if link is not None and link in self._links:
             self._tell(link, Heartbeat(self._name))
-        self._process.after(HEARTBEAT_S, self._beat)
+        self._process.after(HEARTBEAT_S, self._beat, is_routine=True)
 
     def _carry_out(self, command: SessionCommand) -> None:
         match command:

@@ -74,12 +74,14 @@ class Faults:
     `late`   the part of packets that take up to a second longer
     `twice`  the part of values and cancellations between tasks that arrive twice
     `mixed`  the part of these that may be overtaken by what is sent after them
+    `breaks` the part of packets with which the stream breaks that carries them; the connection goes on over a new one
     """
 
     loss: float = 0.0
     late: float = 0.0
     twice: float = 0.0
     mixed: float = 0.0
+    breaks: float = 0.0
     kill: tuple[Stop, ...] = ()
     power: tuple[Stop, ...] = ()
     cut: tuple[Cut, ...] = ()
@@ -167,7 +169,7 @@ def _timed(value: str) -> tuple[str, float, float]:
 
 
 _READERS = {
-    **dict.fromkeys(("loss", "late", "twice", "mixed"), _rate),
+    **dict.fromkeys(("loss", "late", "twice", "mixed", "breaks"), _rate),
     **dict.fromkeys(("kill", "power"), _stop),
     "cut": _cut,
     "hang": _hang,
@@ -192,7 +194,7 @@ def drawn_faults(seed: int, hosts: Sequence[str], busy_s: float = 8.0) -> Faults
         return round(draw.choice([0.05, 0.5, 3.0, 15.0]) * (0.5 + draw.random()), 2)
 
     pairs = [sorted(draw.sample(list(hosts), 2)) for _ in some(2)]
-    return Faults(
+    drawn = Faults(
         loss=rate(0.2),
         late=rate(0.3),
         twice=rate(0.3),
@@ -203,3 +205,4 @@ def drawn_faults(seed: int, hosts: Sequence[str], busy_s: float = 8.0) -> Faults
         hang=tuple(Hang(draw.choice(list(hosts)), when(), lasting()) for _ in some(1)),
         slow=tuple(Slow(draw.choice(list(hosts)), draw.choice([5.0, 50.0])) for _ in some(1)),
     )
+    return replace(drawn, breaks=rate(0.1))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any
 
-from dflow.distributed.simulation.events import EventQueue
+from dflow.distributed.simulation.events import EventQueue, Timer
 from dflow.distributed.simulation.network import Process
 from dflow.tracing.errors import DeadlineExceeded
 
@@ -49,6 +49,7 @@ class Running:
         self._process = process
         self._script = script
         self._number = 0
+        self._timer: Timer | None = None
         self._is_running = False
         process.on_end.append(self.end)
         process.post(lambda: self._go_on(None))
@@ -57,6 +58,8 @@ class Running:
         """Stop where it is."""
         self._number += 1
         self.waits_until_s = None
+        if self._timer is not None:
+            self._timer.stop()
         if not self._is_running:
             self._script.close()
 
@@ -91,7 +94,7 @@ class Running:
             wait.withdraw()
             resolve(late)
 
-        timer = self._events.after(wait.timeout_s, expire)
+        self._timer = timer = self._events.after(wait.timeout_s, expire)
         try:
             wait.start(resolve)
         except Exception as error:

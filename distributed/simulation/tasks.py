@@ -6,6 +6,8 @@ the ps applies that. The value tells which attempt at which step it belongs to.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
@@ -14,16 +16,19 @@ import numpy as np
 
 from dflow.distributed.coordinator_session import SessionSettings
 from dflow.distributed.membership import FINISHED
-from dflow.distributed.messages import Join, Leave, Roster
+from dflow.distributed.messages import AnyMessage, Join, Leave, Roster
 from dflow.distributed.simulation.checks import Checks, name_of
 from dflow.distributed.simulation.client import Client
 from dflow.distributed.simulation.events import EventQueue
-from dflow.distributed.simulation.network import Network, Process, SimulatedTransport
-from dflow.distributed.simulation.script import Script, sleep
+from dflow.distributed.simulation.link import Connections, SimulatedTransport
+from dflow.distributed.simulation.network import Network, Process
+from dflow.distributed.simulation.script import Resolve, Script, Wait, sleep
 from dflow.distributed.simulation.work import SimulatedPool, deadlines_of
 from dflow.distributed.task_server import TaskServer, TaskSettings, TaskStatistics
+from dflow.distributed.transport.base import Reply
 from dflow.lowering.plan import Call, Item, Plan, Recv, Send
 from dflow.lowering.program import Program
+from dflow.lowering.resource_use import Held
 from dflow.tracing.errors import DflowError, TaskLost
 
 WAIT_S = 7.0
@@ -39,7 +44,7 @@ class Member:
         self.process = process
         self.name = name_of(process.host)
         self.says = tasks.says
-        transport = SimulatedTransport(tasks.network, process)
+        transport = SimulatedTransport(tasks.network, process, tasks.connections)
         self.server = TaskServer(
             self.name,
             transport,
@@ -48,8 +53,13 @@ class Member:
             pool=SimulatedPool(process),
             deadlines=deadlines_of(tasks.events, process, lambda key: tasks.checks.goes_on(str(process), key)),
         )
+        self.roster = Roster((), ())
+        #: Of the steps that it starts.
+        self.numbers = itertools.count(first := int(tasks.events.now_s * 1e6))
+        self.server.count_steps_from(first)
         self._checks = tasks.checks
         self._on_given_up = on_given_up
+        self._tasks = tasks
         # As a stock task has it: what it holds is worth keeping, and it has no program to begin again.
         settings = SessionSettings(rejoins_anew=process.host.startswith("ps:"))
         self.coordinator = Client(
@@ -66,6 +76,31 @@ class Member:
     def say(self, text: str) -> None:
         """Add a line to the log."""
         self.says(str(self.process), text)
+
+    def task_on(self, host: str) -> str:
+        """The name of the task on a host."""
+        return name_of(host)
+
+    def ask(
+        self,
+        host: str,
+        message: AnyMessage,
+        payload: bytes = b"",
+        *,
+        timeout_s: float,
+        on_reply: Callable[[Reply | BaseException], None] = lambda reply: None,
+    ) -> Wait:
+        """Ask another task and wait for its answer; `on_reply` is called with it also when it comes too late."""
+
+        def start(resolve: Resolve) -> None:
+            def replied(reply: Reply | BaseException) -> None:
+                if self.process.is_alive:
+                    on_reply(reply)
+                    resolve(reply)
+
+            self.server.peer(name_of(host)).start(message, payload).when_done(replied)
+
+        return Wait(f"the answer of {host} to {type(message).__name__}", timeout_s, start)
 
     def join(self) -> Script:
         """Become a member."""
@@ -93,6 +128,8 @@ class Member:
 
     def _take_over(self, roster: Roster) -> None:
         self._checks.roster(str(self.process), roster)
+        self.roster = roster
+        self._tasks.on_roster(self, roster)
         self.server.roster_changed(roster)
 
     def _given_up(self, reason: str) -> None:
@@ -110,14 +147,19 @@ class Tasks:
         checks: Checks,
         says: Callable[[str, str], None],
         coordinator: str,
+        connections: Connections,
     ) -> None:
         self.coordinator = coordinator
         self.events = events
         self.network = network
         self.checks = checks
         self.says = says
+        self.connections = connections
+        #: Called with a task and what it is told of the cluster, before that has taken it over.
+        self.on_roster: Callable[[Member, Roster], None] = lambda member, roster: None
         self._members: dict[str, Member] = {}
         self._handles: dict[tuple[Member, str], int] = {}
+        self._runs: dict[tuple[str, tuple[Member, ...]], dict[str, int]] = {}
 
     def start(self, process: Process, on_given_up: Callable[[], None]) -> Member:
         """A member in a new process; `on_given_up` is called when the cluster goes on without it."""
@@ -140,10 +182,10 @@ class Tasks:
         """What each task holds now."""
         return {host: member.server.statistics() for host, member in self._members.items()}
 
-    def check(self, host: str) -> None:
-        """That the task there remembers no more than it may."""
-        if host in self._members:
-            self.checks.memory(host, self._members[host].server.statistics(), len(self._members))
+    def check(self) -> None:
+        """That no task remembers more than it may."""
+        for host, found in self.statistics().items():
+            self.checks.memory(host, found, len(self._members))
 
     def ps_plan(self, host: str, worker: str) -> int:
         """The handle of the part that the ps has in the worker's steps, registered if need be; 0 when it is down."""
@@ -158,10 +200,44 @@ class Tasks:
                 Recv(edges[1], destination, 1, "int32", ()),
                 Call(1, (), (), (1,), ()),
             )
-            programs = _programs(lambda: (_PARAMETER,), partial(self._apply, member))
-            handle = member.server.register(Plan(member.name, 2, items), programs)
+            both = programs(lambda: (_PARAMETER,), partial(self._apply, member))
+            handle = member.server.register(Plan(member.name, 2, items), both)
             self._handles[member, worker] = handle
         return self._handles[member, worker]
+
+    def handles(
+        self, run: str, hosts: Sequence[str], made: Callable[[], Mapping[str, tuple[Plan, list[Program]]]]
+    ) -> Mapping[str, int]:
+        """The handles of the plans that are `made` for a run, by task, registered if need be.
+
+        raises  TaskLost when one of the hosts is down
+        """
+        members = tuple(self._members[host] for host in hosts if host in self._members)
+        if len(members) < len(hosts):
+            raise TaskLost(f"one of {', '.join(hosts)} is down")
+        if (run, members) not in self._runs:
+            plans = made()
+            self._runs[run, members] = {
+                member.name: member.server.register(*plans[member.process.host]) for member in members
+            }
+        return self._runs[run, members]
+
+    def live_workers(self, member: Member) -> tuple[str, ...]:
+        """The workers that are in the cluster, as far as a member knows."""
+        return tuple(
+            info.task for info in member.roster.tasks if info.left_at_s is None and "/job:worker/" in info.task
+        )
+
+    def life_of(self, host: str) -> int:
+        """Which life of the host's process it is now."""
+        return self.network.process(host).life
+
+    def resource(self, host: str, name: str) -> Held | None:
+        """The queue or accumulator of this name that a host holds, if it holds one."""
+        member = self._members.get(host)
+        with contextlib.suppress(DflowError):
+            return None if member is None else member.server.store.resource(name)
+        return None
 
     def worker_plan(self, member: Member, ps: Sequence[str]) -> int:
         """The handle of the worker's own part over these ps tasks; its feed is the number of the attempt."""
@@ -173,7 +249,7 @@ class Tasks:
             *(Send(_edges(host)[1], name_of(host), made) for host in ps),
         )
         plan = Plan(member.name, made + 1, items, feeds=(0,))
-        return member.server.register(plan, _programs(lambda number, *values: (number,)))
+        return member.server.register(plan, programs(lambda number, *values: (number,)))
 
     def _apply(self, member: Member, number: Any) -> tuple[()]:
         attempt = self.checks.applied(int(np.asarray(number)), member.process.host)
@@ -185,6 +261,7 @@ def _edges(host: str) -> tuple[str, str]:
     return f"value of {host}", f"update of {host}"
 
 
-def _programs(*functions: Callable[..., tuple[Any, ...]]) -> list[Program]:
+def programs(*functions: Callable[..., tuple[Any, ...]]) -> list[Program]:
+    """The functions in the place of programs."""
     # A plan calls its programs with arrays and takes arrays; these are no programs of XLA's.
     return [cast(Program, function) for function in functions]

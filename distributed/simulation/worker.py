@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from functools import partial
 
@@ -46,9 +45,6 @@ class Worker:
         self._steps = steps
         self._ps = tuple(ps)
         self._plan = tasks.worker_plan(member, self._ps)
-        first = int(tasks.events.now_s * 1e6)
-        self._numbers = itertools.count(first)
-        member.server.count_steps_from(first)
 
     def script(self) -> Script:
         """Join, be elected or not, and do steps until there are none."""
@@ -104,7 +100,7 @@ class Worker:
         attempt = self._checks.begin(str(self._member.process), step)
         self.attempts.append(attempt)
         self._member.say(f"begins step {step} (attempt {attempt.number})")
-        id = StepId(self._member.name, next(self._numbers))
+        id = StepId(self._member.name, next(self._member.numbers))
         others: list[Peer] = []
         try:
             others += [self._member.server.peer(name_of(host)) for host in self._ps]

@@ -6,6 +6,7 @@ asks for. Between them run `Coordinator`, `TaskServer`, `Rendezvous`, `Execution
 
 from __future__ import annotations
 
+import random
 import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -15,20 +16,26 @@ from dflow.distributed.coordinator import Coordinator
 from dflow.distributed.coordinator_state import CoordinatorSettings
 from dflow.distributed.coordinator_store import MemoryStore
 from dflow.distributed.durable_records import Change
-from dflow.distributed.messages import AnyMessage, AwaitBarrier, BarrierPassed, Claimed, ClaimSteps, Elected
+from dflow.distributed.messages import AnyMessage, AwaitBarrier, BarrierPassed, Claimed, ClaimSteps, Elected, Roster
 from dflow.distributed.simulation.checks import Checks, Repeated, name_of
-from dflow.distributed.simulation.events import EventQueue
+from dflow.distributed.simulation.events import EventQueue, Timer
 from dflow.distributed.simulation.faults import COORDINATOR, Faults, check_hosts, drawn_faults
-from dflow.distributed.simulation.network import Network, Process, SimulatedTransport
+from dflow.distributed.simulation.link import Connections, SimulatedTransport
+from dflow.distributed.simulation.network import Network, Process
+from dflow.distributed.simulation.program import PROGRAMS, STEPS, Program
+from dflow.distributed.simulation.queue_program import NAME as QUEUE_NAME
+from dflow.distributed.simulation.queue_program import QueueChecks, QueueWorker, contents
+from dflow.distributed.simulation.rounds_program import RoundChecks, RoundsWorker
 from dflow.distributed.simulation.script import Running
-from dflow.distributed.simulation.tasks import AGAIN_S, Tasks
+from dflow.distributed.simulation.tasks import AGAIN_S, Member, Tasks
 from dflow.distributed.simulation.worker import Worker
+from dflow.lowering.timers import timers_started_by
 
 ADDRESS = f"{COORDINATOR}#listens"
 SETTINGS = CoordinatorSettings()
 TICK_S = 1.0
-#: How often it is looked whether waits have ended.
-LOOK_S = 0.5
+#: How often it is looked whether waits have ended, and whether all is done.
+LOOK_S = 1.0
 #: How long a schedule may go on after its last fault: several times the longest wait of a step.
 AFTER_FAULTS_S = 120.0
 #: How long what is left over may take to end when the run is complete.
@@ -37,13 +44,17 @@ QUIET_S = 30.0
 
 @dataclass(frozen=True)
 class Schedule:
-    """What is simulated; the same value gives the same events. `faults` None draws them from the seed."""
+    """What is simulated; the same value gives the same events. `faults` None draws them from the seed.
+
+    `program`  what the workers do, of `PROGRAMS`; `steps` are rounds, or what each does with the queue, in others
+    """
 
     seed: int
     workers: int = 3
     ps: int = 2
     steps: int = 9
     faults: Faults | None = None
+    program: str = STEPS
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -59,6 +70,7 @@ class Schedule:
     def command(self) -> str:
         """The command that runs it again with its log."""
         shape = f"--workers {self.workers} --ps {self.ps} --steps {self.steps}"
+        shape += f" --program {self.program}" if self.program != STEPS else ""
         return f"dflow simulate --seed {self.seed} {shape} --faults {shlex.quote(str(self.script))} --log"
 
 
@@ -84,14 +96,17 @@ class Ended:
 def simulate(schedule: Schedule, log: Callable[[str], None] | None = None) -> Ended:
     """Run a schedule; `log` gets a line for whatever happens in it.
 
-    raises  ValueError when a fault is of a host that there is not
+    raises  ValueError when a fault is of a host that there is not, or there is no such program
     """
     check_hosts(schedule.script, schedule.hosts)
+    if schedule.program not in PROGRAMS:
+        raise ValueError(f"there is no program {schedule.program!r}; there are {', '.join(PROGRAMS)}")
     world = _World(schedule, log)
-    try:
-        world.run()
-    finally:
-        world.close()
+    with timers_started_by(world.start_timer):
+        try:
+            world.run()
+        finally:
+            world.close()
     return Ended(schedule, world.checks.broken, world.events.handled, world.events.now_s, world.checks.repeated())
 
 
@@ -101,35 +116,57 @@ class _World:
         self._schedule = schedule
         self._log = log
         ps, workers = schedule.hosts[1 : 1 + schedule.ps], schedule.hosts[1 + schedule.ps :]
-        self.checks = Checks(ps, schedule.steps)
+        self.checks = Checks(ps, schedule.steps if schedule.program == STEPS else 0)
+        self._round_checks = RoundChecks(self.checks.require, ps)
+        self._queue_checks = QueueChecks(self.checks.require)
+        self._first_ps = ps[0]
         self._faults = schedule.script
         self._network = Network(self.events, schedule.seed, self._faults)
-        self._tasks = Tasks(self.events, self._network, self.checks, self._say, ADDRESS)
+        self._connections = Connections()
+        self._tasks = Tasks(self.events, self._network, self.checks, self._say, ADDRESS, self._connections)
         self._store = _Store()
         self._scripts: dict[str, Running] = {}
-        self._workers: dict[Process, Worker] = {}
+        self._workers: dict[Process, Program] = {}
         self._steps_done = 0
         self._wants_more: dict[Process, bool] = {}
         self._look_at_s = 0.0
+        self._was_complete = False
         self._coordinator = self._start_coordinator()
         self._network.on_said, self._network.on_raised = self._said, self._raised
+        self._network.on_misheard = self._misheard
         self._network.on_hearing, self._network.on_heard = self._hearing, self._heard
         for host in (*ps, *workers):
             self._start(host)
+        self._tasks.on_roster = self._roster
         self._plan_faults()
 
     def run(self) -> None:
         """Let everything happen, checking after each event, until all steps are done and nothing is left."""
         latest_s = self._faults.end_s + AFTER_FAULTS_S
-        while not self._is_complete() and self.events.step(latest_s):
+        step, checks = self.events.step, self.checks
+        while not self._was_complete and step(latest_s):
             self._check()
-            if self.checks.broken:
+            if checks.broken:
                 return
+        if not self._is_complete():
+            waiting = sorted(str(process) for process, one in self._workers.items() if not one.is_complete)
+            self.checks.require(self._schedule.program == STEPS, "none lost", f"{waiting} are not done at the end")
         done_s = max(self.events.now_s, self._faults.end_s)
         self._say("all", "the run is complete; what is left over ends" if self._is_complete() else "time is up")
-        while self.events.step(done_s + QUIET_S) and not self.checks.broken:
+        while not self._is_at_rest() and self.events.step(done_s + QUIET_S) and not self.checks.broken:
             self._check()
+        if self.events.awaited == 0:
+            self.checks.require(not (text := self._connections.unheard()), "heard once", text)
+            self.checks.require(not (text := self._connections.overfull()), "bounded", text)
         self.checks.end(self._tasks.statistics())
+        self._round_checks.end()
+        queue = self._tasks.resource(self._first_ps, QUEUE_NAME)
+        if queue is not None:
+            self._queue_checks.end(str(self._network.process(self._first_ps)), contents(queue))
+
+    def start_timer(self, delay_s: float, call: Callable[[], None]) -> Timer:
+        """Have `call` called in `delay_s` by the process that does something now."""
+        return self.events.after(delay_s, partial(self._network.process(self._network.active).post, call))
 
     def close(self) -> None:
         """End everything."""
@@ -139,16 +176,25 @@ class _World:
     def _is_complete(self) -> bool:
         return all(worker.is_complete for process, worker in self._workers.items() if process.is_alive)
 
+    def _is_at_rest(self) -> bool:
+        """Whether nothing is on its way, waits or is left over, so that nothing more happens."""
+        return (
+            self.events.awaited == 0 and self._is_complete() and self.checks.is_nothing_left(self._tasks.statistics())
+        )
+
     def _check(self) -> None:
         if self.events.now_s >= self._look_at_s:
-            self._look_at_s = self.events.now_s + LOOK_S
-            for host, script in self._scripts.items():
-                if script.waits_until_s is not None:
-                    self.checks.wait(host, script.waits_for, script.waits_until_s, self.events.now_s)
-        if self._network.active == COORDINATOR:
-            self.checks.log(len(self._coordinator.log()))
-        else:
-            self._tasks.check(self._network.active)
+            self._look()
+
+    def _look(self) -> None:
+        """At what lasts, so that it need not be looked at after each event."""
+        self._look_at_s = self.events.now_s + LOOK_S
+        self._was_complete = self._is_complete()
+        for host, script in self._scripts.items():
+            if script.waits_until_s is not None:
+                self.checks.wait(host, script.waits_for, script.waits_until_s, self.events.now_s)
+        self.checks.log(len(self._coordinator.log()))
+        self._tasks.check()
 
     def _say(self, who: str, text: str) -> None:
         if self._log is not None:
@@ -156,9 +202,11 @@ class _World:
 
     def _said(self, process: Process, message: AnyMessage) -> None:
         """The coordinator says something to a task."""
-        tasks = self._coordinator.status().tasks
-        live = {info.task for info in tasks if info.left_at_s is None}
-        self.checks.seen(tasks)
+        live: set[str] = set()
+        if isinstance(message, Claimed | Elected | Roster):
+            tasks = self._coordinator.status().tasks
+            live = {info.task for info in tasks if info.left_at_s is None}
+            self.checks.seen(tasks)
         match message:
             case Claimed(first, count) if count:
                 self._say(COORDINATOR, f"gives steps {first} to {first + count - 1} to {process}")
@@ -172,6 +220,9 @@ class _World:
 
     def _raised(self, process: Process, error: Exception) -> None:
         self.checks.require(False, "nothing raises", f"{process} stumbles over {type(error).__name__}: {error}")
+
+    def _misheard(self, process: Process, text: str) -> None:
+        self.checks.require(False, "heard once", f"{process} {text}")
 
     def _hearing(self, process: Process, message: AnyMessage) -> None:
         if isinstance(message, ClaimSteps):
@@ -188,13 +239,14 @@ class _World:
             text = f"{process} reports {message.done} steps and {counted} are counted"
             self.checks.require(counted in (0, message.done), "done once", text)
             worker = self._workers[process]
-            self.checks.reported(worker.attempts[:counted])
+            if isinstance(worker, Worker):
+                self.checks.reported(worker.attempts[:counted])
 
     def _start_coordinator(self) -> Coordinator:
         process = self._network.start(COORDINATOR)
         self._say(str(process), "starts")
         coordinator = Coordinator(
-            SimulatedTransport(self._network, process),
+            SimulatedTransport(self._network, process, self._connections),
             ADDRESS,
             {"ps": self._schedule.ps, "worker": self._schedule.workers},
             store=self._store,
@@ -206,9 +258,9 @@ class _World:
 
         def tick() -> None:
             coordinator.tick()
-            process.after(TICK_S, tick)
+            process.after(TICK_S, tick, is_routine=True)
 
-        process.after(TICK_S, tick)
+        process.after(TICK_S, tick, is_routine=True)
         return coordinator
 
     def _start(self, host: str) -> None:
@@ -221,9 +273,27 @@ class _World:
         if host.startswith("ps:"):
             self._scripts[host] = Running(self.events, process, member.join())
         else:
-            ps = self._schedule.hosts[1 : 1 + self._schedule.ps]
-            worker = self._workers[process] = Worker(member, self._tasks, self.checks, self._schedule.steps, ps)
+            worker = self._workers[process] = self._program(member)
             self._scripts[host] = Running(self.events, process, worker.script())
+
+    def _program(self, member: Member) -> Program:
+        schedule, host = self._schedule, member.process.host
+        ps = schedule.hosts[1 : 1 + schedule.ps]
+        match schedule.program:
+            case "rounds":
+                draw = random.Random(f"rounds {schedule.seed}")
+                wanted, ends = draw.randint(1, schedule.workers), draw.random() < 0.4
+                data = draw.randint(1, schedule.steps) if ends and host != "worker:0" else 1 << 30
+                return RoundsWorker(member, self._tasks, self._round_checks, ps, schedule.steps, wanted, data)
+            case "queue":
+                ops = 2 * schedule.steps
+                return QueueWorker(member, self._tasks, self._queue_checks, ps[0], ops, str(schedule.seed))
+            case _:
+                return Worker(member, self._tasks, self.checks, schedule.steps, ps)
+
+    def _roster(self, member: Member, roster: Roster) -> None:
+        if member.process.host == self._first_ps:
+            self._round_checks.sees(roster, self.events.now_s)
 
     def _plan_faults(self) -> None:
         for is_told, stops in ((True, self._faults.kill), (False, self._faults.power)):

@@ -22,6 +22,7 @@ from dflow.distributed import (
     elections,
     membership,
     rendezvous,
+    rounds,
     step_ledger,
     task_channel,
     task_server,
@@ -29,8 +30,14 @@ from dflow.distributed import (
 from dflow.distributed.coordinator_events import Disconnect, Reply
 from dflow.distributed.messages import Claimed
 from dflow.distributed.simulation.faults import parse_faults
+from dflow.distributed.simulation.program import QUEUE, ROUNDS, STEPS
 from dflow.distributed.simulation.world import Ended, Schedule, simulate
+from dflow.distributed.transport import session as transport_session
+from dflow.lowering import accumulator_machine, accumulators, queue_machine
+from dflow.lowering.accumulator_machine import EnoughSet
 
+#: How much is done in a schedule of each program.
+STEPS_OF = {STEPS: 9, ROUNDS: 4, QUEUE: 4}
 #: Within so many schedules each has to be found.
 SCHEDULES = 150
 
@@ -41,7 +48,8 @@ Made = Callable[[Any], Any]
 class Mutation:
     """`attribute` of `owner` replaced by `made(what it was)`; `found_by` is the invariant that fails then.
 
-    `faults` are those of the schedules that shall find it, drawn from their seeds when None.
+    `faults` are those of the schedules that shall find it, drawn from their seeds when None; `program` is what the
+    workers do in them.
     """
 
     says: str
@@ -50,6 +58,7 @@ class Mutation:
     made: Made
     found_by: str
     faults: str | None = None
+    program: str = STEPS
 
 
 def _giving(result: Any) -> Made:
@@ -128,7 +137,7 @@ def _deliver_and_still_wait(original: Any) -> Any:
 
 
 #: What is on its way for a worker finds its next life.
-_RESTARTS = "loss=0.3,late=0.3,kill=worker:0@4.7+0.05,kill=worker:1@2.7+0.05,kill=worker:2@3.6+0.05"
+_RESTARTS = "loss=0.4,late=0.3,kill=worker:0@4.7+0.05,kill=worker:1@2.7+0.05,kill=worker:2@3.6+0.05"
 
 
 def _keep_the_old_life(original: Any) -> Any:
@@ -177,8 +186,78 @@ def _saving_nothing(original: Any) -> Any:
     return save
 
 
+def _saying_nothing_again(original: Any) -> Any:
+    return lambda link, peer_received: transport_session.Resumption(original(link, peer_received).released, [])
+
+
+def _one_more(original: Any) -> Any:
+    return lambda link: original(link) + 1
+
+
+def _property_giving(result: Any) -> Made:
+    return lambda original: property(lambda link: result)
+
+
+def _peeking(original: Any) -> Any:
+    return lambda order: order.contents()[0]
+
+
+def _the_last(original: Any) -> Any:
+    return lambda order: order._elements.pop()
+
+
+def _served(original: Any) -> Any:
+    def let_in(queue: Any) -> Any:
+        if queue._enqueuing and len(queue.order) >= queue._room():
+            return queue_machine.Serve(queue._enqueuing.popleft().ticket)
+        return original(queue)
+
+    return let_in
+
+
+def _let_all_in(original: Any) -> Any:
+    def fail_enqueues(queue: Any) -> Any:
+        for waiter in queue._enqueuing:
+            for element in waiter.rest:
+                queue.order.push(element)
+        return original(queue)
+
+    return fail_enqueues
+
+
+def _keeping(original: Any) -> Any:
+    def decide(accumulator: Any, event: Any) -> Any:
+        before = accumulator._sum
+        answers = list(original(accumulator, event))
+        accumulator._sum = accumulator._sum or before
+        return answers
+
+    return decide
+
+
+def _the_old(original: Any) -> Any:
+    return lambda accumulator, gradient, where: accumulator._sum or original(accumulator, gradient, where)
+
+
+def _one_less(original: Any) -> Any:
+    return lambda run: [rounds.SetEnough(max(1, command.count - 1)) for command in original(run)]
+
+
+def _done_before(original: Any) -> Any:
+    return lambda run, ask, worker, done: original(run, ask, worker, done - 1)
+
+
+#: Workers die, and come back when the rounds should be over.
+_DIES = "kill=worker:1@0.6+60,kill=worker:2@1+60"
+
+#: Connections go over one stream after the other.
+_BREAKS = "breaks=0.15"
+
 _BARRIERS = barriers.Barriers
 _SESSION = coordinator_session.CoordinatorSession
+_QUEUE, _ACCUMULATOR, _ROUNDS = queue_machine.QueueMachine, accumulator_machine.AccumulatorMachine, rounds.Rounds
+_HELD = accumulators.HeldAccumulator
+_LINK = transport_session.Session
 _RUN, _MEETING, _MEMBERS = step_ledger._Run, rendezvous.Rendezvous, membership.Membership
 
 MUTATIONS = (
@@ -215,6 +294,24 @@ MUTATIONS = (
     Mutation("waits do not expire", task_channel.TaskChannel, "_expire", _doing_nothing, "waits end"),
     Mutation("what a step left is kept", task_channel.TaskChannel, "finish", _doing_nothing, "nothing left"),
     Mutation("a run that ends tells nobody", task_server, "_answer_run", _doing_nothing, "none lost"),
+    Mutation("what was not heard is not said again", _LINK, "resume", _saying_nothing_again, "heard once", _BREAKS),
+    Mutation("more is called heard than was", _LINK, "say_received", _one_more, "heard once", _BREAKS),
+    Mutation("what is acknowledged is kept", _LINK, "acknowledge", _doing_nothing, "bounded"),
+    Mutation("nothing is acknowledged in itself", _LINK, "ack_due", _property_giving(False), "bounded"),
+    Mutation("an element is given to two", queue_machine.FifoOrder, "pop", _peeking, "taken once", program=QUEUE),
+    Mutation("the last in is the first out", queue_machine.FifoOrder, "pop", _the_last, "in order", program=QUEUE),
+    Mutation("who gave up waiting is served", _QUEUE, "_drop", _doing_nothing, "refused", program=QUEUE),
+    Mutation("what finds no room counts as in", _QUEUE, "_let_in", _served, "none lost", program=QUEUE),
+    Mutation("what was refused goes in", _QUEUE, "_fail_enqueues", _let_all_in, "refused", program=QUEUE),
+    Mutation("a stale gradient counts", _ACCUMULATOR, "is_fresh", _giving(True), "counted once", program=ROUNDS),
+    Mutation(
+        "a sum is not begun anew", accumulators.HeldAccumulator, "_decide", _keeping, "counted once", program=ROUNDS
+    ),
+    Mutation("a gradient is lost", _HELD, "_with", _the_old, "first m", program=ROUNDS),
+    Mutation("one gradient less is enough", _ROUNDS, "_enough", _one_less, "first m", program=ROUNDS),
+    Mutation("who died is waited for", _ROUNDS, "_left", _doing_nothing, "the dead", _DIES, ROUNDS),
+    Mutation("fewer are not enough", _ACCUMULATOR, "handle", _deaf_to(EnoughSet), "the dead", _DIES, ROUNDS),
+    Mutation("a round is told of again", _ROUNDS, "_came", _done_before, "later rounds", program=ROUNDS),
 )
 
 
@@ -230,7 +327,10 @@ def find(mutation: Mutation, schedules: int = SCHEDULES) -> Ended | None:
     """How the first schedule ended in which an invariant failed; None if there is none."""
     faults = None if mutation.faults is None else parse_faults(mutation.faults)
     with planted(mutation):
-        all_ended = (simulate(Schedule(seed, faults=faults)) for seed in range(schedules))
+        steps = STEPS_OF[mutation.program]
+        all_ended = (
+            simulate(Schedule(seed, steps=steps, faults=faults, program=mutation.program)) for seed in range(schedules)
+        )
         return next((ended for ended in all_ended if ended.broken), None)
 
 

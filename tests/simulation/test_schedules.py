@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -16,10 +19,14 @@ from dflow.distributed.simulation.faults import (
     drawn_faults,
     parse_faults,
 )
+from dflow.distributed.simulation.program import PROGRAMS, QUEUE, ROUNDS, STEPS
 from dflow.distributed.simulation.world import Schedule, simulate
 from tests.effort import examples
 
-SCHEDULES = 400
+#: How many schedules there are of each program, and how much is done in one.
+SCHEDULES = {STEPS: 1000, ROUNDS: 800, QUEUE: 1200}
+SHORT = {STEPS: 6, ROUNDS: 3, QUEUE: 3}
+PARTS = 10
 HOSTS = Schedule(0).hosts
 
 times = st.integers(0, 800).map(lambda hundredths: hundredths / 100)
@@ -37,6 +44,7 @@ faults = st.builds(
     rates,
     rates,
     rates,
+    breaks=st.sampled_from([0.0, 0.02, 0.2]),
     kill=lists(st.builds(Stop, st.sampled_from(HOSTS), times, spans), 3),
     power=lists(st.builds(Stop, st.sampled_from(HOSTS), times, spans), 2),
     cut=lists(
@@ -50,32 +58,48 @@ faults = st.builds(
 )
 
 
+def _schedule(seed: int, program: str) -> Schedule:
+    """With two or three workers, and one or two ps tasks."""
+    return Schedule(seed, 2 + seed % 2, 1 + seed // 2 % 2, SHORT[program], program=program)
+
+
 @pytest.fixture(autouse=True)
 def _quiet(caplog: pytest.LogCaptureFixture) -> None:
     """What goes wrong is logged, as it should be, and is nothing to read here."""
     caplog.set_level("CRITICAL", "dflow")
 
 
-@pytest.mark.parametrize("part", range(10))
-def test_whatever_goes_wrong_by_a_seed_what_must_hold_holds(part: int) -> None:
-    count = examples(SCHEDULES) // 10
+@pytest.fixture(scope="module", autouse=True)
+def _young() -> Iterator[None]:
+    """A schedule leaves much to collect, and nothing of what JAX made before it: that is not looked through again."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_whatever_goes_wrong_by_a_seed_what_must_hold_holds(part: int, program: str) -> None:
+    count = examples(SCHEDULES[program]) // PARTS
     for seed in range(part * count, (part + 1) * count):
-        ended = simulate(Schedule(seed))
+        ended = simulate(_schedule(seed, program))
         assert not ended.broken, str(ended)
 
 
 # What fails is told by a command that shows it, so nothing is to be explained.
 @settings(max_examples=examples(100), phases=set(Phase) - {Phase.explain})
-@given(seed=st.integers(0, 1000), faults=faults)
-def test_whatever_is_made_to_go_wrong_what_must_hold_holds(seed: int, faults: Faults) -> None:
-    ended = simulate(Schedule(seed, steps=5, faults=faults))
+@given(seed=st.integers(0, 1000), faults=faults, program=st.sampled_from(PROGRAMS))
+def test_whatever_is_made_to_go_wrong_what_must_hold_holds(seed: int, faults: Faults, program: str) -> None:
+    ended = simulate(Schedule(seed, steps=SHORT[program], faults=faults, program=program))
     assert not ended.broken, str(ended)
 
 
-def test_the_same_schedule_gives_the_same_log() -> None:
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_the_same_schedule_gives_the_same_log(program: str) -> None:
     logs: list[list[str]] = [[], []]
     for log in logs:
-        simulate(Schedule(9), log.append)
+        simulate(Schedule(9, program=program), log.append)
     assert len(logs[0]) > 50
     assert logs[0] == logs[1]
 
@@ -117,6 +141,16 @@ def test_faults_that_cannot_be_read_are_refused_with_an_example(text: str, why: 
 def test_a_fault_that_cannot_be_is_refused(text: str, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         simulate(Schedule(0, faults=parse_faults(text)))
+
+
+def test_a_program_that_there_is_not_is_refused() -> None:
+    with pytest.raises(ValueError, match="there is no program 'dance'; there are steps, rounds, queue"):
+        simulate(Schedule(0, program="dance"))
+
+
+def test_the_command_that_shows_a_schedule_again_names_its_program() -> None:
+    assert " --program queue " in Schedule(3, program=QUEUE).command()
+    assert "--program" not in Schedule(3).command()
 
 
 def test_steps_go_on_while_the_coordinator_is_down() -> None:

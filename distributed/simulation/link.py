@@ -1,0 +1,350 @@
+"""Connections between simulated processes: the real `Session` over streams that break, as sockets do.
+
+Why: this stands for `transport.connection` and its renewal, whose threads and sockets cannot be simulated. What is
+said over a connection is numbered, kept and sent again by the code that does so on real hosts.
+
+A stream carries packets in order. It breaks when the script says so, or when its sender gets nothing through for
+`GIVE_UP_S`; what is on its way then may be lost, and the other side learns it when it can be told, or when it sends
+something itself. Who dialled dials again and says what it has got; the other answers the same; both send again what the
+other has not. The connection ends when that does not succeed within `Limits.resume_s`.
+
+Values and cancellations between tasks may come twice or be overtaken, where the script says so: the protocol says that
+they may come in any order. Those are no part of the session.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+from dflow.distributed.codec import decode_message
+from dflow.distributed.simulation.faults import COORDINATOR
+from dflow.distributed.simulation.network import Network, Process
+from dflow.distributed.transport.base import Handler, Limits, Peer
+from dflow.distributed.transport.exchange import Exchange, Frame, Kind
+from dflow.distributed.transport.session import Session
+from dflow.tracing.errors import DeadlineExceeded, TransportClosed, WireError
+
+LIMITS = Limits()
+#: A sender that gets nothing through for so long holds the stream for broken.
+GIVE_UP_S = 8.0
+#: Between two tries at a new stream, and how long one may take.
+RETRY_S = 0.3
+#: Frames that one side may have got without saying so.
+ACK_FRAMES = 6
+#: Of two packets of a connection, the later one comes later: of equal times the seed would choose.
+_HAIR_S = 1e-9
+
+
+class _Said:
+    """A frame that may have to be sent again. `serial` is counted here, and `number` by the session."""
+
+    __slots__ = ("frame", "number", "serial")
+
+    def __init__(self, frame: Frame, serial: int) -> None:
+        self.frame = frame
+        self.serial = serial
+        self.number = 0
+
+
+class _Packet(NamedTuple):
+    """What a stream carries: something said, or an acknowledgement alone."""
+
+    stream: int
+    acknowledged: int
+    said: _Said | None
+
+
+class SimulatedLink:
+    """One end of a connection; see `exchange.Link`. `dials` is whether this end gets a new stream when one breaks."""
+
+    def __init__(self, network: Network, near: Process, far: Process, *, dials: bool) -> None:
+        self.exchange: Exchange | None = None
+        self.other: SimulatedLink
+        self.is_closed = False
+        self.said = self.heard = 0
+        self.near = near
+        self._network = network
+        self._far = far
+        self._dials = dials
+        self._session: Session[_Said] = Session(ack_frames=ACK_FRAMES)
+        #: The stream that it is on, and the newest that was dialled.
+        self._stream = self._dialled = 0
+        self._is_up = True
+        #: Until when there has to be a new stream, once it is known that this one broke.
+        self._resume_by_s: float | None = None
+        self._last_arrival_s = 0.0
+        self._between_tasks = COORDINATOR not in (near.host, far.host)
+        near.links.append(self)
+
+    @property
+    def kept(self) -> int:
+        """How many frames are kept for the other end."""
+        return self._session.unacknowledged_frames
+
+    # As a link.
+
+    def send(self, frame: Frame) -> None:
+        """See `exchange.Link.send`."""
+        if self.is_closed:
+            raise TransportClosed("the connection is closed")
+        if not self.near.is_alive:
+            return
+        if self.near.host == COORDINATOR:
+            self._network.on_said(self._far, decode_message(frame.meta))
+        if frame.payload:
+            # What is sent is what the payload holds now, whatever becomes of it.
+            frame = frame._replace(payload=memoryview(bytearray(frame.payload)))
+        if self._between_tasks and frame.kind is Kind.NOTIFY and self._sends_apart(frame):
+            return
+        self.said += 1
+        said = _Said(frame, self.said)
+        said.number = self._session.send(said, len(frame.meta) + len(frame.payload))
+        self._transmit(said)
+
+    def close(self) -> None:
+        """See `exchange.Link.close`."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        self.near.links.remove(self)
+        self._session.end()
+        if not self.near.is_alive:
+            return
+        if self._is_up:
+            self._tell_other(partial(self.other._close, "the other side closed the connection"))
+        else:
+            self._tell_other(partial(self.other._broke, self._stream, "the other side has closed the stream"))
+
+    def process_ended(self, *, is_told: bool) -> None:
+        """The process at this end is no more."""
+        if is_told:
+            self._tell_other(partial(self.other._close, "the process at the other side ended"))
+        self._is_up = False
+
+    # On a stream.
+
+    def _sends_apart(self, frame: Frame) -> bool:
+        """Whether the frame is one that others may overtake; one that comes twice is sent here for the first time."""
+        is_overtaken, events = self._network.is_overtaken(), self._network.events
+        if not is_overtaken and not self._network.comes_twice():
+            return False
+        arrival_s = self._network.arrival(self.near.host, self._far.host, GIVE_UP_S)
+        if arrival_s is not None:
+            arrival_s += self._network.draw() if is_overtaken else 0.0
+            events.at(arrival_s, lambda: self._reaches(partial(self.other._take_apart, frame)))
+        return is_overtaken
+
+    def _transmit(self, said: _Said | None) -> None:
+        if not self._is_up:
+            return
+        stream = self._stream
+        packet = _Packet(stream, self._session.say_received(), said)
+        is_broken = self._network.breaks()
+        if not is_broken or self._network.draw() < 0.5:
+            self._put(partial(self.other._take, packet))
+        if is_broken and self._is_up:
+            self._is_up = False
+            self.near.post(partial(self._broke, stream, "the stream was reset"))
+
+    def _put(self, take: Callable[[], None]) -> None:
+        """Have it taken at the other side, behind what was put before, unless nothing gets through."""
+        arrival_s = self._arrives_at()
+        if arrival_s is not None:
+            self._network.events.at(arrival_s, lambda: self._reaches(take))
+            return
+        self._is_up = False
+        broke = partial(self._broke, self._stream, f"{self._far.host} acknowledged nothing for {GIVE_UP_S:g} s")
+        self.near.after(GIVE_UP_S, broke)
+
+    def _arrives_at(self) -> float | None:
+        arrival_s = self._network.arrival(self.near.host, self._far.host, GIVE_UP_S)
+        if arrival_s is not None:
+            arrival_s = self._last_arrival_s = max(arrival_s, self._last_arrival_s + _HAIR_S)
+        return arrival_s
+
+    def _tell_other(self, what: Callable[[], None]) -> None:
+        """What the system says to the other side's, if it gets through."""
+        arrival_s = self._arrives_at()
+        if arrival_s is not None:
+            self._network.events.at(arrival_s, lambda: self._far.post(what))
+
+    def _reaches(self, take: Callable[[], None]) -> None:
+        if self.other.is_closed or not self._far.is_alive:
+            self.near.post(partial(self._close, "the connection was reset by the other side"))
+        else:
+            self._far.post(take)
+
+    def _take(self, packet: _Packet) -> None:
+        if self.is_closed:
+            return
+        if packet.stream != self._stream or self._resume_by_s is not None:
+            self._tell_other(partial(self.other._broke, packet.stream, "the other side has left the stream"))
+            return
+        said = packet.said
+        try:
+            self._session.acknowledge(packet.acknowledged)
+            if said is None or not self._session.receive(said.number, len(said.frame.meta) + len(said.frame.payload)):
+                return
+        except WireError as error:
+            self._network.on_misheard(self.near, f"finds the protocol broken: {error}")
+            return
+        self.heard += 1
+        if said.serial != self.heard:
+            self._network.on_misheard(self.near, f"hears what was said as number {said.serial} as number {self.heard}")
+        self._arrived(said.frame)
+        if self._session.ack_due and not self.is_closed:
+            self._transmit(None)
+
+    def _take_apart(self, frame: Frame) -> None:
+        if not self.is_closed:
+            self._arrived(frame)
+
+    def _arrived(self, frame: Frame) -> None:
+        assert self.exchange is not None
+        if self.near.host != COORDINATOR:
+            self.exchange.arrived(frame)
+            return
+        message = decode_message(frame.meta)
+        self._network.on_hearing(self._far, message)
+        self.exchange.arrived(frame)
+        self._network.on_heard(self._far, message)
+
+    def _close(self, reason: str) -> None:
+        if self.exchange is not None:
+            self.exchange.close(reason)
+
+    # From one stream to the next.
+
+    def _broke(self, stream: int, reason: str) -> None:
+        """It is known here that the stream has broken."""
+        if self.is_closed or stream != self._stream or self._resume_by_s is not None:
+            return
+        self._is_up = False
+        self._resume_by_s = self._network.events.now_s + LIMITS.resume_s
+        self._tell_other(partial(self.other._broke, stream, "the other side has left the stream"))
+        if self._dials:
+            self._dial(stream, reason)
+        else:
+            self.near.after(LIMITS.resume_s, partial(self._too_late, stream, reason))
+
+    def _too_late(self, stream: int, reason: str) -> None:
+        if stream == self._stream:
+            self._close(f"{reason}, and the other side did not come back within {LIMITS.resume_s:g} s")
+
+    def _dial(self, stream: int, reason: str) -> None:
+        """Try to get a new stream, again and again."""
+        if self.is_closed or self._resume_by_s is None or stream != self._stream:
+            return
+        if self._network.events.now_s >= self._resume_by_s:
+            self._close(f"{reason}, and it could not be reached again within {LIMITS.resume_s:g} s")
+            return
+        self._dialled += 1
+        offered = partial(self.other._offered, self._dialled, self._session.received)
+        arrival_s = self._network.arrival(self.near.host, self._far.host, GIVE_UP_S)
+        if arrival_s is not None and not self._network.breaks():
+            self._network.events.at(arrival_s, lambda: self._reaches(offered))
+        self.near.after(RETRY_S, partial(self._dial, stream, reason))
+
+    def _offered(self, stream: int, peer_received: int) -> None:
+        """The other side has dialled a new stream, and has so many frames."""
+        if self.is_closed or stream <= self._stream:
+            return
+        again = self._session.resume(peer_received).again
+        self._goes_on(stream)
+        self._put(partial(self.other._answered, stream, self._session.received))
+        for said in again:
+            self._transmit(said)
+
+    def _answered(self, stream: int, peer_received: int) -> None:
+        """The other side has taken the new stream, and has so many frames."""
+        if self.is_closed or stream != self._dialled or self._resume_by_s is None:
+            return
+        again = self._session.resume(peer_received).again
+        self._goes_on(stream)
+        for said in again:
+            self._transmit(said)
+
+    def _goes_on(self, stream: int) -> None:
+        self._network.resumed += 1
+        self._stream, self._is_up, self._resume_by_s = stream, True, None
+
+
+class SimulatedListener:
+    """A place where others connect; see `base.Listener`."""
+
+    def __init__(self, process: Process, address: str, name: str, handler: Handler) -> None:
+        self.address = address
+        self.name = name
+        self.handler = handler
+        self._process = process
+        process.listeners[address] = self
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._process.listeners.pop(self.address, None)
+
+
+class SimulatedTransport:
+    """The way in which one process reaches others; see `base.Transport`."""
+
+    def __init__(self, network: Network, process: Process, connections: Connections) -> None:
+        self._network = network
+        self._process = process
+        self._connections = connections
+
+    def listen(self, address: str, *, name: str, handler: Handler) -> SimulatedListener:
+        """Take connections; the address is one of this life of the process."""
+        process = self._process
+        address = address or f"{process.host}#{process.life}.{len(process.listeners)}"
+        return SimulatedListener(process, address, name, handler)
+
+    def connect(self, address: str, *, name: str, handler: Handler, who: str, timeout_s: float) -> Exchange:
+        """Connect now or not at all: the script says when to try again.
+
+        raises  DeadlineExceeded when what listens at `address` cannot be reached now
+        """
+        network, source = self._network, self._process
+        host, _, _ = address.partition("#")
+        target = network.reached(source.host, host)
+        listener = None if target is None else target.listeners.get(address)
+        if target is None or listener is None:
+            raise DeadlineExceeded(f"{who} at {address} could not be reached from {source}")
+        ours, theirs = (
+            SimulatedLink(network, source, target, dials=True),
+            SimulatedLink(network, target, source, dials=False),
+        )
+        ours.other, theirs.other = theirs, ours
+        ours.exchange = Exchange(ours, local=name, remote=listener.name, handler=handler, limits=LIMITS)
+        theirs.exchange = Exchange(theirs, local=listener.name, remote=name, handler=listener.handler, limits=LIMITS)
+        self._connections.append(ours)
+        return ours.exchange
+
+
+class Connections(list[SimulatedLink]):
+    """Those that were made in a schedule, each as the end that dialled."""
+
+    def far(self, peer: Peer) -> str:
+        """The process that the other end of a connection is in; empty when nobody here dialled it."""
+        return next((str(link.other.near) for link in reversed(self) if link.exchange is peer), "")
+
+    def unheard(self) -> str:
+        """What was said over one that is open and has not been heard, in words; to be asked when nothing happens."""
+        for link in self:
+            for end in (link, link.other):
+                other = end.other
+                if end.is_closed or other.is_closed or not end.near.is_alive or not other.near.is_alive:
+                    continue
+                if other.heard != end.said:
+                    return f"{other.near} heard {other.heard} of {end.said} frames that {end.near} sent"
+        return ""
+
+    def overfull(self) -> str:
+        """Which end of an open one keeps more than the other may leave unacknowledged, in words."""
+        for link in self:
+            for end in (link, link.other):
+                is_open = not end.is_closed and not end.other.is_closed and end.other.near.is_alive
+                if is_open and end.near.is_alive and end.kept > ACK_FRAMES:
+                    return f"{end.near} keeps {end.kept} frames for {end.other.near}, above {ACK_FRAMES}"
+        return ""

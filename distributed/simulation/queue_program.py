@@ -1,0 +1,216 @@
+"""A queue that all workers share, as a schedule has it: each puts elements in and takes some out, which are numbers.
+
+The queue is one that a real task holds, with its waits and their deadlines there.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dflow.distributed.array_lists import decode_arrays, encode_arrays
+from dflow.distributed.messages import CallResource, CancelStep, CreateResource, QueueInfo
+from dflow.distributed.simulation.script import Script, sleep
+from dflow.distributed.simulation.tasks import AGAIN_S, Member, Tasks
+from dflow.lowering.resource_use import Held, ResourceUse, Results
+from dflow.tracing.errors import DeadlineExceeded, DflowError, QueueClosed
+
+NAME = "shared"
+CAPACITY = 2
+#: How long an op may wait at the queue, and its worker for the answer.
+OP_S = 3.0
+ANSWER_S = 7.0
+PAUSE_S = 0.2
+
+Require = Callable[[bool, str, str], None]
+
+
+@dataclass
+class _Put:
+    """An element on its way in. `is_in` is what its worker was told."""
+
+    number: int
+    worker: str
+    queue: str = ""
+    is_in: bool | None = None
+    #: The take that it came out with.
+    taken: int | None = None
+
+
+@dataclass
+class _Take:
+    """A take, of which its worker was told or not."""
+
+    number: int
+    worker: str
+    queue: str = ""
+    count: int = 1
+    is_answered: bool = False
+
+
+class QueueChecks:
+    """What must hold of queues; `require` notes what does not. A queue is one life of the task that holds it.
+
+    - `taken once`  an element comes out of one take at most, of the queue that it went into;
+    - `none lost`   an element that went in is taken or there at the end, but for what a take was given of which the
+                    worker was not told, because it died, gave up or was cut off;
+    - `refused`     an element whose worker was told that it is not in does not come out;
+    - `in order`    a worker takes the elements of another in the order in which that put them in.
+    """
+
+    def __init__(self, require: Require) -> None:
+        self._require = require
+        self._puts: list[_Put] = []
+        self._takes: list[_Take] = []
+        self._newest: dict[tuple[str, str, str], tuple[int, int]] = {}
+
+    def puts(self, worker: str) -> _Put:
+        """A worker is about to put an element in."""
+        self._puts.append(_Put(len(self._puts), worker))
+        return self._puts[-1]
+
+    def takes(self, worker: str, count: int) -> _Take:
+        """A worker is about to take so many."""
+        self._takes.append(_Take(len(self._takes), worker, count=count))
+        return self._takes[-1]
+
+    def taken(self, take: _Take, numbers: Iterable[int]) -> None:
+        """A worker is told what it took."""
+        take.is_answered = True
+        for number in numbers:
+            put = self._puts[number]
+            text = f"element {number} of {put.worker} comes out for {take.worker}"
+            self._require(put.taken is None, "taken once", f"{text}, and came out before")
+            self._require(put.queue == take.queue, "taken once", f"{text} of {take.queue}; it went into {put.queue}")
+            self._require(put.is_in is not False, "refused", f"{text}, and {put.worker} was told that it is not in")
+            put.taken = take.number
+            key = (take.queue, take.worker, put.worker)
+            before = self._newest.get(key, (-1, -1))
+            is_later = before[0] > take.number or before[1] < number
+            self._require(is_later, "in order", f"{text} after element {before[1]}")
+            self._newest[key] = max(before, (take.number, number))
+
+    def end(self, queue: str, held: Sequence[int]) -> None:
+        """Nothing more is to happen, and the queue of the task's last life holds these."""
+        for number in held:
+            put = self._puts[number]
+            text = f"element {number} of {put.worker} is in the queue at the end"
+            self._require(held.count(number) == 1 and put.taken is None, "taken once", f"{text}, and somewhere else")
+            self._require(put.is_in is not False, "refused", f"{text}, and {put.worker} was told that it is not")
+        missing = [
+            put.number
+            for put in self._puts
+            if put.queue == queue and put.is_in and put.taken is None and put.number not in held
+        ]
+        unknown = sum(take.count for take in self._takes if take.queue == queue and not take.is_answered)
+        text = f"elements {missing} went into {queue} and did not come out; {unknown} may have, unseen"
+        self._require(len(missing) <= unknown, "none lost", text)
+
+
+def contents(queue: Held) -> list[int]:
+    """The numbers that a queue holds, which are taken out, with those of whoever waits to put some in."""
+    found: list[int] = []
+
+    def taken(results: Results) -> None:
+        if not isinstance(results, BaseException):
+            numbers, count = results
+            found.extend(np.asarray(numbers)[: int(count)].tolist())
+
+    queue.start(ResourceUse("queue.close"), (), lambda results: None)
+    queue.start(ResourceUse("queue.dequeue_up_to", count=4 * CAPACITY, timeout_s=0.0), (), taken)
+    return found
+
+
+class QueueWorker:
+    """Puts in and takes out at random; `ops` times in all. The first may close the queue when it is done."""
+
+    def __init__(self, member: Member, tasks: Tasks, checks: QueueChecks, host: str, ops: int, seed: str) -> None:
+        self.is_complete = False
+        self._member, self._tasks, self._checks, self._host, self._ops = member, tasks, checks, host, ops
+        self._random = random.Random(f"queue {seed} {member.process}")
+        #: The life of the host in which the queue was made.
+        self._life = -1
+        self._closes = member.process.host.endswith(":0") and self._random.random() < 0.5
+
+    def script(self) -> Script:
+        """Join, make the queue or find it, use it, and leave."""
+        yield from self._member.join()
+        for _ in range(self._ops):
+            try:
+                yield from self._create()
+                yield sleep(PAUSE_S * self._random.random())
+                yield from self._put() if self._random.random() < 0.6 else self._take()
+            except QueueClosed as error:
+                self._member.say(f"finds the queue closed: {error}")
+                break
+            except DflowError as error:
+                self._member.say(f"failed: {type(error).__name__}: {error}")
+                yield sleep(AGAIN_S)
+        if self._closes:
+            yield from self._close()
+        self.is_complete = True
+        yield from self._member.leave()
+
+    def _create(self) -> Script:
+        life = self._tasks.life_of(self._host)
+        if life != self._life:
+            message = CreateResource(NAME, "queue<i32[]>", QueueInfo("fifo", CAPACITY))
+            yield self._member.ask(self._host, message, timeout_s=ANSWER_S)
+            self._life = life
+
+    def _put(self) -> Script:
+        put = self._checks.puts(str(self._member.process))
+        self._member.say(f"puts in element {put.number}")
+
+        def told(reply: Any) -> None:
+            if not isinstance(reply, BaseException):
+                put.is_in = True
+            elif isinstance(reply, DeadlineExceeded | QueueClosed):
+                put.is_in = False
+
+        yield from self._op("queue.enqueue", put, [np.asarray(put.number, np.int32)], told)
+
+    def _take(self) -> Script:
+        count = 1 + (self._random.random() < 0.3)
+        take = self._checks.takes(str(self._member.process), count)
+        self._member.say(f"takes {count}")
+
+        def told(reply: Any) -> None:
+            if not isinstance(reply, BaseException):
+                (numbers,) = decode_arrays(reply.message.arrays, reply.payload)
+                self._member.say(f"took {numbers.tolist()}")
+                self._checks.taken(take, np.ravel(numbers).tolist())
+            elif isinstance(reply, DeadlineExceeded | QueueClosed):
+                take.is_answered = True
+
+        op = "queue.dequeue" if count == 1 else "queue.dequeue_many"
+        yield from self._op(op, take, [], told, count if count > 1 else 0)
+
+    def _close(self) -> Script:
+        cancels, step = self._random.random() < 0.5, next(self._member.numbers)
+        message = CallResource(NAME, "queue.close", self._member.name, step, cancel_pending=cancels)
+        try:
+            yield self._member.ask(self._host, message, timeout_s=ANSWER_S)
+            self._member.say("closes the queue")
+        except DflowError as error:
+            self._member.say(f"could not close the queue: {error}")
+
+    def _op(
+        self, op: str, seen: _Put | _Take, operands: Sequence[Any], told: Callable[[Any], None], count: int = 0
+    ) -> Script:
+        """Do an op; who gives up waiting for it has it given up at the queue too, as a cluster does."""
+        infos, payload = encode_arrays(operands)
+        step = next(self._member.numbers)
+        message = CallResource(NAME, op, self._member.name, step, infos, count, OP_S)
+        peer = self._member.server.peer(self._member.task_on(self._host))
+        seen.queue = self._tasks.connections.far(peer)
+        try:
+            yield self._member.ask(self._host, message, payload, on_reply=told, timeout_s=ANSWER_S)
+        except DflowError as error:
+            if not peer.closed:
+                peer.notify(CancelStep(self._member.name, step, str(error)))
+            raise

@@ -1,0 +1,310 @@
+"""Synchronous training as a schedule has it: workers that give gradients round by round, as `Sync.run` does.
+
+A gradient is the number of the attempt that it is from, as a vector with a 1 in that place; so a sum tells which are in
+it. The host and the other ps tasks are real tasks, with their rounds, accumulators and updates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from dflow.distributed.array_lists import decode_arrays, encode_arrays
+from dflow.distributed.messages import (
+    AccumulatorInfo,
+    AnyMessage,
+    CallResource,
+    CreateResource,
+    LeaveRounds,
+    NextRound,
+    OpenRounds,
+    ProposeRounds,
+    Roster,
+    RoundOpen,
+    RoundsAgreed,
+)
+from dflow.distributed.simulation.checks import name_of
+from dflow.distributed.simulation.script import Script, sleep
+from dflow.distributed.simulation.tasks import AGAIN_S, Member, Tasks, programs
+from dflow.lowering.plan import Call, Item, Plan, Recv, Send
+from dflow.lowering.program import Program
+from dflow.tracing.errors import DeadlineExceeded, DflowError, RemoteError
+
+#: How long the host lets a worker wait for a round, and how much longer the worker waits for that.
+ROUND_S = 12.0
+REQUEST_S = 6.0
+COMPUTE_S = 0.4
+#: More than there are attempts in a schedule.
+PLACES = 2048
+
+Require = Callable[[bool, str, str], None]
+
+
+@dataclass
+class _Gradient:
+    """What a worker gave in one round. `is_fresh` is what it was told of it, if it was told."""
+
+    number: int
+    worker: str
+    run: str
+    round: int
+    is_fresh: bool | None = None
+    sums: int = 0
+
+
+@dataclass
+class _RunSeen:
+    """One run as a life of its host has it: the attempts in each sum, and those in each update of each task."""
+
+    rounds: int
+    wanted: int
+    sums: list[tuple[int, ...]] = field(default_factory=list)
+    updates: dict[str, list[tuple[int, ...]]] = field(default_factory=dict)
+    #: Who has been told of a round and has never left, and who has: it may have come back, or not be missed.
+    takes_part: set[str] = field(default_factory=set)
+    left: set[str] = field(default_factory=set)
+
+
+class RoundChecks:
+    """What must hold of rounds; `require` notes what does not.
+
+    - `counted once`   a gradient is in one sum at most, once, and in that of its own round; its worker was told so;
+    - `first m`        a sum is of no more gradients than are wanted, and of fewer only when fewer workers take part;
+    - `applied once`   each task applies the sums of a run once, in order;
+    - `later rounds`   who is done with a round is told of a later one;
+    - `the dead`       nobody waits for a worker that the host has long known to be gone, or when all have given;
+    - `none lost`      a run of which a worker is told that it is over has had all of its rounds, on all tasks.
+    """
+
+    def __init__(self, require: Require, tasks: Sequence[str]) -> None:
+        self._require, self._tasks = require, tasks
+        #: The workers that the host holds for gone now, and since when.
+        self._gone: dict[str, float] = {}
+        self._gradients: list[_Gradient] = []
+        self._runs: dict[str, _RunSeen] = {}
+
+    def opened(self, run: str, rounds: int, wanted: int) -> None:
+        """A worker opens a run."""
+        self._runs.setdefault(run, _RunSeen(rounds, wanted))
+
+    def gives(self, worker: str, run: str, round: int) -> _Gradient:
+        """A worker is about to give a gradient."""
+        gradient = _Gradient(len(self._gradients), worker, run, round)
+        self._gradients.append(gradient)
+        return gradient
+
+    def told(self, run: str, worker: str, done: int, round: int) -> None:
+        """The host has told a worker that is done with one round which one is open."""
+        seen = self._runs[run]
+        text = f"{worker} is done with round {done} of {run} and told of round {round}"
+        self._require(round > done, "later rounds", text)
+        if worker not in seen.left:
+            seen.takes_part.add(worker)
+        if round >= seen.rounds:
+            text = f"{worker} is told that {run} is over, and it had {len(seen.sums)} of {seen.rounds} rounds"
+            self._require(len(seen.sums) == seen.rounds, "none lost", text)
+            for task in self._tasks:
+                text = f"{worker} is told that {run} is over, and {task} did not apply all of its sums"
+                self._require(len(seen.updates.get(task, ())) == seen.rounds, "none lost", text)
+
+    def overdue(self, run: str, worker: str, error: str, asked_s: float) -> None:
+        """The host has let a worker wait since then, and says for whom."""
+        sums = len(self._runs[run].sums)
+        is_vain = f"round {sums} of" in error and "and none did not" in error
+        self._require(not is_vain, "the dead", f"all have given, and {worker} waits: {error}")
+        _, _, missing = error.partition("gave one and ")
+        for name, since_s in self._gone.items():
+            text = f"{worker} has waited since {asked_s:.1f} s for {name}, which is gone since {since_s:.1f} s: {error}"
+            self._require(since_s > asked_s or name not in missing, "the dead", text)
+
+    def sees(self, roster: Roster, now_s: float) -> None:
+        """The host is told who is in the cluster."""
+        live = {info.task for info in roster.tasks if info.left_at_s is None}
+        gone = {info.task for info in roster.tasks} - live
+        self._gone = {task: self._gone.get(task, now_s) for task in gone}
+        for info in roster.tasks:
+            if info.left_at_s is not None:
+                self.leaves(info.task)
+
+    def leaves(self, worker: str) -> None:
+        """A worker has died, been given up or gone, or says that it goes."""
+        for seen in self._runs.values():
+            seen.takes_part.discard(worker)
+            seen.left.add(worker)
+
+    def summed(self, run: str, total: Any) -> None:
+        """The host has taken a sum, and is about to apply it."""
+        seen, total = self._runs[run], np.asarray(total)
+        number, numbers = len(seen.sums), _places(total)
+        for place in numbers:
+            gradient = self._gradients[place]
+            gradient.sums += 1
+            text = f"the gradient of {gradient.worker} of round {gradient.round} of {gradient.run}"
+            self._require(gradient.sums == 1, "counted once", f"{text} is in a second sum")
+            self._require(total[place] == 1, "counted once", f"{text} is in a sum {total[place]} times")
+            is_of_it = (gradient.run, gradient.round) == (run, number)
+            self._require(is_of_it, "counted once", f"{text} is in the sum of round {number} of {run}")
+            self._require(gradient.is_fresh is not False, "counted once", f"{text} is in its sum and was called stale")
+        text = f"round {number} of {run} has {len(numbers)} gradients, {seen.wanted} are wanted"
+        self._require(len(numbers) <= seen.wanted, "first m", text)
+        least = max(1, min(seen.wanted, len(seen.takes_part)))
+        self._require(len(numbers) >= least, "first m", f"{text}, and {sorted(seen.takes_part)} take part")
+        seen.sums.append(numbers)
+
+    def updated(self, run: str, task: str, total: Any) -> None:
+        """A task applies a sum."""
+        seen, numbers = self._runs[run], _places(total)
+        updates = seen.updates.setdefault(task, [])
+        text = f"{task} applies a sum of {numbers} as update {len(updates)} of {run}"
+        self._require(seen.sums[len(updates) : len(updates) + 1] == [numbers], "applied once", text)
+        updates.append(numbers)
+
+    def end(self) -> None:
+        """Nothing more is to happen."""
+        for gradient in self._gradients:
+            sums = self._runs[gradient.run].sums
+            text = f"the gradient of {gradient.worker} of round {gradient.round} of {gradient.run}"
+            is_there = gradient.sums == 1 or gradient.round >= len(sums) or not gradient.is_fresh
+            self._require(is_there, "counted once", f"{text} was called fresh and is in no sum")
+
+
+class RoundsWorker:
+    """Takes part until the run is over, or, a worker but the first, until it has no more data in some schedules."""
+
+    def __init__(
+        self, member: Member, tasks: Tasks, checks: RoundChecks, ps: Sequence[str], rounds: int, wanted: int, data: int
+    ) -> None:
+        self.is_complete = False
+        self._member, self._tasks, self._checks = member, tasks, checks
+        self._host, self._ps, self._rounds, self._wanted, self._data = ps[0], ps, rounds, wanted, data
+        self._who = name_of(member.process.host)
+        self._done = -1
+
+    def script(self) -> Script:
+        """Join, take part in one run after another until one is over, and leave."""
+        yield from self._member.join()
+        failed = 0
+        while not self.is_complete:
+            run = ""
+            try:
+                life = self._tasks.life_of(self._host)
+                run = f"run {failed} on {self._host} in life {life}"
+                yield from self._take_part(run)
+                self.is_complete = True
+            except RemoteError as error:
+                # As a user begins again from what was saved.
+                self._member.say(f"sees {run} fail: {error}")
+                failed += "the update of round" in str(error)
+                yield sleep(AGAIN_S)
+            except DflowError as error:
+                self._member.say(f"failed: {type(error).__name__}: {error}")
+                yield sleep(AGAIN_S)
+            finally:
+                self._checks.leaves(self._who)
+            if run:
+                yield from self._leave(run)
+        yield from self._member.leave()
+
+    def _take_part(self, run: str) -> Script:
+        self._done = -1
+        agreed = yield self._ask(ProposeRounds(run, self._wanted))
+        wanted = _expected(agreed, RoundsAgreed).wanted
+        settings = AccumulatorInfo("sum", wanted)
+        yield self._ask(CreateResource(run, f"accumulator<i32[{PLACES}]>", settings))
+        names = {host: name_of(host) for host in self._ps}
+        made = partial(update_plans, names, partial(self._checks.summed, run), partial(self._checks.updated, run))
+        handles = self._tasks.handles(run, self._ps, made)
+        workers = self._tasks.live_workers(self._member)
+        self._checks.opened(run, self._rounds, wanted)
+        yield self._ask(OpenRounds(run, self._rounds, wanted, workers, run, dict(handles)))
+        number = yield from self._next(run)
+        while number < self._rounds:
+            yield sleep(COMPUTE_S)
+            yield from self._give(run, number)
+            self._done = number
+            self._data -= 1
+            number = yield from self._next(run)
+            if self._data == 0:
+                self._member.say("has no more data")
+                return
+
+    def _next(self, run: str) -> Script:
+        message = NextRound(run, self._member.name, self._done, ROUND_S)
+        asked_s = self._tasks.events.now_s
+
+        def told(reply: Any) -> None:
+            if isinstance(reply, DeadlineExceeded):
+                self._checks.overdue(run, self._who, str(reply), asked_s)
+
+        reply = yield self._member.ask(self._host, message, on_reply=told, timeout_s=ROUND_S + REQUEST_S)
+        number = int(_expected(reply, RoundOpen).number)
+        self._checks.told(run, self._who, self._done, number)
+        self._member.say(f"is told of round {number}")
+        return number
+
+    def _give(self, run: str, number: int) -> Script:
+        gradient = self._checks.gives(str(self._member.process), run, number)
+        one = np.zeros(PLACES, np.int32)
+        one[gradient.number] = 1
+        infos, payload = encode_arrays([one, np.asarray(number, np.int32)])
+        step = next(self._member.numbers)
+        message = CallResource(run, "accumulator.apply", self._member.name, step, infos, timeout_s=REQUEST_S)
+
+        def told(reply: Any) -> None:
+            if not isinstance(reply, BaseException):
+                (is_fresh,) = decode_arrays(reply.message.arrays, reply.payload)
+                gradient.is_fresh = bool(is_fresh)
+
+        yield self._member.ask(self._host, message, payload, on_reply=told, timeout_s=REQUEST_S)
+        said = "counts" if gradient.is_fresh else "came too late"
+        self._member.say(f"gave gradient {gradient.number} in round {number}, which {said}")
+
+    def _leave(self, run: str) -> Script:
+        try:
+            yield self._ask(LeaveRounds(run, self._member.name, self._done))
+        except DflowError as error:
+            self._member.say(f"could not say that it leaves {run}: {error}")
+
+    def _ask(self, message: AnyMessage) -> Any:
+        return self._member.ask(self._host, message, timeout_s=REQUEST_S)
+
+
+def _places(total: Any) -> tuple[int, ...]:
+    """The numbers of the attempts in a sum."""
+    return tuple(int(number) for number in np.nonzero(np.asarray(total))[0])
+
+
+def _expected(reply: Any, kind: type[Any]) -> Any:
+    assert isinstance(reply.message, kind), f"a task answered {reply.message}"
+    return reply.message
+
+
+def update_plans(
+    names: Mapping[str, str], on_sum: Callable[[Any], None], on_update: Callable[[str, Any], None]
+) -> Mapping[str, tuple[Plan, list[Program]]]:
+    """By host: the plan of its part in the update of a run, and its programs; the first is the host of the run.
+
+    names  of the tasks, by host
+    """
+    first, *others = names
+
+    def apply(host: str, total: Any) -> tuple[()]:
+        on_update(host, total)
+        return ()
+
+    def take(total: Any) -> tuple[Any, ...]:
+        on_sum(total)
+        on_update(first, total)
+        return (total,)
+
+    sends = [Send(f"sum for {host}", names[host], 1) for host in others]
+    items: tuple[Item, ...] = (Call(0, (), (), (0,), (1,)), *sends)
+    plans = {first: (Plan(names[first], 2, items, feeds=(0,)), programs(take))}
+    for host in others:
+        items = (Recv(f"sum for {host}", names[first], 0, "int32", (PLACES,)), Call(0, (), (), (0,), ()))
+        plans[host] = (Plan(names[host], 1, items), programs(partial(apply, host)))
+    return plans
