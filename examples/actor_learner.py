@@ -1,9 +1,11 @@
 """Actors walk through a corridor and put what they saw into a queue; a learner takes batches out and learns from them.
 
     python examples/actor_learner.py
+    dflow launch --ps 1 --workers 4 --job learner=1 examples/actor_learner.py
 
-All are threads of one process over the same variables and queue. Each actor and the learner is one compiled function
-with a loop in it that waits for the queue: a full queue holds the actors back, an empty one the learner.
+Alone, all are threads of one process over the same variables and queue. Launched, each is a process, and the variables
+and the queue live on a parameter task. Each actor and the learner is one compiled function with a loop in it that waits
+for the queue: a full queue holds the actors back, an empty one the learner.
 """
 
 import argparse
@@ -17,13 +19,14 @@ import dflow
 STATES, GOAL = 8, 7
 BATCH = 32
 
+cluster = dflow.connect()
 scalar = jax.ShapeDtypeStruct((), jnp.int32)
-transitions = dflow.FIFOQueue(
-    256, {"state": scalar, "action": scalar, "reward": jax.ShapeDtypeStruct((), jnp.float32), "after": scalar}
-)
-#: How much reward to expect, by state and action: 0 is a step to the left, 1 to the right. At first too much is
-#: expected of everything, so that everything is tried.
-worth = dflow.Variable(jnp.ones((STATES, 2)), name="worth")
+seen = {"state": scalar, "action": scalar, "reward": jax.ShapeDtypeStruct((), jnp.float32), "after": scalar}
+with cluster.parameter_servers():
+    transitions = dflow.FIFOQueue(256, seen, name="transitions")
+    #: How much reward to expect, by state and action: 0 is a step to the left, 1 to the right. At first too much is
+    #: expected of everything, so that everything is tried.
+    worth = dflow.Variable(lambda: jnp.ones((STATES, 2)), name="worth")
 
 
 def walk(state, action):
@@ -89,22 +92,32 @@ def steps_to_goal() -> int:
     return steps
 
 
+def learn_all(actors: int, steps: int) -> None:
+    """Learn from all that so many actors tell."""
+    batches = actors * steps // BATCH
+    error = learn(batches)
+    print(f"learned from {batches * BATCH} transitions of {actors} actors; {int(transitions.size())} are left")
+    print(f"the last error is {float(error):.3f}; the goal is {steps_to_goal()} steps away")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--actors", type=int, default=4)
+    parser.add_argument("--actors", type=int, default=4, help="how many there are; launched, as many as --workers says")
     parser.add_argument("--steps", type=int, default=1600, help="of each actor")
     options = parser.parse_args()
-    actors = [
-        threading.Thread(target=act, args=(jax.random.key(number), options.steps)) for number in range(options.actors)
-    ]
-    for actor in actors:
-        actor.start()
-    batches = options.actors * options.steps // BATCH
-    error = learn(batches)
-    for actor in actors:
-        actor.join()
-    print(f"learned from {batches * BATCH} transitions of {options.actors} actors; {int(transitions.size())} are left")
-    print(f"the last error is {float(error):.3f}; the goal is {steps_to_goal()} steps away")
+    if cluster.task.startswith("/job:learner/"):
+        learn_all(options.actors, options.steps)
+    elif cluster.task.startswith("/job:worker/"):
+        act(jax.random.key(cluster.index), options.steps)
+    else:
+        keys = map(jax.random.key, range(options.actors))
+        actors = [threading.Thread(target=act, args=(key, options.steps)) for key in keys]
+        for actor in actors:
+            actor.start()
+        learn_all(options.actors, options.steps)
+        for actor in actors:
+            actor.join()
+    cluster.close()
 
 
 if __name__ == "__main__":

@@ -46,6 +46,15 @@ def test_actors_and_a_learner() -> None:
     assert "the goal is 7 steps away" in output
 
 
+def test_actors_and_a_learner_on_a_cluster() -> None:
+    words = ("-m", "dflow", "launch", "--workers", "2", "--job", "learner=1", "examples/actor_learner.py")
+    with Spawned(*words, "--actors", "2", "--steps", "160", cwd=ROOT) as ran:
+        status, output = ran.finish()
+    assert status == 0, output
+    assert "[learner:0] learned from 320 transitions of 2 actors; 0 are left" in output
+    assert re.search(r"\n transitions_1 +ps:0 -> learner:0 +10 ", output), output
+
+
 @pytest.mark.parametrize("words", [["--plain"], []])
 def test_a_pallas_kernel_trains_as_the_plain_function_does(words: list[str]) -> None:
     with Spawned("examples/pallas_kernel.py", "--steps", "12", *words, cwd=ROOT) as ran:
