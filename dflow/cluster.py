@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from dflow.distributed import lifeline
@@ -22,7 +25,13 @@ from dflow.distributed.transport.chosen_security import choose_security
 from dflow.distributed.transport.security import SecurityPolicy
 from dflow.distributed.transport.sockets import SocketTransport
 from dflow.homes import LOCAL
+from dflow.lowering.timers import TIMERS
 from dflow.tracing.task_name import short_task_name
+
+LOGGER = logging.getLogger("dflow")
+
+#: How long joining may take before the log says so.
+NOTICE_AFTER_S = 10.0
 
 
 def connect(
@@ -67,15 +76,16 @@ def connect(
     transport = SocketTransport(security=security or _security(spec))
     attendants = _attend(spec)
     listens = listening_address(address or spec.listens, spec.coordinator)
-    joined = Cluster(
-        spec.coordinator,
-        transport,
-        job=spec.job,
-        index=spec.index,
-        store=LOCAL.store,
-        address=listens,
-        settings=settings or ClusterSettings(),
-    )
+    with _told_while_it_takes_long(spec):
+        joined = Cluster(
+            spec.coordinator,
+            transport,
+            job=spec.job,
+            index=spec.index,
+            store=LOCAL.store,
+            address=listens,
+            settings=settings or ClusterSettings(),
+        )
     dump_on_signal(joined.flights.dump_soon)
     if attendants is not None:
         attendants.stay_in_touch(transport)
@@ -89,6 +99,27 @@ def connect(
         # As stock tasks and the coordinator say it: of a free port nobody else knows the number.
         print(f"dflow task {short_task_name(joined.task)}: metrics are served at {where}", file=sys.stderr, flush=True)
     return joined
+
+
+@contextmanager
+def _told_while_it_takes_long(spec: ClusterSpec) -> Iterator[None]:
+    """A line in the log before a wait of a minute, most often for what was not started, ends by an error."""
+
+    def tell() -> None:
+        LOGGER.warning(
+            "%s is not in the cluster after %g s: the coordinator at %s does not answer yet, or tasks that it expects "
+            "are missing; `dflow status --coordinator %s` says which",
+            short_task_name(spec.task),
+            NOTICE_AFTER_S,
+            spec.coordinator,
+            spec.coordinator,
+        )
+
+    timer = TIMERS.start(NOTICE_AFTER_S, tell)
+    try:
+        yield
+    finally:
+        timer.stop()
 
 
 def _spec(

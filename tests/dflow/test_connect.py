@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,18 @@ def test_an_address_without_a_number_is_refused_with_the_remedy(monkeypatch: pyt
 def test_an_address_nobody_answers_at() -> None:
     with pytest.raises(DeadlineExceeded, match=r"the coordinator at 127\.0\.0\.1:1 could not be reached within 0\.2 s"):
         dflow.connect("127.0.0.1:1", index=0, settings=SETTINGS)
+
+
+def test_joining_that_takes_long_is_told_before_it_fails(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys.modules["dflow.cluster"], "NOTICE_AFTER_S", 0.01)
+    with pytest.raises(DeadlineExceeded):
+        dflow.connect("127.0.0.1:1", index=0, settings=SETTINGS)
+    [told] = [record.getMessage() for record in caplog.records if "is not in the cluster" in record.getMessage()]
+    assert told.startswith(
+        "worker:0 is not in the cluster after 0.01 s: the coordinator at 127.0.0.1:1 does not answer"
+    )
 
 
 def test_an_address_that_is_none() -> None:
