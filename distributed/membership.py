@@ -343,9 +343,10 @@ class Membership:
         if held is not None:
             if held.peer is None or self._is_same(event, held):
                 return None
+            there, here = (place.partition(";")[0] for place in (self._joined[held.life].address, event.address))
             return RefuseJoin(
-                f"{who} is already live at {self._joined[held.life].address}, so the one at {event.address} may not "
-                "join; give it another index, or end the first"
+                f"{who} is already live at {there}, so the one at {here} may not join; give it another index, or end "
+                "the first"
             )
         for life in reversed(self._lives_of.get(event.task, [])):
             info = self._joined[life]

@@ -16,7 +16,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from dflow.tracing.errors import DflowError
+from dflow.tracing.errors import DflowError, StrategyError
+from dflow.tracing.source import at, caller
 
 _runs = itertools.count()
 
@@ -41,6 +42,14 @@ class StepSource(Protocol):
         ...
 
 
+def refuse_negative(steps: int) -> None:
+    """Raise StrategyError, with the user's line, for a number of steps that cannot be."""
+    if steps < 0:
+        raise StrategyError(
+            f"steps={steps} of a run is negative{at(caller())}\n  give 0 or more, of all workers together"
+        )
+
+
 class Async:
     """Runs a training step on every worker until the cluster has done a number of steps in all."""
 
@@ -57,7 +66,9 @@ class Async:
                  worker when they end or the program leaves the loop, and the other workers do what is left
         steps    how many steps all workers do together
         name     of the run, the same on every worker; given none, runs are numbered in the order of the program
+        raises   StrategyError for a negative number of steps
         """
+        refuse_negative(steps)
         run = name or f"run_{next(_runs)}"
         supply = iter(batches)
         claimed = self._cluster.claim(run, steps)

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import msgspec
 
 from dflow.distributed.messages import RoundsDone
-from dflow.distributed.strategies.async_ import Async, StepSource, real_scalars
+from dflow.distributed.strategies.async_ import Async, StepSource, real_scalars, refuse_negative
 
 _runs = itertools.count()
 #: How often a worker says how it goes, in s.
@@ -92,9 +92,11 @@ class Sync:
                  without this worker
         steps    how many rounds, and so updates, there are in all
         name     of the run, the same on every worker; given none, runs are numbered in the order of the program
-        raises   StrategyError for a step without gradients, or with several optimizers; VariableError for variables
-                 that are not on tasks, which no other worker sees; DeadlineExceeded, naming who gave no gradient
+        raises   StrategyError for a step without gradients, or with several optimizers, or a negative number of
+                 rounds; VariableError for variables that are not on tasks, which no other worker sees;
+                 DeadlineExceeded, naming who gave no gradient
         """
+        refuse_negative(steps)
         run = name or f"sync_run_{next(_runs)}"
         part = self._cluster.take_part(run, self._job)
         if part is None:

@@ -41,7 +41,7 @@ def test_a_join_sent_again_changes_nothing() -> None:
 def test_a_second_live_task_of_one_name_is_refused_with_both_addresses() -> None:
     members = cluster()
     members.handle(Joined(1.0, 7, WORKER0, "h:1"))
-    [refusal] = members.handle(Joined(2.0, 8, WORKER0, "h:2"))
+    [refusal] = members.handle(Joined(2.0, 8, WORKER0, "h:2;unix:/folder/socket@boot/0"))
     assert isinstance(refusal, RefuseJoin)
     assert "worker:0 is already live at h:1, so the one at h:2 may not join" in refusal.text
     assert members.live_peers() == (7,)

@@ -16,8 +16,9 @@ from dflow.distributed.alone import Alone
 from dflow.distributed.coordinator import Coordinator
 from dflow.distributed.coordinator_client import CoordinatorClient
 from dflow.distributed.strategies.async_ import Async
+from dflow.distributed.strategies.sync import Sync
 from dflow.distributed.transport.memory import MemoryNetwork
-from dflow.tracing.errors import RemoteError, TransportClosed
+from dflow.tracing.errors import RemoteError, StrategyError, TransportClosed
 
 DEADLINE_S = 60.0
 
@@ -182,3 +183,9 @@ def test_a_named_run_goes_on_where_it_was_left_alone_too() -> None:
     assert list(Async(alone).run(lambda batch: batch, itertools.count(), steps=20, name="fit")) == []
     with pytest.raises(RemoteError, match=r"run 'fit': it has 20 steps and .* asks for 30; .*name another run"):
         list(Async(alone).run(lambda batch: batch, itertools.count(), steps=30, name="fit"))
+
+
+@pytest.mark.parametrize("strategy", [Async, Sync])
+def test_a_negative_number_of_steps_is_refused_at_the_users_line(strategy: Any) -> None:
+    with pytest.raises(StrategyError, match=r"steps=-1 of a run is negative\n  at .*test_async.py:"):
+        list(strategy(Alone()).run(lambda batch: batch, itertools.count(), steps=-1))
