@@ -41,9 +41,12 @@ class Usage:
     memory_mib: float
     threads: int
     descriptors: int
+    #: With their compiled programs, which a task rightly keeps.
+    plans: int = 0
 
     def __str__(self) -> str:
-        return f"{self.memory_mib:.0f} MiB, {self.threads} threads, {self.descriptors} descriptors"
+        held = f"{self.memory_mib:.0f} MiB, {self.threads} threads, {self.descriptors} descriptors"
+        return f"{held}, {self.plans} plans" if self.plans else held
 
 
 @dataclass
@@ -100,7 +103,14 @@ class Victim:
         folder = Path(f"/proc/{self.process.pid}")
         status = (folder / "status").read_text()
         numbers = {key: int(value) for key, value in re.findall(r"^(VmRSS|Threads):\s+(\d+)", status, re.MULTILINE)}
-        return Usage(numbers["VmRSS"] / 1024, numbers["Threads"], len(list((folder / "fd").iterdir())))
+        descriptors = len(list((folder / "fd").iterdir()))
+        return Usage(numbers["VmRSS"] / 1024, numbers["Threads"], descriptors, self._plans())
+
+    def _plans(self) -> int:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        print(file=self.process.stdin, flush=True)
+        return int(self.process.stdout.readline())
 
     def check(self) -> None:
         """Be a well-behaved client; raises when the task does not answer one rightly."""

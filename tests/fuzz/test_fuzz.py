@@ -100,7 +100,14 @@ def test_a_task_that_has_ended_is_noticed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("last", "status"),
-    [(Usage(190, 10, 5), 1), (Usage(100, 30, 5), 1), (Usage(100, 10, 50), 1), (Usage(110, 12, 6), 0)],
+    [
+        (Usage(160, 10, 5), 1),
+        (Usage(160, 10, 5, plans=100), 0),
+        (Usage(200, 10, 5, plans=100), 1),
+        (Usage(100, 30, 5), 1),
+        (Usage(100, 10, 50), 1),
+        (Usage(110, 12, 6), 0),
+    ],
 )
 def test_growth_is_noticed(last: Usage, status: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert verdict(Tally(usages=[Usage(100, 10, 5), last]), 0) == status

@@ -1,6 +1,6 @@
 """Who is fuzzed: `python -m tests.fuzz.victim ROLE ADDRESS` prints where it listens, and serves until its input ends.
 
-`ROLE` is `task` or `coordinator`.
+`ROLE` is `task` or `coordinator`. To each line of its input it answers how many plans it keeps.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def main() -> None:
     else:
         server = Coordinator(SocketTransport(LIMITS), address, {"ps": 1, "worker": 2})
     print(f"listening on {server.address}", flush=True)
-    sys.stdin.read()
+    for _ in sys.stdin:
+        print(server.statistics().plans if isinstance(server, TaskServer) else 0, flush=True)
 
 
 if __name__ == "__main__":
