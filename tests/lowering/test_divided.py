@@ -162,6 +162,19 @@ def run_both(case: Traced, seed: int, times: int = 2) -> Cluster:
     return cluster
 
 
+def waited_for(cluster: Cluster, task: str) -> list[str]:
+    """The edges whose values a task waits for when it has gone ahead alone as far as it can."""
+    schedule, programs = cluster._parts[task]
+    work: list[Callable[[], None]] = []
+    ended: list[Any] = []
+    box = Mailbox(cluster.mail, task)
+    Execution(schedule, programs, cluster.stores[task], box, StepId(WORKER, 9), [], ended.append, work.append).start()
+    while work:
+        work.pop()()
+    assert not ended
+    return sorted(edge for _, edge, _, _ in cluster.mail.waiting)
+
+
 def lowered(graph: Graph) -> Graph:
     return run_passes(graph, pipeline(WORKER, TASKS), check=True)
 
@@ -194,17 +207,40 @@ def test_a_task_goes_ahead_as_many_turns_as_it_may(parallel: int) -> None:
         with dflow.parallel_iterations(parallel):
             return lax.fori_loop(0, 6, turn, x)
 
-    cluster = Cluster((case := traced(program)).graph, case.state)
-    schedule, programs = cluster._parts[PS_1]
-    work: list[Callable[[], None]] = []
-    ended: list[Any] = []
-    step = StepId(WORKER, 1)
-    box = Mailbox(cluster.mail, PS_1)
-    Execution(schedule, programs, cluster.stores[PS_1], box, step, [], ended.append, work.append).start()
-    while work:
-        work.pop()()
-    assert sorted(edge for _, edge, _, _ in cluster.mail.waiting) == [f"a@{turn}" for turn in range(min(parallel, 6))]
-    assert not ended
+    case = traced(program)
+    waited = waited_for(Cluster(case.graph, case.state), PS_1)
+    assert waited == [f"a@{turn}" for turn in range(min(parallel, 6))]
+
+
+def test_turns_within_turns_that_are_under_way_together_wait_for_values_of_their_own() -> None:
+    def program(_: State, x: Any) -> Any:
+        def outer(nothing: int, row: Any) -> Any:
+            def inner(nothing: int, number: Any) -> Any:
+                with dflow.device("ps:0"):
+                    sent = (row + number) * 2
+                with dflow.device("ps:1"):
+                    return nothing, sent * 3
+
+            with dflow.parallel_iterations(2):
+                return lax.scan(inner, nothing, jnp.arange(2, dtype=jnp.int32) + row)
+
+        with dflow.parallel_iterations(2):
+            return lax.scan(outer, 0, jnp.arange(3, dtype=jnp.int32) + x)[1].sum()
+
+    cluster = run_both(traced(program), seed=0, times=1)
+    assert waited_for(cluster, PS_1) == [f"jax.mul.2@{row}.{number}" for row in range(2) for number in range(2)]
+
+
+def test_tasks_take_part_in_a_loop_for_what_is_in_a_branch_in_it_alone() -> None:
+    def program(state: State, x: Any) -> Any:
+        a, b, _ = state.variables
+
+        def turn(_: Any, x: Any) -> Any:
+            return lax.cond(x > 0, lambda x: a.assign(b.read() + x) or x + 1, lambda x: b.assign(a.read()) or x - 1, x)
+
+        return lax.fori_loop(0, 3, turn, x)
+
+    run_both(traced(program), seed=0)
 
 
 def test_an_arm_that_is_not_taken_sends_nothing() -> None:
