@@ -8,13 +8,12 @@ Invariants:
 - what has to outlive the coordinator is in a Persist before all that follows from it; a state made from what the
   Persists of another have left answers, after Started, as that one would;
 - a message in the name of a task counts only from the connection over which that task joined;
-- the last `LOG_EVENTS` events are kept in order, without the traffic that heartbeats tell; as long as they are all
-  there are, handling them again from the start gives the same commands.
+- the newest events are kept in order; as long as they are all there are, handling them again from the start gives the
+  same commands.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -37,6 +36,7 @@ from dflow.distributed.coordinator_events import (
 )
 from dflow.distributed.durable_records import DurableRecords
 from dflow.distributed.elections import Elections
+from dflow.distributed.event_log import EventLog
 from dflow.distributed.membership import (
     ConnectionLost,
     EndConnection,
@@ -78,7 +78,6 @@ from dflow.distributed.variable_directory import VariableDirectory
 from dflow.tracing.errors import DeviceError
 from dflow.tracing.task_name import short_task_name, split_task_name
 
-LOG_EVENTS = 10_000
 #: How long all tasks are not asked for their last events again.
 DUMP_PAUSE_S = 5.0
 _RESULT = "result/"
@@ -126,11 +125,11 @@ class CoordinatorState:
         self._barriers = Barriers(self._present, self._describe, records)
         self._results = {name: result.value for name, result in records.load(_RESULT, _Result)}
         self._dumped_at_s: float | None = None
-        self.log: deque[Event] = deque(maxlen=LOG_EVENTS)
+        self.log = EventLog()
 
     def handle(self, event: Event) -> list[Command]:
         """Take note of the event and say what the shell shall do, in order."""
-        self.log.append(_logged(event))
+        self.log.append(event)
         commands = self._decide(event)
         changes = self._records.take_changes()
         return [Persist(changes), *commands] if changes else commands
@@ -301,10 +300,3 @@ class CoordinatorState:
                 case RefuseJoin():
                     pass
         return commands
-
-
-def _logged(event: Event) -> Event:
-    match event:
-        case Told(at_s, peer, Heartbeat() as heartbeat):
-            return Told(at_s, peer, msgspec.structs.replace(heartbeat, traffic=()))
-    return event

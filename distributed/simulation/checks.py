@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dflow.distributed.coordinator_state import LOG_EVENTS
+from dflow.distributed.event_log import LOG_EVENTS
 from dflow.distributed.membership import NORMAL_ENDS
 from dflow.distributed.messages import BarrierPassed, Roster, TaskInfo
 from dflow.distributed.rendezvous import WINDOW
