@@ -32,6 +32,7 @@ from dflow.tracing.task_name import short_task_name, split_task_name
 #: Rows of a table before the rest is summed up in one.
 MOST_ROWS = 30
 PLAIN_LINE_S = 2.0
+SAME_LINE_S = 30.0
 #: Characters in a line of a table where there is no terminal to ask.
 PLAIN_WIDTH = 120
 RATE_WINDOW_S = 5.0
@@ -191,12 +192,16 @@ class TerminalView:
 
 
 class PlainView:
-    """The launcher's view in a file or a pipe: no colours, no cursor, one line of progress every two seconds."""
+    """The launcher's view in a file or a pipe: no colours, no cursor, one line of progress every two seconds.
+
+    Who is up is told when that has changed, and every half minute.
+    """
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._rate = StepRate()
         self._shown_at_s = 0.0
+        self._present = ""
 
     def __enter__(self) -> Self:
         return self
@@ -214,9 +219,10 @@ class PlainView:
         """Print the progress when the last one is old enough; the tasks are told of by events alone."""
         if status is None:
             return
-        rate = self._rate.add(status)
-        if status.now_s - self._shown_at_s >= PLAIN_LINE_S:
-            self._shown_at_s = status.now_s
+        rate, present = self._rate.add(status), "" if status.steps_total else _present(status)
+        is_news = not present or present != self._present
+        if status.now_s - self._shown_at_s >= (PLAIN_LINE_S if is_news else SAME_LINE_S):
+            self._shown_at_s, self._present = status.now_s, present
             self._print(progress_line(status, rate))
 
     def show_event(self, text: str) -> None:

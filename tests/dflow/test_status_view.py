@@ -156,6 +156,17 @@ def test_output_to_a_file_is_plain_and_progress_comes_every_two_seconds() -> Non
     assert lines[-1] == "dflow: worker:0 ended"
 
 
+def test_in_a_file_who_is_up_is_told_when_it_changes_and_every_half_minute() -> None:
+    console = Console(file=io.StringIO(), width=120)
+    view = PlainView(console)
+    for second in range(100):
+        expected = (WORKERS[0],) if second < 10 else ()
+        view.show_status(status(now_s=float(second), steps_total=0, expected=expected), ())
+    assert isinstance(console.file, io.StringIO)
+    times = [float(line.split()[0]) for line in console.file.getvalue().splitlines()]
+    assert times == [2.0, 10.0, 40.0, 70.0]
+
+
 def test_a_terminal_gets_a_live_line_and_the_tables_after_it() -> None:
     console = Console(file=io.StringIO(), width=120, force_terminal=True)
     view = make_view(console)
