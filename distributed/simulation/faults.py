@@ -126,7 +126,7 @@ def parse_faults(text: str) -> Faults:
             faults = _READERS[name](faults, name, value)
         except ValueError as error:
             raise ValueError(
-                f"{word!r} is not one of {', '.join(_READERS)} ({error}); such as loss=0.1, kill=worker:0@3.5+2, "
+                f"fault {word!r}: {error}; give some of {', '.join(_READERS)}, such as loss=0.1, kill=worker:0@3.5+2, "
                 "cut=worker:0/coordinator@2+6, hang=ps:0@5+1, slow=ps:1*20"
             ) from None
     return faults
@@ -165,7 +165,11 @@ def _slow(faults: Faults, _: str, value: str) -> Faults:
 def _timed(value: str) -> tuple[str, float, float]:
     host, _, times = value.partition("@")
     at_s, _, for_s = times.partition("+")
-    return host, float(at_s), float(for_s)
+    try:
+        return host, float(at_s), float(for_s)
+    except ValueError:
+        said = f"{value!r} is not of the form HOST@SECONDS+SECONDS: when it begins, and how long it lasts"
+        raise ValueError(said) from None
 
 
 _READERS = {

@@ -18,7 +18,9 @@ def test_a_schedule_is_simulated_with_its_log(capsys: pytest.CaptureFixture[str]
 
 def test_faults_that_nobody_knows_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--faults", "gain=1"]) == 1
-    assert capsys.readouterr().err.startswith("dflow simulate: 'gain=1' is not one of loss, late")
+    assert capsys.readouterr().err.startswith(
+        "dflow simulate: fault 'gain=1': there is no fault 'gain'; give some of loss, late"
+    )
 
 
 def test_simulate_says_what_it_is_for(capsys: pytest.CaptureFixture[str]) -> None:

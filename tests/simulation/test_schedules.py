@@ -121,7 +121,7 @@ def test_faults_drawn_from_a_seed_are_read_as_they_are_written(seed: int) -> Non
         ("loss", "there is no fault 'loss'"),
         ("gain=1", "there is no fault 'gain'"),
         ("loss=1", "1 is not at least 0 and less than 1"),
-        ("kill=worker:0", "could not convert string to float"),
+        ("kill=worker:0@1", "'worker:0@1' is not of the form HOST@SECONDS+SECONDS"),
         ("cut=worker:0@1+2", "'worker:0' names one host"),
     ],
 )
