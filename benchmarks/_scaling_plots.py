@@ -65,7 +65,7 @@ def draw(null: Rows, training: Rows, backups: Rows, load: Rows, folder: Path) ->
     other.plot(places, [row["normalised"] for row in backups], "C1--", marker=".", label="normalised speedup (right)")
     other.set_ylabel("speedup x 50 / (50 + backups)")
     lines = [line for each in (axis, other) for line in each.get_legend_handles_labels()[0]]
-    axis.legend(lines, [line.get_label() for line in lines], fontsize=8)
+    axis.legend(lines, [line.get_label() for line in lines], fontsize=8, loc="center right")
     axis.grid(alpha=0.3)
     save(figure, "scaling-backups")
 
