@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
-from dflow.distributed.codec import Payload, array_bytes, decode_array, encode_array
+from dflow.distributed.codec import Payload, array_bytes, decode_array, dtype_name, encode_array
 from dflow.distributed.messages import ArrayInfo
 from dflow.tracing.errors import WireError
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def encode_arrays(arrays: Sequence[jax.Array | npt.NDArray[Any]]) -> tuple[tuple[ArrayInfo, ...], bytes]:
     """The types and the elements of `arrays`. Waits until they are computed; raises what `encode_array` raises."""
-    infos = tuple(ArrayInfo(array.dtype.name, tuple(array.shape)) for array in arrays)
+    infos = tuple(ArrayInfo(dtype_name(array.dtype), tuple(array.shape)) for array in arrays)
     return infos, b"".join(encode_array(array) for array in arrays)
 
 

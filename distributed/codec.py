@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +54,9 @@ DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
     | {name: np.dtype(getattr(ml_dtypes, name)) for name in _ML_DTYPES}
 )
 
+#: To copy so many bytes takes less time than to make a view of them.
+_COPIED_BYTES = 1 << 10
+
 #: The dtypes whose elements lie in memory as they travel.
 _AS_THEY_ARE = frozenset(dtype for dtype in DTYPES.values() if dtype.isnative)
 
@@ -83,12 +87,14 @@ def decode_message(data: Payload) -> AnyMessage:
 
 
 def encode_array(value: jax.Array | npt.NDArray[Any]) -> memoryview:
-    """The elements of `value`; a view of its own memory when that is on the host, contiguous and little-endian.
+    """The elements of `value`; a view of its own memory when that is large, on the host, contiguous and little-endian.
 
     Waits until a `jax.Array` is computed.
 
     raises  WireError for PRNG key arrays, for dtypes that do not travel, and for arrays spread over processes
     """
+    if type(value) is np.ndarray and value.nbytes <= _COPIED_BYTES and value.dtype in _AS_THEY_ARE:
+        return memoryview(value.tobytes())
     if value.dtype in _AS_THEY_ARE and getattr(value, "is_fully_addressable", True):
         host = np.asarray(value, order="C")
     else:
@@ -102,23 +108,31 @@ def decode_array(dtype: str, shape: Sequence[int], payload: Payload) -> npt.NDAr
     raises  WireError if `dtype` does not travel, or if `payload` has not the size that dtype and shape ask for
     """
     known = parse_dtype(dtype)
+    shape = tuple(shape)
     wanted = array_bytes(dtype, shape)
     if len(payload) != wanted:
         raise WireError(f"{dtype}{list(shape)} takes {wanted} bytes but the payload has {len(payload)}")
-    return np.frombuffer(payload, dtype=known).reshape(tuple(shape))
+    return np.frombuffer(payload, dtype=known).reshape(shape)
 
 
-def array_bytes(dtype: str, shape: Sequence[int]) -> int:
+@lru_cache(maxsize=4096)
+def array_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     """How many bytes an array has, at a cost that no sender can raise; raises WireError for what is no array's type."""
     if len(shape) > MAX_RANK:
         raise WireError(f"a shape of {len(shape)} extents; at most {MAX_RANK} are taken")
     if any(extent < 0 for extent in shape):
-        raise WireError(f"shape {tuple(shape)} has a negative extent; extents are 0 or more")
+        raise WireError(f"shape {shape} has a negative extent; extents are 0 or more")
     itemsize = parse_dtype(dtype).itemsize
     # An array without elements has extents too, and NumPy multiplies those that are not 0.
     if math.prod(extent or 1 for extent in shape) * itemsize > MAX_ARRAY_BYTES:
         raise WireError(f"{dtype}{list(shape)} is larger than any array; at most {MAX_ARRAY_BYTES} bytes are taken")
     return math.prod(shape) * itemsize
+
+
+@lru_cache(maxsize=256)
+def dtype_name(dtype: np.dtype[Any]) -> str:
+    """The name of a dtype, which NumPy makes anew each time."""
+    return dtype.name
 
 
 def parse_dtype(name: str) -> np.dtype[Any]:

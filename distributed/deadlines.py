@@ -48,7 +48,8 @@ class Deadlines(Generic[Key]):
     def __init__(self, timeout_s: float, expire: Callable[[Key], None]) -> None:
         self.timeout_s = timeout_s
         self._expire = expire
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._ends_at: dict[Key, float] = {}
         self._is_closed = False
         self._is_idle = False
@@ -56,7 +57,7 @@ class Deadlines(Generic[Key]):
 
     def add(self, key: Key) -> None:
         """Start the time of `key`."""
-        with self._changed:
+        with self._lock:
             self._ends_at[key] = time.monotonic() + self.timeout_s
             if self._is_idle:
                 self._is_idle = False
@@ -64,12 +65,12 @@ class Deadlines(Generic[Key]):
 
     def discard(self, key: Key) -> None:
         """The wait for `key` has ended; nothing happens if it is unknown."""
-        with self._changed:
+        with self._lock:
             self._ends_at.pop(key, None)
 
     def close(self) -> None:
         """Let nothing expire any more."""
-        with self._changed:
+        with self._lock:
             self._is_closed = True
             self._changed.notify()
 
@@ -85,7 +86,7 @@ class Deadlines(Generic[Key]):
 
         Who sleeps until one key's time is not woken when that wait ends, and finds another key, whose time is later.
         """
-        with self._changed:
+        with self._lock:
             while not self._is_closed:
                 key = next(iter(self._ends_at), None)
                 if key is None:

@@ -62,15 +62,16 @@ class Peers:
 
         raises  TaskLost if no such task is in the cluster; what `Transport.connect` raises
         """
-        with self._lock:
-            place = self._places.get(task)
-            known = sorted(self._places)
+        # Without the lock: the book is replaced, and never changed.
+        places = self._places
+        place = places.get(task)
         if place is None and self._is_closed:
             raise TaskLost(
                 f"{self._name} has left the cluster, since close was called, so it cannot reach {task}{at(caller())}\n"
                 "  do this before close, or join again by dflow.connect()"
             )
         if place is None:
+            known = sorted(places)
             raise TaskLost(f"{task} is not in the cluster; these tasks are: {', '.join(known) or 'none'}")
         peer = place.peer
         if peer is not None and not peer.closed:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from dflow.lowering.channel import StepId, is_in_loop
 from dflow.tracing.errors import DflowError, InternalError, StepCancelled
@@ -33,8 +33,7 @@ Value = TypeVar("Value")
 WINDOW = 256
 
 
-@dataclass(frozen=True)
-class EndWait(Generic[Waiter, Value]):
+class EndWait(NamedTuple, Generic[Waiter, Value]):
     """Tell `waiter` the value it waited for, or why there will be none."""
 
     waiter: Waiter
@@ -61,14 +60,12 @@ class RendezvousStatistics:
     remembered: int
 
 
-@dataclass(frozen=True)
-class _Waiting(Generic[Waiter]):
+class _Waiting(NamedTuple, Generic[Waiter]):
     waiter: Waiter
     source: str
 
 
-@dataclass(frozen=True)
-class _Held(Generic[Value]):
+class _Held(NamedTuple, Generic[Value]):
     value: Value
 
 

@@ -13,16 +13,18 @@ import logging
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 
-from dflow.distributed.codec import Payload, decode_array, encode_array
+from dflow.distributed.codec import Payload, decode_array, dtype_name, encode_array
 from dflow.distributed.deadlines import Deadlines, EndOfWaits, MakeDeadlines
 from dflow.distributed.flow_control import COST_BYTES, GiveCredit, Inflow, Offered, Outflow, Reaction
 from dflow.distributed.messages import Credit, EdgeTraffic, Offer, Pull, PulledTensor, Tensor
 from dflow.distributed.peers import Peers
 from dflow.distributed.rendezvous import EndWait, Rendezvous, RendezvousStatistics, describe
 from dflow.distributed.transport.base import Peer
+from dflow.distributed.transport.reactor import give_way
 from dflow.lowering.channel import Deliver, Sent, StepId, edge_alone
 from dflow.lowering.host_values import stays_on_host
 from dflow.lowering.recorder import RECEIVED, SENT, WAIT_EXPIRED, Recorder
@@ -43,8 +45,7 @@ class _Total:
     size_bytes: int = 0
 
 
-@dataclass(frozen=True, eq=False)
-class _Receiver:
+class _Receiver(NamedTuple):
     """A waiter of the rendezvous, with what an error about it has to say."""
 
     wait: _Wait
@@ -109,8 +110,10 @@ class TaskChannel:
         if destination == self._name:
             self._put(step, edge, value)
             return
+        if _is_computed_later(value):
+            give_way()
         payload = encode_array(value)
-        message = Tensor(step.origin, step.number, edge, value.dtype.name, tuple(value.shape))
+        message = Tensor(step.origin, step.number, edge, dtype_name(value.dtype), value.shape)
         peer = self._peers.get(destination)
         size_bytes = len(payload)
         with self._lock:
@@ -149,7 +152,8 @@ class TaskChannel:
                 self._receivers[receiver.wait] = receiver
                 self._deadlines.add(receiver.wait)
                 reactions = self._inflow.awaited(step, edge)
-        self._react(reactions)
+        if reactions:
+            self._react(reactions)
         self._carry_out(commands)
 
     def arrived(self, tensor: Tensor, payload: memoryview, peer: Peer) -> None:
@@ -174,7 +178,8 @@ class TaskChannel:
                 self._senders[source] = peer
                 is_held = not commands and self._rendezvous.holds(step, tensor.edge)
                 reactions = self._inflow.came(source, step, tensor.edge, len(payload), is_held=is_held)
-        self._react(reactions)
+        if reactions:
+            self._react(reactions)
         self._carry_out(commands)
 
     def offered(self, offer: Offer, peer: Peer) -> None:
@@ -184,7 +189,8 @@ class TaskChannel:
             self._senders[peer.name] = peer
             is_awaited, is_open = (step, offer.edge) in self._receivers, self._rendezvous.is_open(step)
             reactions = self._inflow.offer(peer.name, step, offer.edge, is_awaited=is_awaited, is_open=is_open)
-        self._react(reactions)
+        if reactions:
+            self._react(reactions)
 
     def pulled(self, pull: Pull, peer: Peer) -> None:
         """Another task asks for a value that was offered to it, or declines it."""
@@ -222,7 +228,8 @@ class TaskChannel:
         with self._lock:
             commands = self._rendezvous.finish(step)
             reactions = self._inflow.ended(step)
-        self._react(reactions)
+        if reactions:
+            self._react(reactions)
         self._carry_out(commands)
 
     def abort(self, step: StepId, error: BaseException) -> None:
@@ -231,7 +238,8 @@ class TaskChannel:
             commands = self._rendezvous.abort(step, error)
             reactions = self._inflow.ended(step)
             self._void(self._outflow.abort(lambda one: one == step))
-        self._react(reactions)
+        if reactions:
+            self._react(reactions)
         self._carry_out(commands)
 
     def connection_lost(self, task: str, error: DflowError) -> None:
@@ -253,7 +261,8 @@ class TaskChannel:
             self._void(self._outflow.forget(task))
             self._void(self._outflow.abort(lambda step: step.origin == task))
             self._senders.pop(task, None)
-        self._react(reactions)
+        if reactions:
+            self._react(reactions)
         self._carry_out(commands)
         return steps
 
@@ -360,3 +369,7 @@ class TaskChannel:
             if self._receivers.get(receiver.wait) is receiver:
                 del self._receivers[receiver.wait]
                 self._deadlines.discard(receiver.wait)
+
+
+def _is_computed_later(value: Any) -> bool:
+    return isinstance(value, jax.Array) and not value.is_ready()  # type: ignore[attr-defined]

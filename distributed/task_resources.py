@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -100,17 +100,29 @@ class TaskResources:
             held.forget(reason, remedy)
 
 
+#: As many kinds of use of a resource are remembered, whatever its users think of.
+_MOST_KINDS = 256
+
+
 @dataclass(frozen=True)
 class _Checked:
-    """A resource whose users are not to be believed. `said` is what it is, in words."""
+    """A resource whose users are not to be believed.
+
+    `said` is what it is, in words; `fitting` are the ops that are known to fit, with the types of their operands.
+    """
 
     held: HeldQueue | HeldAccumulator
     type: HostType
     said: str
+    fitting: set[tuple[Any, ...]] = field(default_factory=set)
 
     def start(self, use: ResourceUse, operands: Sequence[Any], on_results: OnResults) -> Cancel:
         """Do an op once it is known to fit; see `HeldQueue.start`."""
-        self.results(use, [array_type_of(operand).strong for operand in operands])
+        kind = (use.op, use.count, *((operand.dtype, operand.shape) for operand in operands))
+        if kind not in self.fitting:
+            self.results(use, [array_type_of(operand).strong for operand in operands])
+            if len(self.fitting) < _MOST_KINDS:
+                self.fitting.add(kind)
         return self.held.start(use, operands, on_results)
 
     def forget(self, reason: str, remedy: str) -> None:

@@ -153,41 +153,38 @@ class Execution:
 
     def _perform(self, item: Item, index: int) -> bool:
         """Do an item; false when it will be done later, by a delivery."""
-        match item:
-            case Recv():
-                self._channel.receive(
-                    self._step, item.edge + self._frame, item.source, partial(self._received, index, item)
-                )
-                return False
-            case Send():
-                self._channel.send(self._step, item.edge + self._frame, item.destination, self._slots[item.take])
-            case Call():
-                operands = [self._slots[slot] for slot in item.takes]
-                results = self._store.call(self._programs[item.program], item.writes, item.reads, operands)
-                self._fill(item.gives, results)
-                if (watched := self._recorder.watched) is not None:
-                    watched.put((results, self._step, self._schedule.plan, index))
-            case Copy():
-                if index in self._schedule.awaited:
-                    # When all that can be started is: this thread waits for the device.
-                    self._submit(partial(self._copy_after, index, item))
-                    return False
-                self._slots[item.give] = self._copied(item)
-            case Read():
-                if index in self._schedule.sent:
-                    self._fill(item.gives, self._store.views(item.keys))
-                else:
-                    values = self._store.snapshot(item.keys)
-                    self._fill(item.gives, [values[key] for key in item.keys])
-            case UseResource():
-                self._use_resource(item, index)
-                return False
-            case Branch():
-                self._branch(item, index)
-                return False
-            case While() | Scan():
-                self._loop(item, index)
-                return False
+        return _PERFORM[type(item)](self, item, index)
+
+    def _receive(self, item: Recv, index: int) -> bool:
+        self._channel.receive(self._step, item.edge + self._frame, item.source, partial(self._received, index, item))
+        return False
+
+    def _send(self, item: Send, index: int) -> bool:
+        self._channel.send(self._step, item.edge + self._frame, item.destination, self._slots[item.take])
+        return True
+
+    def _call(self, item: Call, index: int) -> bool:
+        operands = [self._slots[slot] for slot in item.takes]
+        results = self._store.call(self._programs[item.program], item.writes, item.reads, operands)
+        self._fill(item.gives, results)
+        if (watched := self._recorder.watched) is not None:
+            watched.put((results, self._step, self._schedule.plan, index))
+        return True
+
+    def _copy(self, item: Copy, index: int) -> bool:
+        if index in self._schedule.awaited:
+            # When all that can be started is: this thread waits for the device.
+            self._submit(partial(self._copy_after, index, item))
+            return False
+        self._slots[item.give] = self._copied(item)
+        return True
+
+    def _read(self, item: Read, index: int) -> bool:
+        if index in self._schedule.sent:
+            self._fill(item.gives, self._store.views(item.keys))
+        else:
+            values = self._store.snapshot(item.keys)
+            self._fill(item.gives, [values[key] for key in item.keys])
         return True
 
     def _copied(self, item: Copy) -> jax.Array:
@@ -209,25 +206,28 @@ class Execution:
         for slot, value in zip(slots, values, strict=True):
             self._slots[slot] = value
 
-    def _use_resource(self, item: UseResource, index: int) -> None:
+    def _use_resource(self, item: UseResource, index: int) -> bool:
         use = self._schedule.uses_of_resources[index]
         operands = [self._slots[slot] for slot in item.takes]
         held = self._store.resource(item.key)
         self._cancel_at_end(index, held.start(use, operands, lambda results: self._arrived(index, item.gives, results)))
+        return False
 
-    def _branch(self, item: Branch, index: int) -> None:
+    def _branch(self, item: Branch, index: int) -> bool:
         number, *operands = [self._slots[slot] for slot in item.takes]
         body = item.bodies[min(max(int(np.asarray(number)), 0), len(item.bodies) - 1)]
         child = self._run_of(body, operands, lambda outcome: self._arrived(index, item.gives, outcome))
         self._cancel_at_end(index, child.cancel)
         child.start()
+        return False
 
-    def _loop(self, item: While | Scan, index: int) -> None:
+    def _loop(self, item: While | Scan, index: int) -> bool:
         values = [self._slots[slot] for slot in item.takes]
         end = partial(self._arrived, index, item.gives)
         loop = Loop(item, values, self._schedule.bodies, self._run_of, end, self._submit)
         self._cancel_at_end(index, loop.cancel)
         loop.start()
+        return False
 
     def _run_of(
         self,
@@ -313,3 +313,17 @@ class Execution:
             for cancel in cancels:
                 cancel(outcome)
         self._on_done(outcome)
+
+
+#: How each item is done: by its class, which is found faster than by asking for one class after the other.
+_PERFORM: Mapping[type[Item], Callable[[Execution, Any, int], bool]] = {
+    Recv: Execution._receive,
+    Send: Execution._send,
+    Call: Execution._call,
+    Copy: Execution._copy,
+    Read: Execution._read,
+    UseResource: Execution._use_resource,
+    Branch: Execution._branch,
+    While: Execution._loop,
+    Scan: Execution._loop,
+}

@@ -1,7 +1,8 @@
 """Calls that come later, from one thread of the process.
 
-Why: a wait of each kind has a deadline, and most end long before it. Starting and stopping a timer is therefore cheap,
-and no thread is started for it. A stopped timer is forgotten when half of those kept are stopped.
+Why: a wait of each kind has a deadline, and most end long before it. Starting and stopping a timer is therefore cheap:
+no thread is started for it, nor woken unless it would sleep too long. A stopped timer is forgotten when half of those
+kept are stopped.
 
 What waits starts its timer by `start_timer`, so that a simulator can run it on a clock of its own.
 """
@@ -40,7 +41,10 @@ class Timers:
     """Timers with one thread, started by the first of them. Calls must not block."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        #: Until when the thread sleeps, unless it is woken; in the past while it does not.
+        self._sleeps_until = 0.0
         self._heap: list[tuple[float, int, Timer]] = []
         self._serials = itertools.count()
         self._stopped = 0
@@ -49,20 +53,21 @@ class Timers:
     def start(self, delay_s: float, call: Callable[[], None]) -> Timer:
         """Have `call` called once, in `delay_s`; an infinite delay has it never called."""
         timer = Timer(self, call)
-        with self._changed:
-            entry = (time.monotonic() + delay_s, next(self._serials), timer)
-            heapq.heappush(self._heap, entry)
+        ends_at = time.monotonic() + delay_s
+        with self._lock:
+            heapq.heappush(self._heap, (ends_at, next(self._serials), timer))
             if self._thread is None or not self._thread.is_alive():
                 # None, or one that the system refused to start.
                 self._thread = threading.Thread(target=self._watch, name="dflow timers", daemon=True)
                 self._thread.start()
-            if self._heap[0] is entry:
+            if ends_at < self._sleeps_until:
+                self._sleeps_until = 0.0
                 self._changed.notify()
         return timer
 
     def forget(self, timer: Timer) -> None:
         """Stop a timer."""
-        with self._changed:
+        with self._lock:
             if timer.call is None:
                 return
             timer.call = None
@@ -84,11 +89,13 @@ class Timers:
                 LOGGER.exception("what was to be done at a deadline failed; the other deadlines stand")
 
     def _next_call(self) -> Callable[[], None]:
-        with self._changed:
+        with self._lock:
             while True:
-                left_s = self._heap[0][0] - time.monotonic() if self._heap else None
-                if left_s is None or left_s > 0:
-                    self._changed.wait(None if left_s is None else min(left_s, _LONGEST_S))
+                now = time.monotonic()
+                left_s = min(self._heap[0][0] - now if self._heap else _LONGEST_S, _LONGEST_S)
+                if left_s > 0:
+                    self._sleeps_until = now + left_s
+                    self._changed.wait(left_s)
                     continue
                 timer = heapq.heappop(self._heap)[2]
                 if timer.call is None:

@@ -4,7 +4,8 @@ Why: a message that was handed over must reach the other process once, whatever 
 
 Invariants:
 
-- One thread reads a connection for all its life, over one stream after the other; it alone closes them.
+- One thread at a time reads a connection, over one stream after the other, and closes them: one of the reactor's, and
+  between two streams one that gets the next.
 - The session is touched under `_lock`, which is held for no I/O.
 - A stream that ends without the other side's last word has broken. A connection without a renewal (the other side did
   not ask for a session) ends with its stream; any other ends by `close`, by the other side's last word, by a breach of
@@ -15,13 +16,14 @@ Invariants:
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
 from dflow.distributed.transport.base import Limits, OnReleased
 from dflow.distributed.transport.exchange import LOGGER, Exchange, Frame, Kind, become_reader, on_reader_thread
-from dflow.distributed.transport.framing import Arrived, FrameReader, checksum_of, pack_header
-from dflow.distributed.transport.outlet import Outlet
+from dflow.distributed.transport.framing import Ahead, Arrived, FrameReader, checksum_of, pack_header, stalled
+from dflow.distributed.transport.outlet import Outlet, gather, send_gathered
+from dflow.distributed.transport.reactor import Reactor, give_way
 from dflow.distributed.transport.session import Session
 from dflow.distributed.transport.shared_memory import SHARED_FROM_BYTES, SharedMemory
 from dflow.distributed.transport.stream import Parts, Stream
@@ -29,6 +31,9 @@ from dflow.tracing.errors import TransportClosed, WireError
 
 #: Payloads up to this size are copied when they are sent, which costs less than keeping their memory from its owner.
 COPIED_BYTES = 32 << 10
+
+#: Up to this size a frame is one piece of memory, since the system takes pieces one by one.
+_JOINED_BYTES = 4 << 10
 
 _ACK = Frame(Kind.ACK, 0, b"", b"")
 _LAST = Frame(Kind.LAST, 0, b"", b"")
@@ -40,6 +45,13 @@ class Renewed(NamedTuple):
 
     stream: Stream
     peer_received: int
+
+
+class _End(NamedTuple):
+    """Why no more comes over a stream, and whether it broke."""
+
+    reason: str
+    has_broken: bool
 
 
 class Renewal(Protocol):
@@ -65,9 +77,15 @@ class Connection:
     """The `Link` of an exchange, over a stream that may be renewed."""
 
     def __init__(
-        self, stream: Stream, limits: Limits, renewal: Renewal | None, memory: SharedMemory | None = None
+        self,
+        stream: Stream,
+        limits: Limits,
+        renewal: Renewal | None,
+        reactor: Reactor,
+        memory: SharedMemory | None = None,
     ) -> None:
         self._limits = limits
+        self._reactor = reactor
         self._memory = memory
         self._renewal = renewal
         self._stream = stream
@@ -78,6 +96,8 @@ class Connection:
         self._is_closed = False
         self._is_broken = False
         self._exchange: Exchange | None = None
+        self._on_end: Callable[[], None] = lambda: None
+        self._reader = FrameReader(stream, limits, memory and memory.view)
 
     @property
     def stream(self) -> Stream:
@@ -89,17 +109,13 @@ class Connection:
         """Whether there is no stream now."""
         return self._is_broken
 
-    def serve(self, exchange: Exchange) -> None:
-        """Read for `exchange` until the connection ends, and close it then; on a thread of its own."""
-        become_reader()
-        self._exchange = exchange
-        try:
-            reason = self._read_streams(exchange)
-        except BaseException:
-            reason = "reading failed"
-            raise
-        finally:
-            exchange.close(reason)
+    def start(self, exchange: Exchange, on_end: Callable[[], None] = lambda: None) -> None:
+        """Read for `exchange` from now on, and close it when the connection ends; then call `on_end`.
+
+        raises  RuntimeError if no thread can be started that reads
+        """
+        self._exchange, self._on_end = exchange, on_end
+        self._reactor.add(self._stream.file, self)
 
     # As a link; see `exchange.Link`.
 
@@ -132,7 +148,6 @@ class Connection:
     def pack(self, frame: Frame) -> Parts:
         """Number, retain and write a frame."""
         checksum = checksum_of((frame.meta, frame.payload)) if self._limits.checksums else None
-        body = [memoryview(part) for part in (frame.meta, frame.payload) if part]
         with self._lock:
             sequence = 0
             parts: Parts = []
@@ -141,8 +156,10 @@ class Connection:
                 sequence = self._session.send(_Kept(parts, frame.on_released), size_bytes)
             acknowledged = self._session.say_received()
             header = pack_header(frame, checksum=checksum, sequence=sequence, acknowledged=acknowledged)
-            parts.append(memoryview(header))
-            parts.extend(body)
+            if len(frame.meta) + len(frame.payload) <= _JOINED_BYTES:
+                parts.append(memoryview(b"".join((header, frame.meta, frame.payload))))
+            else:
+                parts.extend(memoryview(part) for part in (header, frame.meta, frame.payload) if part)
         return parts
 
     def broke(self, stream: Stream, reason: str) -> bool:
@@ -185,47 +202,92 @@ class Connection:
                 f"the other side took nothing of {session.unacknowledged_bytes} bytes for {limits.stall_timeout_s:g} s"
             )
 
-    # Reading.
+    # Reading; see `reactor.Source`.
 
-    def _read_streams(self, exchange: Exchange) -> str:
-        stream = self._stream
+    def read(self) -> bool:
+        """Hand over the frames that are here; see `Source.read`."""
+        gather()
+        try:
+            ahead = self._read()
+        except WireError as error:
+            ahead = _End(f"the other side broke the protocol: {error}", has_broken=False)
+            LOGGER.warning("connection to %s closed: %s", self._peer.name, ahead.reason)
+        except MemoryError as error:
+            ahead = _End(f"there is no memory for a frame: {error}", has_broken=False)
+        except OSError as error:
+            ahead = _End(error.strerror or str(error) or type(error).__name__, has_broken=True)
+        except Exception:
+            LOGGER.exception("reading the connection to %s failed", self._peer.name)
+            ahead = _End("reading failed", has_broken=False)
+        send_gathered()
+        if isinstance(ahead, _End):
+            self._stream_ended(ahead)
+            return False
+        return ahead is Ahead.PART
+
+    def stalled(self) -> None:
+        """Give the stream up; see `Source.stalled`."""
+        self._stream_ended(_End(str(stalled(self._limits)), has_broken=True))
+
+    @property
+    def _peer(self) -> Exchange:
+        assert self._exchange is not None
+        return self._exchange
+
+    def _read(self) -> Ahead | _End:
+        """Hand over the frames that are here; returns what is next in the buffer."""
+        reader = self._reader
         while True:
             try:
-                reason, has_broken = self._read(stream, exchange)
-            finally:
-                self._is_broken = True
-                stream.shut_down()
-                self._outlet.close_stream(stream)
-            if self._renewal is None or not has_broken or self._is_closed:
-                return reason
-            LOGGER.info("connection to %s broke and is resumed: %s", exchange.name, reason)
-            renewed = self._renewal.renew(self._session.received, reason)
-            if isinstance(renewed, str):
-                return renewed
-            stream = renewed.stream
-            try:
-                self._resume(stream, renewed.peer_received)
-            except WireError as error:
-                stream.close()
-                return str(error)
-
-    def _read(self, stream: Stream, exchange: Exchange) -> tuple[str, bool]:
-        """Hand every frame to the exchange; returns why there are no more, and whether the stream broke."""
-        reader = FrameReader(stream, self._limits, self._memory and self._memory.view)
-        try:
-            while (arrived := reader.read()) is not None:
+                if not reader.receive():
+                    return _End(_CLOSED, has_broken=True)
+            except BlockingIOError:
+                return reader.ahead()
+            while (ahead := reader.ahead()) is Ahead.WHOLE or ahead is Ahead.LARGE:
+                if ahead is Ahead.LARGE:
+                    give_way()
+                arrived = reader.read()
                 if arrived.frame.kind is Kind.LAST:
-                    return _CLOSED, False
-                self._take(arrived, exchange)
-        except WireError as error:
-            reason = f"the other side broke the protocol: {error}"
-            LOGGER.warning("connection to %s closed: %s", exchange.name, reason)
-            return reason, False
-        except MemoryError as error:
-            return f"there is no memory for a frame: {error}", False
-        except OSError as error:
-            return error.strerror or str(error) or type(error).__name__, True
-        return _CLOSED, True
+                    return _End(_CLOSED, has_broken=False)
+                self._take(arrived, self._peer)
+            if not self._stream.may_hold_back:
+                return ahead
+
+    def _stream_ended(self, end: _End) -> None:
+        """Go on with another stream, or end the connection."""
+        stream = self._stream
+        self._is_broken = True
+        self._reactor.remove(stream.file)
+        stream.shut_down()
+        self._outlet.close_stream(stream)
+        if self._renewal is None or not end.has_broken or self._is_closed:
+            self._end(end.reason)
+            return
+        LOGGER.info("connection to %s broke and is resumed: %s", self._peer.name, end.reason)
+        try:
+            threading.Thread(
+                target=self._renew, args=(self._renewal, end.reason), name=f"dflow renew {self._peer.name}", daemon=True
+            ).start()
+        except RuntimeError as error:
+            self._end(f"{end.reason}, and {error}")
+
+    def _end(self, reason: str) -> None:
+        self._peer.close(reason)
+        self._on_end()
+
+    def _renew(self, renewal: Renewal, reason: str) -> None:
+        become_reader()
+        try:
+            renewed = renewal.renew(self._session.received, reason)
+            if isinstance(renewed, Renewed):
+                reason = self._resume(renewed.stream, renewed.peer_received)
+            else:
+                reason = renewed
+        except Exception:
+            LOGGER.exception("resuming the connection to %s failed", self._peer.name)
+            reason = "resuming failed"
+        if reason:
+            self._end(reason)
 
     def _take(self, arrived: Arrived, exchange: Exchange) -> None:
         frame, sequence, acknowledged = arrived
@@ -243,10 +305,16 @@ class Connection:
             if sequence and self._session.ack_due:
                 self._outlet.send(_ACK)
 
-    def _resume(self, stream: Stream, peer_received: int) -> None:
+    def _resume(self, stream: Stream, peer_received: int) -> str:
+        """Go on over `stream`; returns why that cannot be."""
         with self._lock:
-            released, _ = self._session.resume(peer_received)
+            try:
+                released, _ = self._session.resume(peer_received)
+            except WireError as error:
+                stream.close()
+                return str(error)
             self._stream = stream
+            self._reader = FrameReader(stream, self._limits, self._memory and self._memory.view)
             self._is_broken = False
             self._room.notify_all()
             is_closed = self._is_closed
@@ -254,6 +322,8 @@ class Connection:
         if is_closed:
             stream.shut_down()
         self._outlet.resume(stream, lambda: self._again(peer_received))
+        self._reactor.add(stream.file, self)
+        return ""
 
     def _again(self, peer_received: int) -> list[Parts]:
         with self._lock:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from dflow.distributed.failures import failure_of
 from dflow.distributed.messages import Hello
@@ -26,6 +27,7 @@ from dflow.distributed.transport.families import Bound, send_at_once
 from dflow.distributed.transport.framing import Deadline
 from dflow.distributed.transport.handshake import check_version, hear_hello, say_hello
 from dflow.distributed.transport.process_identity import host_identity, process_identity
+from dflow.distributed.transport.reactor import Reactor
 from dflow.distributed.transport.renewal import AwaitRedial
 from dflow.distributed.transport.security import Secured, SecurityPolicy
 from dflow.distributed.transport.shared_memory import SharedMemory, may_share
@@ -61,8 +63,15 @@ class SocketListener:
     """Takes connections at one address, by one way or two; see `base.Listener`. `own` names whom it listens for."""
 
     def __init__(
-        self, bounds: Sequence[Bound], own: str, handler: Handler, limits: Limits, security: SecurityPolicy
+        self,
+        bounds: Sequence[Bound],
+        own: str,
+        handler: Handler,
+        limits: Limits,
+        security: SecurityPolicy,
+        reactor: Reactor,
     ) -> None:
+        self._reactor = reactor
         self._bounds = bounds
         self._name = own
         self._handler = handler
@@ -122,7 +131,7 @@ class SocketListener:
 
     def _start(self, arrival: _Arrival) -> None:
         reader = threading.Thread(target=self._serve, args=(arrival,), daemon=True)
-        reader.name = f"dflow read {self._name}"
+        reader.name = f"dflow greet {self._name}"
         try:
             reader.start()
         except RuntimeError as error:  # no more threads for now
@@ -158,6 +167,7 @@ class SocketListener:
     def _serve(self, arrival: _Arrival) -> None:
         stream: Stream | None = None
         session: _Session | None = None
+        is_read = False
         try:
             deadline = Deadline.after(self._limits.hello_timeout_s)
             secured = self._secure(arrival, deadline)
@@ -169,14 +179,15 @@ class SocketListener:
                 return
             session = self._begin(arrival, secured, hello, deadline)
             if self._promote(arrival.number, session):
-                session.connection.serve(session.exchange)
-                stream = None
-        except (DflowError, OSError) as error:
+                session.connection.start(session.exchange, partial(self._forget, arrival.number, session))
+                is_read = True
+        except (DflowError, OSError, RuntimeError) as error:
             self._warn("connection from %s closed: %s", arrival.source, _reason(error))
         finally:
-            self._forget(arrival.number, session)
-            if stream is not None:
-                stream.close()
+            if not is_read:
+                self._forget(arrival.number, session)
+                if stream is not None:
+                    stream.close()
 
     def _secure(self, arrival: _Arrival, deadline: Deadline) -> Secured:
         try:
@@ -203,7 +214,7 @@ class SocketListener:
         memory = SharedMemory.agree(arrival.sock, self._limits.shared_bytes) if shares else None
         secured.stream.set_timeout(self._limits.stall_timeout_s)
         renewal = AwaitRedial(hello.process, answer, self._limits) if hello.session else None
-        connection = Connection(secured.stream, self._limits, renewal, memory)
+        connection = Connection(secured.stream, self._limits, renewal, self._reactor, memory)
         exchange = Exchange(connection, local=self._name, remote=hello.name, handler=self._handler, limits=self._limits)
         return _Session(hello, secured.identity, exchange, connection, renewal)
 

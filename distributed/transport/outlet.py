@@ -7,8 +7,9 @@ Invariants: frames are never interleaved (`_sending` is held from the first byte
 passed to the finishing thread). A frame is packed, and so numbered, by whoever holds `_sending`, right before it is
 sent, so that numbers go over the stream in order. Frames sent by reader threads leave in the order they were sent:
 while any is queued, later ones queue behind it. The queue is bounded by `Limits.max_unsent`, and in time by
-`stall_timeout_s`. Without a stream, frames are packed (which retains them) and not sent. A stream is closed under
-`_sending`, so that no thread is about to send on a file number that the system has given to someone else.
+`stall_timeout_s`. What a reader thread gathers lies in the queue too, and leaves with whatever is sent next, at the
+latest when that thread flushes. Without a stream, frames are packed (which retains them) and not sent. A stream is
+closed under `_sending`, so that no thread is about to send on a file number that the system has given to someone else.
 """
 
 from __future__ import annotations
@@ -22,6 +23,35 @@ from dflow.distributed.transport.base import Limits
 from dflow.distributed.transport.exchange import Frame, on_reader_thread
 from dflow.distributed.transport.stream import Parts, Stream, without
 from dflow.tracing.errors import TransportClosed
+
+#: Payloads above this size are sent at once.
+GATHERED_BYTES = 32 << 10
+_MOST_GATHERED = 64
+
+
+class _Gathering(threading.local):
+    outlets: set[Outlet] | None = None
+
+
+_GATHERING = _Gathering()
+
+
+def gather() -> None:
+    """From now on, until `send_gathered`, what this thread sends is sent with all else for the same connection."""
+    _GATHERING.outlets = set()
+
+
+def send_gathered() -> None:
+    """Send what this thread has gathered, and gather no more."""
+    flush()
+    _GATHERING.outlets = None
+
+
+def flush() -> None:
+    """Send what this thread has gathered so far."""
+    outlets = _GATHERING.outlets
+    while outlets:
+        outlets.pop().flush()
 
 
 class Packing(Protocol):
@@ -58,10 +88,18 @@ class Outlet:
         raises  TransportClosed with the reason as its text, after which the connection is of no use
         """
         if on_reader_thread():
-            self._send_or_queue(frame)
+            if not self._gathers(frame):
+                self._send_or_queue(frame)
             return
         with self._sending:
-            self._send_all(self._packing.pack(frame))
+            self._send_all(self._pack([*self._take_gathered(), frame]))
+
+    def flush(self) -> None:
+        """Send what was gathered, or have it sent."""
+        try:
+            self._send_or_queue(None)
+        except TransportClosed as error:
+            self._packing.end(str(error))
 
     def say_last(self, frame: Frame) -> None:
         """Send `frame`, if that can be done at once; nothing may be sent after it."""
@@ -70,7 +108,7 @@ class Outlet:
         try:
             stream, self._stream = self._stream, None
             if stream is not None:
-                stream.send_now(self._packing.pack(frame))
+                stream.send_now(self._pack([*self._take_gathered(), frame]))
         except OSError:
             pass
         finally:
@@ -93,13 +131,47 @@ class Outlet:
         else:
             self._sending.release()
 
-    def _send_or_queue(self, frame: Frame) -> None:
+    def _gathers(self, frame: Frame) -> bool:
+        """Whether `frame` is sent later, with others: it is small, and this thread will flush."""
+        outlets = _GATHERING.outlets
+        if outlets is None or len(frame.payload) > GATHERED_BYTES:
+            return False
         with self._queue_lock:
+            if self._is_draining or len(self._queue) >= _MOST_GATHERED:
+                return False
+            self._queue.append(frame)
+        outlets.add(self)
+        return True
+
+    def _take_gathered(self) -> list[Frame]:
+        """What was gathered; called with `_sending` held."""
+        if not self._queue:
+            return []
+        with self._queue_lock:
+            return [] if self._is_draining else self._take_queue()
+
+    def _take_queue(self) -> list[Frame]:
+        frames = list(self._queue)
+        self._queue.clear()
+        return frames
+
+    def _pack(self, frames: Sequence[Frame]) -> Parts:
+        pack = self._packing.pack
+        return pack(frames[0]) if len(frames) == 1 else [part for frame in frames for part in pack(frame)]
+
+    def _send_or_queue(self, frame: Frame | None) -> None:
+        """Send what was gathered, and then `frame`, now or on a thread of its own."""
+        with self._queue_lock:
+            if frame is None and (self._is_draining or not self._queue):
+                return  # another thread has taken it, or will
             if self._is_draining or not self._sending.acquire(blocking=False):
                 self._enqueue(frame)
                 return
+            frames = self._take_queue()
+        if frame is not None:
+            frames.append(frame)
         try:
-            rest = self._send_now(self._packing.pack(frame))
+            rest = self._send_now(self._pack(frames))
         except BaseException:
             self._sending.release()
             raise
@@ -111,10 +183,11 @@ class Outlet:
             self._is_draining = True
         self._start_drain(rest, drains_queue)
 
-    def _enqueue(self, frame: Frame) -> None:
-        if len(self._queue) >= self._limits.max_unsent:
-            raise TransportClosed(f"the other side leaves {len(self._queue)} frames unread")
-        self._queue.append(frame)
+    def _enqueue(self, frame: Frame | None) -> None:
+        if frame is not None:
+            if len(self._queue) >= self._limits.max_unsent:
+                raise TransportClosed(f"the other side leaves {len(self._queue)} frames unread")
+            self._queue.append(frame)
         if not self._is_draining:
             self._is_draining = True
             self._start_drain([], drains_queue=True)

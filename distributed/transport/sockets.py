@@ -1,7 +1,7 @@
 """Connections between processes over sockets.
 
-Why: this is how the tasks of a cluster reach each other. One thread reads each connection. See `families` for the
-kinds of sockets, `security` for who is let in, `framing` for the bytes, `connection` for what happens when a socket
+Why: this is how the tasks of a cluster reach each other. See `reactor` for who reads them, `families` for the kinds of
+sockets, `security` for who is let in, `framing` for the bytes, `connection` for what happens when a socket
 breaks, and `listener` for the other side.
 
 Invariants: the policy is asked before every listening, dialling and believing. A frame that is malformed, oversized
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from dflow.distributed.transport.framing import Deadline
 from dflow.distributed.transport.handshake import check_version, hear_hello, say_hello
 from dflow.distributed.transport.listener import SocketListener
 from dflow.distributed.transport.process_identity import host_identity, process_identity
+from dflow.distributed.transport.reactor import Reactor, give_way
 from dflow.distributed.transport.renewal import Redial, SessionUnknown
 from dflow.distributed.transport.security import SameMachine, Secured, SecurityPolicy
 from dflow.distributed.transport.shared_memory import SharedMemory, may_share
@@ -42,6 +42,7 @@ class SocketTransport:
     def __init__(self, limits: Limits | None = None, security: SecurityPolicy | None = None) -> None:
         self._limits = limits or Limits()
         self._security = security or SameMachine()
+        self._reactor = Reactor(self._limits.stall_timeout_s)
 
     def listen(self, address: str, *, name: str, handler: Handler) -> SocketListener:
         """Take connections at `address`; see `base.Transport.listen`."""
@@ -58,10 +59,11 @@ class SocketTransport:
                 bound.sock.close()
                 bound.clean_up()
             raise
-        return SocketListener(bounds, name, handler, self._limits, self._security)
+        return SocketListener(bounds, name, handler, self._limits, self._security, self._reactor)
 
     def connect(self, address: str, *, name: str, handler: Handler, who: str, timeout_s: float) -> Exchange:
         """Connect to `address`, retrying while nothing answers there; see `base.Transport.connect`."""
+        give_way()
         places = _ways_from_here(parse_endpoints(address))
         for place in places:
             self._security.may_connect(place)
@@ -96,9 +98,9 @@ class SocketTransport:
         way = _Way(place, limits, self._security)
         secured, answer, memory = way.greet(hello, timeout_s)
         renewal = Redial(_Resuming(way, hello, answer, secured.identity), limits.resume_s) if answer.session else None
-        connection = Connection(secured.stream, limits, renewal, memory)
+        connection = Connection(secured.stream, limits, renewal, self._reactor, memory)
         peer = Exchange(connection, local=name, remote=answer.name, handler=handler, limits=limits)
-        threading.Thread(target=connection.serve, args=(peer,), name=f"dflow read {peer.name}", daemon=True).start()
+        connection.start(peer)
         return peer
 
 

@@ -15,6 +15,8 @@ from typing import Protocol
 Parts = list[memoryview]
 
 _TIMEVAL = struct.Struct("@ll")
+#: Linux takes so many in one call, and refuses more.
+_MOST_PARTS = 1024
 
 
 class Stream(Protocol):
@@ -28,11 +30,25 @@ class Stream(Protocol):
         """Send what goes without waiting; returns how many bytes went, maybe 0. OSError."""
         ...
 
+    @property
+    def file(self) -> int:
+        """The descriptor by which the system says that something came."""
+        ...
+
+    @property
+    def may_hold_back(self) -> bool:
+        """Whether bytes may be here that the system has given, so that only `receive_now` says that all came."""
+        ...
+
     def receive_into(self, view: memoryview) -> int:
         """Receive some bytes, waiting for them; returns how many came, 0 at the end.
 
         raises  BlockingIOError if none came within the time-out; OSError
         """
+        ...
+
+    def receive_now(self, view: memoryview) -> int:
+        """Receive what is here; returns how many bytes, 0 at the end; raises BlockingIOError if none; OSError."""
         ...
 
     def set_timeout(self, timeout_s: float) -> None:
@@ -57,20 +73,34 @@ class SocketStream:
     def send(self, parts: Sequence[memoryview]) -> int:
         """Send some of `parts`, waiting for room; see `Stream.send`."""
         try:
-            return self._sock.sendmsg(parts)
+            return self._sock.sendmsg(parts[:_MOST_PARTS])
         except BlockingIOError:
             return 0
 
     def send_now(self, parts: Sequence[memoryview]) -> int:
         """Send what the socket takes at once; see `Stream.send_now`."""
         try:
-            return self._sock.sendmsg(parts, (), socket.MSG_DONTWAIT)
+            return self._sock.sendmsg(parts[:_MOST_PARTS], (), socket.MSG_DONTWAIT)
         except BlockingIOError:
             return 0
+
+    @property
+    def file(self) -> int:
+        """The socket's descriptor."""
+        return self._sock.fileno()
+
+    @property
+    def may_hold_back(self) -> bool:
+        """False: all that is here is the system's."""
+        return False
 
     def receive_into(self, view: memoryview) -> int:
         """Receive some bytes; see `Stream.receive_into`."""
         return self._sock.recv_into(view)
+
+    def receive_now(self, view: memoryview) -> int:
+        """Receive what is here; see `Stream.receive_now`."""
+        return self._sock.recv_into(view, 0, socket.MSG_DONTWAIT)
 
     def set_timeout(self, timeout_s: float) -> None:
         """Set the time-outs in the kernel, where they cost nothing to calls that do not wait."""

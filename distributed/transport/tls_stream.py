@@ -81,6 +81,16 @@ class TlsStream:
         found: Any = (self._tls.getpeercert() or {}).get("subjectAltName", ())
         return tuple((kind, name) for kind, name in found)
 
+    @property
+    def file(self) -> int:
+        """The socket's descriptor."""
+        return self._sock.fileno()
+
+    @property
+    def may_hold_back(self) -> bool:
+        """True: what came and is not decrypted yet is here, and not the system's."""
+        return True
+
     def send(self, parts: Sequence[memoryview]) -> int:
         """Send some of `parts`, waiting for room; see `Stream.send`."""
         return self._send(parts, 0, CHUNK_BYTES)
@@ -96,25 +106,40 @@ class TlsStream:
                 SecurityError if what came is not what the other side sent, or it refused this side; OSError
         """
         patience_ends = 0.0
-        while True:
-            try:
-                with self._lock:
-                    return self._tls.read(len(view), view)  # type: ignore[return-value]
-            except ssl.SSLWantReadError:
-                pass
-            except ssl.SSLZeroReturnError:
-                return 0
-            except ssl.SSLError as error:
-                raise refusal(error) from error
+        while (count := self._decrypted(view)) is None:
             now = time.monotonic()
             patience_ends = patience_ends or now + self._timeout_s
             if now > patience_ends:
                 raise BlockingIOError(f"no whole TLS record came within {self._timeout_s:g} s")
-            count = self._sock.recv_into(self._raw)
-            if count == 0:
+            if not self._take_in(0):
                 return 0
+        return count
+
+    def receive_now(self, view: memoryview) -> int:
+        """Receive what is here; see `Stream.receive_now`."""
+        while (count := self._decrypted(view)) is None:
+            if not self._take_in(socket.MSG_DONTWAIT):
+                return 0
+        return count
+
+    def _decrypted(self, view: memoryview) -> int | None:
+        """Decrypt into `view` what has come; how many bytes, 0 at the end, None when no whole record is here."""
+        try:
             with self._lock:
-                self._incoming.write(memoryview(self._raw)[:count])
+                return self._tls.read(len(view), view)  # type: ignore[return-value]
+        except ssl.SSLWantReadError:
+            return None
+        except ssl.SSLZeroReturnError:
+            return 0
+        except ssl.SSLError as error:
+            raise refusal(error) from error
+
+    def _take_in(self, flags: int) -> int:
+        """Take what the socket has for `_decrypted`; how many bytes, 0 at the end."""
+        count = self._sock.recv_into(self._raw, 0, flags)
+        with self._lock:
+            self._incoming.write(memoryview(self._raw)[:count])
+        return count
 
     def set_timeout(self, timeout_s: float) -> None:
         """How long `send` and `receive_into` wait from now on."""

@@ -20,7 +20,7 @@ from dflow.distributed.messages import PROTOCOL_VERSION, AnyMessage, Hello, Ok, 
 from dflow.distributed.transport.addresses import LOCAL_ADDRESS, Address
 from dflow.distributed.transport.base import Limits, Peer, Responder
 from dflow.distributed.transport.exchange import Frame, Kind
-from dflow.distributed.transport.framing import HEADER, MAGIC, Arrived, FrameReader, pack_header
+from dflow.distributed.transport.framing import HEADER, MAGIC, pack_header
 from dflow.distributed.transport.security import SameMachine, Secured
 from dflow.distributed.transport.sockets import SocketListener, SocketTransport
 from dflow.distributed.transport.stream import SocketStream
@@ -204,28 +204,6 @@ def test_a_frame_that_stalls_ends_its_connection() -> None:
         read_until_closed(sock)
     assert "went on for 0.05 s without a byte" in recorder.close_reason()
     listener.close()
-
-
-class _SlowStream:
-    """A stream on which nothing came three times, and then a frame."""
-
-    def __init__(self, data: bytes) -> None:
-        self.script: list[bytes | None] = [None, None, None, data]
-
-    def receive_into(self, view: memoryview) -> int:
-        data = self.script.pop(0)
-        if data is None:
-            raise BlockingIOError
-        count = min(len(view), len(data))
-        view[:count] = data[:count]
-        if data[count:]:
-            self.script.insert(0, data[count:])
-        return count
-
-
-def test_an_idle_connection_outlives_the_stall_timeout() -> None:
-    reader = FrameReader(_SlowStream(OK), LIMITS)  # type: ignore[arg-type]
-    assert reader.read() == Arrived(Frame(Kind.REQUEST, 1, encode_message(Ok()), b""), 0, 0)
 
 
 def test_a_peer_that_does_not_read_ends_its_connection() -> None:

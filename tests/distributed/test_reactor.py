@@ -1,0 +1,173 @@
+"""One thread reads all connections, unless it has to wait for one."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+
+from dflow.distributed.transport.reactor import Reactor, give_way
+
+DEADLINE_S = 20.0
+
+
+class Reading:
+    """A source that calls `on_data` with what it reads, and `remove`s itself at the end."""
+
+    def __init__(self, reactor: Reactor, on_data: Callable[[bytes], None] = lambda data: None) -> None:
+        self.far, self.near = socket.socketpair()
+        self.reactor = reactor
+        self.on_data = on_data
+        self.threads: set[int] = set()
+        self.seen: SimpleQueue[bytes | str] = SimpleQueue()
+        self.is_in_frame = False
+        reactor.add(self.near.fileno(), self)
+
+    def read(self) -> bool:
+        data = self.near.recv(100, socket.MSG_DONTWAIT)
+        self.threads.add(threading.get_ident())
+        if data:
+            self.on_data(data)
+        else:
+            self.end()
+        self.seen.put(data)
+        return self.is_in_frame
+
+    def stalled(self) -> None:
+        self.end()
+        self.seen.put("stalled")
+
+    def end(self) -> None:
+        self.reactor.remove(self.near.fileno())
+        self.near.close()
+        self.far.close()
+
+    def tell(self, data: bytes) -> bytes | str:
+        """Send from the far end, and see what comes of it."""
+        self.far.sendall(data)
+        return self.next()
+
+    def next(self) -> bytes | str:
+        return self.seen.get(timeout=DEADLINE_S)
+
+    def close(self) -> None:
+        self.far.shutdown(socket.SHUT_WR)
+        assert self.next() == b""
+
+
+def wait_for_no_thread(reactor: Reactor) -> None:
+    for thread in threading.enumerate():
+        if thread.name == "dflow read":
+            thread.join(DEADLINE_S)
+    assert reactor.threads == 0
+
+
+def test_one_thread_reads_all() -> None:
+    reactor = Reactor(60.0)
+    readings = [Reading(reactor) for _ in range(20)]
+    for _ in range(3):
+        for reading in readings:
+            assert reading.tell(b"hello") == b"hello"
+    assert reactor.threads == 1
+    assert len(set.union(*(reading.threads for reading in readings))) == 1
+    for reading in readings:
+        reading.close()
+    wait_for_no_thread(reactor)
+
+
+def test_when_the_last_has_gone_nothing_is_left_and_a_next_one_is_read() -> None:
+    reactor = Reactor(60.0)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        reading = Reading(reactor)
+        assert reading.tell(b"hello") == b"hello"
+        reading.close()
+        wait_for_no_thread(reactor)
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_while_one_is_waited_for_the_others_are_read() -> None:
+    reactor = Reactor(60.0)
+    waits, may_go_on = threading.Event(), threading.Event()
+
+    def wait(data: bytes) -> None:
+        if data == b"wait":
+            give_way()
+            waits.set()
+            assert may_go_on.wait(DEADLINE_S)
+
+    slow, quick = Reading(reactor, wait), Reading(reactor)
+    slow.far.sendall(b"wait")
+    assert waits.wait(DEADLINE_S)
+    slow.far.sendall(b"later")
+    for _ in range(3):
+        assert quick.tell(b"hello") == b"hello"
+    assert slow.seen.empty()
+    may_go_on.set()
+    assert [slow.next(), slow.next()] == [b"wait", b"later"]
+    assert slow.tell(b"again") == b"again"
+    slow.close()
+    quick.close()
+    wait_for_no_thread(reactor)
+
+
+def test_all_may_be_waited_for_at_once_and_few_threads_are_left() -> None:
+    reactor = Reactor(60.0)
+    together = threading.Barrier(8)
+
+    def wait(data: bytes) -> None:
+        give_way()
+        together.wait(DEADLINE_S)
+
+    readings = [Reading(reactor, wait) for _ in range(8)]
+    for reading in readings:
+        reading.far.sendall(b"x")
+    assert [reading.next() for reading in readings] == [b"x"] * 8
+    last = Reading(reactor)
+    assert last.tell(b"hello") == b"hello"
+    for reading in readings:
+        reading.close()
+    # Those that are too many go by themselves: all but the one that leads and the one that will.
+    ends_at = time.monotonic() + DEADLINE_S
+    while reactor.threads > 2:
+        assert time.monotonic() < ends_at
+        os.sched_yield()
+    assert last.tell(b"hello") == b"hello"
+    last.close()
+    wait_for_no_thread(reactor)
+
+
+def test_one_that_gave_way_may_be_the_last_to_go() -> None:
+    reactor = Reactor(60.0)
+    has_given_way, may_end = threading.Event(), threading.Event()
+
+    def wait(data: bytes) -> None:
+        give_way()
+        has_given_way.set()
+        assert may_end.wait(DEADLINE_S)
+        last.end()
+
+    last, other = Reading(reactor, wait), Reading(reactor)
+    last.far.sendall(b"x")
+    assert has_given_way.wait(DEADLINE_S)
+    other.close()
+    may_end.set()
+    assert last.next() == b"x"
+    wait_for_no_thread(reactor)
+
+
+def test_a_frame_that_does_not_go_on_stalls_and_one_who_says_nothing_does_not() -> None:
+    reactor = Reactor(0.05)
+    idle, begun, given_way = Reading(reactor), Reading(reactor), Reading(reactor, lambda data: give_way())
+    begun.is_in_frame = given_way.is_in_frame = True
+    assert begun.tell(b"half") == b"half"
+    assert begun.next() == "stalled"
+    assert given_way.tell(b"half") == b"half"
+    assert given_way.next() == "stalled"
+    assert idle.tell(b"hello") == b"hello"
+    assert idle.seen.empty()
+    idle.close()
+    wait_for_no_thread(reactor)
