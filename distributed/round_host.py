@@ -25,7 +25,7 @@ from dflow.distributed.transport.base import Responder
 from dflow.lowering.accumulators import HeldAccumulator
 from dflow.lowering.resource_use import ResourceUse, Results
 from dflow.lowering.timers import Stoppable, start_timer
-from dflow.tracing.errors import RemoteError, WireError
+from dflow.tracing.errors import DflowError, RemoteError, WireError
 
 #: Starts a step of this task's own over plans, by task, with feeds for its own; calls back with the error, if any.
 StartStep = Callable[[Mapping[str, int], Sequence[Any], Callable[[BaseException | None], None]], None]
@@ -74,6 +74,13 @@ class RoundHost:
             runs = list(self._runs.values())
         for run in runs:
             run.handle(rounds.Left(task))
+
+    def close(self, error: DflowError) -> None:
+        """Answer all who wait with `error`."""
+        with self._lock:
+            runs = list(self._runs.values())
+        for run in runs:
+            run.close(error)
 
     def _run(self, name: str) -> _Run:
         with self._lock:
@@ -135,6 +142,14 @@ class _Run:
             self._asks[ask] = responder, start_timer(wait_s, lambda: self.handle(rounds.GaveUp(ask)))
             self.handle(rounds.Came(ask, message.worker, message.done))
 
+    def close(self, error: DflowError) -> None:
+        """Answer all who wait with `error`; what is decided later has no one to be told."""
+        with self._lock:
+            responders = [self._answered(ask) for ask in list(self._asks)]
+        for responder in responders:
+            if responder is not None:
+                responder.fail(error)
+
     def handle(self, event: rounds.Event) -> None:
         """Handle the event now, or after the one being handled when a command of that one caused it."""
         with self._lock:
@@ -157,14 +172,18 @@ class _Run:
                 assert self.update is not None
                 self.update.accumulator.set_enough(count)
             case rounds.Tell(ask, number):
-                responder = self._answered(ask)
-                self.submit(responder.reply, RoundOpen(number))
+                if (responder := self._answered(ask)) is not None:
+                    self.submit(responder.reply, RoundOpen(number))
             case rounds.Refuse(ask, text, kind):
-                responder = self._answered(ask)
-                self.submit(responder.fail, error_of(Failure(kind, text), "rounds"))
+                if (responder := self._answered(ask)) is not None:
+                    self.submit(responder.fail, error_of(Failure(kind, text), "rounds"))
 
-    def _answered(self, ask: int) -> Responder:
-        responder, timer = self._asks.pop(ask)
+    def _answered(self, ask: int) -> Responder | None:
+        """Whom to answer, unless that was done when the task closed."""
+        waiting = self._asks.pop(ask, None)
+        if waiting is None:
+            return None
+        responder, timer = waiting
         timer.stop()
         return responder
 

@@ -95,7 +95,15 @@ from dflow.lowering.recorder import (
     described_end,
 )
 from dflow.lowering.store import Store
-from dflow.tracing.errors import DflowError, InternalError, StepCancelled, TaskLost, VariableError, WireError
+from dflow.tracing.errors import (
+    DflowError,
+    InternalError,
+    SecurityError,
+    StepCancelled,
+    TaskLost,
+    VariableError,
+    WireError,
+)
 from dflow.tracing.task_name import short_task_name
 from dflow.tracing.types import ArrayType
 
@@ -160,6 +168,7 @@ class TaskServer:
         self._runs: dict[StepId, _Run] = {}
         self._steps_ended = 0
         self._live: dict[str, TaskInfo] = {}
+        self._given_up: set[str] = set()
         self._plans = PlanRegistry(name)
         self._resources = TaskResources(name, self.store)
         self._pool = pool or ThreadPoolExecutor(settings.threads, thread_name_prefix=f"dflow {name}")
@@ -349,13 +358,16 @@ class TaskServer:
             before, self._live = self._live, live
         self.recorder.note(ROSTER_CHANGED, None, "", f"version {roster.version}, {len(live)} live, {len(gone)} left")
         for task, info in gone.items():
-            if task != self.name:
+            # The rest has been given up before, and nothing came of it since.
+            if task != self.name and (task in before or task not in self._given_up):
+                self._given_up.add(task)
                 self.task_left(task, info.left or "it said no reason")
         # After the cancelled steps of those who left were answered, over connections that end here.
         self._peers.set_addresses({task: info.address for task, info in live.items()})
         for task, info in live.items():
             if task in before and _life(before[task]) != _life(info):
                 self.task_left(task, "it has started anew")
+            self._given_up.discard(task)
             self._channel.task_joined(task)
 
     def task_left(self, task: str, why: str) -> None:
@@ -371,6 +383,7 @@ class TaskServer:
             steps = list(self._runs)
         for step in steps:
             self.cancel(step, TaskLost(f"{self.name} has left the cluster in {describe(step)}: it closes"))
+        self._rounds.close(TaskLost(f"{self.name} has left the cluster: it closes"))
         self._listener.close()
         self._peers.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -382,14 +395,17 @@ class TaskServer:
         """Take a request."""
         match message:
             case RunPlan(handle, origin, number):
+                _refuse_for_another(peer, "a step", origin)
                 self._peers.adopt(peer)
                 self.run(handle, StepId(origin, number), (), partial(_answer_run, responder))
             case CancelStep():
-                self._cancel_as_told(message)
+                self._cancel_as_told(peer, message)
                 responder.reply(Ok())
             case NextRound():
+                _refuse_for_another(peer, "rounds", message.worker)
                 self._pool.submit(self._rounds.ask, message, responder)
             case CallResource():
+                _refuse_for_another(peer, "a step", message.origin)
                 self._pool.submit(self._call_resource, message, payload, responder)
             case GetClock():
                 responder.reply(*self.observer.answer(message))
@@ -397,6 +413,9 @@ class TaskServer:
                 _on_own_thread(self._observe, message, responder)
             case DumpEvents(why):
                 _on_own_thread(self._dump, why, responder)
+            case LeaveRounds():
+                _refuse_for_another(peer, "rounds", message.worker)
+                self._pool.submit(self._answer, message, payload, responder)
             case _:
                 self._pool.submit(self._answer, message, payload, responder)
 
@@ -412,7 +431,7 @@ class TaskServer:
             case Credit():
                 self._channel.credited(message, peer)
             case CancelStep():
-                self._cancel_as_told(message)
+                self._cancel_as_told(peer, message)
             case _:
                 raise NotImplementedError(f"{type(message).__name__} is a request; use `call`")
 
@@ -435,14 +454,15 @@ class TaskServer:
             self.cancel(StepId(message.origin, message.step), error)
             raise
 
-    def _cancel_as_told(self, message: CancelStep) -> None:
+    def _cancel_as_told(self, peer: Peer, message: CancelStep) -> None:
+        _refuse_for_another(peer, "a step", message.origin)
         step = StepId(message.origin, message.step)
         self.cancel(step, StepCancelled(f"{describe(step)} was cancelled: {message.reason}"))
 
     def _observe(self, message: Observation, responder: Responder) -> None:
         try:
             responder.reply(*self.observer.answer(message))
-        except DflowError as error:
+        except Exception as error:
             responder.fail(error)
 
     def _dump(self, why: str, responder: Responder) -> None:
@@ -550,6 +570,12 @@ class _Run:
 
     def told(self, outcome: Outcome) -> Outcome:
         return self._cause or outcome if isinstance(outcome, BaseException) else outcome
+
+
+def _refuse_for_another(peer: Peer, what: str, whose: str) -> None:
+    """Raise SecurityError when a task speaks for another one."""
+    if peer.name != whose:
+        raise SecurityError(f"{peer.name} may not speak for {whose}, whose {what} this is about")
 
 
 def _on_own_thread(work: Callable[..., None], *arguments: Any) -> None:

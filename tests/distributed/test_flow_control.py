@@ -231,7 +231,7 @@ def test_room_is_given_back_as_values_are_taken(pair: tuple[TaskServer, TaskServ
 
 
 def reach_and_ask(worker: TaskServer) -> None:
-    worker.peer(PS).call(CancelStep("/job:none/task:0", 1, "nothing"), timeout_s=DEADLINE_S)
+    worker.peer(PS).call(CancelStep(worker.name, 1, "nothing"), timeout_s=DEADLINE_S)
 
 
 @pytest.mark.parametrize("by", ["sender", "receiver"])

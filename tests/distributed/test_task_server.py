@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,9 +18,12 @@ import pytest
 from dflow.distributed.codec import decode_array, encode_array
 from dflow.distributed.messages import (
     AnyMessage,
+    CallResource,
     CancelStep,
     CreateVariable,
     GetStatus,
+    LeaveRounds,
+    NextRound,
     Ok,
     ReadVariable,
     Registered,
@@ -42,6 +46,8 @@ from dflow.tracing.types import ArrayType
 from tests.distributed.transports import DEADLINE_S, KINDS, Kind, Recorder, reach
 
 PS, WORKER, OTHER = "/job:ps/task:0", "/job:worker/task:0", "/job:worker/task:1"
+#: Starts steps, and has no part in them.
+CLIENT = "/job:chief/task:0"
 F32 = ArrayType(np.dtype("float32"), (3,))
 ONES = np.ones(3, np.float32)
 STEPS = itertools.count(1)
@@ -70,7 +76,7 @@ class Cluster:
         for server in self.tasks.values():
             server.roster_changed(roster(*self.tasks.values()))
         self.ps, self.worker, self.other = (self.tasks[name] for name in (PS, WORKER, OTHER))
-        self.client = reach(self.transport, self.ps.address, Recorder())
+        self.client = reach(self.transport, self.ps.address, Recorder(), name=CLIENT)
 
     def ask(self, message: AnyMessage, payload: bytes | memoryview = b"") -> Reply:
         """Ask the parameter server."""
@@ -165,7 +171,7 @@ REFUSED: list[tuple[AnyMessage, Callable[[], bytes], type[Exception], str]] = [
     (CreateVariable("v", "float32", (3,), True), lambda: b"not a program", errors.WireError, "no exported program"),
     (CreateVariable("v", "float32", (3,), True), two_arrays, errors.VariableError, "gave 2 arrays; it has to give one"),
     (
-        RunPlan(0, "w", 1),
+        RunPlan(0, CLIENT, 1),
         bytes,
         errors.InternalError,
         f"{PS} was asked for plan 0, which is none of its 0; was it started anew",
@@ -223,7 +229,7 @@ def start(server: TaskServer, handle: int, step: StepId, *feeds: Any) -> Future[
     return done
 
 
-def next_step(origin: str = WORKER) -> StepId:
+def next_step(origin: str = CLIENT) -> StepId:
     return StepId(origin, next(STEPS))
 
 
@@ -241,7 +247,7 @@ def test_a_step_over_two_tasks(cluster: Cluster) -> None:
     create(cluster)
     remote, local = serve_gradients(cluster), send_and_receive(cluster)
     for count in range(1, 6):
-        step = next_step()
+        step = next_step(WORKER)
         pending = cluster.worker.peer(PS).start(run_plan(step, remote))
         (value,) = start(cluster.worker, local, step, jnp.ones(3)).result(DEADLINE_S)
         assert pending.wait(DEADLINE_S).message == Ok()
@@ -260,7 +266,7 @@ def test_many_steps_at_a_time_all_count(cluster: Cluster) -> None:
     remote, local = serve_gradients(cluster), send_and_receive(cluster)
     running = []
     for _ in range(40):
-        step = next_step()
+        step = next_step(WORKER)
         running.append(
             (cluster.worker.peer(PS).start(run_plan(step, remote)), start(cluster.worker, local, step, ONES))
         )
@@ -291,7 +297,7 @@ def test_a_cancelled_step_ends_at_once_and_does_not_come_back(cluster: Cluster) 
     handle, step = serve_gradients(cluster), next_step()
     pending = cluster.client.start(run_plan(step, handle))
     cluster.ask(CancelStep(step.origin, step.number, "the worker gave up"))
-    with pytest.raises(errors.StepCancelled, match=f"step {step.place} of worker:0 was cancelled: the worker gave up"):
+    with pytest.raises(errors.StepCancelled, match=f"step {step.place} of chief:0 was cancelled: the worker gave up"):
         pending.wait(DEADLINE_S)
     with pytest.raises(errors.StepCancelled, match="has ended here, or was cancelled"):
         cluster.ask(run_plan(step, handle))
@@ -335,6 +341,40 @@ def test_one_plan_runs_in_a_step_at_a_time(cluster: Cluster) -> None:
         pending.wait(DEADLINE_S)
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        RunPlan(0, WORKER, 1),
+        CancelStep(WORKER, 1, "meant ill"),
+        CallResource("q", "queue.size", WORKER, 1),
+        NextRound("run", WORKER, 0, 1.0),
+        LeaveRounds("run", WORKER, 0),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_no_task_speaks_for_another(cluster: Cluster, message: AnyMessage) -> None:
+    with pytest.raises(errors.SecurityError, match=f"{CLIENT} may not speak for {WORKER}"):
+        cluster.ask(message)
+
+
+def test_a_step_is_not_cancelled_by_another_task(cluster: Cluster) -> None:
+    create(cluster)
+    handle, step = serve_gradients(cluster), next_step()
+    pending = cluster.client.start(run_plan(step, handle))
+    cluster.other.peer(PS).notify(CancelStep(step.origin, step.number, "meant ill"))
+    cluster.other.peer(PS).call(ReadVariable("w"), timeout_s=DEADLINE_S)
+    cluster.client.notify(Tensor(step.origin, step.number, "grad", "float32", (3,)), encode_array(ONES))
+    assert pending.wait(DEADLINE_S).message == Ok()
+
+
+def test_who_waits_for_a_round_is_answered_when_the_task_closes(cluster: Cluster) -> None:
+    waits = cluster.client.start(NextRound("run", CLIENT, -1, math.inf))
+    cluster.ask(LeaveRounds("another run", CLIENT, 0))
+    cluster.ps.close()
+    with pytest.raises(errors.TaskLost, match="it closes|has ended"):
+        waits.wait(DEADLINE_S)
+
+
 def test_a_failing_item_fails_the_plan_with_its_error(cluster: Cluster) -> None:
     handle, step = serve_gradients(cluster), next_step()
     pending = cluster.client.start(run_plan(step, handle))
@@ -357,30 +397,31 @@ def test_a_wait_ends_at_its_deadline_and_names_who_is_missing(make_cluster: Make
     cluster = make_cluster(TaskSettings(wait_timeout_s=0.05, threads=2))
     create(cluster)
     step = next_step()
-    expected = rf"ps:0 waited 0\.05 s in step {step.place} of worker:0 for the value 'grad', which worker:0 should"
+    expected = rf"ps:0 waited 0\.05 s in step {step.place} of chief:0 for the value 'grad', which worker:0 should"
     with pytest.raises(errors.DeadlineExceeded, match=expected):
         cluster.ask(run_plan(step, serve_gradients(cluster)))
 
 
 def test_losing_the_origin_cancels_its_steps(cluster: Cluster) -> None:
     create(cluster)
-    handle, step = serve_gradients(cluster), next_step()
-    pending = cluster.client.start(run_plan(step, handle))
-    create(cluster)
+    handle, step = serve_gradients(cluster), next_step(WORKER)
+    pending = cluster.worker.peer(PS).start(run_plan(step, handle))
+    cluster.worker.peer(PS).call(ReadVariable("w"), timeout_s=DEADLINE_S)
     cluster.ps.roster_changed(roster(cluster.ps, cluster.other, left={WORKER: "no heartbeat for 10 s"}))
     with pytest.raises(errors.TaskLost, match=f"{WORKER} has left the cluster: no heartbeat for 10 s"):
         pending.wait(DEADLINE_S)
     with pytest.raises(errors.TaskLost):
-        cluster.ask(run_plan(next_step(), handle))
+        start(cluster.ps, handle, next_step(WORKER))
     cluster.ps.roster_changed(roster(cluster.ps, cluster.worker, cluster.other))
-    again = cluster.client.start(run_plan(step, handle))
+    back = reach(cluster.transport, cluster.ps.address, Recorder(), name=WORKER)
+    again = back.start(run_plan(step, handle))
     cluster.client.notify(Tensor(step.origin, step.number, "grad", "float32", (3,)), encode_array(ONES))
     assert again.wait(DEADLINE_S).message == Ok()
 
 
 def test_losing_a_source_ends_the_waits_for_it(cluster: Cluster) -> None:
     create(cluster)
-    handle, step = serve_gradients(cluster), next_step(OTHER)
+    handle, step = serve_gradients(cluster), next_step()
     pending = cluster.client.start(run_plan(step, handle))
     create(cluster)
     cluster.ps.task_left(WORKER, "killed")
@@ -390,9 +431,9 @@ def test_losing_a_source_ends_the_waits_for_it(cluster: Cluster) -> None:
 
 def test_a_task_that_started_anew_is_a_new_task(cluster: Cluster) -> None:
     create(cluster)
-    handle, step = serve_gradients(cluster), next_step()
-    pending = cluster.client.start(run_plan(step, handle))
-    create(cluster)
+    handle, step = serve_gradients(cluster), next_step(WORKER)
+    pending = cluster.worker.peer(PS).start(run_plan(step, handle))
+    cluster.worker.peer(PS).call(ReadVariable("w"), timeout_s=DEADLINE_S)
     anew = TaskInfo(WORKER, cluster.worker.address, joined_at_s=5.0)
     cluster.ps.roster_changed(Roster((TaskInfo(WORKER, "", 0.0, 4.0, "killed"), anew), ()))
     with pytest.raises(errors.TaskLost, match=f"{WORKER} has left the cluster: it has started anew"):
@@ -401,7 +442,7 @@ def test_a_task_that_started_anew_is_a_new_task(cluster: Cluster) -> None:
 
 def test_a_lost_connection_ends_the_waits_for_its_values(cluster: Cluster) -> None:
     create(cluster)
-    handle, step = serve_gradients(cluster), next_step(OTHER)
+    handle, step = serve_gradients(cluster), next_step()
     link = cluster.worker.peer(PS)
     link.call(ReadVariable("w"), timeout_s=DEADLINE_S)
     pending = cluster.client.start(run_plan(step, handle))
@@ -477,7 +518,7 @@ def test_what_is_quick_is_done_by_the_thread_that_brings_it(cluster: Cluster) ->
     remote, local = serve_gradients(cluster), send_and_receive(cluster)
     before = threads_of_pool(PS)
     for _ in range(3):
-        step = next_step()
+        step = next_step(WORKER)
         pending = cluster.worker.peer(PS).start(run_plan(step, remote))
         start(cluster.worker, local, step, jnp.ones(3)).result(DEADLINE_S)
         pending.wait(DEADLINE_S)
@@ -515,7 +556,7 @@ def test_a_reader_does_not_wait_for_a_variable_that_a_program_has(cluster: Clust
 def test_values_go_back_over_the_connection_that_the_step_came_by(cluster: Cluster) -> None:
     create(cluster)
     remote, local = serve_gradients(cluster), send_and_receive(cluster)
-    step = next_step()
+    step = next_step(WORKER)
     pending = cluster.worker.peer(PS).start(run_plan(step, remote))
     start(cluster.worker, local, step, jnp.ones(3)).result(DEADLINE_S)
     pending.wait(DEADLINE_S)
