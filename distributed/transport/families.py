@@ -105,10 +105,15 @@ def _dial_unix(address: UnixAddress, timeout_s: float) -> socket.socket:
 
 
 def _remove_if_dead(path: str) -> None:
-    """Free a path at which a process listened that is no more."""
-    try:
-        _dial_unix(UnixAddress(path), 1.0).close()
-    except ConnectionRefusedError:
-        os.unlink(path)
-    except OSError:
-        pass
+    """Free a path at which a process listened that is no more.
+
+    One that listens hears nothing of this: it is asked by a socket of another type, which the system refuses, either
+    for that reason or because nobody listens.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+        try:
+            sock.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)
+        except OSError:
+            pass

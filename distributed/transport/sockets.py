@@ -79,7 +79,7 @@ class SocketTransport:
                 if time.monotonic() + retry_s >= deadline:
                     raise DeadlineExceeded(
                         f"{who} at {address} could not be reached within {timeout_s:g} s: {_reason(error)}; "
-                        "check that it runs and that the address is right"
+                        f"{_remedy(error)}"
                     ) from error
             time.sleep(retry_s)
             retry_s = min(2 * retry_s, _LONGEST_RETRY_S)
@@ -164,3 +164,9 @@ def _ways_from_here(ways: Endpoints) -> list[Address]:
 def _reason(error: BaseException) -> str:
     system = error.strerror if isinstance(error, OSError) else None
     return system or str(error) or type(error).__name__
+
+
+def _remedy(error: BaseException) -> str:
+    if isinstance(error, TransportClosed | ConnectionResetError | BrokenPipeError):
+        return "something listens there and refuses this side: has it certificates or a secret? its log says why"
+    return "check that it runs and that the address is right"
