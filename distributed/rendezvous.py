@@ -20,7 +20,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
+
+import msgspec
 
 from dflow.lowering.channel import StepId, is_in_loop
 from dflow.tracing.errors import DflowError, InternalError, StepCancelled
@@ -33,7 +35,7 @@ Value = TypeVar("Value")
 WINDOW = 256
 
 
-class EndWait(NamedTuple, Generic[Waiter, Value]):
+class EndWait(msgspec.Struct, Generic[Waiter, Value], frozen=True):
     """Tell `waiter` the value it waited for, or why there will be none."""
 
     waiter: Waiter
@@ -60,12 +62,12 @@ class RendezvousStatistics:
     remembered: int
 
 
-class _Waiting(NamedTuple, Generic[Waiter]):
+class _Waiting(msgspec.Struct, Generic[Waiter], frozen=True):
     waiter: Waiter
     source: str
 
 
-class _Held(NamedTuple, Generic[Value]):
+class _Held(msgspec.Struct, Generic[Value], frozen=True):
     value: Value
 
 
@@ -76,9 +78,11 @@ class _Done:
 _DONE = _Done()
 
 
-@dataclass
 class _Step(Generic[Waiter, Value]):
-    edges: dict[str, _Waiting[Waiter] | _Held[Value] | _Done] = field(default_factory=dict)
+    __slots__ = ("edges",)
+
+    def __init__(self) -> None:
+        self.edges: dict[str, _Waiting[Waiter] | _Held[Value] | _Done] = {}
 
     def delivered(self, edge: str) -> None:
         if is_in_loop(edge):
@@ -193,10 +197,18 @@ class Rendezvous(Generic[Waiter, Value]):
 
     def abort(self, step: StepId, error: BaseException) -> list[EndWait[Waiter, Value]]:
         """The step is given up: its waits end with `error`, its values are dropped, as are those still to come."""
-        self._ended.setdefault(step.origin, _Ended()).add(step.number)
-        places = self._steps.pop(step, _Step[Waiter, Value]()).edges.values()
-        self._dropped += sum(isinstance(place, _Held) for place in places)
-        return [EndWait(place.waiter, error) for place in places if isinstance(place, _Waiting)]
+        ended = self._ended.get(step.origin)
+        if ended is None:
+            ended = self._ended[step.origin] = _Ended()
+        ended.add(step.number)
+        commands: list[EndWait[Waiter, Value]] = []
+        opened = self._steps.pop(step, None)
+        for place in opened.edges.values() if opened is not None else ():
+            if isinstance(place, _Waiting):
+                commands.append(EndWait(place.waiter, error))
+            elif place is not _DONE:
+                self._dropped += 1
+        return commands
 
     def stop_waiting_for(self, source: str, error: BaseException) -> list[EndWait[Waiter, Value]]:
         """Values that `source` sent may be lost: end the waits for them with `error`."""
@@ -251,8 +263,8 @@ class Rendezvous(Generic[Waiter, Value]):
         ended = self._ended.get(step.origin)
         if ended is not None and step.number in ended:
             raise StepCancelled(f"{describe(step)} has ended here, or was cancelled")
-        self._steps[step] = _Step()
-        return self._steps[step]
+        opened = self._steps[step] = _Step()
+        return opened
 
     def _count(self, matches: Callable[[object], bool]) -> int:
         return sum(matches(place) for opened in self._steps.values() for place in opened.edges.values())

@@ -13,9 +13,10 @@ import logging
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
+import msgspec
 
 from dflow.distributed.codec import Payload, decode_array, dtype_name, encode_array
 from dflow.distributed.deadlines import Deadlines, EndOfWaits, MakeDeadlines
@@ -45,7 +46,7 @@ class _Total:
     size_bytes: int = 0
 
 
-class _Receiver(NamedTuple):
+class _Receiver(msgspec.Struct, frozen=True, eq=False):
     """A waiter of the rendezvous, with what an error about it has to say."""
 
     wait: _Wait
@@ -137,7 +138,10 @@ class TaskChannel:
     def _sent(self, step: StepId, edge: str, destination: str, size_bytes: int, began: int) -> None:
         self._recorder.note(SENT, step, edge, destination, size_bytes, began)
         with self._lock:
-            total = self._traffic.setdefault((edge_alone(edge), destination), _Total())
+            way = edge_alone(edge), destination
+            total = self._traffic.get(way)
+            if total is None:
+                total = self._traffic[way] = _Total()
             total.values += 1
             total.size_bytes += size_bytes
 
@@ -169,7 +173,9 @@ class TaskChannel:
         if not stays_on_host(value):
             value = jax.device_put(value, may_alias=True)
         with self._lock:
-            total = self._taken_in.setdefault(source, _Total())
+            total = self._taken_in.get(source)
+            if total is None:
+                total = self._taken_in[source] = _Total()
             total.values += 1
             total.size_bytes += len(payload)
             commands = self._rendezvous.put(step, tensor.edge, value)

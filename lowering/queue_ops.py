@@ -82,7 +82,8 @@ class HeldQueue:
 
 def _rows(operands: Sequence[Any]) -> list[tuple[Any, ...]]:
     on_host = [np.array(operand) for operand in operands]
-    return [tuple(array[row] for array in on_host) for row in range(len(on_host[0]))]
+    # With the dots a row of numbers is an array too.
+    return [tuple(array[row, ...] for array in on_host) for row in range(len(on_host[0]))]
 
 
 def _batch(rows: Sequence[Any], type: ArrayType, count: int) -> Sent:

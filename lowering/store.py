@@ -412,8 +412,12 @@ class Store:
 
     def is_busy(self, keys: Iterable[str]) -> bool:
         """Whether a program is being dispatched, on some thread, that has one of these variables."""
-        owners = [held.at for held in map(self._held.get, keys) if held is not None]
-        return any(owner is not None and owner.given is not None for owner in owners)
+        for key in keys:
+            held = self._held.get(key)
+            owner = held.at if held is not None else None
+            if owner is not None and owner.given is not None:
+                return True
+        return False
 
     def are_wanted(self, keys: Iterable[str], now: float) -> bool:
         """Whether someone waits for one of these variables."""

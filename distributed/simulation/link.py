@@ -18,6 +18,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
+import msgspec
+
 from dflow.distributed.codec import decode_message
 from dflow.distributed.simulation.faults import COORDINATOR
 from dflow.distributed.simulation.network import Network, Process
@@ -95,7 +97,7 @@ class SimulatedLink:
             self._network.on_said(self._far, decode_message(frame.meta))
         if frame.payload:
             # What is sent is what the payload holds now, whatever becomes of it.
-            frame = frame._replace(payload=memoryview(bytearray(frame.payload)))
+            frame = msgspec.structs.replace(frame, payload=memoryview(bytearray(frame.payload)))
         if self._between_tasks and frame.kind is Kind.NOTIFY and self._sends_apart(frame):
             return
         self.said += 1

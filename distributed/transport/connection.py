@@ -19,6 +19,8 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
+import msgspec
+
 from dflow.distributed.transport.base import Limits, OnReleased
 from dflow.distributed.transport.exchange import LOGGER, Exchange, Frame, Kind, become_reader, on_reader_thread
 from dflow.distributed.transport.framing import Ahead, Arrived, FrameReader, checksum_of, pack_header, stalled
@@ -66,7 +68,7 @@ class Renewal(Protocol):
         ...
 
 
-class _Kept(NamedTuple):
+class _Kept(msgspec.Struct, frozen=True):
     """A frame that may have to be sent again."""
 
     parts: Parts
@@ -180,9 +182,9 @@ class Connection:
         if size_bytes >= SHARED_FROM_BYTES and self._memory is not None:
             place = self._memory.pool.put(frame.payload)
             if place is not None:
-                return frame._replace(payload=place, on_released=None, is_shared=True)
+                return msgspec.structs.replace(frame, payload=place, on_released=None, is_shared=True)
         if size_bytes <= COPIED_BYTES or (self._renewal is None and frame.on_released is not None):
-            return frame._replace(payload=bytes(frame.payload), on_released=None)
+            return msgspec.structs.replace(frame, payload=bytes(frame.payload), on_released=None)
         return None
 
     def _wait_for_room(self) -> None:
@@ -290,7 +292,7 @@ class Connection:
             self._end(reason)
 
     def _take(self, arrived: Arrived, exchange: Exchange) -> None:
-        frame, sequence, acknowledged = arrived
+        frame, sequence, acknowledged = arrived.frame, arrived.sequence, arrived.acknowledged
         is_message = frame.kind <= Kind.NOTIFY
         if is_message and (sequence == 0) != (self._renewal is None):
             raise WireError(f"a message has number {sequence} in {'no' if sequence else 'a'} session")

@@ -13,7 +13,9 @@ import enum
 import logging
 import threading
 import traceback
-from typing import NamedTuple, Protocol
+from typing import Protocol
+
+import msgspec
 
 from dflow.distributed.codec import Payload, decode_message, encode_message
 from dflow.distributed.failures import error_of, failure_of
@@ -34,7 +36,7 @@ class Kind(enum.IntEnum):
     LAST = 5
 
 
-class Frame(NamedTuple):
+class Frame(msgspec.Struct, frozen=True, gc=False):
     """One message on its way. `number` ties a reply to its request, and is 0 for a notification.
 
     `is_shared` is true on the wire alone, where the payload says where in shared memory it is.

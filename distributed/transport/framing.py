@@ -32,6 +32,8 @@ import zlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from dflow.distributed.codec import Payload
 from dflow.distributed.transport.base import MIN_ALIGNED_BYTES, Limits
 from dflow.distributed.transport.buffers import RECEIVED
@@ -50,7 +52,7 @@ _BREAKS_OFF = "the other side closed the connection in the middle of a frame"
 _KINDS = {kind.value: kind for kind in Kind}
 
 
-class Header(NamedTuple):
+class Header(msgspec.Struct, frozen=True, gc=False):
     """What a frame's header says of the rest."""
 
     kind: Kind
@@ -63,7 +65,7 @@ class Header(NamedTuple):
     acknowledged: int
 
 
-class Arrived(NamedTuple):
+class Arrived(msgspec.Struct, frozen=True, gc=False):
     """A frame, and what its header says to the session."""
 
     frame: Frame
@@ -81,9 +83,9 @@ def checksum_of(parts: Sequence[Payload]) -> int:
 
 def pack_header(frame: Frame, *, checksum: int | None = None, sequence: int = 0, acknowledged: int = 0) -> bytes:
     """The header of `frame`; `checksum` None is none."""
-    kind, number, meta, payload, _, is_shared = frame
-    flags = (0 if checksum is None else _CHECKED) | (_SHARED if is_shared else 0)
-    return HEADER.pack(MAGIC, kind, flags, 0, len(meta), checksum or 0, number, len(payload), sequence, acknowledged)
+    flags = (0 if checksum is None else _CHECKED) | (_SHARED if frame.is_shared else 0)
+    sizes = len(frame.meta), checksum or 0, frame.number, len(frame.payload)
+    return HEADER.pack(MAGIC, frame.kind, flags, 0, *sizes, sequence, acknowledged)
 
 
 def parse_header(data: bytes | bytearray | memoryview, limits: Limits) -> Header:

@@ -12,6 +12,8 @@ import queue
 import threading
 import time
 
+import msgspec
+
 from dflow.distributed.transport.base import MIN_ALIGNED_BYTES, Handler, Limits
 from dflow.distributed.transport.buffers import RECEIVED
 from dflow.distributed.transport.exchange import LOGGER, Exchange, Frame, become_reader
@@ -132,7 +134,7 @@ class _MemoryLink:
         size_bytes = len(frame.payload)
         payload = RECEIVED.take(size_bytes) if size_bytes >= MIN_ALIGNED_BYTES else memoryview(bytearray(size_bytes))
         payload[:] = frame.payload
-        self._outbound.frames.put(frame._replace(payload=payload, on_released=None))
+        self._outbound.frames.put(msgspec.structs.replace(frame, payload=payload, on_released=None))
         if frame.on_released is not None:
             frame.on_released()
 

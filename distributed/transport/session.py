@@ -19,6 +19,8 @@ from __future__ import annotations
 from collections import deque
 from typing import Generic, NamedTuple, TypeVar
 
+import msgspec
+
 from dflow.tracing.errors import WireError
 
 Item = TypeVar("Item")
@@ -31,7 +33,7 @@ class Resumption(NamedTuple, Generic[Item]):
     again: list[Item]
 
 
-class _Retained(NamedTuple, Generic[Item]):
+class _Retained(msgspec.Struct, Generic[Item], frozen=True):
     number: int
     item: Item
     size_bytes: int
@@ -115,11 +117,12 @@ class Session(Generic[Item]):
         if upto > self._sent:
             raise WireError(f"frame {upto} is acknowledged, but only {self._sent} were sent")
         released: list[Item] = []
-        while self._retained and self._retained[0].number <= upto:
-            _, item, size_bytes = self._retained.popleft()
-            self._unacknowledged_bytes -= size_bytes
-            released.append(item)
-        self._acknowledged = max(self._acknowledged, upto)
+        if upto > self._acknowledged:
+            self._acknowledged = upto
+            while self._retained and self._retained[0].number <= upto:
+                kept = self._retained.popleft()
+                self._unacknowledged_bytes -= kept.size_bytes
+                released.append(kept.item)
         return released
 
     def resume(self, peer_received: int) -> Resumption[Item]:
