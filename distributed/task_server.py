@@ -7,12 +7,10 @@ that are sent to it, and runs its own part of each step through it.
 Invariants:
 
 - An error in carrying out a message is the answer to that message, and never ends the task.
-- Reader threads sort messages: they begin steps, take values in and cancel. They run what a plan does that is quick
-  (`Registration.is_quick`), since to wake another thread takes longer. All else that reads or writes a variable,
-  compiles or computes is done by the task's pool.
-- `RunPlan` is answered when the plan has ended, and no thread waits for that.
-- A plan that was begun ends exactly once: by its last item, its first error, `CancelStep`, the loss of the task that
-  started the step, or `close`.
+- Reader threads sort messages: they begin steps, take values in and cancel, and run what a plan does that is quick
+  (see `plan_runs`). All else that reads or writes a variable, compiles or computes is done by the task's pool.
+- `RunPlan` is answered when the plan has ended, and no thread waits for that. It ends too by `CancelStep`, by the loss
+  of the task that started the step, and by `close`.
 """
 
 from __future__ import annotations
@@ -71,33 +69,29 @@ from dflow.distributed.messages import (
 )
 from dflow.distributed.own_steps import OwnSteps
 from dflow.distributed.peers import Peers
-from dflow.distributed.plan_registry import PlanRegistry, Registration
+from dflow.distributed.plan_registry import PlanRegistry
+from dflow.distributed.plan_runs import PlanRuns
 from dflow.distributed.rendezvous import RendezvousStatistics, describe
 from dflow.distributed.round_host import RoundHost
 from dflow.distributed.step_counts import StepCounts
 from dflow.distributed.task_channel import WINDOW_BYTES, TaskChannel
 from dflow.distributed.task_observer import Observation, TaskObserver
 from dflow.distributed.task_resources import TaskResources
-from dflow.distributed.trampoline import run_soon
 from dflow.distributed.transport.addresses import LOCAL_ADDRESS
 from dflow.distributed.transport.base import Peer, Responder, Transport
 from dflow.lowering.channel import StepId
-from dflow.lowering.execute import Execution, Outcome, Submit
+from dflow.lowering.execute import Outcome
 from dflow.lowering.foreign_program import read_program
 from dflow.lowering.plan import Plan
 from dflow.lowering.program import Program
 from dflow.lowering.recorder import (
     CONNECTION_LOST,
-    PART_BEGAN,
-    PART_ENDED,
     ROSTER_CHANGED,
     Recorder,
-    described_end,
 )
 from dflow.lowering.store import Store
 from dflow.tracing.errors import (
     DflowError,
-    InternalError,
     SecurityError,
     StepCancelled,
     TaskLost,
@@ -165,16 +159,14 @@ class TaskServer:
         self.store = store or Store()
         settings = settings or TaskSettings()
         self._lock = threading.Lock()
-        self._runs: dict[StepId, _Run] = {}
-        self._steps_ended = 0
         self._live: dict[str, TaskInfo] = {}
         self._given_up: set[str] = set()
         self._plans = PlanRegistry(name)
         self._resources = TaskResources(name, self.store)
         self._pool = pool or ThreadPoolExecutor(settings.threads, thread_name_prefix=f"dflow {name}")
         self._rounds = RoundHost(name, self._resources, OwnSteps(self).start, self._soon)
-        #: The steps that this task has started, and the parts of steps that it has run.
-        self.steps, self.parts = StepCounts(), StepCounts()
+        #: The steps that this task has started.
+        self.steps = StepCounts()
         self.observer = TaskObserver(self.recorder, self.state)
         self._peers = Peers(
             transport,
@@ -193,6 +185,7 @@ class TaskServer:
             described=described,
             window_bytes=settings.window_bytes,
         )
+        self._runs = PlanRuns(name, self.store, self._channel, self.recorder, self._pool)
         self._listener = transport.listen(address, name=name, handler=self)
 
     @property
@@ -204,6 +197,11 @@ class TaskServer:
     def channel(self) -> TaskChannel:
         """The channel over which this task's plans send and receive."""
         return self._channel
+
+    @property
+    def parts(self) -> StepCounts:
+        """How the parts of steps ended that this task has run."""
+        return self._runs.counts
 
     def peer(self, task: str) -> Peer:
         """The connection to another task, opened if need be; see `Peers.get`."""
@@ -223,17 +221,16 @@ class TaskServer:
 
     def steps_ended(self) -> int:
         """How many parts of steps have ended here, well or not."""
-        return self._steps_ended
+        return self._runs.ended
 
     def doing(self) -> str:
         """The oldest part of a step that runs here, and what is waited for longest; empty when none runs."""
-        with self._lock:
-            step, count = next(iter(self._runs), None), len(self._runs)
-        if step is None:
+        running = self._runs.running()
+        if not running:
             return ""
         waits = self._channel.oldest_wait()
-        more = f" and {count - 1} more" if count > 1 else ""
-        return f"{describe(step)}{more}" + (f": {waits}" if waits else "")
+        more = f" and {len(running) - 1} more" if len(running) > 1 else ""
+        return f"{describe(running[0])}{more}" + (f": {waits}" if waits else "")
 
     def stalled(self, why: str) -> str:
         """Something that should have ended has not: write the last events down; where they are, to end an error."""
@@ -256,9 +253,7 @@ class TaskServer:
 
     def statistics(self) -> TaskStatistics:
         """What this task holds now."""
-        with self._lock:
-            running = len(self._runs)
-        return TaskStatistics(len(self._plans), running, self._channel.statistics())
+        return TaskStatistics(len(self._plans), len(self._runs.running()), self._channel.statistics())
 
     # Running plans.
 
@@ -274,25 +269,7 @@ class TaskServer:
         raises  InternalError if no such plan is registered, or one runs in this step; StepCancelled if the step has
                 ended here; TaskLost if the task that started it has left
         """
-        self.run_plan(self._plans.get(handle), step, feeds, on_done)
-
-    def run_plan(
-        self, registration: Registration, step: StepId, feeds: Sequence[Any], on_done: Callable[[Outcome], None]
-    ) -> None:
-        """Run a plan as this task's part of `step`; see `run`."""
-        run = _Run(on_done)
-        submit = partial(self._do, registration) if registration.is_quick else self._pool.submit
-        start = partial(self._start, run, registration, step, feeds, submit)
-        with self._lock:
-            if step in self._runs:
-                raise InternalError(f"{self.name} already runs a plan in {describe(step)}")
-            self._channel.begin(step)
-            self._runs[step] = run
-            run.began_ns = self.recorder.note(PART_BEGAN, step)
-        try:
-            submit(start)
-        except RuntimeError:
-            self._cancel_run(step, StepCancelled(f"{self.name} is closed"))
+        self._runs.run(self._plans.get(handle), step, feeds, on_done)
 
     def count_steps_from(self, number: int) -> None:
         """Steps that this task starts have this number or more; what comes for those of its past lives is dropped."""
@@ -300,53 +277,7 @@ class TaskServer:
 
     def cancel(self, step: StepId, error: BaseException) -> None:
         """End this task's part of `step` with `error`, now or when it comes."""
-        # The run first, so that it ends with `error` and not with what the channel then refuses it; and once more
-        # for a run that began in between, which later ones cannot.
-        self._cancel_run(step, error)
-        self._channel.abort(step, error)
-        self._cancel_run(step, error)
-
-    def _cancel_run(self, step: StepId, error: BaseException) -> None:
-        with self._lock:
-            run = self._runs.get(step)
-        if run is not None and run.cancel(error):
-            self._ended(run, step, error)
-
-    def _do(self, registration: Registration, work: Callable[[], None]) -> None:
-        """Do what is quick on this thread, unless it would have to wait for a variable."""
-        if self.store.is_busy(registration.keys):
-            self._pool.submit(work)
-        else:
-            run_soon(work)
-
-    def _start(self, run: _Run, registration: Registration, step: StepId, feeds: Sequence[Any], submit: Submit) -> None:
-        try:
-            execution = Execution(
-                registration.schedule,
-                registration.programs,
-                self.store,
-                self._channel,
-                step,
-                feeds,
-                on_done=partial(self._ended, run, step),
-                submit=submit,
-                recorder=self.recorder,
-            )
-        except BaseException as error:
-            self._cancel_run(step, error)
-            return
-        if run.begins(execution):
-            execution.start()
-
-    def _ended(self, run: _Run, step: StepId, outcome: Outcome) -> None:
-        with self._lock:
-            self._runs.pop(step, None)
-            self._steps_ended += 1
-        self._channel.finish(step)
-        outcome = run.told(outcome)
-        ended_ns = self.recorder.note(PART_ENDED, step, "", described_end(outcome))
-        self.parts.ended((ended_ns - run.began_ns) / 1e9, outcome)
-        run.on_done(outcome)
+        self._runs.cancel(step, error)
 
     # The other tasks.
 
@@ -379,9 +310,7 @@ class TaskServer:
 
     def close(self) -> None:
         """Cancel what runs, stop listening and end every connection; a second call does nothing."""
-        with self._lock:
-            steps = list(self._runs)
-        for step in steps:
+        for step in self._runs.running():
             self.cancel(step, TaskLost(f"{self.name} has left the cluster in {describe(step)}: it closes"))
         self._rounds.close(TaskLost(f"{self.name} has left the cluster: it closes"))
         self._listener.close()
@@ -473,7 +402,7 @@ class TaskServer:
             operands = decode_arrays(message.operands, payload)
             registration = self._resources.registration(message)
             step = StepId(message.origin, message.step)
-            self.run_plan(registration, step, operands, partial(_answer_arrays, responder))
+            self._runs.run(registration, step, operands, partial(_answer_arrays, responder))
         except Exception as error:
             responder.fail(error)
 
@@ -536,40 +465,6 @@ _NOTHING = memoryview(b"")
 def _life(info: TaskInfo) -> tuple[str, float]:
     """What tells a task from its predecessors of the same name."""
     return info.incarnation, info.joined_at_s
-
-
-class _Run:
-    """A plan being run, or about to be: one that is cancelled before it begins never does.
-
-    A cancelled step also refuses what the plan does next, so an error may reach the end before the cancellation that
-    caused it does; the cause is what is told.
-    """
-
-    def __init__(self, on_done: Callable[[Outcome], None]) -> None:
-        self.on_done = on_done
-        self.began_ns = 0
-        self._lock = threading.Lock()
-        self._execution: Execution | None = None
-        self._cause: BaseException | None = None
-
-    def begins(self, execution: Execution) -> bool:
-        """Whether the execution is to start; from then on it is what ends the run."""
-        with self._lock:
-            if self._cause is None:
-                self._execution = execution
-            return self._cause is None
-
-    def cancel(self, error: BaseException) -> bool:
-        """Whether this ends a run that has not begun; one that has is ended by its execution."""
-        with self._lock:
-            is_first, self._cause = self._cause is None, self._cause or error
-            execution = self._execution
-        if execution is not None:
-            execution.cancel(error)
-        return is_first and execution is None
-
-    def told(self, outcome: Outcome) -> Outcome:
-        return self._cause or outcome if isinstance(outcome, BaseException) else outcome
 
 
 def _refuse_for_another(peer: Peer, what: str, whose: str) -> None:
