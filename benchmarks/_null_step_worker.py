@@ -18,6 +18,8 @@ from benchmarks._raw_sockets import RawClient
 #: A row of the embedding, as in the paper's sparse workload.
 COLUMNS = 256
 ROWS_FETCHED = 32
+#: How many times smaller a table is that the sparse step is also done on, to see whether its size matters.
+SMALLER = 16
 WARM_UP = 30
 
 
@@ -33,6 +35,9 @@ def main() -> None:
     step = make_step(cluster, given)
     raw = RawClient(given.ports, given.ask, given.reply)
     ways: dict[str, Callable[[], Any]] = {"dflow": step, "raw": raw.step}
+    if given.kind == "sparse":
+        smaller = argparse.Namespace(**{**vars(given), "mb": given.mb // SMALLER})
+        ways["smaller"] = make_step(cluster, smaller, "smaller_")
     times: dict[str, list[list[float]]] = {way: [] for way in ways}
     for way in ways.values():
         for _ in range(WARM_UP):
@@ -52,18 +57,21 @@ def timed(way: Callable[[], Any]) -> float:
     return time.perf_counter() - started
 
 
-def make_step(cluster: Any, given: argparse.Namespace) -> Callable[[], Any]:
-    """The paper's null step: fetch from every shard, compute next to nothing, update every shard, wait for all."""
+def make_step(cluster: Any, given: argparse.Namespace, prefix: str = "") -> Callable[[], Any]:
+    """The paper's null step: fetch from every shard, compute next to nothing, update every shard, wait for all.
+
+    The names of its variables and queues begin with `prefix`.
+    """
     shape = shard_shape(given)
     with cluster.parameter_servers():
-        shards = [dflow.Variable(lambda: jnp.zeros(shape), name=f"shard_{index}") for index in range(given.ps)]
+        shards = [dflow.Variable(lambda: jnp.zeros(shape), name=f"{prefix}shard_{index}") for index in range(given.ps)]
         counts = [
-            dflow.Variable(lambda: jnp.zeros(()), name=f"count_{index}", near=shard)
+            dflow.Variable(lambda: jnp.zeros(()), name=f"{prefix}count_{index}", near=shard)
             for index, shard in enumerate(shards)
         ]
         with dflow.device("ps:0"):
-            arrived = dflow.FIFOQueue(given.workers, jnp.float32(0), name="arrived")
-            tokens = dflow.FIFOQueue(given.workers, jnp.float32(0), name="tokens")
+            arrived = dflow.FIFOQueue(given.workers, jnp.float32(0), name=f"{prefix}arrived")
+            tokens = dflow.FIFOQueue(given.workers, jnp.float32(0), name=f"{prefix}tokens")
 
     def update(seen: Any) -> Any:
         """Update, and wait for the others: who comes hands in a token, and worker 0 gives all back."""

@@ -84,10 +84,12 @@ def options(description: str | None, **defaults: int | tuple[str, ...] | None) -
 
 
 def publish(name: str, rows: Sequence[Mapping[str, Any]], *, as_json: bool) -> None:
-    """Print the rows as a table; write them with the machine when asked."""
-    table = Table(*rows[0], title=name)
+    """Print the rows as a table, which may have different columns; write them with the machine when asked."""
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    table = Table(*columns, title=name)
     for row in rows:
-        table.add_row(*(f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()))
+        values = [row.get(column, "") for column in columns]
+        table.add_row(*(f"{value:.4g}" if isinstance(value, float) else str(value) for value in values))
     Console(width=140).print(table)
     where = machine()
     Console().print(", ".join(f"{key} {value}" for key, value in where.items()), highlight=False)

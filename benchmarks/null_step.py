@@ -3,7 +3,8 @@
 Every worker fetches from every shard, computes next to nothing, sends a trivial update to every shard, and waits for
 the other workers. Each task is a process. *scalar* fetches one number from each shard; *dense* the whole model of so
 many MB; *sparse* 32 random rows of a table of `--mb` MB. *raw* is the same bytes over plain TCP sockets between as many
-processes, in the same run, round by round. The paper's own line is of 16 ps tasks on as many machines.
+processes, in the same run, round by round. A sparse step is done on a table of a sixteenth too, again in turn: its time
+should not depend on the size. The paper's own line is of 16 ps tasks on as many machines.
 
 `--beside PYTHON` names an environment with TensorFlow, whose own runtime (gRPC, graph mode) then does the same step, as
 a cluster of as many processes, in turn with ours. `make bench-peers` makes such an environment. `--every` measures what
@@ -22,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks._null_step_worker import COLUMNS, ROWS_FETCHED
+from benchmarks._null_step_worker import COLUMNS, ROWS_FETCHED, SMALLER
 from benchmarks._paired import median_ratio, options, publish
 from benchmarks._raw_sockets import raw_servers
 
@@ -59,10 +60,10 @@ class Step:
 
 #: What is published.
 EVERY = (
-    *(Step("scalar", 2, workers, 0, 1000, ROUNDS) for workers in (1, 2, 4)),
-    *(Step("dense", 2, workers, 100, 50, ROUNDS) for workers in (1, 2)),
+    *(Step("scalar", 2, workers, 0, 1000, 4 * ROUNDS) for workers in (1, 2, 4)),
+    *(Step("dense", 2, workers, 100, 50, 2 * ROUNDS) for workers in (1, 2)),
     Step("dense", 2, 1, 1000, 15, ROUNDS),
-    *(Step("sparse", 2, 1, mb, 1000, ROUNDS) for mb in (250, 4000)),
+    Step("sparse", 2, 1, 4000, 1000, 4 * ROUNDS),
 )
 
 
@@ -96,6 +97,7 @@ def measured(step: Step, beside: str | None) -> dict[str, Any]:
         "/ raw": ratio,
         "p10": low,
         "p90": high,
+        **against_smaller(ours, times),
         "paper ms": PAPER.get(step.kind) or PAPER.get(f"{step.kind} {step.mb}", ""),
     }
     if peers:
@@ -105,8 +107,16 @@ def measured(step: Step, beside: str | None) -> dict[str, Any]:
     return row
 
 
+def against_smaller(ours: Sequence[float], times: Times) -> dict[str, float]:
+    """How much longer a step takes on a table `SMALLER` times as large, where that was measured."""
+    if "smaller" not in times:
+        return {}
+    ratio, low, high = median_ratio(ours, [statistics.median(round_) for round_ in times["smaller"]])
+    return {f"/ 1:{SMALLER}": ratio, " p10": low, " p90": high}
+
+
 def by_dflow(step: Step) -> Times:
-    """The times of worker 0: of our steps, and of raw sockets in turn with them."""
+    """The times of worker 0: of our steps, and of all that is done in turn with them."""
     ask, reply = request_bytes(step.kind, step.ps, step.mb)
     script = str(ROOT / "benchmarks" / "_null_step_worker.py")
     cluster = ["-m", "dflow", "launch", "--ps", str(step.ps), "--workers", str(step.workers), script]
