@@ -206,6 +206,30 @@ def test_a_frame_that_stalls_ends_its_connection() -> None:
     listener.close()
 
 
+def test_who_waits_for_the_rest_of_a_large_frame_keeps_no_other_waiting() -> None:
+    listener = listen(Limits())
+    request = frame(Ok(), bytes(1 << 20), Kind.REQUEST, 1)
+    with dial(listener) as sock:
+        sock.sendall(HELLO + request[: 1 << 19])
+        for _ in range(3):
+            assert still_serves(listener)
+        sock.sendall(request[1 << 19 :] + frame(Ok(), b"behind", Kind.REQUEST, 2))
+        sock.shutdown(socket.SHUT_WR)
+        assert read_until_closed(sock).endswith(b"behind")
+    listener.close()
+
+
+def test_requests_that_come_byte_by_byte_are_answered() -> None:
+    listener = listen(Limits())
+    with dial(listener) as sock:
+        sock.sendall(HELLO)
+        for byte in frame(Ok(), b"slowly", Kind.REQUEST, 1):
+            sock.sendall(bytes([byte]))
+        sock.shutdown(socket.SHUT_WR)
+        assert read_until_closed(sock).endswith(b"slowly")
+    listener.close()
+
+
 def test_a_peer_that_does_not_read_ends_its_connection() -> None:
     recorder = Recorder(echo)
     listener = listen(Limits(stall_timeout_s=0.05), recorder)

@@ -1,0 +1,164 @@
+"""Frames leave whole and in order, and those that a reader thread gathers leave together."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from queue import SimpleQueue
+
+import pytest
+
+from dflow.distributed.transport.base import Limits
+from dflow.distributed.transport.exchange import Frame, Kind, become_reader
+from dflow.distributed.transport.outlet import GATHERED_BYTES, Outlet, flush, gather, send_gathered
+from dflow.distributed.transport.stream import Parts
+from tests.distributed.transports import DEADLINE_S
+
+
+class Paper:
+    """A stream that notes what is sent, and by `calls` of `send_now`, which takes at most `room` bytes."""
+
+    def __init__(self) -> None:
+        self.room = 1 << 30
+        self.calls: list[bytes] = []
+        self.sent: SimpleQueue[bytes] = SimpleQueue()
+
+    def send(self, parts: Sequence[memoryview]) -> int:
+        self.sent.put(b"".join(parts))
+        return sum(map(len, parts))
+
+    def send_now(self, parts: Sequence[memoryview]) -> int:
+        data = b"".join(parts)[: self.room]
+        self.calls.append(data)
+        self.sent.put(data)
+        return len(data)
+
+
+class Plain:
+    """Packs a frame as its meta and payload."""
+
+    def pack(self, frame: Frame) -> Parts:
+        return [memoryview(frame.meta), memoryview(frame.payload)]
+
+    def broke(self, stream: object, reason: str) -> bool:
+        raise AssertionError(reason)
+
+    def end(self, reason: str) -> None:
+        raise AssertionError(reason)
+
+
+def frame(text: str, payload: bytes = b"") -> Frame:
+    return Frame(Kind.NOTIFY, 0, text.encode(), payload)
+
+
+@pytest.fixture
+def paper() -> Paper:
+    return Paper()
+
+
+@pytest.fixture
+def outlet(paper: Paper) -> Outlet:
+    return Outlet(paper, Limits(), Plain())  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def as_reader() -> Iterator[Callable[[Callable[[], None]], None]]:
+    """Runs a function on a thread that reads connections."""
+    failed: list[BaseException] = []
+
+    def run(work: Callable[[], None]) -> None:
+        def reads() -> None:
+            become_reader()
+            gather()
+            try:
+                work()
+            except BaseException as error:
+                failed.append(error)
+            send_gathered()
+
+        thread = threading.Thread(target=reads)
+        thread.start()
+        thread.join(DEADLINE_S)
+
+    yield run
+    assert not failed
+
+
+AsReader = Callable[[Callable[[], None]], None]
+
+
+def test_what_is_gathered_leaves_by_one_call(outlet: Outlet, paper: Paper, as_reader: AsReader) -> None:
+    def work() -> None:
+        for text in "abc":
+            outlet.send(frame(text))
+        assert paper.calls == []
+
+    as_reader(work)
+    assert paper.calls == [b"abc"]
+
+
+def test_it_leaves_before_the_thread_waits(outlet: Outlet, paper: Paper, as_reader: AsReader) -> None:
+    def work() -> None:
+        outlet.send(frame("a"))
+        flush()
+        assert paper.calls == [b"a"]
+        outlet.send(frame("b"))
+
+    as_reader(work)
+    assert paper.calls == [b"a", b"b"]
+
+
+def test_a_large_frame_takes_along_what_was_gathered(outlet: Outlet, paper: Paper, as_reader: AsReader) -> None:
+    large = bytes(GATHERED_BYTES + 1)
+
+    def work() -> None:
+        outlet.send(frame("a"))
+        outlet.send(frame("b", large))
+        assert paper.calls == [b"ab" + large]
+        outlet.send(frame("c"))
+
+    as_reader(work)
+    assert paper.calls == [b"ab" + large, b"c"]
+
+
+def test_so_does_a_frame_of_another_thread(outlet: Outlet, paper: Paper, as_reader: AsReader) -> None:
+    def work() -> None:
+        outlet.send(frame("a"))
+        other = threading.Thread(target=outlet.send, args=(frame("b"),))
+        other.start()
+        other.join(DEADLINE_S)
+        assert paper.sent.get(timeout=DEADLINE_S) == b"ab"
+
+    as_reader(work)
+    assert paper.calls == []
+
+
+def test_no_more_is_gathered_than_the_queue_may_hold(outlet: Outlet, paper: Paper, as_reader: AsReader) -> None:
+    texts = [f"{number:03}" for number in range(200)]
+
+    def work() -> None:
+        for text in texts:
+            outlet.send(frame(text))
+        assert len(paper.calls) == 3
+
+    as_reader(work)
+    assert b"".join(paper.calls) == "".join(texts).encode()
+
+
+def test_what_does_not_go_at_once_is_sent_in_order_by_another_thread(
+    outlet: Outlet, paper: Paper, as_reader: AsReader
+) -> None:
+    paper.room = 4
+
+    def work() -> None:
+        for text in ("first ", "second "):
+            outlet.send(frame(text))
+        flush()
+        for text in ("third ", "fourth"):
+            outlet.send(frame(text))
+
+    as_reader(work)
+    sent = b""
+    while len(sent) < len(b"first second third fourth"):
+        sent += paper.sent.get(timeout=DEADLINE_S)
+    assert sent == b"first second third fourth"
