@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import queue
 import random
+import threading
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dflow.distributed import task_channel
 from dflow.distributed.flow_control import COST_BYTES, Answer, GiveCredit, Inflow, Offered, Outflow, Reaction
 from dflow.distributed.messages import CancelStep
 from dflow.distributed.task_server import TaskServer, TaskSettings
@@ -217,6 +221,21 @@ def test_values_in_any_order_come_to_a_slow_task_whose_memory_stays_bounded(
     reach_and_ask(worker)
     assert worker.channel.flow().kept == 0
     assert sum(one.values for one in worker.channel.traffic()) == 40
+
+
+def test_who_waits_for_a_value_to_be_computed_lets_others_read(
+    pair: tuple[TaskServer, TaskServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, ps = pair
+    others_read = threading.Event()
+    monkeypatch.setattr(task_channel, "give_way", others_read.set)
+
+    def compute(x: Any) -> Any:
+        return np.asarray(x) if others_read.wait(DEADLINE_S) else -np.asarray(x)
+
+    slow = jax.jit(lambda x: jax.pure_callback(compute, jax.ShapeDtypeStruct((), jnp.float32), x))(jnp.float32(3))
+    worker.channel.send(STEP, "edge", PS, slow)
+    assert got(ps, STEP, "edge").get(timeout=DEADLINE_S) == 3
 
 
 def test_room_is_given_back_as_values_are_taken(pair: tuple[TaskServer, TaskServer]) -> None:

@@ -11,6 +11,7 @@ import pytest
 from dflow.distributed.transport.base import Limits
 from dflow.distributed.transport.exchange import Frame, Kind, become_reader
 from dflow.distributed.transport.outlet import GATHERED_BYTES, Outlet, flush, gather, send_gathered
+from dflow.distributed.transport.reactor import give_way
 from dflow.distributed.transport.stream import Parts
 from tests.distributed.transports import DEADLINE_S
 
@@ -100,7 +101,7 @@ def test_what_is_gathered_leaves_by_one_call(outlet: Outlet, paper: Paper, as_re
 def test_it_leaves_before_the_thread_waits(outlet: Outlet, paper: Paper, as_reader: AsReader) -> None:
     def work() -> None:
         outlet.send(frame("a"))
-        flush()
+        give_way()
         assert paper.calls == [b"a"]
         outlet.send(frame("b"))
 

@@ -161,10 +161,17 @@ def test_one_that_gave_way_may_be_the_last_to_go() -> None:
 
 def test_a_frame_that_does_not_go_on_stalls_and_one_who_says_nothing_does_not() -> None:
     reactor = Reactor(0.05)
-    idle, begun, given_way = Reading(reactor), Reading(reactor), Reading(reactor, lambda data: give_way())
+    idle, begun = Reading(reactor), Reading(reactor)
+
+    def give_way_until_another_leads(data: bytes) -> None:
+        give_way()
+        assert idle.tell(b"hello") == b"hello"
+
+    given_way = Reading(reactor, give_way_until_another_leads)
     begun.is_in_frame = given_way.is_in_frame = True
     assert begun.tell(b"half") == b"half"
     assert begun.next() == "stalled"
+    # By now the thread that leads waits without end, and one that gave way finds the half frame.
     assert given_way.tell(b"half") == b"half"
     assert given_way.next() == "stalled"
     assert idle.tell(b"hello") == b"hello"

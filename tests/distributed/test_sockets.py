@@ -219,6 +219,25 @@ def test_who_waits_for_the_rest_of_a_large_frame_keeps_no_other_waiting() -> Non
     listener.close()
 
 
+def test_a_frame_that_breaks_off_is_said_to() -> None:
+    recorder = Recorder(echo)
+    listener = listen(Limits(), recorder)
+    with dial(listener) as sock:
+        sock.sendall(HELLO + OK[:-1])
+    assert "closed the connection in the middle of a frame" in recorder.close_reason()
+    listener.close()
+
+
+def test_more_pieces_are_sent_than_the_system_takes_at_once() -> None:
+    near, far = socket.socketpair()
+    with near, far:
+        parts: list[memoryview] = [memoryview(b"%04d" % number) for number in range(3000)]
+        for send in (SocketStream(near).send, SocketStream(near).send_now):
+            sent = send(parts)
+            assert 0 < sent < 4 * len(parts)
+            assert far.recv(1 << 20) == b"".join(parts)[:sent]
+
+
 def test_requests_that_come_byte_by_byte_are_answered() -> None:
     listener = listen(Limits())
     with dial(listener) as sock:
@@ -259,6 +278,9 @@ def test_no_more_connections_than_allowed(caplog: pytest.LogCaptureFixture) -> N
     caplog.set_level(logging.WARNING, "dflow")
     listener = listen(Limits(max_connections=2))
     first, second = (reach(SocketTransport(), listener.address, Recorder()) for _ in range(2))
+    for peer in (first, second):
+        # Now the listener knows it, and has not only answered its Hello.
+        peer.call(Ok(), timeout_s=DEADLINE_S)
     with dial(listener) as sock:
         assert read_until_closed(sock) == b""
     assert "refused: 2 of 2 connections are in use" in reasons(caplog)
