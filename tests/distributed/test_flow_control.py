@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import random
-import threading
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -227,15 +226,17 @@ def test_who_waits_for_a_value_to_be_computed_lets_others_read(
     pair: tuple[TaskServer, TaskServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker, ps = pair
-    others_read = threading.Event()
-    monkeypatch.setattr(task_channel, "give_way", others_read.set)
-
-    def compute(x: Any) -> Any:
-        return np.asarray(x) if others_read.wait(DEADLINE_S) else -np.asarray(x)
-
-    slow = jax.jit(lambda x: jax.pure_callback(compute, jax.ShapeDtypeStruct((), jnp.float32), x))(jnp.float32(3))
-    worker.channel.send(STEP, "edge", PS, slow)
-    assert got(ps, STEP, "edge").get(timeout=DEADLINE_S) == 3
+    ways: list[bool] = []
+    multiply = jax.jit(lambda x: jax.lax.fori_loop(0, 20, lambda _, y: x @ y, x)[0, 0])
+    identity = jnp.eye(1000)
+    jax.block_until_ready(multiply(identity))
+    slow = multiply(identity)
+    monkeypatch.setattr(task_channel, "give_way", lambda: ways.append(slow.is_ready()))
+    worker.channel.send(STEP, "slow", PS, slow)
+    assert got(ps, STEP, "slow").get(timeout=DEADLINE_S) == 1
+    assert ways == [False]
+    worker.channel.send(STEP, "there", PS, slow)
+    assert ways == [False]
 
 
 def test_room_is_given_back_as_values_are_taken(pair: tuple[TaskServer, TaskServer]) -> None:
