@@ -414,6 +414,7 @@ def test_losing_the_origin_cancels_its_steps(cluster: Cluster) -> None:
         start(cluster.ps, handle, next_step(WORKER))
     cluster.ps.roster_changed(roster(cluster.ps, cluster.worker, cluster.other))
     back = reach(cluster.transport, cluster.ps.address, Recorder(), name=WORKER)
+    step = next_step(WORKER)
     again = back.start(run_plan(step, handle))
     cluster.client.notify(Tensor(step.origin, step.number, "grad", "float32", (3,)), encode_array(ONES))
     assert again.wait(DEADLINE_S).message == Ok()

@@ -37,7 +37,7 @@ def certificates() -> MutualTls:
     """A policy whose certificate, of an authority of its own, is for all who speak in tests of transports."""
     now, day = datetime.now(UTC), timedelta(days=1)
     authority = make_authority("tests", now, 2 * day)
-    names = ("server", "client", "me", "one", "two", "late", "ps", "coordinator", "worker", "status")
+    names = ("server", "client", "me", "one", "two", "late", "ps", "coordinator", "worker", "chief", "status")
     pair = issue_certificate(authority, [Identity(name) for name in names], (), now, day)
     with tempfile.TemporaryDirectory() as folder:
         for name, data in (("cert", pair.certificate), ("key", pair.key), ("ca", authority.certificate)):
