@@ -21,7 +21,8 @@ from jax import jit as jax_jit
 
 from dflow.lowering.local import PureStep
 from dflow.lowering.program import awaited
-from dflow.lowering.store import StepState, Store
+from dflow.lowering.step_state import StepState
+from dflow.lowering.store import Store
 from dflow.static_arguments import static_arguments
 from dflow.tracing.jax_frontend import donation_options, forget_failed_dispatch, static_options
 

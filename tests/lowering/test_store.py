@@ -15,9 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dflow.lowering import first_value, step_state
 from dflow.lowering import store as store_module
 from dflow.lowering.program import Program, lower_program
-from dflow.lowering.store import StepState, Store
+from dflow.lowering.step_state import StepState
+from dflow.lowering.store import Store
 from dflow.tracing.errors import DeadlineExceeded, VariableError, VariableShapeError
 from dflow.tracing.types import ArrayType
 from tests.effort import examples
@@ -144,7 +146,7 @@ def test_an_initialiser_that_creates_its_own_variable_is_refused(monkeypatch: py
 
     with pytest.raises(VariableError, match="the initialiser of variable 'w' creates variable 'w' itself"):
         store.create("w", F32, make)
-    monkeypatch.setattr(store_module, "MAKING_S", 0.0)
+    monkeypatch.setattr(first_value, "MAKING_S", 0.0)
 
     def from_another_thread() -> jax.Array:
         with ThreadPoolExecutor(1) as pool, pytest.raises(DeadlineExceeded, match="'w', on another thread, has not"):
@@ -542,7 +544,8 @@ def test_who_waits_for_a_step_too_long_is_told_which(monkeypatch: pytest.MonkeyP
     def call() -> None:
         state.run(program, (), ())
 
-    monkeypatch.setattr(store_module, "STEP_S", 0.0)
+    for module in (store_module, step_state):
+        monkeypatch.setattr(module, "STEP_S", 0.0)
     with pytest.raises(DeadlineExceeded, match=r"'w' is asked for, but a call of part of a function, .* within 0 s"):
         store.read("w")
     held.end()
