@@ -275,7 +275,9 @@ class Store:
         """As `Turns.alone`, once what was dropped is let go of."""
         with self.turns.lock:
             self._sweep()
-            return self.turns.alone(do)
+            found = self.turns.alone(do)
+        # Not from within, where an interrupt right after the call would leave the lock taken.
+        return found  # noqa: RET504
 
     def _claim(self, keys: Collection[str]) -> list[HeldValue]:
         """What is held under `keys`, with the values here, in a turn.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import gc
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -23,7 +24,9 @@ from dflow.tracing.errors import VariableError
 # Of functions that are made anew for each place.
 pytestmark = pytest.mark.filterwarnings("ignore::dflow.RetraceWarning")
 
-FILES = ("store.py", "program.py", "whole_step.py")
+FILES = ("store.py", "step_state.py", "turns.py", "held_value.py", "first_value.py", "program.py", "whole_step.py")
+
+DEADLINE_S = 20.0
 
 #: After these instructions CPython looks whether a signal has come.
 LOOKING = ("CALL", "CALL_FUNCTION_EX", "RESUME", "JUMP_BACKWARD")
@@ -107,8 +110,13 @@ class Model:
         LOCAL.store.replace(fifty)
 
     def works(self) -> None:
-        """That everything goes on as if nothing had been."""
+        """That everything goes on as if nothing had been, on other threads too."""
         before = self.values()
+        seen: list[tuple[float, float]] = []
+        other = threading.Thread(target=lambda: seen.append(self.values()), daemon=True)
+        other.start()
+        other.join(DEADLINE_S)
+        assert seen == [before], "the store is still locked"
         for number, step in enumerate((self.both, self.other, self.both, self.parts), 1):
             while int(self.queue.size()):
                 self.queue.dequeue()
