@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 
 import hypothesis
@@ -14,6 +15,11 @@ from tests.effort import DEFAULT_EXAMPLES, examples
 
 # Read by JAX when a test first imports it: tests compare numbers bit by bit, so they run where CI runs them.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+# What one process of a run has compiled, the others and the next file read: most of what a test compiles is small and
+# common to many. The folder is the run's own, so that nothing of yesterday is believed.
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 # Seldom, for they take a tenth of the time of tests that trace as much as these.
 gc.set_threshold(50_000, 20, 20)
@@ -41,6 +47,14 @@ def _nothing_compiled_outlives_its_file() -> Iterator[None]:
     if "jax" in sys.modules:
         sys.modules["jax"].clear_caches()
         gc.collect()
+    if not gc.get_freeze_count():
+        gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def all_holders() -> None:
+    """For a file in which a kept value is to be told of whoever holds it: the collector looks through all again."""
+    gc.unfreeze()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -51,9 +65,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Tell tests/golden.py whether to rewrite."""
+    """Give the run its folder of what is compiled; tell tests/golden.py whether to rewrite."""
     from tests.golden import UpdateMode
 
+    _share_what_is_compiled(config)
     UpdateMode.on = config.getoption("--update-golden")
     if UpdateMode.on and (config.getoption("numprocesses", None) or hasattr(config, "workerinput")):
         raise pytest.UsageError("--update-golden rewrites files case by case: run it without -n, as `make golden` does")
+
+
+def pytest_collection_finish() -> None:
+    """Set apart all that the files of tests have imported: no collection of garbage walks it, or finds it a holder."""
+    gc.collect()
+    gc.freeze()
+
+
+def _share_what_is_compiled(config: pytest.Config) -> None:
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        folder = tempfile.TemporaryDirectory(prefix="dflow-tests-compiled-", ignore_cleanup_errors=True)
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = folder.name
+        config.add_cleanup(folder.cleanup)

@@ -16,6 +16,7 @@ import pytest
 import dflow
 from dflow.tracing.leaks import LeakedTracerWarning, leaks
 
+pytestmark = pytest.mark.usefixtures("all_holders")
 KEPT: list[Any] = []
 LAST: Any = None
 BOX = SimpleNamespace()

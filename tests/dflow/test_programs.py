@@ -37,6 +37,9 @@ from tests.programs.made import (
 from tests.programs.reference import InexactError, Reference
 from tests.programs.statements import Program
 
+# No program may leave a value of its trace behind, in whatever of ours.
+pytestmark = pytest.mark.usefixtures("all_holders")
+
 #: How often each is run, on the state that the run before has left.
 TIMES = 2
 Outcome = tuple[list[Any], list[Any], list[Any], list[Any]]
