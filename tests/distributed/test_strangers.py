@@ -81,9 +81,9 @@ def serves(listener: SocketListener, security: SecurityPolicy | None = None) -> 
         peer.close()
 
 
-def readers() -> list[threading.Thread]:
-    """The threads of the listener's connections, oldest first."""
-    return [thread for thread in threading.enumerate() if thread.name == "dflow read server"]
+def greeters() -> list[threading.Thread]:
+    """The threads that wait for what a listener's strangers say, oldest first."""
+    return [thread for thread in threading.enumerate() if thread.name == "dflow greet server"]
 
 
 def hello(name: str) -> bytes:
@@ -119,9 +119,10 @@ def test_a_crowd_costs_no_more_threads_than_may_wait(listen: Listen) -> None:
     with contextlib.ExitStack() as crowd:
         silent = [crowd.enter_context(dial(listener)) for _ in range(60)]
         assert all(is_closed_by_the_other_side(sock) for sock in silent[:56])
+        assert greeters()
         assert serves(listener)
         assert len(listener._strangers) <= 4
-    while left := readers():  # the last may start when all before it have ended
+    while left := greeters():  # the last may start when all before it have ended
         left[0].join(DEADLINE_S)
         assert not left[0].is_alive()
 
