@@ -174,7 +174,8 @@ class _World:
         self._tasks.close()
 
     def _is_complete(self) -> bool:
-        return all(worker.is_complete for process, worker in self._workers.items() if process.is_alive)
+        live = [worker.is_complete for process, worker in self._workers.items() if process.is_alive]
+        return any(live) and all(live)
 
     def _is_at_rest(self) -> bool:
         """Whether nothing is on its way, waits or is left over, so that nothing more happens."""
@@ -296,15 +297,17 @@ class _World:
             self._round_checks.sees(roster, self.events.now_s)
 
     def _plan_faults(self) -> None:
+        # Routine, for what goes wrong when all is done and nothing is left shows nothing.
+        plan = partial(self.events.at, is_routine=True)
         for is_told, stops in ((True, self._faults.kill), (False, self._faults.power)):
             for stop in stops:
-                self.events.at(stop.at_s, partial(self._stop, stop.host, is_told, stop.back_after_s))
+                plan(stop.at_s, partial(self._stop, stop.host, is_told, stop.back_after_s))
         for hang in self._faults.hang:
-            self.events.at(hang.at_s, partial(self._hang, hang.host, hang.at_s + hang.for_s))
+            plan(hang.at_s, partial(self._hang, hang.host, hang.at_s + hang.for_s))
         for cut in self._faults.cut:
             between = f"{cut.one} and {cut.other}"
-            self.events.at(cut.at_s, partial(self._say, "network", f"{between} are cut off from each other"))
-            self.events.at(cut.at_s + cut.for_s, partial(self._say, "network", f"{between} reach each other again"))
+            plan(cut.at_s, partial(self._say, "network", f"{between} are cut off from each other"))
+            plan(cut.at_s + cut.for_s, partial(self._say, "network", f"{between} reach each other again"))
 
     def _hang(self, host: str, until_s: float) -> None:
         self._say(host, f"hangs until {until_s:.2f} s")
@@ -326,7 +329,7 @@ class _World:
         if process.host != COORDINATOR:
             self._tasks.end(process)
             self.checks.died(str(process), why)
-        self.events.after(back_after_s, partial(self._start, process.host))
+        self.events.after(back_after_s, partial(self._start, process.host), is_routine=True)
 
 
 class _Store(MemoryStore):
