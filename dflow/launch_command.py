@@ -14,7 +14,8 @@ from pathlib import Path
 from dflow.certs import FILES_OF_CERTIFICATE
 from dflow.cluster_options import add_security
 from dflow.command import Command
-from dflow.distributed.launching.launch_plan import COORDINATOR, LaunchPlan, Setting
+from dflow.distributed.detection.cluster_spec import COORDINATOR
+from dflow.distributed.launching.launch_plan import LaunchPlan, Setting
 from dflow.distributed.launching.place import Place
 from dflow.distributed.launching.ray_resources import RayResources
 from dflow.distributed.launching.restarts import RestartPolicy

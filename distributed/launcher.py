@@ -24,7 +24,8 @@ from typing import Protocol
 from dflow.distributed.child_process import describe_end
 from dflow.distributed.coordinator import LISTENING
 from dflow.distributed.coordinator_client import CoordinatorClient
-from dflow.distributed.launching.launch_plan import COORDINATOR, LaunchPlan
+from dflow.distributed.detection.cluster_spec import COORDINATOR
+from dflow.distributed.launching.launch_plan import LaunchPlan
 from dflow.distributed.launching.place import Place, Running
 from dflow.distributed.launching.restarts import Restarts
 from dflow.distributed.messages import Status

@@ -20,6 +20,7 @@ from contextlib import suppress
 from dflow.distributed.child_process import ChildProcess, describe_end
 from dflow.distributed.coordinator_client import CoordinatorClient
 from dflow.distributed.detection.cluster_spec import COORDINATOR, STOCK_JOB, ClusterSpec, SecuritySource
+from dflow.distributed.launching.own_programs import coordinator_program, stock_program
 from dflow.distributed.launching.place import TaskProgram
 from dflow.distributed.launching.this_machine import ThisMachine
 from dflow.distributed.messages import Status
@@ -113,14 +114,10 @@ class Attendants:
 
 
 def _program(spec: ClusterSpec, task: str) -> TaskProgram:
-    own = ("-P", "-m", "dflow")
+    proofs = _proofs(spec.security)
     if task == COORDINATOR:
-        counts = [word for job, count in spec.jobs.items() for word in ("--job", f"{job}={count}")]
-        words = ("coordinator", *counts, "--address", _listening(spec.coordinator))
-    else:
-        job, index = split_task_name(task)
-        words = ("task", "--job", job, "--index", str(index), "--coordinator", spec.coordinator)
-    return TaskProgram(task, (*own, *words, *_proofs(spec.security)), {}, {"JAX_PLATFORMS": "cpu"})
+        return coordinator_program(spec.jobs, _listening(spec.coordinator), proofs, {})
+    return stock_program(task, ("--coordinator", spec.coordinator, *proofs), {})
 
 
 def _listening(coordinator: str) -> str:

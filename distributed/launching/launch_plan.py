@@ -9,12 +9,13 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from dflow.distributed.detection.cluster_spec import COORDINATOR
+from dflow.distributed.launching.own_programs import coordinator_program, stock_program
 from dflow.distributed.launching.place import TaskProgram
 from dflow.distributed.launching.restarts import RestartPolicy
 from dflow.tracing.errors import ConfigError
 from dflow.tracing.task_name import split_task_name, task_name
 
-COORDINATOR = "coordinator"
 _SETTING = re.compile(r"(?:([A-Za-z]\w*)(?::([0-9]+))?:)?([A-Za-z_]\w*)=(.*)", re.DOTALL)
 
 
@@ -107,14 +108,12 @@ class LaunchPlan:
         """
         said = {setting.name: setting.value for setting in self.environment if setting.applies_to(task)}
         if task == COORDINATOR:
-            counts = [word for job, count in self.counts.items() for word in ("--job", f"{job}={count}")]
-            where = ("--address", coordinator) if coordinator else ()
             state = ("--state", self.state) if self.state else ()
-            return _own(task, said, "coordinator", *counts, *where, *state)
+            return coordinator_program(self.counts, coordinator, state, said)
         job, index = split_task_name(task)
         role = {"DFLOW_COORDINATOR": coordinator, "DFLOW_JOB": job, "DFLOW_INDEX": str(index)}
         if job in self.stock:
-            return _own(task, {**said, **role}, "task", "--job", job, "--index", str(index))
+            return stock_program(task, (), {**said, **role})
         return TaskProgram(task, (self.script, *self.arguments), {**said, **role})
 
     def _require_jobs(self, names: Iterable[str]) -> None:
@@ -122,11 +121,6 @@ class LaunchPlan:
         for name in names:
             if name not in known:
                 raise ConfigError(f"there is no job {name!r} in this launch; its jobs are {', '.join(known)}")
-
-
-def _own(task: str, environment: Mapping[str, str], *words: str) -> TaskProgram:
-    """A program of dflow's own. It computes little, and takes no accelerator from the workers unless told to."""
-    return TaskProgram(task, ("-P", "-m", "dflow", *words), environment, {"JAX_PLATFORMS": "cpu"})
 
 
 def _tasks(jobs: Mapping[str, int]) -> tuple[str, ...]:

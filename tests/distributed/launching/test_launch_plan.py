@@ -2,7 +2,8 @@
 
 import pytest
 
-from dflow.distributed.launching.launch_plan import COORDINATOR, LaunchPlan, Setting
+from dflow.distributed.detection.cluster_spec import COORDINATOR
+from dflow.distributed.launching.launch_plan import LaunchPlan, Setting
 from dflow.distributed.launching.restarts import RestartPolicy
 from dflow.tracing.errors import ConfigError, DeviceError
 
