@@ -13,7 +13,6 @@ import logging
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import msgspec
@@ -25,8 +24,8 @@ from dflow.distributed.messages import Credit, EdgeTraffic, Offer, Pull, PulledT
 from dflow.distributed.peers import Peers
 from dflow.distributed.rendezvous import EndWait, Rendezvous, RendezvousStatistics, describe
 from dflow.distributed.transport.base import Peer
-from dflow.distributed.transport.reactor import give_way
 from dflow.lowering.channel import Deliver, Sent, StepId, edge_alone
+from dflow.lowering.computed import wait_until_computed
 from dflow.lowering.host_values import stays_on_host
 from dflow.lowering.recorder import RECEIVED, SENT, WAIT_EXPIRED, Recorder
 from dflow.tracing.errors import DeadlineExceeded, DflowError, TransportClosed, WireError
@@ -111,8 +110,7 @@ class TaskChannel:
         if destination == self._name:
             self._put(step, edge, value)
             return
-        if _is_computed_later(value):
-            give_way()
+        wait_until_computed((value,))
         payload = encode_array(value)
         message = Tensor(step.origin, step.number, edge, dtype_name(value.dtype), value.shape)
         peer = self._peers.get(destination)
@@ -375,7 +373,3 @@ class TaskChannel:
             if self._receivers.get(receiver.wait) is receiver:
                 del self._receivers[receiver.wait]
                 self._deadlines.discard(receiver.wait)
-
-
-def _is_computed_later(value: Any) -> bool:
-    return isinstance(value, jax.Array) and not value.is_ready()  # type: ignore[attr-defined]

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflow.lowering.channel import Sent
+from dflow.lowering.computed import wait_until_computed
 from dflow.lowering.host_values import stays_on_host
 from dflow.lowering.queues import SharedQueue
 from dflow.lowering.resource_use import OnResults, ResourceUse, copied, giving, nothing_to_cancel
@@ -81,6 +82,7 @@ class HeldQueue:
 
 
 def _rows(operands: Sequence[Any]) -> list[tuple[Any, ...]]:
+    wait_until_computed(operands)
     on_host = [np.array(operand) for operand in operands]
     # With the dots a row of numbers is an array too.
     return [tuple(array[row, ...] for array in on_host) for row in range(len(on_host[0]))]

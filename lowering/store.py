@@ -23,6 +23,7 @@ import numpy.typing as npt
 from jax import jit as jax_jit
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from dflow.lowering.computed import wait_until_computed
 from dflow.lowering.first_value import Making, first_value
 from dflow.lowering.held_value import READ, HeldValue, Owner, lost_value, owner_of, shown, within_the_step
 from dflow.lowering.program import Program
@@ -202,7 +203,7 @@ class Store:
             if not all(map(_is_of_cpu, values)):
                 break
             with suppress(RuntimeError):  # a program has overwritten one by now
-                jax.block_until_ready(values)
+                wait_until_computed(values)
         found = self.snapshot(keys)
         return [found[key] for key in keys]
 

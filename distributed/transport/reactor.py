@@ -24,6 +24,7 @@ from typing import Protocol
 
 from dflow.distributed.transport.exchange import become_reader
 from dflow.distributed.transport.outlet import flush
+from dflow.lowering.computed import before_waiting
 
 _EVENTS_AT_A_TIME = 64
 
@@ -136,6 +137,7 @@ class Reactor:
 
     def _run(self) -> None:
         become_reader()
+        before_waiting(give_way)
         while True:
             self._leading.acquire()
             with self._lock:

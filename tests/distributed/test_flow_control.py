@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import random
+import threading
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,11 +17,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflow.distributed import task_channel
 from dflow.distributed.flow_control import COST_BYTES, Answer, GiveCredit, Inflow, Offered, Outflow, Reaction
 from dflow.distributed.messages import CancelStep
 from dflow.distributed.task_server import TaskServer, TaskSettings
 from dflow.lowering.channel import StepId
+from dflow.lowering.computed import before_waiting
 from dflow.tracing.errors import StepCancelled
 from tests.distributed.test_task_server import roster
 from tests.distributed.transports import DEADLINE_S, KINDS, Kind
@@ -223,7 +224,7 @@ def test_values_in_any_order_come_to_a_slow_task_whose_memory_stays_bounded(
 
 
 def test_who_waits_for_a_value_to_be_computed_lets_others_read(
-    pair: tuple[TaskServer, TaskServer], monkeypatch: pytest.MonkeyPatch
+    pair: tuple[TaskServer, TaskServer],
 ) -> None:
     worker, ps = pair
     ways: list[bool] = []
@@ -231,11 +232,16 @@ def test_who_waits_for_a_value_to_be_computed_lets_others_read(
     identity = jnp.eye(1000)
     jax.block_until_ready(multiply(identity))
     slow = multiply(identity)
-    monkeypatch.setattr(task_channel, "give_way", lambda: ways.append(slow.is_ready()))
-    worker.channel.send(STEP, "slow", PS, slow)
+
+    def send_as_reader() -> None:
+        before_waiting(lambda: ways.append(slow.is_ready()))
+        worker.channel.send(STEP, "slow", PS, slow)
+        worker.channel.send(STEP, "there", PS, slow)
+
+    reader = threading.Thread(target=send_as_reader)
+    reader.start()
     assert got(ps, STEP, "slow").get(timeout=DEADLINE_S) == 1
-    assert ways == [False]
-    worker.channel.send(STEP, "there", PS, slow)
+    reader.join(DEADLINE_S)
     assert ways == [False]
 
 
