@@ -79,6 +79,9 @@ class SocketListener:
         self._security = security
         self._lock = threading.Lock()
         self._is_closed = False
+        #: Sessions that were answered and are not known yet, in which someone may be back already.
+        self._beginning: set[str] = set()
+        self._has_begun = threading.Condition(self._lock)
         self._admission = Admission(
             connections=limits.max_connections, strangers=limits.max_strangers, per_source=limits.max_from_source
         )
@@ -177,8 +180,12 @@ class SocketListener:
                 is_taken = self._resume(secured, hello, deadline)
                 stream = None if is_taken else stream
                 return
-            session = self._begin(arrival, secured, hello, deadline)
-            if self._promote(arrival.number, session):
+            try:
+                session = self._begin(arrival, secured, hello, deadline)
+                is_peer = self._promote(arrival.number, session)
+            finally:
+                self._has_been_begun(hello.session)
+            if is_peer:
                 session.connection.start(session.exchange, partial(self._forget, arrival.number, session))
                 is_read = True
         except (DflowError, OSError, RuntimeError) as error:
@@ -209,6 +216,8 @@ class SocketListener:
         """Make a peer of a stranger that has said a first `Hello`."""
         shares = hello.shares and may_share(arrival.at, secured.stream, self._limits)
         answer = Hello(self._name, session=hello.session, process=process_identity(), shares=shares)
+        with self._lock:
+            self._beginning.add(hello.session)
         say_hello(secured.stream, answer, deadline)
         check_version(hello)
         memory = SharedMemory.agree(arrival.sock, self._limits.shared_bytes) if shares else None
@@ -233,6 +242,11 @@ class SocketListener:
                 other.exchange.close(f"another process has come as {session.hello.name}")
         return is_peer
 
+    def _has_been_begun(self, session: str) -> None:
+        with self._lock:
+            self._beginning.discard(session)
+            self._has_begun.notify_all()
+
     def _forget(self, number: int, session: _Session | None = None) -> None:
         with self._lock:
             self._admission.leave(number)
@@ -243,7 +257,7 @@ class SocketListener:
     def _resume(self, secured: Secured, hello: Hello, deadline: Deadline) -> bool:
         """Give a stream to the session it goes on for; or say that there is none, and return False."""
         check_version(hello)
-        session = self._find(hello, secured.identity)
+        session = self._find(hello, secured.identity, deadline)
         if session is not None and session.renewal is not None:
             before = session.connection.stream
             if session.renewal.offer(secured.stream, hello.received):
@@ -253,10 +267,13 @@ class SocketListener:
         LOGGER.info("%s: %s wants to go on with a session that has ended here", self._name, hello.name)
         return False
 
-    def _find(self, hello: Hello, identity: str) -> _Session | None:
+    def _find(self, hello: Hello, identity: str, deadline: Deadline) -> _Session | None:
+        if not hello.session:
+            return None
         with self._lock:
+            self._has_begun.wait_for(lambda: hello.session not in self._beginning, deadline.left_s)
             for session in self._sessions:
-                if session.hello.session == hello.session and hello.session:
+                if session.hello.session == hello.session:
                     break
             else:
                 return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import queue
@@ -18,6 +19,7 @@ import pytest
 
 from dflow.distributed.codec import encode_message
 from dflow.distributed.messages import AnyMessage, Hello, Ok, Placed, Registered
+from dflow.distributed.transport import listener as listener_module
 from dflow.distributed.transport.base import Limits, Listener, Peer, Responder
 from dflow.distributed.transport.exchange import Frame, Kind
 from dflow.distributed.transport.framing import pack_header
@@ -214,6 +216,31 @@ def test_a_session_is_resumed_by_none_but_its_own_process(
                 with dial_raw(listener, other) as second:
                     assert second.recv(1) == b""
     assert why in "".join(record.getMessage() for record in caplog.records)
+    listener.close()
+
+
+def test_a_session_may_be_resumed_as_soon_as_it_was_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_back = threading.Event()
+    calls = itertools.count()
+    checks = listener_module.check_version
+
+    def check(hello: Hello) -> None:
+        """Stop who was answered right then, until it has come back."""
+        if next(calls) == 0:
+            assert is_back.wait(DEADLINE_S)
+        else:
+            is_back.set()
+        checks(hello)
+
+    monkeypatch.setattr(listener_module, "check_version", check)
+    listener = SocketTransport(PATIENT).listen("127.0.0.1:0", name="server", handler=Recorder(echo))
+    with dial_raw(listener, Hello("stranger", session="s", process="p")) as first:
+        assert first.recv(1)
+    with dial_raw(listener, Hello("stranger", session="s", process="p", resumes=True)) as second:
+        second.sendall(frame_of(Ok(), Kind.REQUEST, sequence=1))
+        heard = b""
+        while b"Ok" not in heard:
+            heard += second.recv(1 << 16) or pytest.fail("it closed the connection")
     listener.close()
 
 
