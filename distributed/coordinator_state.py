@@ -148,8 +148,9 @@ class CoordinatorState:
                 if self._membership.is_live(report.task, peer):
                     self._ledger.handle(RoundsReported(report))
                 return []
-            case Told(_, _, Report(name, value)):
-                self._set_result(name, value)
+            case Told(_, peer, Report(name, value)):
+                if self._membership.is_of_a_task(peer):
+                    self._set_result(name, value)
                 return []
             case Told(at_s, peer, Leave(task, reason)):
                 is_its_own = self._membership.is_live(task, peer)
@@ -234,6 +235,9 @@ class CoordinatorState:
                 ]
             case AwaitBarrier(task=task) as request:
                 return self._from_task(event, task) or self._arrive(event, request)
+            case PlaceVariable() | Unplace() | Report() if not self._membership.is_of_a_task(event.peer):
+                text = f"{type(event.message).__name__} is taken from tasks alone, and this connection is of none"
+                return [Reply(event.ask, Failure("TaskLost", f"{text}; join first"))]
             case PlaceVariable(job=job) as request:
                 members = self._membership
                 return [Reply(event.ask, self._directory.place(request, members.available(job), members.jobs()))]

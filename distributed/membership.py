@@ -225,6 +225,10 @@ class Membership:
         """Whether `task` is live and its connection is `peer`."""
         return self._names_of.get(peer) == task
 
+    def is_of_a_task(self, peer: int) -> bool:
+        """Whether the connection `peer` is that of a live task."""
+        return peer in self._names_of
+
     def life(self, task: str) -> int:
         """The number of the life that the live task `task` leads, which no other task has or had."""
         return self._live[task].life

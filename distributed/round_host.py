@@ -32,10 +32,21 @@ StartStep = Callable[[Mapping[str, int], Sequence[Any], Callable[[BaseException 
 
 
 class RoundHost:
-    """The runs of synchronous training that the task `task` is the host of; any method may be called by any thread."""
+    """The runs of synchronous training that the task `task` is the host of; any method may be called by any thread.
 
-    def __init__(self, task: str, resources: TaskResources, start: StartStep, submit: Callable[..., object]) -> None:
+    has_left  whether a task has left the cluster; of one that leaves later `task_left` tells
+    """
+
+    def __init__(
+        self,
+        task: str,
+        resources: TaskResources,
+        start: StartStep,
+        submit: Callable[..., object],
+        has_left: Callable[[str], bool],
+    ) -> None:
         self._task, self._resources, self._start, self._submit = task, resources, start, submit
+        self._has_left = has_left
         self._lock = threading.Lock()
         self._runs: dict[str, _Run] = {}
 
@@ -58,7 +69,9 @@ class RoundHost:
             arrays[: len(message.before)],
             arrays[len(message.before) :],
         )
-        self._run(message.name).open(update, rounds.Opened(message.rounds, message.wanted, message.workers))
+        # Who asks may have heard less of who has left.
+        workers = tuple(worker for worker in message.workers if not self._has_left(worker))
+        self._run(message.name).open(update, rounds.Opened(message.rounds, message.wanted, workers))
 
     def ask(self, message: NextRound, responder: Responder) -> None:
         """Answer when a round is open that the worker is not done with."""
@@ -131,7 +144,8 @@ class _Run:
                     f"run {self.name!r} has {known} rounds and was asked for with {opened.rounds}; let all workers ask "
                     "for the same number, or name another run"
                 )
-            self.update = self.update or update
+            if not self._has_ended:
+                self.update = self.update or update
             self.handle(opened)
 
     def ask(self, message: NextRound, responder: Responder) -> None:
@@ -163,6 +177,13 @@ class _Run:
                         self._carry_out(command)
             finally:
                 self._is_handling = False
+            if self._has_ended:
+                # What is left of it are numbers: the feeds of its updates may be large.
+                self.update = None
+
+    @property
+    def _has_ended(self) -> bool:
+        return self._rounds.is_over or bool(self._rounds.error)
 
     def _carry_out(self, command: rounds.Command) -> None:
         match command:

@@ -164,7 +164,9 @@ class TaskServer:
         self._plans = PlanRegistry(name)
         self._resources = TaskResources(name, self.store)
         self._pool = pool or ThreadPoolExecutor(settings.threads, thread_name_prefix=f"dflow {name}")
-        self._rounds = RoundHost(name, self._resources, OwnSteps(self).start, self._soon)
+        self._rounds = RoundHost(
+            name, self._resources, OwnSteps(self).start, self._soon, has_left=self._given_up.__contains__
+        )
         #: The steps that this task has started.
         self.steps = StepCounts()
         self.observer = TaskObserver(self.recorder, self.state)
@@ -291,7 +293,6 @@ class TaskServer:
         for task, info in gone.items():
             # The rest has been given up before, and nothing came of it since.
             if task != self.name and (task in before or task not in self._given_up):
-                self._given_up.add(task)
                 self.task_left(task, info.left or "it said no reason")
         # After the cancelled steps of those who left were answered, over connections that end here.
         self._peers.set_addresses({task: info.address for task, info in live.items()})
@@ -300,9 +301,12 @@ class TaskServer:
                 self.task_left(task, "it has started anew")
             self._given_up.discard(task)
             self._channel.task_joined(task)
+        # Those that left so long ago that nobody speaks of them any more.
+        self._given_up.intersection_update(gone)
 
     def task_left(self, task: str, why: str) -> None:
         """Give a task up: steps it started are cancelled, and waits for its values end with `TaskLost`."""
+        self._given_up.add(task)
         error = TaskLost(f"{task} has left the cluster: {why}")
         for step in self._channel.task_left(task, error):
             self.cancel(step, error)

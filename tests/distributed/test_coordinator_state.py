@@ -40,6 +40,7 @@ from dflow.distributed.messages import (
     Roster,
     RosterChange,
     Status,
+    Unplace,
 )
 
 PS0, WORKER0, WORKER1 = "/job:ps/task:0", "/job:worker/task:0", "/job:worker/task:1"
@@ -128,6 +129,19 @@ def test_variables_are_placed_before_the_task_that_holds_them_joins() -> None:
     request = PlaceVariable("w", "float32", (2,), 8, "ps")
     assert answer(state.handle(Asked(1.0, 10, 2, request)), 2) == Placed(PS0)
     assert status(state).variables[0].task == PS0
+
+
+def test_who_is_no_task_places_nothing_and_reports_nothing() -> None:
+    state = cluster()
+    state.handle(Asked(1.0, 10, 2, PlaceVariable("w", "float32", (2,), 8, "ps")))
+    for message in (PlaceVariable("v", "float32", (2,), 8, "ps"), Unplace("w"), Report("accuracy", 0.5)):
+        state.handle(Told(1.0, 77, message))
+        refusal = answer(state.handle(Asked(1.0, 77, 3, message)), 3)
+        assert isinstance(refusal, Failure)
+        assert f"{type(message).__name__} is taken from tasks alone" in refusal.text
+    now = status(state)
+    assert [variable.name for variable in now.variables] == ["w"]
+    assert now.results == {}
 
 
 def test_an_office_goes_on_after_a_failure_and_not_after_a_normal_end() -> None:

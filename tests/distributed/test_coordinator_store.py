@@ -207,7 +207,8 @@ def test_a_coordinator_that_fails_ends_with_the_reason_and_writes_nothing_of_wha
 ) -> None:
     network, store, faults = MemoryNetwork(), Recording(), list[str]()
     coordinator = Coordinator(network, "", {}, store=store, tick_s=None, on_fault=faults.append)
-    client = CoordinatorClient(network, coordinator.address, name="tool")
+    client = CoordinatorClient(network, coordinator.address, name="/job:worker/task:0")
+    client.join("/job:worker/task:0", "here")
     client.report("accuracy", 1.0)
     before = store.writes
     monkeypatch.setattr(CoordinatorState, "status", lambda state, at_s: 1 // 0)

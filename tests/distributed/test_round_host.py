@@ -1,0 +1,109 @@
+"""The host of synchronous training, with rounds whose averages are made and applied by hand."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dflow.distributed.array_lists import encode_arrays
+from dflow.distributed.messages import AnyMessage, LeaveRounds, NextRound, OpenRounds, RoundOpen
+from dflow.distributed.round_host import RoundHost
+from dflow.lowering.resource_use import OnResults, ResourceUse
+from dflow.tracing.errors import DflowError, TaskLost
+
+PS, A, B = "/job:ps/task:0", "/job:worker/task:0", "/job:worker/task:1"
+Done = Callable[[BaseException | None], None]
+
+
+class ByHand:
+    """The accumulator, what starts updates, and whoever waits for rounds."""
+
+    def __init__(self) -> None:
+        self.enough: list[int] = []
+        self.averages: list[OnResults] = []
+        self.updates: list[tuple[weakref.ref[Any], Done]] = []
+        self.answers: list[AnyMessage | BaseException] = []
+        self.gone: set[str] = set()
+        self.host = RoundHost(
+            PS,
+            self,  # type: ignore[arg-type]
+            self.update,
+            lambda do, *args: do(*args),
+            has_left=self.gone.__contains__,
+        )
+
+    def accumulator(self, name: str) -> ByHand:
+        return self
+
+    def set_enough(self, count: int) -> None:
+        self.enough.append(count)
+
+    def start(self, use: ResourceUse, operands: Sequence[Any], on_results: OnResults) -> None:
+        self.averages.append(on_results)
+
+    def update(self, handles: Mapping[str, int], feeds: Sequence[Any], on_done: Done) -> None:
+        self.updates.append((weakref.ref(feeds[0]), on_done))
+
+    def reply(self, message: AnyMessage, payload: bytes = b"") -> None:
+        self.answers.append(message)
+
+    def fail(self, error: BaseException) -> None:
+        self.answers.append(error)
+
+    def open(self, rounds: int = 1) -> None:
+        infos, payload = encode_arrays([np.ones(1000, np.float32)])
+        self.host.open(OpenRounds("run", rounds, 2, (A, B), "sums", {PS: 0}, before=infos), memoryview(payload))
+
+    def ask(self, worker: str, done: int) -> None:
+        self.host.ask(NextRound("run", worker, done, 100.0), self)
+
+
+def test_who_left_before_the_run_was_opened_is_not_waited_for() -> None:
+    run = ByHand()
+    run.gone.add(B)
+    run.open()
+    assert run.enough == [1]
+
+
+def test_who_leaves_later_is_not_waited_for_any_more() -> None:
+    run = ByHand()
+    run.open()
+    run.ask(A, 0)
+    run.host.task_left(B)
+    assert run.enough == [2, 1]
+
+
+@pytest.mark.parametrize("error", [None, DflowError("no room")], ids=["ends", "fails"])
+def test_what_a_run_was_fed_is_let_go_of_at_its_end(error: BaseException | None) -> None:
+    run = ByHand()
+    run.open()
+    run.averages[0]((np.zeros(1000, np.float32),))
+    [(feed, on_done)] = run.updates
+    gc.collect()
+    assert feed() is not None
+    on_done(error)
+    del on_done
+    gc.collect()
+    assert feed() is None
+    run.open()
+    run.ask(A, 0)
+    assert isinstance(run.answers[-1], RoundOpen if error is None else DflowError)
+
+
+def test_who_waits_is_answered_when_the_task_closes_and_not_again() -> None:
+    run = ByHand()
+    run.open(rounds=2)
+    run.ask(A, 0)
+    assert run.answers == []
+    run.host.close(TaskLost("it closes"))
+    [answer] = run.answers
+    assert isinstance(answer, TaskLost)
+    run.host.leave(LeaveRounds("run", B, 0))
+    run.averages[0]((np.zeros(1000, np.float32),))
+    run.updates[0][1](None)
+    assert run.answers == [answer]
