@@ -22,7 +22,7 @@ import time
 from dataclasses import dataclass
 from typing import Protocol
 
-from dflow.distributed.transport.exchange import become_reader
+from dflow.distributed.transport.exchange import LOGGER, become_reader
 from dflow.distributed.transport.outlet import flush
 from dflow.lowering.computed import before_waiting
 
@@ -35,7 +35,7 @@ class Source(Protocol):
     def read(self) -> bool:
         """Take what is there, without waiting unless it gave way before; whether that ends in the middle of a frame.
 
-        It raises nothing: what goes wrong is the source's own end.
+        What it raises is logged, and it is read no longer.
         """
         ...
 
@@ -179,10 +179,16 @@ class Reactor:
 
     def _read(self, place: _Place) -> None:
         self._at = place
-        if place.source.read():
-            self._stalls_at[place] = time.monotonic() + self._stall_timeout_s
-        elif self._stalls_at:
+        if self._stalls_at:
             self._stalls_at.pop(place, None)
+        try:
+            is_in_frame = place.source.read()
+        except Exception:
+            LOGGER.exception("a connection is read no longer, since reading it failed")
+            self.remove(place.file)
+            return
+        if is_in_frame:
+            self._stalls_at[place] = time.monotonic() + self._stall_timeout_s
         if place.is_waited_for:
             self._take_back(place)
 

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from queue import SimpleQueue
 
+import pytest
+
 from dflow.distributed.transport.reactor import Reactor, give_way
 
 DEADLINE_S = 20.0
@@ -177,4 +179,47 @@ def test_a_frame_that_does_not_go_on_stalls_and_one_who_says_nothing_does_not() 
     assert idle.tell(b"hello") == b"hello"
     assert idle.seen.empty()
     idle.close()
+    wait_for_no_thread(reactor)
+
+
+def test_one_that_is_waited_for_does_not_stall_by_an_earlier_frame() -> None:
+    reactor = Reactor(0.05)
+    waits, may_go_on = threading.Event(), threading.Event()
+
+    def go_on_and_wait(data: bytes) -> None:
+        if data == b"half":
+            slow.far.sendall(b"the rest, and a large one")
+        else:
+            slow.is_in_frame = False
+            give_way()
+            waits.set()
+            assert may_go_on.wait(DEADLINE_S)
+
+    slow, begun = Reading(reactor, go_on_and_wait), Reading(reactor)
+    slow.is_in_frame = begun.is_in_frame = True
+    assert slow.tell(b"half") == b"half"
+    assert waits.wait(DEADLINE_S)
+    assert begun.tell(b"half") == b"half"
+    assert begun.next() == "stalled"
+    assert slow.seen.empty()
+    may_go_on.set()
+    assert slow.next() == b"the rest, and a large one"
+    slow.close()
+    wait_for_no_thread(reactor)
+
+
+def test_a_source_that_fails_takes_no_other_along(caplog: pytest.LogCaptureFixture) -> None:
+    reactor = Reactor(60.0)
+
+    def fail(data: bytes) -> None:
+        raise ValueError("a fault of its own")
+
+    faulty, sound = Reading(reactor, fail), Reading(reactor)
+    faulty.far.sendall(b"x")
+    for _ in range(3):
+        assert sound.tell(b"hello") == b"hello"
+    assert "a fault of its own" in caplog.text
+    faulty.far.close()
+    faulty.near.close()
+    sound.close()
     wait_for_no_thread(reactor)
