@@ -6,18 +6,20 @@ import os
 import sys
 import traceback
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 
-import jax
-
 _PACKAGE = Path(__file__).resolve().parent.parent
+_JAX = find_spec("jax") or ModuleSpec("jax", None)
 _HIDDEN = tuple(
     str(folder) + os.sep
     for folder in (
         *(_PACKAGE / name for name in ("dflow", "tracing", "lowering", "distributed")),
         Path(__file__).absolute().parent.parent,
-        Path(jax.__file__).parent,
+        # Where it is, without importing it: the coordinator and the launcher do without.
+        *(Path(folder) for folder in _JAX.submodule_search_locations or ()),
     )
 )
 _STANDARD_LIBRARY = str(Path(os.__file__).parent) + os.sep

@@ -56,7 +56,8 @@ def test_tasks_are_actors_that_ray_starts_again(tmp_path: Path) -> None:
     assert status == 1, output
     assert "dflow: on a Ray cluster of 1 node with CPU" in output
     assert "[worker:1] (started again by Ray)" in output
-    assert "dflow: evaluator:0 ended: exit status 3; 2 of 3 workers go on" in output
+    # How many others have not ended by then is for Ray to say.
+    assert re.search(r"dflow: evaluator:0 ended: exit status 3(; [12] of 3 workers go on)?\n", output), output
     assert re.search(r"\n count +20 ", output), output
     pids = [int(pid) for found in re.findall(r"pid (\d+) of (\d+)", output) for pid in found]
     assert len(pids) == 8, output
