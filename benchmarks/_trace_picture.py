@@ -2,7 +2,7 @@
 
     dflow launch --ps 2 --workers 2 examples/digits.py --steps 6000
     dflow trace --coordinator HOST:PORT --steps 3 --out trace.json
-    python -m benchmarks.trace_picture trace.json docs/images/monitoring-trace.png
+    python -m benchmarks._trace_picture trace.json docs/images/monitoring-trace.png
 
 Each task has a band for each kind of event; an arrow leads from where a value was handed over to where it came in.
 Needs matplotlib, the `plots` extra.
