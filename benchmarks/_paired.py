@@ -90,7 +90,7 @@ def publish(name: str, rows: Sequence[Mapping[str, Any]], *, as_json: bool) -> N
     for row in rows:
         values = [row.get(column, "") for column in columns]
         table.add_row(*(f"{value:.4g}" if isinstance(value, float) else str(value) for value in values))
-    Console(width=140).print(table)
+    Console(width=max(140, 12 * len(columns))).print(table)
     where = machine()
     Console().print(", ".join(f"{key} {value}" for key, value in where.items()), highlight=False)
     if as_json:
