@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
@@ -75,6 +76,8 @@ from dflow.tracing.trace import Traced
 WORD_S = 5.0
 
 LOGGER = logging.getLogger("dflow")
+#: From so much on two names of jobs may be one with a slip, such as worker and wroker.
+_ALIKE = 0.83
 _ENCODER = msgspec.msgpack.Encoder()
 
 
@@ -161,6 +164,10 @@ class Cluster:
             self.task, server.address, traffic=server.traffic, steps=server.steps_ended, doing=server.doing
         )
         job, _ = split_task_name(self.task)
+        tasks = {*roster.expected, *(info.task for info in roster.tasks)} - {self.task}
+        jobs = {split_task_name(task)[0] for task in tasks}
+        for meant in () if job.rstrip("0123456789") in jobs else get_close_matches(job, jobs, 1, _ALIKE):
+            LOGGER.warning("%s has joined as the first of job %r, was %r meant?", self.task, job, meant)
         others = [task for task in roster.expected if split_task_name(task)[0] != job]
         self._client.wait_for_tasks(others, timeout_s=self._settings.join_timeout_s)
 

@@ -7,7 +7,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -272,6 +272,18 @@ def test_a_parameter_task_that_never_comes_is_named() -> None:
     with closing(coordinator), pytest.raises(DeadlineExceeded, match=r"2 are missing: ps:0, ps:1") as caught:
         Cluster(coordinator.address, network, job="worker", index=0, store=Store(), settings=SOON, address="")
     assert "waited 0.2 s" in str(caught.value)
+
+
+@pytest.mark.parametrize(("job", "meant"), [("wroker", "'worker'"), ("worker", ""), ("evaluator", ""), ("worker2", "")])
+def test_a_job_that_looks_misspelt_is_said_to(
+    memory: MemoryCluster, worker: Cluster, job: str, meant: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with suppress(DeadlineExceeded):  # worker:1 is expected
+        address = memory.coordinator.address
+        Cluster(address, memory.network, job=job, index=1, store=Store(), settings=SOON, address="").close()
+    texts = [record.getMessage() for record in caplog.records if "meant?" in record.getMessage()]
+    expected = [f"/job:{job}/task:1 has joined as the first of job {job!r}, was {meant} meant?"] if meant else []
+    assert texts == expected
 
 
 def test_a_second_worker_of_one_number_is_refused(memory: MemoryCluster, worker: Cluster) -> None:
