@@ -6,6 +6,8 @@ it; the tasks speak to each other as they do everywhere, directly.
 
 Invariants:
 - an actor whose program failed ends itself while Ray may start it again, and else tells how the program ended;
+- it keeps each line until the launcher has said that it has it, and does not end itself before, for a while: the last
+  lines say why the program failed;
 - a program ends with its actor, however that ends.
 """
 
@@ -32,6 +34,8 @@ from dflow.tracing.task_name import short_task_name, split_task_name
 #: How long an actor waits for new lines before it answers with none.
 _LINES_S = 2.0
 _POLL_S = 0.1
+#: How long an actor that is to end itself waits for the launcher to take its last lines.
+_HAND_OVER_S = 10.0
 #: What is told of a program whose actor is gone and has not said how it ended: like a process that was killed.
 _GONE = -9
 #: Variables of the launcher's that tasks need on other nodes too.
@@ -135,8 +139,9 @@ class TaskActor:
         self._is_restarted = is_restarted
         self._incarnation = os.getpid()
         self._changed = threading.Condition()
+        #: Those that the launcher may not have, after so many that it has.
         self._lines: deque[str] = deque()
-        self._printed = self._taken = 0
+        self._had = 0
         self._status: int | None = None
         self._stopping = False
         if os.path.isdir(folder):
@@ -152,22 +157,25 @@ class TaskActor:
         with self._changed:
             self._status = status
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._taken == self._printed, timeout=_LINES_S)
+            self._changed.wait_for(lambda: not self._lines, timeout=_HAND_OVER_S)
             starts_again = self._is_restarted and status != 0 and not self._stopping
         if starts_again:
             print(f"{self._name} ended: {describe_end(status)}; Ray may start it again", flush=True)
             os._exit(1)
         return status
 
-    def lines(self) -> tuple[int, tuple[str, ...], int | None]:
-        """Which life of the actor this is, the lines since the last call, and the exit status if the program ended."""
+    def lines(self, life: int | None, had: int) -> tuple[int, tuple[str, ...], int | None]:
+        """Which life of the actor this is, the lines after the first `had`, and the exit status if the program ended.
+
+        Those up to `had` have come to the launcher, if it speaks of this `life`; they are kept no longer.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: bool(self._lines) or self._status is not None, timeout=_LINES_S)
-            lines = tuple(self._lines)
-            self._lines.clear()
-            self._taken += len(lines)
+            while life == self._incarnation and self._had < had:
+                self._lines.popleft()
+                self._had += 1
             self._changed.notify_all()
-            return self._incarnation, lines, self._status
+            self._changed.wait_for(lambda: bool(self._lines) or self._status is not None, timeout=_LINES_S)
+            return self._incarnation, tuple(self._lines), self._status
 
     def stop(self) -> None:
         """Ask the program to end."""
@@ -178,7 +186,6 @@ class TaskActor:
         print(line, flush=True)
         with self._changed:
             self._lines.append(line)
-            self._printed += 1
             self._changed.notify_all()
 
 
@@ -224,16 +231,17 @@ class _OnActor:
             self._status = _GONE
 
     def _read(self) -> None:
-        life = None
+        life, had = None, 0
         while self._status is None:
             try:
-                now, lines, status = ray.get(self._actor.lines.remote())
+                now, lines, status = ray.get(self._actor.lines.remote(life, had))
             except ray.exceptions.RayError:
                 if ray.wait([self._end], timeout=_POLL_S)[0]:
                     return
                 continue
             if life not in (None, now):
                 self._on_line("(started again by Ray)")
+            had = len(lines) + (had if life == now else 0)
             life, self._last_status = now, status
             for line in lines:
                 self._tail.append(line)

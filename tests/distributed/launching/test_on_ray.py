@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,25 @@ def test_tasks_are_actors_that_ray_starts_again(tmp_path: Path) -> None:
     assert len(pids) == 8, output
     assert not any(exists(pid) for pid in pids)
     assert "(started again by Ray)" in (tmp_path / "logs/worker-1.log").read_text()
+
+
+@needs_ray
+def test_lines_are_kept_until_the_launcher_has_them(tmp_path: Path) -> None:
+    from dflow.distributed.launching.on_ray import TaskActor
+
+    words = ["-c", "print('one'); print('two'); raise SystemExit(3)"]
+    actor = TaskActor("/job:worker/task:0", words, {}, {}, str(tmp_path), is_secured=False, is_restarted=False)
+    with ThreadPoolExecutor(1) as pool:
+        status = pool.submit(actor.run)
+        found: tuple[str, ...] = ()
+        while len(found) < 2:
+            life, found, _ = actor.lines(None, 0)
+        assert found == ("one", "two")
+        assert actor.lines(life, 1)[1] == ("two",), "an answer that did not arrive is given again"
+        assert actor.lines(life + 1, 2)[1] == ("two",), "what another life had is nothing to this one"
+        assert not status.done()
+        assert actor.lines(life, 2) == (life, (), 3)
+        assert status.result(30.0) == 3
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed")
