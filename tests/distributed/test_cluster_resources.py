@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
@@ -36,6 +35,7 @@ from dflow.tracing.errors import (
     VariableError,
     WireError,
 )
+from tests.distributed.waiting import until
 from tests.effort import examples
 
 DEADLINE_S = 60.0
@@ -65,16 +65,6 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 def fifo(worker: Cluster, name: str = "q", capacity: int = 4, spec: Any = F32) -> dflow.FIFOQueue:
     with worker.parameter_servers():
         return dflow.FIFOQueue(capacity, spec, name=name)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for what another thread brings about."""
-    ended = threading.Event()
-    for _ in range(int(DEADLINE_S / 0.005)):
-        if condition():
-            return
-        ended.wait(0.005)
-    raise AssertionError("the condition did not come about")
 
 
 def waiting_at(memory: MemoryCluster, name: str) -> int:

@@ -6,8 +6,7 @@ import os
 import signal
 import stat
 import tempfile
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -41,6 +40,7 @@ from dflow.lowering.recorder import (
 )
 from dflow.testing import MemoryCluster, memory_cluster
 from dflow.tracing.errors import DeadlineExceeded
+from tests.distributed.waiting import until
 
 DEADLINE_S = 60.0
 PS, WORKER = "/job:ps/task:0", "/job:worker/task:0"
@@ -238,16 +238,6 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def memory(run_dir: Path) -> Iterator[MemoryCluster]:
     with memory_cluster(ps=2) as cluster:
         yield cluster
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for what another thread brings about."""
-    ended = threading.Event()
-    for _ in range(int(DEADLINE_S / 0.005)):
-        if condition():
-            return
-        ended.wait(0.005)
-    raise AssertionError("the condition did not come about")
 
 
 def test_a_value_that_does_not_come_has_every_task_write_down_and_the_error_names_the_file(

@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable
 from queue import SimpleQueue
 
 import pytest
 
 from dflow.distributed.transport.reactor import Reactor, give_way
-
-DEADLINE_S = 20.0
+from tests.distributed.transports import DEADLINE_S
+from tests.distributed.waiting import until
 
 
 class Reading:
@@ -133,10 +132,7 @@ def test_all_may_be_waited_for_at_once_and_few_threads_are_left() -> None:
     for reading in readings:
         reading.close()
     # Those that are too many go by themselves: all but the one that leads and the one that will.
-    ends_at = time.monotonic() + DEADLINE_S
-    while reactor.threads > 2:
-        assert time.monotonic() < ends_at
-        os.sched_yield()
+    until(lambda: reactor.threads <= 2)
     assert last.tell(b"hello") == b"hello"
     last.close()
     wait_for_no_thread(reactor)

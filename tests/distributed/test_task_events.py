@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from dflow.lowering.recorder import (
 )
 from dflow.testing import MemoryCluster, memory_cluster
 from dflow.tracing.errors import VariableError
+from tests.distributed.waiting import until
 
 HERE = Path(__file__).name
 DEADLINE_S = 60.0
@@ -46,16 +46,6 @@ def memory() -> Iterator[MemoryCluster]:
 def worker(memory: MemoryCluster) -> Iterator[Cluster]:
     with closing(memory.worker()) as joined:
         yield joined
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for what another thread brings about."""
-    ended = threading.Event()
-    for _ in range(int(DEADLINE_S / 0.005)):
-        if condition():
-            return
-        ended.wait(0.005)
-    raise AssertionError("the condition did not come about")
 
 
 def make_step(cluster: Cluster) -> Any:
