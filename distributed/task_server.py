@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -326,19 +326,17 @@ class TaskServer:
 
     def on_call(self, peer: Peer, message: AnyMessage, payload: memoryview, responder: Responder) -> None:
         """Take a request."""
+        _refuse_for_another(peer, message)
         match message:
             case RunPlan(handle, origin, number):
-                _refuse_for_another(peer, "a step", origin)
                 self._peers.adopt(peer)
                 self.run(handle, StepId(origin, number), (), partial(_answer_run, responder))
             case CancelStep():
-                self._cancel_as_told(peer, message)
+                self._cancel_as_told(message)
                 responder.reply(Ok())
             case NextRound():
-                _refuse_for_another(peer, "rounds", message.worker)
                 self._pool.submit(self._rounds.ask, message, responder)
             case CallResource():
-                _refuse_for_another(peer, "a step", message.origin)
                 self._pool.submit(self._call_resource, message, payload, responder)
             case GetClock():
                 responder.reply(*self.observer.answer(message))
@@ -346,9 +344,6 @@ class TaskServer:
                 _on_own_thread(self._observe, message, responder)
             case DumpEvents(why):
                 _on_own_thread(self._dump, why, responder)
-            case LeaveRounds():
-                _refuse_for_another(peer, "rounds", message.worker)
-                self._pool.submit(self._answer, message, payload, responder)
             case _:
                 self._pool.submit(self._answer, message, payload, responder)
 
@@ -364,7 +359,8 @@ class TaskServer:
             case Credit():
                 self._channel.credited(message, peer)
             case CancelStep():
-                self._cancel_as_told(peer, message)
+                _refuse_for_another(peer, message)
+                self._cancel_as_told(message)
             case _:
                 raise NotImplementedError(f"{type(message).__name__} is a request; use `call`")
 
@@ -387,8 +383,7 @@ class TaskServer:
             self.cancel(StepId(message.origin, message.step), error)
             raise
 
-    def _cancel_as_told(self, peer: Peer, message: CancelStep) -> None:
-        _refuse_for_another(peer, "a step", message.origin)
+    def _cancel_as_told(self, message: CancelStep) -> None:
         step = StepId(message.origin, message.step)
         self.cancel(step, StepCancelled(f"{describe(step)} was cancelled: {message.reason}"))
 
@@ -471,10 +466,21 @@ def _life(info: TaskInfo) -> tuple[str, float]:
     return info.incarnation, info.joined_at_s
 
 
-def _refuse_for_another(peer: Peer, what: str, whose: str) -> None:
+#: Where a message says in whose name it is sent.
+_SPEAKERS: Mapping[type[AnyMessage], str] = {
+    RunPlan: "origin",
+    CancelStep: "origin",
+    CallResource: "origin",
+    NextRound: "worker",
+    LeaveRounds: "worker",
+}
+
+
+def _refuse_for_another(peer: Peer, message: AnyMessage) -> None:
     """Raise SecurityError when a task speaks for another one."""
-    if peer.name != whose:
-        raise SecurityError(f"{peer.name} may not speak for {whose}, whose {what} this is about")
+    field = _SPEAKERS.get(type(message))
+    if field is not None and (whose := getattr(message, field)) != peer.name:
+        raise SecurityError(f"{peer.name} may not speak for {whose}, as this {type(message).__name__} does")
 
 
 def _on_own_thread(work: Callable[..., None], *arguments: Any) -> None:
