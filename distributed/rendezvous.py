@@ -238,6 +238,10 @@ class Rendezvous(Generic[Waiter, Value]):
         """A task of this name is in the cluster (again)."""
         self._lost.pop(task, None)
 
+    def is_lost(self, task: str) -> bool:
+        """Whether a task has left, and none of its name has come since."""
+        return task in self._lost
+
     def open_steps(self, origin: str) -> tuple[StepId, ...]:
         """The steps of `origin` that have begun or hold something."""
         return tuple(step for step in self._steps if step.origin == origin)

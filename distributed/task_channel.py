@@ -275,6 +275,11 @@ class TaskChannel:
         with self._lock:
             self._rendezvous.welcome(task)
 
+    def has_left(self, task: str) -> bool:
+        """Whether a task has left, and none of its name has joined since."""
+        with self._lock:
+            return self._rendezvous.is_lost(task)
+
     def oldest_wait(self) -> str:
         """What is waited for longest, in words; empty when nothing is."""
         with self._lock:

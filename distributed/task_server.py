@@ -160,13 +160,9 @@ class TaskServer:
         settings = settings or TaskSettings()
         self._lock = threading.Lock()
         self._live: dict[str, TaskInfo] = {}
-        self._given_up: set[str] = set()
         self._plans = PlanRegistry(name)
         self._resources = TaskResources(name, self.store)
         self._pool = pool or ThreadPoolExecutor(settings.threads, thread_name_prefix=f"dflow {name}")
-        self._rounds = RoundHost(
-            name, self._resources, OwnSteps(self).start, self._soon, has_left=self._given_up.__contains__
-        )
         #: The steps that this task has started.
         self.steps = StepCounts()
         self.observer = TaskObserver(self.recorder, self.state)
@@ -186,6 +182,9 @@ class TaskServer:
             on_stall=self.stalled,
             described=described,
             window_bytes=settings.window_bytes,
+        )
+        self._rounds = RoundHost(
+            name, self._resources, OwnSteps(self).start, self._soon, has_left=self._channel.has_left
         )
         self._runs = PlanRuns(name, self.store, self._channel, self.recorder, self._pool)
         self._listener = transport.listen(address, name=name, handler=self)
@@ -292,21 +291,17 @@ class TaskServer:
         self.recorder.note(ROSTER_CHANGED, None, "", f"version {roster.version}, {len(live)} live, {len(gone)} left")
         for task, info in gone.items():
             # The rest has been given up before, and nothing came of it since.
-            if task != self.name and (task in before or task not in self._given_up):
+            if task != self.name and (task in before or not self._channel.has_left(task)):
                 self.task_left(task, info.left or "it said no reason")
         # After the cancelled steps of those who left were answered, over connections that end here.
         self._peers.set_addresses({task: info.address for task, info in live.items()})
         for task, info in live.items():
             if task in before and _life(before[task]) != _life(info):
                 self.task_left(task, "it has started anew")
-            self._given_up.discard(task)
             self._channel.task_joined(task)
-        # Those that left so long ago that nobody speaks of them any more.
-        self._given_up.intersection_update(gone)
 
     def task_left(self, task: str, why: str) -> None:
         """Give a task up: steps it started are cancelled, and waits for its values end with `TaskLost`."""
-        self._given_up.add(task)
         error = TaskLost(f"{task} has left the cluster: {why}")
         for step in self._channel.task_left(task, error):
             self.cancel(step, error)
