@@ -19,7 +19,7 @@ Invariants that are checked, by their names here:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dflow.distributed.event_log import LOG_EVENTS
@@ -28,6 +28,9 @@ from dflow.distributed.messages import BarrierPassed, Roster, TaskInfo
 from dflow.distributed.rendezvous import WINDOW
 from dflow.distributed.task_server import TaskStatistics
 from dflow.tracing.task_name import task_name
+
+#: Says whether what an invariant asks for holds; its name, and what is wrong otherwise.
+Require = Callable[[bool, str, str], None]
 
 #: How much later than its deadline a wait may end: a process may be slow, or hang.
 SLACK_S = 45.0

@@ -14,6 +14,7 @@ import numpy as np
 
 from dflow.distributed.array_lists import decode_arrays, encode_arrays
 from dflow.distributed.messages import CallResource, CancelStep, CreateResource, QueueInfo
+from dflow.distributed.simulation.checks import Require
 from dflow.distributed.simulation.script import Script, sleep
 from dflow.distributed.simulation.tasks import AGAIN_S, Member, Tasks
 from dflow.lowering.resource_use import Held, ResourceUse, Results
@@ -25,8 +26,6 @@ CAPACITY = 2
 OP_S = 3.0
 ANSWER_S = 7.0
 PAUSE_S = 0.2
-
-Require = Callable[[bool, str, str], None]
 
 
 @dataclass

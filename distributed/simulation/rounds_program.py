@@ -27,7 +27,7 @@ from dflow.distributed.messages import (
     RoundOpen,
     RoundsAgreed,
 )
-from dflow.distributed.simulation.checks import name_of
+from dflow.distributed.simulation.checks import Require, name_of
 from dflow.distributed.simulation.script import Script, sleep
 from dflow.distributed.simulation.tasks import AGAIN_S, Member, Tasks, programs
 from dflow.lowering.plan import Call, Item, Plan, Recv, Send
@@ -40,8 +40,6 @@ REQUEST_S = 6.0
 COMPUTE_S = 0.4
 #: More than there are attempts in a schedule.
 PLACES = 2048
-
-Require = Callable[[bool, str, str], None]
 
 
 @dataclass

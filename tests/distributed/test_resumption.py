@@ -208,9 +208,7 @@ def test_a_session_is_resumed_by_none_but_its_own_process(
     with dial_raw(listener, Hello("stranger", session="s", process="p")) as first:
         for sequence in (1, 2):
             first.sendall(frame_of(Ok(), Kind.REQUEST, sequence=sequence))
-            heard = b""
-            while b"Ok" not in heard:
-                heard += first.recv(1 << 16) or pytest.fail("it closed the connection")
+            hear_answer(first)
             if sequence == 1:
                 # After an answer to a request, the session is known.
                 with dial_raw(listener, other) as second:
@@ -238,9 +236,7 @@ def test_a_session_may_be_resumed_as_soon_as_it_was_answered(monkeypatch: pytest
         assert first.recv(1)
     with dial_raw(listener, Hello("stranger", session="s", process="p", resumes=True)) as second:
         second.sendall(frame_of(Ok(), Kind.REQUEST, sequence=1))
-        heard = b""
-        while b"Ok" not in heard:
-            heard += second.recv(1 << 16) or pytest.fail("it closed the connection")
+        hear_answer(second)
     listener.close()
 
 
@@ -250,6 +246,13 @@ def dial_raw(listener: Listener, hello: Hello) -> socket.socket:
     sock = socket.create_connection((host, int(port)), timeout=DEADLINE_S)
     sock.sendall(frame_of(hello, Kind.NOTIFY))
     return sock
+
+
+def hear_answer(sock: socket.socket) -> None:
+    """Read until an `Ok` has come."""
+    heard = b""
+    while b"Ok" not in heard:
+        heard += sock.recv(1 << 16) or pytest.fail("it closed the connection")
 
 
 def frame_of(message: AnyMessage, kind: Kind, sequence: int = 0) -> bytes:
