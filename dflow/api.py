@@ -52,6 +52,7 @@ from dflow.tracing.loops import while_loop
 from dflow.tracing.queues import FIFOQueue, PaddedSpec, PaddingFIFOQueue, PriorityQueue, RandomShuffleQueue
 from dflow.tracing.resources import Variable, is_variable, name, read
 from dflow.tracing.row_gradient import RowGradient, is_row_gradient
+from dflow.tracing.rows_to_dense import DenseGradientWarning
 from dflow.tracing.turns import parallel_iterations
 from dflow.tracing.variable_trees import assign, trainable_variables, variables
 from dflow.tracing.wire import wire
@@ -65,6 +66,7 @@ __all__ = [
     "ConfigError",
     "ContainerError",
     "DeadlineExceeded",
+    "DenseGradientWarning",
     "DeviceError",
     "DflowError",
     "ExportError",

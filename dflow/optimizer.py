@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from dflow.distributed.strategies.applying import current_applier
+from dflow.function import jit
 from dflow.lowering.discharge import discharge
 from dflow.lowering.passes.prune import Prune
 from dflow.tracing.container import uncontained
@@ -20,11 +20,10 @@ from dflow.tracing.device_name import is_on_task
 from dflow.tracing.errors import GraphTypeError, VariableError
 from dflow.tracing.given_value import Initial
 from dflow.tracing.graph import Graph, Literal
-from dflow.tracing.jax_frontend import make_jaxpr
+from dflow.tracing.jax_frontend import is_tracing
 from dflow.tracing.near_names import suggests_keywords
 from dflow.tracing.resources import Variable, is_variable, path_name, read
 from dflow.tracing.row_gradient import is_row_gradient
-from dflow.tracing.row_wise import scales_only
 from dflow.tracing.source import at, caller
 from dflow.tracing.trace import trace
 from dflow.tracing.variable_trees import structure_text
@@ -51,6 +50,7 @@ class Optimizer:
     variables       a pytree of variables; gradients come in the same structure
     name            prefix of the slots' names; given none, one is made up in order of creation, which is refused for
                     variables on other tasks
+    lazy_rows       leave a row of a variable, and of the slots of its shape, as it is when its gradient is all zero
     wire            the codec by which gradients go to variables on other tasks, as `dflow.wire` has them
 
     Each array of the transformation's state becomes a variable, on the task of the variable it belongs to where it
@@ -67,10 +67,12 @@ class Optimizer:
         *,
         name: str | None = None,
         wire: str = "none",
+        lazy_rows: bool = False,
     ) -> None:
         _check_transformation(transformation, variables)
         check_codec("an optimizer", wire)
         self._codec = wire
+        self._lazy_rows = lazy_rows
         self._transformation = transformation
         self._variables, tree = jax.tree_util.tree_flatten(variables, is_leaf=is_variable)
         self._tree: Any = tree
@@ -99,12 +101,10 @@ class Optimizer:
     def apply(self, gradients: Any) -> None:
         """Update the variables by `gradients`, a pytree of arrays and `RowGradient`s in their structure.
 
-        In traced code the update is part of the graph, placed where the variables live. A `RowGradient` is applied
-        row by row, and its variable's other rows are neither read nor written, where the transformation only scales
-        that variable's gradient, by numbers that do not depend on it: `optax.sgd` without momentum, schedules, and
-        chains of these. With any other (momentum, Adam, Adagrad, clipping, weight decay) rows without a gradient
-        may change too, so it is made dense, on the variable's task. Either way the result is optax's, but that rows
-        for one index are added up after scaling.
+        In traced code the update is part of the graph, placed where the variables live. It reads and writes only the
+        rows that were looked up of a variable of which nothing else was used, if the transformation leaves a row
+        without a gradient as it is: SGD, Adagrad, clipping, scaling, and chains of these. Others (momentum, Adam,
+        weight decay) read and write every row, unless `lazy_rows` is set. The result is optax's either way.
 
         In a step that a synchronous strategy runs, the gradients are given to that, and the variables are updated by
         the average once the step has ended: what the step reads after `apply` is what it read before.
@@ -126,47 +126,38 @@ class Optimizer:
         self._update(self._flat(gradients))
 
     def _update(self, given: list[Any]) -> None:
+        if not is_tracing() and any(map(is_row_gradient, given)):
+            self._update_compiled(given)
+        else:
+            self._update_in_order(given)
+
+    @jit
+    def _update_compiled(self, given: list[Any]) -> None:
+        """Outside of traced code, update the rows alone too."""
+        self._update_in_order(given)
+
+    def _update_in_order(self, given: list[Any]) -> None:
         with with_state():
-            by_row = [is_row_gradient(g) and self._scales[place] for place, g in enumerate(given)]
-            arrays = [
-                g.rows if rows else g.dense() if is_row_gradient(g) else g
-                for g, rows in zip(given, by_row, strict=True)
-            ]
+            arrays = [gradient.dense() if is_row_gradient(gradient) else gradient for gradient in given]
             updates, state = self._transformation.update(
                 self._tree.unflatten(arrays),
                 read(self.slots),
                 self._tree.unflatten([v.read() for v in self._variables]),
             )
+            touched = dict(zip(self._variables, map(_touched_rows, arrays), strict=True)) if self._lazy_rows else {}
             flat = self._tree.flatten_up_to(updates)
-            for variable, gradient, rows, update in zip(self._variables, given, by_row, flat, strict=True):
+            for variable, update in zip(self._variables, flat, strict=True):
                 delta = jnp.asarray(update).astype(variable.dtype)
-                variable.scatter_add(gradient.indices, delta) if rows else variable.assign_add(delta)
+                variable.assign_add(jnp.where(touched[variable], delta, 0) if touched else delta)
             slots = jax.tree_util.tree_leaves(self.slots, is_leaf=is_variable)
-            for slot, value in zip(slots, jax.tree_util.tree_leaves(state), strict=True):
-                slot.assign(value)
+            for slot, owner, value in zip(slots, self._slot_owners, jax.tree_util.tree_leaves(state), strict=True):
+                is_by_row = owner is not None and owner in touched and slot.shape == owner.shape
+                slot.assign(jnp.where(touched[owner], value, slot.read()) if is_by_row else value)
 
     @property
     def variables(self) -> Any:
         """What it updates, as it was given."""
         return self._tree.unflatten(self._variables)
-
-    @functools.cached_property
-    def _scales(self) -> list[bool]:
-        """For each variable, whether the transformation only scales its gradient."""
-        structs = [variable.type.struct for variable in self._variables]
-        state = jax.tree_util.tree_map(lambda slot: slot.type.struct, self.slots, is_leaf=is_variable)
-        state_leaves, state_tree = _flattened(state)
-        count = len(structs)
-
-        def update(*leaves: Any) -> Any:
-            gradients = self._tree.unflatten(leaves[:count])
-            parameters = self._tree.unflatten(leaves[count : 2 * count])
-            held = state_tree.unflatten(leaves[2 * count :])
-            updates, after = self._transformation.update(gradients, held, parameters)
-            return [jnp.asarray(update) for update in self._tree.flatten_up_to(updates)], after
-
-        jaxpr, _, _ = make_jaxpr(update, *structs, *structs, *state_leaves)
-        return [scales_only(jaxpr, jaxpr.invars[place], jaxpr.outvars[place]) for place in range(count)]
 
     def _flat(self, gradients: Any) -> list[Any]:
         """The gradients, one for each variable."""
@@ -199,7 +190,7 @@ class Optimizer:
     def _make_slots(self) -> Any:
         parameters = self._tree.unflatten([variable.type.struct for variable in self._variables])
         state = jax.eval_shape(self._transformation.init, parameters)
-        owners = self._owners(state)
+        owners = self._slot_owners = self._owners(state)
         initials = self._initials()
         flat, _ = jax.tree_util.tree_flatten_with_path(state)
         slots = [
@@ -270,8 +261,9 @@ def _is_transformation(value: Any) -> bool:
     return callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))
 
 
-def _flattened(tree: Any) -> tuple[list[Any], Any]:
-    return jax.tree_util.tree_flatten(tree)
+def _touched_rows(gradient: Any) -> Any:
+    """Which rows of a gradient are not all zero, in a shape that broadcasts with it."""
+    return jnp.any(gradient != 0, axis=tuple(range(1, jnp.ndim(gradient))), keepdims=True)
 
 
 def _independent(graph: Graph, index: int) -> Callable[[], Any] | None:

@@ -4,7 +4,8 @@ The function is traced, its state is discharged to values, the pure function is 
 function wrote is written back, once. So a counter or a batch-norm statistic that is written inside a loop of the
 differentiated function survives, which under plain `jax.grad` it would not.
 
-A variable that the function only looks rows up in has a `RowGradient`, and is not read whole.
+A variable that the function only looks rows up in is not read whole. Its gradient is the result of `rows_to_dense`: an
+array like any other, which `keep_rows` leaves out of the compiled program where its rows are enough.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from dflow.tracing.device_name import is_on_task
 from dflow.tracing.discharge import Border, State, evaluate
 from dflow.tracing.errors import GraphTypeError, VariableError
 from dflow.tracing.jax_frontend import is_tracing, make_jaxpr
-from dflow.tracing.lookups import Lookups, lookup_sites, row_gradient
+from dflow.tracing.lookups import Lookups, lookup_sites, rows_found
 from dflow.tracing.loops import NOT_REVERSED, REVERSED
 from dflow.tracing.resources import Variable, is_variable, name
 from dflow.tracing.row_gradient import RowGradient
+from dflow.tracing.rows_to_dense import rows_to_dense
 from dflow.tracing.source import at, caller
 from dflow.tracing.together import together
 from dflow.tracing.types import array_type_of
@@ -35,6 +37,7 @@ def value_and_grad(
     *,
     argnums: int | Sequence[int] | None = None,
     has_aux: bool = False,
+    rows: bool = False,
 ) -> Callable[..., Any]:
     """A function that gives `fun`'s value and its gradient.
 
@@ -43,18 +46,24 @@ def value_and_grad(
     argnums    which positional arguments to differentiate with respect to; 0 when no variables are given
     returns    `(value, gradient)`; the gradient has the structure of `variables` (of the argument, of the tuple of
                arguments when `argnums` is a sequence) with arrays for leaves, and is the pair of both when both are
-               given; of a variable that `fun` only looks rows up in it is a `RowGradient`
+               given
+    rows       give, of a variable that `fun` only looks rows up in, a `RowGradient` in the place of an array
     raises     GraphTypeError when the value is no real scalar or something to differentiate is not floating;
                VariableError for a variable that is not trainable
 
     What `fun` writes is written once, as if it had run alone. Writes carry no gradient to what they wrote; a later
     read in `fun` does.
     """
-    return _value_and_grad("value_and_grad", fun, variables, argnums, has_aux)
+    return _value_and_grad("value_and_grad", fun, variables, argnums, has_aux, rows)
 
 
 def _value_and_grad(
-    function: str, fun: Callable[..., Any], variables: Any, argnums: int | Sequence[int] | None, has_aux: bool
+    function: str,
+    fun: Callable[..., Any],
+    variables: Any,
+    argnums: int | Sequence[int] | None,
+    has_aux: bool,
+    rows: bool,
 ) -> Callable[..., Any]:
     """`value_and_grad`, as errors of `function`."""
     _check_function(function, fun)
@@ -67,7 +76,7 @@ def _value_and_grad(
         picked, picked_tree, rebuild = _pick(function, args, argnums)
         _check_any(function, wrt, picked)
         pure = _Pure(lambda *leaves: _loss(fun(*rebuild(leaves), **kwargs), has_aux), wrt, picked, by_rows=True)
-        (value, aux), grads = pure.value_and_grad()
+        (value, aux), grads = pure.value_and_grad(rows)
         by_variable = jax.tree_util.tree_unflatten(wrt_tree, grads[0])
         by_argument = jax.tree_util.tree_unflatten(picked_tree, grads[1])
         gradient = _chosen(variables, argnums, by_variable, by_argument)
@@ -82,9 +91,10 @@ def grad(
     *,
     argnums: int | Sequence[int] | None = None,
     has_aux: bool = False,
+    rows: bool = False,
 ) -> Callable[..., Any]:
     """As `value_and_grad`, without the value: the gradient, or `(gradient, aux)` when `has_aux` is set."""
-    both = _value_and_grad("grad", fun, variables, argnums, has_aux)
+    both = _value_and_grad("grad", fun, variables, argnums, has_aux, rows)
 
     @functools.wraps(fun)
     def gradient(*args: Any, **kwargs: Any) -> Any:
@@ -207,8 +217,7 @@ class _Pure:
             self._jaxpr.effects, lambda variable: id(variable) not in kept and (at_once or is_on_task(variable.device))
         )
         self._writes = self._border.writes
-        looked_up = [variable for variable in wrt if variable.gradient is None] if by_rows else []
-        self._sites = lookup_sites(self._jaxpr, looked_up)
+        self._sites = lookup_sites(self._jaxpr, wrt if by_rows else [])
         tables = {site.variable for site in self._sites}
         touched = dict.fromkeys([*self._border.touched, *wrt])
         held = [variable for variable in touched if variable not in tables]
@@ -227,7 +236,7 @@ class _Pure:
         (value,), after = self.values_first(values, leaves)
         return value, after
 
-    def value_and_grad(self) -> tuple[tuple[Any, Any], tuple[list[Any], list[Any]]]:
+    def value_and_grad(self, rows: bool) -> tuple[tuple[Any, Any], tuple[list[Any], list[Any]]]:
         """The value and what is handed on; and the gradients by variable and by leaf. Writes what was written."""
 
         def loss(values: list[Any], leaves: list[Any], taps: list[Any]) -> tuple[Any, Any]:
@@ -246,7 +255,7 @@ class _Pure:
         by_variable = [
             _finished(variable, whole[variable])
             if variable in whole
-            else _finished(variable, row_gradient(variable, self._sites, indices, grads[2]))
+            else _finished_rows(variable, *rows_found(variable, self._sites, indices, grads[2]), rows)
             for variable in self._wrt
         ]
         return (value, jax.tree_util.tree_unflatten(self._aux_tree, aux)), (by_variable, grads[1])
@@ -279,14 +288,22 @@ def _advise(error: ValueError) -> None:
 
 def _finished(variable: Variable, gradient: Any) -> Any:
     """A variable's gradient as the user gets it: by the variable's own function, and named."""
-    label = f"grad/{variable.name}"
-    if isinstance(gradient, RowGradient):
-        return RowGradient(gradient.indices, name(gradient.rows, label), gradient.shape)
     if variable.gradient is not None:
         changed = variable.gradient(gradient)
         _check_fits(f"what the gradient function of variable {variable.name!r} gives", changed, variable.type)
         gradient = changed
-    return name(gradient, label)
+    return name(gradient, _label(variable))
+
+
+def _finished_rows(variable: Variable, indices: Any, rows: Any, as_rows: bool) -> Any:
+    """As `_finished`, of a gradient that is known by rows."""
+    if as_rows and variable.gradient is None:
+        return RowGradient(indices, name(rows, _label(variable)), variable.shape)
+    return _finished(variable, rows_to_dense(indices, rows, variable.shape, variable.name))
+
+
+def _label(variable: Variable) -> str:
+    return f"grad/{variable.name}"
 
 
 def _loss(result: Any, has_aux: bool) -> tuple[Any, Any]:

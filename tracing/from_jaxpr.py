@@ -41,6 +41,7 @@ from dflow.tracing.jax_frontend import (
     scan_counts,
     touches_state,
 )
+from dflow.tracing.keep_rows import keep_rows
 from dflow.tracing.kernel_choice import is_kernel
 from dflow.tracing.lookups import CALLS
 from dflow.tracing.op import OpDef, numeric
@@ -59,6 +60,7 @@ def graph_of(
 
     The graph's inputs are one `ref` for each variable touched, then the closed-over arrays, then the arguments.
     """
+    jaxpr, consts = keep_rows(jaxpr, consts)
     reads, writes = accesses(jaxpr.effects)
     variables = (
         *sorted({*reads, *writes}, key=lambda variable: variable.serial),

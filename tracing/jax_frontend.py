@@ -48,7 +48,7 @@ from jax.extend.core import primitives as jax_primitives
 
 from dflow.tracing.device import METADATA_KEY
 from dflow.tracing.errors import InternalError
-from dflow.tracing.source import Loc, caller, is_user_file
+from dflow.tracing.source import Loc, caller, is_installed, is_user_file
 from dflow.tracing.turns import PARALLEL_KEY
 
 Jaxpr = Any
@@ -126,6 +126,14 @@ class HostEffect(jax_effects.Effect):
     __repr__ = __str__
 
 
+@dataclass(frozen=True)
+class NoteEffect(jax_effects.Effect):
+    """Keeps an op in a trace that is looked at, and not run."""
+
+    def __str__(self) -> str:
+        return "note"
+
+
 for _allowed in (
     jax_effects.control_flow_allowed_effects,
     jax_effects.remat_allowed_effects,
@@ -134,6 +142,7 @@ for _allowed in (
 ):
     _allowed.add_type(ResourceEffect)
     _allowed.add_type(HostEffect)
+    _allowed.add_type(NoteEffect)
 
 
 @dataclass(frozen=True)
@@ -146,10 +155,17 @@ class Origin:
     @cached_property
     def loc(self) -> Loc | None:
         """The user's line, or None when the trace did not keep it."""
+        return next(self._locs(), None)
+
+    @property
+    def own_loc(self) -> Loc | None:
+        """The user's line that is in no installed library, if there is one; else as `loc`."""
+        return next((loc for loc in self._locs() if not is_installed(loc.file)), self.loc)
+
+    def _locs(self) -> Iterator[Loc]:
         for frame in source_info_util.user_frames(self.source_info.traceback):
             if is_user_file(frame.file_name):
-                return Loc(frame.file_name, frame.start_line)
-        return None
+                yield Loc(frame.file_name, frame.start_line)
 
     @property
     def scope(self) -> str:
@@ -469,6 +485,19 @@ def make_jaxpr(fn: Callable[..., Any], *args: Any) -> tuple[Jaxpr, list[Any], An
     closed, out = jax.make_jaxpr(anew, return_shape=True)(*args)
     jaxpr, consts = closed_parts(closed)
     return jaxpr, consts, out
+
+
+def retraced(
+    param: Any, run: Callable[[Jaxpr, list[Any], Sequence[Any]], list[Any]], is_meant: Callable[[Jaxpr], bool]
+) -> Any:
+    """A parameter of an equation; a jaxpr that is meant is traced anew, as `run(jaxpr, consts, arguments)` runs it."""
+    if not is_jaxpr(param) or not is_meant(closed_parts(param)[0]):
+        return param
+    jaxpr, consts = closed_parts(param)
+    closed = jax.make_jaxpr(lambda *args: run(jaxpr, consts, args))(*(var.aval for var in jaxpr.invars))
+    if not is_open(param):
+        return closed
+    return param if closed.consts else closed.jaxpr
 
 
 def closed_tracers(traced: Any) -> list[Any]:

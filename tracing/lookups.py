@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from jax.lax import GatherScatterMode
 
 from dflow.tracing.jax_frontend import Equation, Jaxpr, accesses, closed_parts, is_literal
-from dflow.tracing.row_gradient import RowGradient
 from dflow.tracing.state_primitives import gather_p, read_p
 from dflow.tracing.types import ArrayType
 
@@ -181,9 +180,11 @@ def _fill_value(stated: Any, dtype: Any) -> Any:
     return jnp.asarray(jnp.nan if stated is None else stated, dtype)
 
 
-def row_gradient(variable: Any, sites: Sequence[Site], indices: Sequence[Any], rows: Sequence[Any]) -> RowGradient:
-    """The gradient of one variable, from the gradients of what every site found."""
+def rows_found(
+    variable: Any, sites: Sequence[Site], indices: Sequence[Any], rows: Sequence[Any]
+) -> tuple[jax.Array, jax.Array]:
+    """The indices and rows of the gradient of one variable, from the gradients of what every site found."""
     mine = [place for place, site in enumerate(sites) if site.variable is variable]
     flat = [jnp.reshape(rows[place], (-1, *variable.shape[1:])) for place in mine]
     places = [jnp.reshape(indices[place], -1).astype(jnp.int32) for place in mine]
-    return RowGradient(jnp.concatenate(places), jnp.concatenate(flat), variable.shape)
+    return jnp.concatenate(places), jnp.concatenate(flat)

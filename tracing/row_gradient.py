@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from dflow.tracing.errors import GraphTypeError
+from dflow.tracing.rows_to_dense import rows_to_dense
 from dflow.tracing.source import at, caller
 
 
@@ -30,8 +31,8 @@ class RowGradient:
 
     def dense(self) -> jax.Array:
         """The whole gradient as one array."""
-        whole: jax.Array = jnp.zeros(self.shape, self.dtype).at[self.indices].add(self.rows)
-        return whole
+        indices = jnp.where(self.indices < 0, self.indices + self.shape[0], self.indices)
+        return rows_to_dense(indices, self.rows, self.shape, "a row gradient")
 
     @property
     def dtype(self) -> Any:

@@ -45,8 +45,13 @@ class Loc:
 def is_user_file(file: str) -> bool:
     """Whether a frame of this file is one a user wants to read."""
     if file.startswith(_STANDARD_LIBRARY):
-        return any(folder in file for folder in _INSTALLED) and not file.startswith(_HIDDEN)
+        return is_installed(file) and not file.startswith(_HIDDEN)
     return not file.startswith(_HIDDEN) and not file.startswith("<frozen")
+
+
+def is_installed(file: str) -> bool:
+    """Whether a file is of an installed library."""
+    return any(folder in file for folder in _INSTALLED)
 
 
 def caller() -> Loc | None:

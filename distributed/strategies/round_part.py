@@ -36,8 +36,11 @@ from dflow.tracing.context import default_home, home
 from dflow.tracing.device import device
 from dflow.tracing.device_name import is_on_task
 from dflow.tracing.errors import DeadlineExceeded, DflowError, StrategyError, VariableError
+from dflow.tracing.jax_frontend import closed_parts
+from dflow.tracing.keep_rows import noted_rows
 from dflow.tracing.resources import Variable, is_variable
 from dflow.tracing.row_gradient import RowGradient, is_row_gradient
+from dflow.tracing.rows_to_dense import dense_to_rows, note_gradients
 from dflow.tracing.source import at, caller
 from dflow.tracing.task_name import short_task_name
 from dflow.tracing.trace import Traced, trace
@@ -105,8 +108,8 @@ class Part:
         wanted = expect(answer, RoundsAgreed, short_task_name(self._host)).wanted
         found = _Found(f"{self._run}, looked at {next(_serials)}")
         with applying(found):
-            _shape_of(step, _arguments(batch))
-        optimizer, spec = found.only(step)
+            stage = _traced(step, _arguments(batch))
+        optimizer, spec = found.only(step, *closed_parts(stage.jaxpr))
         _refuse_own_variables(optimizer)
         with self._cluster.parameter_servers(self._job), device(self._host):
             rows = jax.tree_util.tree_map(lambda part: _widened(part, wanted), spec, is_leaf=is_row_gradient)
@@ -172,11 +175,14 @@ class _Found:
         self._seen: list[tuple[GivenOptimizer, Any]] = []
 
     def apply(self, optimizer: GivenOptimizer, gradients: Any) -> None:
-        """Note their types."""
-        self._seen.append((optimizer, jax.tree_util.tree_map(_typed, gradients, is_leaf=is_row_gradient)))
+        """Note them."""
+        tree: Any
+        leaves, tree = jax.tree_util.tree_flatten(gradients, is_leaf=is_row_gradient)
+        note_gradients([leaf.rows if is_row_gradient(leaf) else leaf for leaf in leaves])
+        self._seen.append((optimizer, tree.unflatten(map(_typed, leaves))))
 
-    def only(self, step: Callable[..., Any]) -> tuple[GivenOptimizer, Any]:
-        """The one optimizer and its gradients' types."""
+    def only(self, step: Callable[..., Any], jaxpr: Any, consts: Sequence[Any]) -> tuple[GivenOptimizer, Any]:
+        """The one optimizer and its gradients' types, from the trace of the step."""
         if len(self._seen) != 1:
             names = ", ".join(optimizer.name for optimizer, _ in self._seen) or "none"
             raise StrategyError(
@@ -184,7 +190,12 @@ class _Found:
                 f"synchronous step gives them once{at(caller())}\n"
                 "  call apply of one dflow.Optimizer, once; in it optax.multi_transform treats variables differently"
             )
-        return self._seen[0]
+        [(optimizer, spec)], noted = self._seen, noted_rows(jaxpr, consts)
+        tree: Any
+        leaves, tree = jax.tree_util.tree_flatten(spec, is_leaf=is_row_gradient)
+        # Given in a loop, they are noted in its body alone, and taken dense.
+        rows = noted[0] if noted else [None] * len(leaves)
+        return optimizer, tree.unflatten(map(_by_rows, leaves, rows))
 
 
 class Gradients:
@@ -199,7 +210,10 @@ class Gradients:
 
     def apply(self, optimizer: GivenOptimizer, gradients: Any) -> None:
         """Add them to the average of the round, unless they come too late."""
-        self._is_fresh.assign(self._accumulator.apply(gradients, self._round.read()))
+        tree: Any
+        leaves, tree = jax.tree_util.tree_flatten(gradients, is_leaf=is_row_gradient)
+        fitting = map(_fitting, leaves, self._accumulator.type.components)
+        self._is_fresh.assign(self._accumulator.apply(tree.unflatten(fitting), self._round.read()))
 
     def call(self, step: Callable[..., Any], batch: Any, number: int) -> tuple[Any, bool]:
         """What the step gives in a round, and whether its gradients are in the round's average."""
@@ -213,14 +227,14 @@ def _arguments(batch: Any) -> Sequence[Any]:
     return batch if isinstance(batch, tuple) else (batch,)
 
 
-def _shape_of(step: Callable[..., Any], arguments: Sequence[Any]) -> None:
-    shape_of = getattr(step, "eval_shape", None)
-    if shape_of is None:
+def _traced(step: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+    trace_step = getattr(step, "trace", None)
+    if trace_step is None:
         raise StrategyError(
             f"{getattr(step, '__name__', step)} is not a function of dflow.jit{at(caller())}\n"
             "  decorate it with @dflow.jit"
         )
-    shape_of(*arguments)
+    return trace_step(*arguments)
 
 
 def _refuse_own_variables(optimizer: GivenOptimizer) -> None:
@@ -238,6 +252,20 @@ def _typed(part: Any) -> Any:
         return jax.ShapeDtypeStruct(jnp.shape(array), jnp.result_type(array))
 
     return RowGradient(struct(part.indices), struct(part.rows), part.shape) if is_row_gradient(part) else struct(part)
+
+
+def _by_rows(part: Any, rows: jax.ShapeDtypeStruct | None) -> Any:
+    """The type of a gradient, of which these are the rows if it is made of rows."""
+    if rows is None or is_row_gradient(part):
+        return part
+    return RowGradient(jax.ShapeDtypeStruct(rows.shape[:1], jnp.int32), rows, part.shape)
+
+
+def _fitting(gradient: Any, component: Any) -> Any:
+    """A gradient as a component of the accumulator takes it."""
+    if is_row_gradient(gradient) or not isinstance(component, RowsType):
+        return gradient
+    return RowGradient(*dense_to_rows(gradient), gradient.shape)
 
 
 def _widened(part: Any, gradients: int) -> Any:

@@ -1,0 +1,450 @@
+"""Gradients of lookups as the dense arrays they are to every program, and as rows where that is enough."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.flatten_util import ravel_pytree
+
+import dflow
+from dflow.lowering.passes.prune import Prune
+from dflow.testing import memory_cluster
+from dflow.tracing import rows_to_dense
+from dflow.tracing.resources import Variable
+from dflow.tracing.row_gradient import RowGradient
+from tests.effort import examples
+
+SHAPE = (13, 2)
+TABLE = jnp.arange(26, dtype=jnp.float32).reshape(SHAPE) / 26
+SCALE = jnp.array([1.0, -2.0])
+IDS = jnp.array([3, 3, 0, -1, 11])
+
+
+@pytest.fixture
+def table() -> Variable:
+    return dflow.Variable(TABLE, name="table")
+
+
+@pytest.fixture
+def scale() -> Variable:
+    return dflow.Variable(SCALE, name="scale")
+
+
+def grown(fn: Any, *args: Any) -> list[str]:
+    """The ops of a function's graph that give an array of the table's shape."""
+    graph = Prune()(dflow.graph(fn, *args).graph)
+    return [node.op.name for node in graph.nodes for v in node.outputs if getattr(v.type, "shape", None) == SHAPE]
+
+
+def loss_of(table: Any, ids: Any) -> Any:
+    return (jnp.sin(jnp.asarray(table)[ids] * 3) ** 2).sum()
+
+
+def test_two_microbatches_are_summed_and_their_norm_is_that_of_the_gradient() -> None:
+    e = dflow.Variable(jnp.ones((10, 2)), name="e")
+    optimizer = dflow.Optimizer(optax.sgd(1.0), [e])
+
+    @dflow.jit
+    def step(ids: Any, more: Any) -> Any:
+        g = dflow.grad(lambda: jnp.sum(e[ids]), [e])()
+        h = dflow.grad(lambda: jnp.sum(e[more]), [e])()
+        optimizer.apply(jax.tree.map(jnp.add, g, h))
+        return optax.tree.norm(g)
+
+    assert float(step(jnp.array([3, 3]), jnp.array([5, 1]))) == pytest.approx(8**0.5)
+    wanted = jnp.ones((10, 2)).at[jnp.array([3, 3, 5, 1])].add(-1.0)
+    np.testing.assert_array_equal(e.read(), wanted)
+
+
+#: What users do with a gradient and with another one: each gives an array of its shape, or a number.
+USES: dict[str, Callable[[Any, Any], Any]] = {
+    "scaled": lambda g, h: -0.5 * g / 3,
+    "added": lambda g, h: jax.tree.map(jnp.add, g, 2 * h),
+    "subtracted": lambda g, h: g - h,
+    "multiplied": lambda g, h: g * h,
+    "global norm": lambda g, h: optax.tree.norm([g, h]),
+    "clipped by the global norm": lambda g, h: optax.clip_by_global_norm(0.3).update([g, h], None)[0][1],
+    "clipped": lambda g, h: jnp.clip(g, -0.1, 0.2),
+    "clipped to a range without zero": lambda g, h: jnp.clip(g, 0.1, 0.2),
+    "clipped by block": lambda g, h: optax.clip_by_block_rms(0.1).update([g, h], optax.EmptyState())[0][0],
+    "raveled": lambda g, h: ravel_pytree({"g": g, "h": h})[0],
+    "cast": lambda g, h: g.astype(jnp.bfloat16).astype(jnp.float32),
+    "squared": lambda g, h: g**2 + jnp.square(h),
+    "over itself": lambda g, h: g / (jnp.abs(g) + 1e-6),
+    "over the table": lambda g, h: g / (1 + TABLE),
+    "with the table": lambda g, h: g + 0.1 * TABLE,
+    "by columns": lambda g, h: g * SCALE,
+    "plus a number": lambda g, h: g + 1.0,
+    "largest": lambda g, h: jnp.max(jnp.abs(g)) + jnp.max(-jnp.abs(h)) + jnp.min(g),
+    "finite": lambda g, h: jnp.where(jnp.isfinite(g).all(), g, 0 * h),
+    "any": lambda g, h: jnp.any(g != 0) + jnp.any(h > 100),
+    "mean": lambda g, h: g.mean(),
+    "sum of rows": lambda g, h: (g * (g**2).sum(axis=1, keepdims=True)).sum(),
+    "sum of columns": lambda g, h: g.sum(axis=0),
+    "largest of rows": lambda g, h: jnp.max(g, axis=1),
+    "transposed": lambda g, h: g.T @ h,
+    "a row": lambda g, h: g[3],
+    "selected": lambda g, h: jnp.where(g > 0, g, h),
+    "exponential": lambda g, h: jnp.exp(g) - 1,
+    "zeroed": lambda g, h: optax.zero_nans().update([g], optax.zero_nans().init([g]))[0][0],
+    "in a jit": jax.jit(lambda g, h: g * 2 + h),
+    "in a branch": lambda g, h: jax.lax.cond(g.sum() > 0, lambda: g, lambda: h),
+    "in a vmap": lambda g, h: jax.vmap(lambda s: s * g + h)(jnp.arange(3.0)),
+    "differentiated": lambda g, h: jax.grad(lambda s: ((s * g + h) ** 2).sum())(2.0),
+    "summed in a loop": lambda g, h: jax.lax.fori_loop(0, 3, lambda i, acc: acc + g, jnp.zeros_like(g)),
+    "relu": lambda g, h: jax.nn.relu(g) - jax.nn.softplus(h),
+}
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "eager"])
+def test_a_gradient_is_an_array_to_any_use(compiled: bool, table: Variable) -> None:
+    def used(ids: Any) -> Any:
+        g = dflow.grad(lambda: loss_of(table, ids), table)()
+        h = dflow.grad(lambda: loss_of(table, ids[:2] + 4), table)()
+        return {name: use(g, h) for name, use in USES.items()}
+
+    g, h = jax.grad(loss_of)(TABLE, IDS), jax.grad(loss_of)(TABLE, IDS[:2] + 4)
+    got = (dflow.jit(used) if compiled else used)(IDS)
+    for name, use in USES.items():
+        np.testing.assert_allclose(got[name], use(g, h), rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+#: Ops of random programs, from two values to one.
+OPS: list[Callable[[Any, Any], Any]] = [
+    jnp.add,
+    jnp.subtract,
+    jnp.multiply,
+    jnp.maximum,
+    lambda a, b: a / (1 + b * b),
+    lambda a, b: jnp.where(a > 0.1, a, b),
+    lambda a, b: jnp.where(a == 0, b, a),
+    lambda a, b: -2 * a,
+    lambda a, b: a.astype(jnp.bfloat16).astype(jnp.float32),
+    lambda a, b: jnp.sqrt(jnp.abs(a)),
+    lambda a, b: jnp.clip(a, -0.3, 0.2),
+    lambda a, b: a * jnp.sum(b),
+    lambda a, b: a * jnp.sum(b * b, axis=1, keepdims=True),
+    lambda a, b: a + jnp.max(b),
+]
+
+
+@settings(max_examples=examples(15), deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(range(len(OPS))), st.integers(0, 20), st.integers(0, 20)), max_size=8))
+def test_a_random_rule_does_to_values_and_slots_what_it_does_to_arrays(rule: list[tuple[int, int, int]]) -> None:
+    """The rule makes an update and a slot of the gradients of two lookups, the table and the slot."""
+
+    def after(g: Any, h: Any, t: Any, s: Any) -> tuple[Any, Any]:
+        values = [g, h, t, s]
+        for number, first, second in rule:
+            values.append(OPS[number](values[first % len(values)], values[second % len(values)]))
+        return values[-1], values[-2]
+
+    t, s = dflow.Variable(TABLE, name="t"), dflow.Variable(TABLE + 1, name="s")
+
+    @dflow.jit
+    def step(ids: Any) -> None:
+        g = dflow.grad(lambda: loss_of(t, ids), t)()
+        h = dflow.grad(lambda: loss_of(t, ids[:2] + 4), t)()
+        update, slot = after(g, h, t.read(), s.read())
+        t.assign_add(update)
+        s.assign(slot)
+
+    step(IDS)
+    g, h = jax.grad(loss_of)(TABLE, IDS), jax.grad(loss_of)(TABLE, IDS[:2] + 4)
+    update, slot = after(g, h, TABLE, TABLE + 1)
+    np.testing.assert_allclose(t.read(), TABLE + update, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(s.read(), slot, rtol=1e-4, atol=1e-4)
+
+
+BY_ROWS = {
+    "sgd": optax.sgd(0.1),
+    "schedule": optax.sgd(optax.linear_schedule(0.1, 0.01, 3)),
+    "hyperparameters": optax.inject_hyperparams(optax.sgd)(learning_rate=0.1),
+    "chain": optax.chain(optax.scale(3.0), optax.scale_by_learning_rate(0.1)),
+    "one of two": optax.multi_transform({"a": optax.sgd(0.1), "b": optax.adam(0.1)}, ["a", "b"]),
+    "adagrad": optax.adagrad(0.1),
+    "global norm": optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1)),
+    "clipped adagrad": optax.chain(optax.clip_by_global_norm(0.5), optax.adagrad(0.1)),
+    "clip": optax.chain(optax.clip(0.1), optax.sgd(0.1)),
+    "block": optax.chain(optax.clip_by_block_rms(0.1), optax.sgd(0.1)),
+    "sign": optax.sign_sgd(0.1),
+    "normalized": optax.chain(optax.normalize_by_update_norm(), optax.sgd(0.1)),
+    "no nans": optax.chain(optax.zero_nans(), optax.adagrad(0.1)),
+    "frozen": optax.set_to_zero(),
+}
+DENSE = {
+    "momentum": optax.sgd(0.1, momentum=0.9),
+    "nesterov": optax.sgd(0.1, momentum=0.9, nesterov=True),
+    "adam": optax.adam(1e-2),
+    "rmsprop": optax.rmsprop(1e-2),
+    "adafactor": optax.adafactor(1e-2),
+    "decay": optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1)),
+    "lars": optax.lars(0.1),
+    "noise": optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(0)), optax.sgd(0.1)),
+}
+
+
+@pytest.mark.parametrize("name", [*BY_ROWS, *DENSE])
+def test_an_optimizer_does_what_optax_does(name: str, table: Variable, scale: Variable) -> None:
+    transformation = BY_ROWS.get(name) or DENSE[name]
+    optimizer = dflow.Optimizer(transformation, [table, scale])
+
+    @dflow.jit
+    def step(i: Any) -> None:
+        optimizer.apply(dflow.grad(lambda: jnp.sum(jnp.sin(table[i] * scale.read())), [table, scale])())
+
+    assert (grown(step, IDS) == []) == (name in BY_ROWS)
+    params = [TABLE, SCALE]
+    state = transformation.init(params)
+    for turn in range(3):
+        step(IDS + turn)
+        grads = jax.grad(lambda p, i: jnp.sin(p[0][i] * p[1]).sum())(params, IDS + turn)
+        updates, state = transformation.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    np.testing.assert_allclose(table.read(), params[0], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(scale.read(), params[1], rtol=1e-5, atol=1e-6)
+    kept = jax.tree.leaves(dflow.read(optimizer.slots))
+    for got, wanted in zip(kept, jax.tree.leaves(state), strict=True):
+        if not jnp.issubdtype(got.dtype, jax.dtypes.prng_key):
+            np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adagrad", "adam"])
+def test_row_gradients_that_were_asked_for_are_applied_as_rows(name: str, table: Variable) -> None:
+    """Outside of traced code too."""
+    transformation = BY_ROWS.get(name) or DENSE[name]
+    optimizer = dflow.Optimizer(transformation, [table])
+    gradient = RowGradient(jnp.array([2, 2, -1]), jnp.ones((3, 2)), SHAPE)
+    dense = jnp.zeros(SHAPE).at[jnp.array([2, 2, 12])].add(1.0)
+    optimizer.apply([gradient])
+    updates, _ = transformation.update([dense], transformation.init([TABLE]), [TABLE])
+    np.testing.assert_allclose(table.read(), TABLE + updates[0], rtol=1e-6)
+    assert (grown(lambda: optimizer.apply([gradient])) == []) == (name in BY_ROWS)
+
+
+@pytest.mark.parametrize("first", ["zeros", "a gradient"])
+def test_microbatches_summed_in_a_loop_stay_rows(first: str, table: Variable) -> None:
+    optimizer = dflow.Optimizer(optax.chain(optax.clip_by_global_norm(1.0), optax.adagrad(0.1)), {"t": table})
+
+    def gradient(ids: Any) -> Any:
+        return dflow.grad(lambda: loss_of(table, ids), {"t": table})()
+
+    @dflow.jit
+    def step(batches: Any) -> Any:
+        start = {"t": jnp.zeros(SHAPE)} if first == "zeros" else gradient(batches[0])
+
+        def add(total: Any, ids: Any) -> tuple[Any, Any]:
+            return jax.tree.map(lambda t, g: t + g / 2, total, gradient(ids)), ids.sum()
+
+        total, sums = jax.lax.scan(add, start, batches)
+        optimizer.apply(total)
+        return optax.tree.norm(total), sums
+
+    batches = jnp.array([[3, 3], [4, 1]])
+    grads = [jax.grad(loss_of)(TABLE, ids) for ids in batches]
+    total = sum(g / 2 for g in grads) + (0 if first == "zeros" else grads[0])
+    # The loop reads the table, which is not sent, and nothing else has its shape.
+    assert set(grown(step, batches)) <= {"var.read"}
+    norm, sums = step(batches)
+    np.testing.assert_allclose(norm, optax.tree.norm(total), rtol=1e-5)
+    np.testing.assert_array_equal(sums, batches.sum(1))
+    transformation = optax.chain(optax.clip_by_global_norm(1.0), optax.adagrad(0.1))
+    updates, _ = transformation.update(total, transformation.init(TABLE))
+    np.testing.assert_allclose(table.read(), TABLE + updates, rtol=1e-5)
+
+
+@pytest.mark.parametrize("decay", [0.5, None])
+def test_a_sum_that_decays_or_is_read_in_its_loop_is_not_taken_for_one(decay: float | None, table: Variable) -> None:
+    def add(total: Any, gradient: Any) -> tuple[Any, Any]:
+        return (total * decay if decay else total) + gradient, total.sum()
+
+    @dflow.jit
+    def summed(batches: Any) -> Any:
+        return jax.lax.scan(
+            lambda c, ids: add(c, dflow.grad(lambda: loss_of(table, ids), table)()), jnp.zeros(SHAPE), batches
+        )
+
+    batches = jnp.array([[3, 3], [4, 1]])
+    got = summed(batches)
+    wanted = jax.lax.scan(lambda c, ids: add(c, jax.grad(loss_of)(TABLE, ids)), jnp.zeros(SHAPE), batches)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, wanted)
+
+
+def test_steps_in_a_loop_update_rows(table: Variable) -> None:
+    optimizer = dflow.Optimizer(optax.adagrad(0.1), [table])
+
+    def one(carry: Any, ids: Any) -> tuple[Any, Any]:
+        value, gradients = dflow.value_and_grad(lambda: loss_of(table, ids), [table])()
+        optimizer.apply(gradients)
+        return carry, value
+
+    train = dflow.jit(lambda batches: jax.lax.scan(one, 0, batches)[1])
+    batches = jnp.array([[3, 3], [4, 1], [3, 1]])
+    assert "rows_to_dense" not in str(dflow.graph(train, batches))
+    train(batches)
+    values, transformation = TABLE, optax.adagrad(0.1)
+    state = transformation.init(values)
+    for ids in batches:
+        updates, state = transformation.update(jax.grad(loss_of)(values, ids), state)
+        values += updates
+    np.testing.assert_allclose(table.read(), values, rtol=1e-5)
+
+
+def test_a_value_that_is_needed_after_its_variable_was_written_is_of_before(table: Variable) -> None:
+    slot = dflow.Variable(TABLE + 1, name="slot")
+
+    @dflow.jit
+    def step(ids: Any) -> Any:
+        g = dflow.grad(lambda: loss_of(table, ids), table)()
+        before = slot.read()
+        both = before + g
+        slot.assign(before + g * g)
+        table.assign_add(g)
+        return both, before, slot.read()
+
+    both, before, after = step(IDS)
+    g = jax.grad(loss_of)(TABLE, IDS)
+    np.testing.assert_allclose(both, TABLE + 1 + g, rtol=1e-5)
+    np.testing.assert_array_equal(before, TABLE + 1)
+    np.testing.assert_allclose(after, TABLE + 1 + g * g, rtol=1e-5)
+
+
+def test_an_old_value_is_not_assigned_by_rows_over_a_newer_one(table: Variable) -> None:
+    @dflow.jit
+    def step(ids: Any) -> None:
+        g = dflow.grad(lambda: loss_of(table, ids), table)()
+        before = table.read()
+        table.assign_add(jnp.ones(SHAPE))
+        table.assign(before + g * g)
+
+    step(IDS)
+    np.testing.assert_allclose(table.read(), TABLE + jax.grad(loss_of)(TABLE, IDS) ** 2, rtol=1e-5)
+
+
+def test_as_many_lookups_as_rows_are_no_fewer(table: Variable) -> None:
+    ids = jnp.arange(20) % 13
+    optimizer = dflow.Optimizer(optax.adagrad(0.1), [table])
+
+    @dflow.jit
+    def step() -> None:
+        optimizer.apply(dflow.grad(lambda: loss_of(table, ids), [table])())
+
+    assert "rows_to_dense" in " ".join(grown(step))
+    step()
+    transformation = optax.adagrad(0.1)
+    updates, _ = transformation.update(jax.grad(loss_of)(TABLE, ids), transformation.init(TABLE))
+    np.testing.assert_allclose(table.read(), TABLE + updates, rtol=1e-5)
+
+
+LAZY = {
+    "adam": optax.adam(0.1),
+    "momentum": optax.sgd(0.1, momentum=0.9),
+    "rmsprop": optax.rmsprop(0.1),
+    "adamw": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1)),
+}
+
+
+@pytest.mark.parametrize("name", LAZY)
+@pytest.mark.parametrize("as_rows", [True, False], ids=["rows", "dense"])
+def test_lazy_rows_are_left_as_they_are(name: str, as_rows: bool, table: Variable) -> None:
+    """Whatever the gradient is made of: rows without one keep values and slots."""
+    transformation = LAZY[name]
+    optimizer = dflow.Optimizer(transformation, [table], lazy_rows=True)
+
+    @dflow.jit
+    def step(i: Any) -> None:
+        gradient = dflow.grad(lambda: loss_of(table, i), table)()
+        optimizer.apply([gradient if as_rows else jnp.flip(jnp.flip(gradient))])
+
+    assert (grown(step, IDS) == []) == as_rows
+    values = [TABLE]
+    state = transformation.init(values)
+    for turn in range(3):
+        step(IDS + turn)
+        gradient = jax.grad(loss_of)(values[0], IDS + turn)
+        updates, after = transformation.update([gradient], state, values)
+        touched = (gradient != 0).any(axis=1, keepdims=True)
+
+        def kept(new: Any, old: Any, touched: Any = touched) -> Any:
+            return jnp.where(touched, new, old) if new.shape == SHAPE else new
+
+        values = [kept(values[0] + updates[0], values[0])]
+        state = jax.tree.map(kept, after, state)
+    np.testing.assert_allclose(table.read(), values[0], rtol=1e-5)
+    for got, wanted in zip(jax.tree.leaves(dflow.read(optimizer.slots)), jax.tree.leaves(state), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-7)
+
+
+@pytest.fixture
+def small_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows_to_dense, "LARGE_BYTES", 1)
+    monkeypatch.setattr(rows_to_dense, "LARGE_RATIO", 1)
+
+
+@pytest.mark.usefixtures("small_is_large")
+def test_a_dense_gradient_of_a_large_table_is_reported_with_what_needs_it(table: Variable) -> None:
+    optimizer = dflow.Optimizer(optax.adam(0.1), [table])
+
+    @dflow.jit
+    def step(i: Any) -> None:
+        gradients = dflow.grad(lambda: loss_of(table, i), [table])()
+        optimizer.apply(gradients)
+
+    with pytest.warns(dflow.DenseGradientWarning) as caught:
+        step(IDS)
+    [message] = [str(warning.message) for warning in caught]
+    assert "gradient of 'table', float32[13,2], has 5 rows and is made dense, 104 bytes" in message
+    assert "test_keep_rows.py" in message
+    assert "lazy_rows=True" in message
+
+
+@pytest.mark.usefixtures("small_is_large")
+def test_what_stays_rows_is_not_reported(table: Variable) -> None:
+    optimizer = dflow.Optimizer(optax.adagrad(0.1), [table])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dflow.jit(lambda i: optimizer.apply(dflow.grad(lambda: loss_of(table, i), [table])()))(IDS)
+
+
+@pytest.mark.usefixtures("small_is_large")
+def test_a_gradient_that_is_given_back_is_reported(table: Variable) -> None:
+    with pytest.warns(dflow.DenseGradientWarning, match=r"for the result of the function\n(.|\n)*rows=True"):
+        dflow.jit(lambda i: dflow.grad(lambda: loss_of(table, i), table)())(IDS)
+
+
+@pytest.mark.usefixtures("small_is_large")
+def test_a_dense_gradient_outside_of_traced_code_is_reported(table: Variable) -> None:
+    with pytest.warns(dflow.DenseGradientWarning, match=r"outside of traced code(.|\n)*dflow.jit"):
+        dflow.grad(lambda: loss_of(table, IDS), table)()
+
+
+@pytest.mark.parametrize("name", ["sgd", "adagrad", "clipped adagrad"])
+def test_over_a_cluster_rows_travel(name: str) -> None:
+    transformation = BY_ROWS[name]
+    with memory_cluster(ps=1, workers=1) as cluster:
+        worker = cluster.worker()
+        with worker.parameter_servers():
+            table = dflow.Variable(lambda: jnp.ones((1000, 2)), name="table")
+            optimizer = dflow.Optimizer(transformation, [table], name="opt")
+
+        @dflow.jit
+        def step(i: Any) -> None:
+            optimizer.apply(dflow.grad(lambda: loss_of(table, i), [table])())
+
+        step(jnp.array([1, 2, 2]))
+        sent = cluster.tasks["ps:0"].server.traffic() + worker.traffic()
+        assert max(edge.size_bytes for edge in sent) == 24
+        values = [jnp.ones((1000, 2))]
+        gradients = [jax.grad(loss_of)(values[0], jnp.array([1, 2, 2]))]
+        updates, _ = transformation.update(gradients, transformation.init(values), values)
+        np.testing.assert_allclose(table.read(), values[0] + updates[0], rtol=1e-5)
+        worker.close()

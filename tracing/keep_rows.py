@@ -1,0 +1,333 @@
+"""The pass over a traced program that keeps the gradients of lookups as rows where rows are enough.
+
+It runs the program once more, symbolically: a result of `rows_to_dense` is a `Rowwise` array, and stays one through
+every op that treats each row by itself. An update of a variable by a `Rowwise` array that leaves all other rows as they
+are becomes an update of rows; a sum over one becomes a sum over its rows. Any other op takes the dense form, as the
+program was written. So the pass changes what a program costs, not what it computes (but see `row_values` on `0 * x`).
+
+Which rows an update leaves alone is found from the program: the rest of the new value of an Adagrad slot is `stored +
+0 * 0`, which is what is stored; the rest of a momentum is `0.9 * stored`, which is not.
+
+A gradient whose dense form is needed, though it has few of the rows of a large table, is reported by
+`DenseGradientWarning`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from dflow.tracing.jax_frontend import (
+    Equation,
+    Jaxpr,
+    accesses,
+    bind,
+    closed_parts,
+    host_resources,
+    inner_parts,
+    is_array_type,
+    is_literal,
+    make_jaxpr,
+    origin_of,
+    retraced,
+    scan_counts,
+)
+from dflow.tracing.lookups import CALLS
+from dflow.tracing.row_sums import carried_sums, summed_over
+from dflow.tracing.row_values import Fill, Index, Made, Rowwise, Stored, computed_now, is_zero
+from dflow.tracing.row_wise import ELEMENTWISE, row_by_row
+from dflow.tracing.rows_to_dense import dense_to_rows_p, note_p, rows_to_dense_p, warn_of_dense
+from dflow.tracing.state_primitives import name_p, read_p, update_p
+from dflow.tracing.wire_codecs import wire_p
+
+#: These say how to differentiate, which was done before there is a program to pass over.
+_RULED = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
+#: Every call of a function, and which parameter holds it.
+_FUNCTIONS = {**CALLS, **_RULED}
+#: Calls that are left as they are, since what is inside runs under another mesh.
+_CLOSED = ("shard_map",)
+
+
+def keep_rows(jaxpr: Jaxpr, consts: Sequence[Any]) -> tuple[Jaxpr, list[Any]]:
+    """The program, and its constants, with gradients of lookups kept as rows where that is enough."""
+    if not _has_rows(jaxpr) or not all(is_array_type(var.aval) for var in (*jaxpr.invars, *jaxpr.constvars)):
+        return jaxpr, list(consts)
+    anew, captured, _ = make_jaxpr(lambda *args: _Pass().outputs(jaxpr, consts, args), *_structs(jaxpr))
+    return anew, captured
+
+
+def noted_rows(jaxpr: Jaxpr, consts: Sequence[Any]) -> list[list[jax.ShapeDtypeStruct | None]]:
+    """For each `note_gradients` in a program the types of the rows of its arrays; None for one that is not of rows."""
+    found: list[list[jax.ShapeDtypeStruct | None]] = []
+    make_jaxpr(lambda *args: _Pass(found.append).outputs(jaxpr, consts, args), *_structs(jaxpr))
+    return found
+
+
+def _has_rows(jaxpr: Jaxpr) -> bool:
+    return any(
+        equation.primitive is rows_to_dense_p or any(map(_has_rows, _inner(equation))) for equation in jaxpr.eqns
+    )
+
+
+def _inner(equation: Equation) -> list[Jaxpr]:
+    return [inner for inner, _ in inner_parts(equation.params)]
+
+
+def _structs(jaxpr: Jaxpr) -> list[Any]:
+    return [var.aval for var in jaxpr.invars]
+
+
+@dataclass
+class _Frame:
+    """A program that is being run: its values, and for each the number of the last equation that takes it."""
+
+    env: dict[Any, Any]
+    last_use: dict[Any, int]
+    position: int = 0
+
+    def live(self) -> list[Rowwise]:
+        """The symbolic values that are needed after this equation."""
+        return [
+            value
+            for var, value in self.env.items()
+            if isinstance(value, Rowwise) and self.last_use.get(var, -1) > self.position
+        ]
+
+
+class _Pass:
+    """One run over a program and the functions it calls; bodies of loops and branches have runs of their own."""
+
+    def __init__(self, note: Callable[[list[Any]], None] = lambda rows: None) -> None:
+        self._note = note
+        self._frames: list[_Frame] = []
+        self._writes: dict[Any, int] = {}
+        #: The numbers of rows that gradients have; only values with as many are followed.
+        self._counts: set[int] = set()
+
+    def outputs(self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        """The results of the whole program, as arrays."""
+        return [*map(self.dense, self.results(jaxpr, consts, args))]
+
+    def results(self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        """The results of the whole program, `Rowwise` ones as they are."""
+        self._counts = _counts(jaxpr)
+        return self._run(jaxpr, consts, args)
+
+    def dense(self, value: Any) -> Any:
+        """A result of the program as an array."""
+        return self._dense(value, None)
+
+    def _run(self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+        frame = _Frame(env, _last_uses(jaxpr))
+        self._frames.append(frame)
+
+        def value(atom: Any) -> Any:
+            return atom.val if is_literal(atom) else env[atom]
+
+        for number, equation in enumerate(jaxpr.eqns):
+            frame.position = number
+            results = self._apply(equation, [value(atom) for atom in equation.invars])
+            env.update(zip(equation.outvars, results, strict=True))
+        self._frames.pop()
+        return [value(atom) for atom in jaxpr.outvars]
+
+    def _apply(self, equation: Equation, operands: list[Any]) -> Sequence[Any]:
+        primitive = equation.primitive
+        if primitive.name in ELEMENTWISE and all(map(_is_known_number, operands)):
+            return computed_now(equation, operands)
+        rule = _RULES.get(primitive.name)
+        found = rule(self, equation, operands) if rule is not None else None
+        if found is None and primitive.name in _FUNCTIONS:
+            found = self._call(equation, operands)
+        if found is None and any(isinstance(operand, Rowwise) for operand in operands):
+            with origin_of(equation).restored():
+                result = row_by_row(equation, operands)
+            found = None if result is None else [result]
+        return found if found is not None else self._plainly(equation, operands)
+
+    def _call(self, equation: Equation, operands: list[Any]) -> Sequence[Any] | None:
+        """Run a function that the program calls, if it has to do with rows."""
+        inner, consts = closed_parts(equation.params[_FUNCTIONS[equation.primitive.name]])
+        takes_rows = any(isinstance(operand, Rowwise) for operand in operands)
+        if not takes_rows and (equation.primitive.name in _RULED or not (_has_rows(inner) or inner.effects)):
+            return None
+        with origin_of(equation).restored():
+            return self._run(inner, consts, operands)
+
+    def _plainly(self, equation: Equation, operands: list[Any]) -> Sequence[Any]:
+        """Run an equation on arrays, with the bodies inside it passed over."""
+        written = accesses(equation.effects)[1]
+        self._settle(written, everything=bool(host_resources(equation.effects)))
+        arrays = [self._dense(operand, equation) for operand in operands]
+        params = equation.params
+        if equation.primitive.name not in (*_RULED, *_CLOSED) and any(
+            _has_rows(part) for part, _ in inner_parts(params)
+        ):
+            params = {key: _passed_over(value) for key, value in params.items()}
+        self._wrote(written)
+        return bind(equation.primitive, params, arrays, origin_of(equation))
+
+    def _source(self, equation: Equation, operands: list[Any]) -> Sequence[Any] | None:
+        """A gradient of lookups; as many lookups as rows, or more, are no fewer than the dense form."""
+        indices, rows = (self._dense(operand, equation) for operand in operands)
+        count = equation.params["shape"][0]
+        if rows.shape[0] >= count:
+            return None
+        zero = Fill(np.zeros((), rows.dtype)[()])
+        return [Rowwise(equation, [indices, rows], zero, Index(indices, count), rows)]
+
+    def _read(self, equation: Equation, operands: list[Any]) -> Sequence[Any] | None:
+        variable = equation.params["handle"].variable
+        if variable.shape[:1] and variable.shape[0] in self._counts:
+            return [Rowwise(equation, (), Stored(variable, self._writes.get(variable, 0)))]
+        return None
+
+    def _spread(self, equation: Equation, operands: list[Any]) -> Sequence[Any] | None:
+        """An array whose rows are all alike."""
+        shape = equation.params["shape"]
+        if len(operands) > 1 or isinstance(operands[0], Rowwise) or shape[:1] == () or shape[0] not in self._counts:
+            return None
+        if 0 in equation.params["broadcast_dimensions"]:
+            return None
+        rest = Fill(operands[0]) if np.shape(operands[0]) == () else Made(equation, (operands[0],))
+        return [Rowwise(equation, operands, rest)]
+
+    def _update(self, equation: Equation, operands: list[Any]) -> Sequence[Any] | None:
+        variable, kind = equation.params["handle"].variable, equation.params["kind"]
+        value = operands[-1]
+        if not isinstance(value, Rowwise):
+            return None
+        if value.index is None:
+            is_nothing = kind in ("assign_add", "assign_sub") and is_zero(value.rest)
+            return [] if is_nothing else None
+        stored = Stored(variable, self._writes.get(variable, 0))
+        if kind in ("assign_add", "assign_sub") and value.is_sparse:
+            rows = value.rows if kind == "assign_add" else -value.rows
+            update, index = "scatter_add", value.index
+        elif kind == "assign" and value.rest == stored:
+            update, rows, index = "scatter_update", value.rows, value.index
+        else:
+            return None
+        self._settle([variable])
+        self._wrote([variable])
+        params = {**equation.params, "kind": update}
+        return bind(equation.primitive, params, [index.places, rows], origin_of(equation))
+
+    def _scan(self, equation: Equation, operands: list[Any]) -> Sequence[Any] | None:
+        """A loop that sums gradients: what a sum grows by in each iteration is given out as rows."""
+        sums = carried_sums(equation, operands)
+        if not sums:
+            return None
+        consts, _ = scan_counts(equation.params)
+        self._settle(accesses(equation.effects)[1], everything=bool(host_resources(equation.effects)))
+        arrays = [
+            value if number - consts in sums else self._dense(value, equation) for number, value in enumerate(operands)
+        ]
+        with origin_of(equation).restored():
+            results = summed_over(equation, arrays, sums, _run_body)
+        if results is not None:
+            self._wrote(accesses(equation.effects)[1])
+        return results
+
+    def _noted(self, equation: Equation, operands: list[Any]) -> Sequence[Any]:
+        is_sparse = [isinstance(operand, Rowwise) and operand.is_sparse for operand in operands]
+        self._note(
+            [
+                jax.ShapeDtypeStruct(operand.rows.shape, operand.rows.dtype) if is_rows else None
+                for operand, is_rows in zip(operands, is_sparse, strict=True)
+            ]
+        )
+        return []
+
+    def _to_rows(self, equation: Equation, operands: list[Any]) -> Sequence[Any] | None:
+        (value,) = operands
+        if not isinstance(value, Rowwise) or value.index is None or not value.is_sparse:
+            return None
+        return [value.index.places, value.rows]
+
+    def _named(self, equation: Equation, operands: list[Any]) -> Sequence[Any] | None:
+        """A value under another name, or as it is to travel."""
+        (value,) = operands
+        if not isinstance(value, Rowwise):
+            return None
+        rows = (
+            None
+            if value.index is None
+            else bind(equation.primitive, equation.params, [value.rows], origin_of(equation))[0]
+        )
+        return [Rowwise(equation, operands, value.rest, value.index, rows)]
+
+    def _settle(self, variables: Sequence[Any], *, everything: bool = False) -> None:
+        """Make dense, before variables are written, what is needed later and made of what they hold now.
+
+        `everything` is for an op that may let another program write them.
+        """
+        for frame in self._frames:
+            for value in frame.live():
+                if value.dense is None and (value.variables if everything else value.variables.intersection(variables)):
+                    self._dense(value, None)
+
+    def _wrote(self, variables: Sequence[Any]) -> None:
+        for variable in variables:
+            self._writes[variable] = self._writes.get(variable, 0) + 1
+
+    def _dense(self, value: Any, taker: Equation | None) -> Any:
+        """A value as an array, for the equation that takes it; None where the program gives it back."""
+        if not isinstance(value, Rowwise):
+            return value
+        if value.dense is None:
+            operands = [self._dense(operand, taker) for operand in value.operands]
+            if value.equation.primitive is rows_to_dense_p:
+                _warn_of_size(value, taker)
+            [value.dense] = bind(value.equation.primitive, value.equation.params, operands, origin_of(value.equation))
+        return value.dense
+
+
+def _is_known_number(value: Any) -> bool:
+    return not isinstance(value, Rowwise | jax.core.Tracer) and np.shape(value) == ()
+
+
+def _counts(jaxpr: Jaxpr) -> set[int]:
+    found = {equation.params["shape"][0] for equation in jaxpr.eqns if equation.primitive is rows_to_dense_p}
+    return found.union(*(_counts(inner) for equation in jaxpr.eqns for inner in _inner(equation)))
+
+
+def _last_uses(jaxpr: Jaxpr) -> dict[Any, int]:
+    uses = {atom: n for n, equation in enumerate(jaxpr.eqns) for atom in equation.invars if not is_literal(atom)}
+    return uses | {atom: len(jaxpr.eqns) for atom in jaxpr.outvars if not is_literal(atom)}
+
+
+def _run_body(jaxpr: Jaxpr, consts: list[Any], args: list[Any]) -> tuple[list[Any], Callable[[Any], Any]]:
+    run = _Pass()
+    return run.results(jaxpr, consts, args), run.dense
+
+
+def _passed_over(param: Any) -> Any:
+    """A parameter of an equation with the pass run over the bodies in it."""
+    if isinstance(param, tuple | list):
+        return type(param)(map(_passed_over, param)) if not hasattr(param, "_fields") else param
+    return retraced(param, lambda jaxpr, consts, args: _Pass().outputs(jaxpr, consts, args), _has_rows)
+
+
+def _warn_of_size(gradient: Rowwise, taker: Equation | None) -> None:
+    user = "the result of the function" if taker is None else taker.primitive.name
+    loc = origin_of(gradient.equation if taker is None else taker).own_loc
+    warn_of_dense(gradient.equation.params["table"], gradient.aval, gradient.operands[1], user, loc)
+
+
+_RULES: Mapping[str, Callable[[_Pass, Equation, list[Any]], Sequence[Any] | None]] = {
+    rows_to_dense_p.name: _Pass._source,
+    read_p.name: _Pass._read,
+    update_p.name: _Pass._update,
+    "broadcast_in_dim": _Pass._spread,
+    "scan": _Pass._scan,
+    dense_to_rows_p.name: _Pass._to_rows,
+    note_p.name: _Pass._noted,
+    name_p.name: _Pass._named,
+    wire_p.name: _Pass._named,
+}

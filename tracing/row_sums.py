@@ -1,0 +1,101 @@
+"""Gradients that a loop sums, kept as the rows of all its iterations.
+
+A carry of a scan that begins as zero, or as a gradient of lookups, and that each iteration only adds one to, is left
+out of the loop: the loop gives out the rows that it grows by, and all of them together are the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dflow.tracing.jax_frontend import Equation, Jaxpr, closed_parts, scan_counts
+from dflow.tracing.row_values import Index, Rowwise, is_zero
+from dflow.tracing.rows_to_dense import rows_to_dense_p
+
+
+def carried_sums(equation: Equation, operands: Sequence[Any]) -> list[int]:
+    """Which carries of a scan are sums that begin as zero or as rows, by their numbers among the carries."""
+    consts, carry = scan_counts(equation.params)
+    jaxpr, _ = closed_parts(equation.params["jaxpr"])
+    return [
+        number
+        for number, value in enumerate(operands[consts : consts + carry])
+        if isinstance(value, Rowwise) and is_zero(value.rest) and _is_sum(jaxpr, jaxpr.invars[consts + number], number)
+    ]
+
+
+def _is_sum(jaxpr: Jaxpr, carried: Any, result: int) -> bool:
+    """Whether a result of a loop's body is what was carried, plus something made without it."""
+    while carried is not jaxpr.outvars[result]:
+        users = [equation for equation in jaxpr.eqns for atom in equation.invars if atom is carried]
+        if carried in jaxpr.outvars or len(users) != 1 or users[0].primitive.name not in ("add", "add_any"):
+            return False
+        [carried] = users[0].outvars
+    is_used = any(atom is carried for equation in jaxpr.eqns for atom in equation.invars)
+    return not is_used and sum(atom is carried for atom in jaxpr.outvars) == 1
+
+
+class _NotOfRows(Exception):
+    """What a loop sums is not made of rows."""
+
+
+def summed_over(
+    equation: Equation,
+    operands: Sequence[Any],
+    sums: Sequence[int],
+    run: Callable[[Jaxpr, list[Any], list[Any]], tuple[list[Any], Callable[[Any], Any]]],
+) -> list[Any] | None:
+    """The results of a scan whose carries numbered `sums` are sums; None where these are not made of rows.
+
+    operands  arrays, but for those carries
+    run       runs the body: its results, some of them `Rowwise`, and a function that makes one an array
+    """
+    params = equation.params
+    consts, carry = scan_counts(params)
+    body, first = closed_parts(params["jaxpr"]), operands[consts : consts + carry]
+
+    def step(carried: Any, row: Any) -> Any:
+        others = iter(carried)
+        given = [_zero_like(value) if number in sums else next(others) for number, value in enumerate(first)]
+        results, dense = run(*body, [*operands[:consts], *given, *row])
+        grown = [results[number] for number in sums]
+        if not all(isinstance(value, Rowwise) and value.is_sparse for value in grown):
+            raise _NotOfRows
+        after = [dense(value) for number, value in enumerate(results[:carry]) if number not in sums]
+        return after, ([(value.index.places, value.rows) for value in grown], [*map(dense, results[carry:])])
+
+    options = {key: params[key] for key in ("length", "reverse", "unroll", "_split_transpose") if key in params}
+    kept = [value for number, value in enumerate(first) if number not in sums]
+    try:
+        after, (grown, ys) = jax.lax.scan(step, kept, operands[consts + carry :], **options)
+    except _NotOfRows:
+        return None
+    others, grown_by = iter(after), dict(zip(sums, grown, strict=True))
+    totals = [
+        _total(equation, number, value, *grown_by[number]) if number in grown_by else next(others)
+        for number, value in enumerate(first)
+    ]
+    return [*totals, *ys]
+
+
+def _zero_like(value: Rowwise) -> Rowwise:
+    return Rowwise(value.equation, value.operands, value.rest)
+
+
+def _total(equation: Equation, number: int, first: Rowwise, places: Any, rows: Any) -> Any:
+    """A sum over a loop, from what it began as and what it grew by in each iteration."""
+    shape = first.aval.shape
+    places, rows = places.reshape(-1), rows.reshape(-1, *shape[1:])
+    if first.index is not None:
+        places, rows = jnp.concatenate([first.index.places, places]), jnp.concatenate([first.rows, rows])
+    params = {"shape": shape, "table": "a sum in a loop"}
+    if places.shape[0] >= shape[0]:
+        return rows_to_dense_p.bind(places, rows, **params)
+    made_dense = equation.replace(
+        primitive=rows_to_dense_p, params=params, outvars=[equation.outvars[number]], effects=set()
+    )
+    return Rowwise(made_dense, [places, rows], first.rest, Index(places, shape[0]), rows)

@@ -1,0 +1,275 @@
+"""Arrays known by rows: what some rows hold, and a rule for all the others.
+
+`Rowwise` is such an array: `rows` at the places of an `Index`, and a `Rest` that says what every other row holds,
+without computing it. A gradient of lookups rests on zero; the value of a variable rests on what is stored. An op that
+treats each row by itself maps `Rowwise` to `Rowwise`: it is run on the rows, and its effect on the rest is worked out
+symbolically. `0 * x` is taken to be 0 for the rest, so a row without a gradient stays as it is where the factor is
+infinite or NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflow.tracing.jax_frontend import Equation, bind
+from dflow.tracing.state_primitives import gather_p
+
+
+@dataclass(frozen=True)
+class Fill:
+    """Every element is one number: a NumPy scalar where it is known, else a traced scalar."""
+
+    value: Any
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the number is known when the program is traced."""
+        return not isinstance(self.value, jax.core.Tracer)
+
+    def equals(self, number: float) -> bool:
+        """Whether it is known to be `number`."""
+        return self.is_known and bool(np.asarray(self.value) == number)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What a variable held after so many of the writes in this program."""
+
+    variable: Any
+    writes: int
+
+
+@dataclass(frozen=True, eq=False)
+class Whole:
+    """An array that the program has whole."""
+
+    array: Any
+
+
+@dataclass(frozen=True, eq=False)
+class Made:
+    """What an equation makes of other rests, row by row; an operand without rows is an array as it is."""
+
+    equation: Equation
+    operands: tuple[Any, ...]
+
+
+Rest: TypeAlias = Fill | Stored | Whole | Made
+
+
+@dataclass(frozen=True, eq=False)
+class Index:
+    """Places of rows of an array that has `count` of them.
+
+    `places`     i32[k]; of a unique index ascending, each once, then `count` for those that are left over
+    """
+
+    places: Any
+    count: int
+    is_unique: bool = False
+
+    @cached_property
+    def unique(self) -> Index:
+        """The places, each once."""
+        return self if self.is_unique else self._sorted[0]
+
+    def summed(self, rows: Any) -> Any:
+        """The sums, at the places of `unique`, of rows at these places."""
+        if self.is_unique:
+            return rows
+        sums = jnp.zeros_like(rows).at[self._sorted[1]]
+        return sums.max(rows) if rows.dtype == bool else sums.add(rows)
+
+    @cached_property
+    def is_there(self) -> Any:
+        """Which places are of a row that there is."""
+        return self.places < self.count
+
+    @cached_property
+    def _sorted(self) -> tuple[Index, Any]:
+        """The unique index, and for each of these places its number in it."""
+        size = self.places.shape[0]
+        order = jnp.argsort(self.places)
+        ascending = self.places[order]
+        is_first = jnp.concatenate([jnp.ones(1, bool), ascending[1:] != ascending[:-1]])
+        numbers = jnp.cumsum(is_first) - 1
+        each_once = jnp.full(size, self.count, self.places.dtype).at[numbers].set(ascending)
+        return Index(each_once, self.count, True), jnp.zeros(size, numbers.dtype).at[order].set(numbers)
+
+
+class Rowwise:
+    """An array whose rows at `index` are `rows`, and whose other rows are what `rest` says; without index all are.
+
+    `equation` and `operands` make it dense, where that is needed.
+    """
+
+    def __init__(
+        self,
+        equation: Equation,
+        operands: Sequence[Any],
+        rest: Rest,
+        index: Index | None = None,
+        rows: Any = None,
+    ) -> None:
+        self.equation, self.operands, self.rest = equation, tuple(operands), rest
+        self.index, self.rows = index, rows
+        #: The whole array, once something has needed it.
+        self.dense: Any = None
+        #: The variables whose values the dense form is made of.
+        self.variables: frozenset[Any] = frozenset().union(
+            [rest.variable] if isinstance(rest, Stored) else [],
+            *(operand.variables for operand in self.operands if isinstance(operand, Rowwise)),
+        )
+
+    @property
+    def aval(self) -> Any:
+        """The type of the whole array."""
+        return self.equation.outvars[0].aval
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether all other rows are zero."""
+        return self.index is not None and is_zero(self.rest)
+
+    def at(self, index: Index) -> Any:
+        """The rows at an index, which is its own or any if it has none."""
+        return rows_of(self.rest, index, self.aval) if self.index is None else self.rows
+
+    @cached_property
+    def unique(self) -> Rowwise:
+        """The same with each place once, the rows of one place summed. The rest has to be zero."""
+        if self.index is None or self.index.is_unique:
+            return self
+        return self.moved(self.index.unique, self.index.summed(self.rows))
+
+    def moved(self, index: Index, rows: Any) -> Rowwise:
+        """The same array by another index."""
+        moved = Rowwise(self.equation, self.operands, self.rest, index, rows)
+        moved.dense = self.dense
+        return moved
+
+
+def rows_of(rest: Rest, index: Index, aval: Any) -> Any:
+    """The rows at an index of an array of the type `aval` of which `rest` says what it holds."""
+    match rest:
+        case Fill(value):
+            shape = (index.places.shape[0], *aval.shape[1:]) if aval.shape else ()
+            return jnp.broadcast_to(jnp.asarray(value, aval.dtype), shape)
+        case Stored(variable, _):
+            return gather_p.bind(index.places, handle=variable.handle)
+        case Whole(array):
+            return array.at[index.places].get(mode="clip")
+        case Made(equation, operands):
+            inner = [
+                rows_of(operand, index, atom.aval) if isinstance(operand, Fill | Stored | Whole | Made) else operand
+                for operand, atom in zip(operands, equation.invars, strict=True)
+            ]
+            return on_rows(equation, inner, index.places.shape[0])
+
+
+#: Parameters that hold the shape of a result.
+_SHAPES = ("shape", "new_sizes")
+
+
+def on_rows(equation: Equation, operands: Sequence[Any], size: int) -> Any:
+    """Run an equation that treats each row by itself on `size` rows."""
+    params = {key: (size, *value[1:]) if key in _SHAPES and value else value for key, value in equation.params.items()}
+    return bind(equation.primitive, params, operands, None)[0]
+
+
+def made(equation: Equation, rests: Sequence[Any]) -> Rest:
+    """What an elementwise equation makes of rests, simplified."""
+    simple = _SIMPLE.get(equation.primitive.name)
+    found = simple(equation, rests) if simple is not None else None
+    if found is not None:
+        return found
+    return _filled(equation, rests) if all(isinstance(rest, Fill) for rest in rests) else Made(equation, tuple(rests))
+
+
+def _filled(equation: Equation, rests: Sequence[Fill]) -> Fill:
+    if all(rest.is_known for rest in rests):
+        return Fill(computed_now(equation, [rest.value for rest in rests])[0])
+    values = [jnp.asarray(rest.value, atom.aval.dtype) for rest, atom in zip(rests, equation.invars, strict=True)]
+    return Fill(bind(equation.primitive, equation.params, values, None)[0])
+
+
+def computed_now(equation: Equation, numbers: Sequence[Any]) -> list[Any]:
+    """The results, as NumPy scalars, of an elementwise equation for numbers that are known."""
+    with jax.ensure_compile_time_eval():
+        values = [np.asarray(number, atom.aval.dtype) for number, atom in zip(numbers, equation.invars, strict=True)]
+        results = bind(equation.primitive, equation.params, values, None)
+        return [np.asarray(result)[()] for result in results]
+
+
+def is_zero(rest: Any) -> bool:
+    """Whether every element is known to be zero."""
+    return isinstance(rest, Fill) and rest.equals(0)
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Whether two rests are known to be equal."""
+    if isinstance(one, Fill) and isinstance(other, Fill):
+        return one.is_known and other.is_known and bool(np.asarray(one.value) == np.asarray(other.value))
+    return one is other or (isinstance(one, Stored) and one == other)
+
+
+def _is_one(rest: Any) -> bool:
+    return isinstance(rest, Fill) and rest.equals(1)
+
+
+def _add(equation: Equation, rests: Sequence[Any]) -> Rest | None:
+    one, other = rests
+    return other if is_zero(one) else one if is_zero(other) else None
+
+
+def _sub(equation: Equation, rests: Sequence[Any]) -> Rest | None:
+    return rests[0] if is_zero(rests[1]) else None
+
+
+def _mul(equation: Equation, rests: Sequence[Any]) -> Rest | None:
+    one, other = rests
+    if is_zero(one) or is_zero(other):
+        return Fill(np.zeros((), equation.outvars[0].aval.dtype)[()])
+    return other if _is_one(one) else one if _is_one(other) else None
+
+
+def _div(equation: Equation, rests: Sequence[Any]) -> Rest | None:
+    return rests[0] if is_zero(rests[0]) or _is_one(rests[1]) else None
+
+
+def _select(equation: Equation, rests: Sequence[Any]) -> Rest | None:
+    which, *cases = rests
+    if isinstance(which, Fill) and which.is_known:
+        found: Rest = cases[int(which.value)]
+        return found
+    return cases[0] if all(is_same(cases[0], case) for case in cases[1:]) else None
+
+
+def _convert(equation: Equation, rests: Sequence[Any]) -> Rest | None:
+    """A value that was made wider and is made what it was again."""
+    (rest,) = rests
+    dtype = equation.params["new_dtype"]
+    if not isinstance(rest, Made) or rest.equation.primitive.name != "convert_element_type":
+        return None
+    was, between = rest.equation.invars[0].aval.dtype, rest.equation.outvars[0].aval.dtype
+    return rest.operands[0] if was == dtype and jnp.promote_types(was, between) == between else None
+
+
+_SIMPLE: dict[str, Callable[[Equation, Sequence[Any]], Rest | None]] = {
+    "add": _add,
+    "add_any": _add,
+    "sub": _sub,
+    "mul": _mul,
+    "div": _div,
+    "select_n": _select,
+    "convert_element_type": _convert,
+    "copy": lambda equation, rests: rests[0],
+    "copy_p": lambda equation, rests: rests[0],
+}

@@ -1,0 +1,132 @@
+"""The primitive that turns rows into the dense array they stand for.
+
+The gradient of a table that a function only looks rows up in is a result of this primitive. To every program, JAX's
+transformations included, it is an ordinary dense array. `keep_rows` finds it again in a traced program, and leaves the
+dense array out where rows are enough.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core as jex
+from jax.interpreters import ad, batching, mlir
+
+from dflow.tracing.jax_frontend import NoteEffect
+from dflow.tracing.source import Loc, at, caller
+
+#: A dense gradient is reported when it has this many bytes or more, and more than this many times those of its rows.
+LARGE_BYTES = 1 << 24
+LARGE_RATIO = 4
+
+
+class DenseGradientWarning(UserWarning):
+    """The gradient of a large table, of which few rows were looked up, is made dense; the message says by what."""
+
+
+def rows_to_dense(indices: Any, rows: Any, shape: Sequence[int], table: str) -> jax.Array:
+    """A dense array of `shape`: at `indices` the rows, elsewhere zero.
+
+    indices  i32[k]; rows of one index add up, and a row past the end is left out
+    rows     [k, *shape[1:]]
+    table    what it is the gradient of, for messages
+    """
+    dense: jax.Array = rows_to_dense_p.bind(indices, rows, shape=tuple(shape), table=table)
+    return dense
+
+
+def warn_of_dense(table: str, dense: Any, rows: Any, user: str, loc: Loc | None) -> None:
+    """Warn with DenseGradientWarning if a gradient is large and its rows are few.
+
+    dense, rows  types; user, loc  what takes the dense form, and the line of that
+    """
+    size_bytes, rows_bytes = (math.prod(part.shape) * part.dtype.itemsize for part in (dense, rows))
+    if size_bytes < LARGE_BYTES or size_bytes < LARGE_RATIO * rows_bytes:
+        return
+    shown = f"{size_bytes / 1e6:.0f} MB" if size_bytes >= 1e6 else f"{size_bytes} bytes"
+    dims = ",".join(map(str, dense.shape))
+    warnings.warn(
+        f"the gradient of {table!r}, {dense.dtype}[{dims}], has {rows.shape[0]} rows and is made dense, {shown}, "
+        f"for {user}{at(loc)}\n"
+        "  keep it in a function of dflow.jit, and use an optimizer that leaves rows without a gradient alone (SGD,\n"
+        "  Adagrad) or dflow.Optimizer(..., lazy_rows=True); for the rows themselves write dflow.grad(..., rows=True)",
+        DenseGradientWarning,
+        stacklevel=2,
+    )
+
+
+def _dense(indices: Any, rows: Any, *, shape: tuple[int, ...], table: str) -> Any:
+    return jnp.zeros(shape, rows.dtype).at[indices].add(rows, mode="drop")
+
+
+_compiled = jax.jit(_dense, static_argnames=("shape", "table"))
+
+
+def _dense_now(indices: Any, rows: Any, *, shape: tuple[int, ...], table: str) -> Any:
+    warn_of_dense(table, jax.ShapeDtypeStruct(shape, rows.dtype), rows, "a gradient outside of traced code", caller())
+    return _compiled(indices, rows, shape=shape, table="")
+
+
+def dense_to_rows(dense: Any) -> tuple[jax.Array, jax.Array]:
+    """Indices and rows of which `rows_to_dense` makes the array: in a compiled program those it was made of, else all.
+
+    So the number of rows in the program may be less than in the trace.
+    """
+    indices, rows = dense_to_rows_p.bind(dense)
+    return indices, rows
+
+
+def note_gradients(gradients: Sequence[Any]) -> None:
+    """Mark arrays in a trace, for `keep_rows.noted_rows` to tell which of them are made of rows."""
+    note_p.bind(*gradients)
+
+
+def _all_rows(dense: Any) -> list[Any]:
+    return [jnp.arange(dense.shape[0], dtype=jnp.int32), dense]
+
+
+def _all_row_types(dense: Any) -> list[Any]:
+    return [jax.core.ShapedArray(dense.shape[:1], jnp.int32), dense]
+
+
+dense_to_rows_p = jex.Primitive("dense_to_rows")
+dense_to_rows_p.multiple_results = True
+dense_to_rows_p.def_impl(_all_rows)
+dense_to_rows_p.def_abstract_eval(_all_row_types)
+mlir.register_lowering(dense_to_rows_p, mlir.lower_fun(_all_rows, multiple_results=True))
+
+note_p = jex.Primitive("note_gradients")
+note_p.multiple_results = True
+note_p.def_effectful_abstract_eval(lambda *gradients: ([], {NoteEffect()}))
+
+rows_to_dense_p = jex.Primitive("rows_to_dense")
+rows_to_dense_p.def_impl(_dense_now)
+rows_to_dense_p.def_abstract_eval(lambda indices, rows, *, shape, table: jax.core.ShapedArray(shape, rows.dtype))
+mlir.register_lowering(rows_to_dense_p, mlir.lower_fun(_dense, multiple_results=False))
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
+    dense = rows_to_dense_p.bind(*primals, **params)
+    if type(tangents[1]) is ad.Zero:
+        return dense, ad.Zero(jax.typeof(dense).to_tangent_aval())
+    return dense, rows_to_dense_p.bind(primals[0], tangents[1], **params)
+
+
+def _transpose(cotangent: Any, indices: Any, rows: Any, **_: Any) -> list[Any]:
+    if type(cotangent) is ad.Zero:
+        return [None, ad.Zero(rows.aval)]
+    return [None, cotangent.at[indices].get(mode="fill", fill_value=0)]
+
+
+def _batched(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[Any, int]:
+    return jax.vmap(lambda indices, rows: _dense(indices, rows, **params), in_axes=tuple(dims))(*args), 0
+
+
+ad.primitive_jvps[rows_to_dense_p] = _jvp
+ad.primitive_transposes[rows_to_dense_p] = _transpose
+batching.primitive_batchers[rows_to_dense_p] = _batched
