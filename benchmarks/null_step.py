@@ -132,13 +132,20 @@ def by_dflow(step: Step) -> Times:
 
 def by_tensorflow(step: Step, python: str) -> list[list[float]]:
     """The times of worker 0 of a cluster of TensorFlow's."""
-    addresses = [f"localhost:{port}" for port in free_ports(step.ps + step.workers)]
-    spec = ["--ps", *addresses[: step.ps], "--workers", *addresses[step.ps :]]
     script = str(ROOT / "benchmarks" / "_null_step_tensorflow.py")
-    tasks = [("ps", index) for index in range(step.ps)] + [("worker", index) for index in range(step.workers)]
+    output = by_tasks([python, script, *step.words("kind", "mb", "steps", "rounds")], step.ps, step.workers, RUN_S)
+    found: list[list[float]] = found_in(output, "times ", output)
+    return found
+
+
+def by_tasks(command: Sequence[str], ps: int, workers: int, run_s: float) -> str:
+    """What worker 0 of another framework's cluster prints; `command` is run as each task, with its job and index."""
+    addresses = [f"localhost:{port}" for port in free_ports(ps + workers)]
+    spec = ["--ps", *addresses[:ps], "--workers", *addresses[ps:]]
+    tasks = [("ps", index) for index in range(ps)] + [("worker", index) for index in range(workers)]
     running = {
         (job, index): subprocess.Popen(
-            [python, script, "--job", job, "--index", str(index), *step.words("kind", "mb", "steps", "rounds"), *spec],
+            [*command, "--job", job, "--index", str(index), *spec],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -146,13 +153,12 @@ def by_tensorflow(step: Step, python: str) -> list[list[float]]:
         for job, index in tasks
     }
     try:
-        output, _ = running["worker", 0].communicate(timeout=RUN_S)
+        output, _ = running["worker", 0].communicate(timeout=run_s)
     finally:
         for task in running.values():
             task.kill()
             task.wait()
-    found: list[list[float]] = found_in(output, "times ", output)
-    return found
+    return output
 
 
 def found_in(output: str, start: str, all_output: str) -> Any:

@@ -157,7 +157,8 @@ class ConditionalAccumulator(HostResource):
                 shown = f"rows of {given}" if isinstance(leaf, RowGradient) else str(given)
                 raise GraphTypeError(
                     f"{self.title} takes rows of {component.of}{where}, but was given {shown}{at(caller())}\n"
-                    f"  apply what the gradient of a lookup is: dflow.RowGradient(indices, rows, {component.of.shape})"
+                    "  apply the rows of a gradient of lookups, dflow.grad(..., rows=True), or "
+                    f"dflow.RowGradient(indices, rows, {component.of.shape})"
                 )
             return [jax.lax.convert_element_type(leaf.indices, np.int32), leaf.rows]
         array = converted(leaf.dense() if isinstance(leaf, RowGradient) else read(leaf), component)

@@ -9,6 +9,7 @@ along axis 0, indexing by an array or a number, under `vmap` too) are lookups.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,9 @@ import jax
 import jax.numpy as jnp
 from jax.lax import GatherScatterMode
 
-from dflow.tracing.jax_frontend import Equation, Jaxpr, accesses, closed_parts, is_literal
+from dflow.tracing.jax_frontend import Equation, Jaxpr, accesses, closed_parts, inner_parts, is_literal, origin_of
+from dflow.tracing.rows_to_dense import LARGE_BYTES, DenseGradientWarning
+from dflow.tracing.source import at
 from dflow.tracing.state_primitives import gather_p, read_p
 from dflow.tracing.types import ArrayType
 
@@ -44,13 +47,34 @@ def lookup_sites(jaxpr: Jaxpr, variables: Sequence[Any]) -> list[Site]:
     """Every lookup of the variables that `jaxpr` uses by lookups alone, in the order it runs them."""
     search = _Search()
     search.walk(jaxpr, {})
-    return [site for site in search.sites if site.variable in variables and site.variable not in search.used_whole]
+    for variable in variables:
+        _warn_of_lookups_inside(variable, search)
+    whole = search.used_whole | search.inside.keys()
+    return [site for site in search.sites if site.variable in variables and site.variable not in whole]
+
+
+def _warn_of_lookups_inside(variable: Any, search: _Search) -> None:
+    """Warn where the gradient of a large table is dense only because it is looked up inside a body."""
+    size_bytes = variable.type.size_bytes
+    if variable not in search.inside or variable in search.used_whole or size_bytes < LARGE_BYTES:
+        return
+    equation = search.inside[variable]
+    body = "checkpoint" if equation.primitive.name.startswith("remat") else equation.primitive.name
+    warnings.warn(
+        f"variable {variable.name!r} is looked up inside a {body}, so its gradient is dense, "
+        f"{size_bytes / 1e6:.0f} MB{at(origin_of(equation).own_loc)}\n"
+        f"  look the rows up before the {body}, and pass them to it",
+        DenseGradientWarning,
+        stacklevel=2,
+    )
 
 
 class _Search:
     def __init__(self) -> None:
         self.sites: list[Site] = []
         self.used_whole: set[Any] = set()
+        #: Variables that the body of a loop, branch or remat only looks rows up in, with the first such equation.
+        self.inside: dict[Any, Equation] = {}
 
     def walk(self, jaxpr: Jaxpr, tables: dict[Any, Any]) -> None:
         """Look at every equation; `tables` has the variable that each value is a read of."""
@@ -72,7 +96,17 @@ class _Search:
             self._whole(equation.invars[1:], tables)
         else:
             self._whole(equation.invars, tables)
-            self.used_whole.update(*accesses(equation.effects))
+            self._inside(equation)
+
+    def _inside(self, equation: Equation) -> None:
+        """A body that touches variables, each of which is used whole; note those that it only looks rows up in."""
+        body = _Search()
+        for inner, _ in inner_parts(equation.params):
+            body.walk(inner, {})
+        only_looked_up = {site.variable for site in body.sites} - body.used_whole
+        touched = set().union(*accesses(equation.effects))
+        self.inside |= dict.fromkeys(only_looked_up - self.inside.keys(), equation)
+        self.used_whole |= touched - only_looked_up
 
     def _found(self, variable: Any, equation: Equation, kept_dim: int | None = None) -> None:
         aval = equation.outvars[0].aval

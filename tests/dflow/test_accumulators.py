@@ -379,7 +379,7 @@ def test_a_step_takes_row_gradients_and_applies_them_by_row() -> None:
 
     @dflow.jit
     def worker(ids: Any) -> Any:
-        gradients = dflow.grad(lambda: table.gather(ids).sum(), [table])()
+        gradients = dflow.grad(lambda: table.gather(ids).sum(), [table], rows=True)()
         return held.apply(gradients, held.step)
 
     @dflow.jit

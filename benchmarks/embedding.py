@@ -1,0 +1,110 @@
+"""How long does a training step over large embedding tables take, and does it depend on their size?
+
+The step is one of matrix factorisation: two tables of 64 columns, of which 1,024 rows each are looked up, a squared
+error, and an update of both by SGD, Adagrad or lazy Adam (which moves the rows that were looked up). It runs in one
+process, and on a cluster of 2 ps tasks, a table on each, and 1 worker. Tables of each size are trained in turn, in one
+process. `/ smallest` is the time against that of the smallest tables, round by round.
+
+`--beside PYTHON` names an environment with TensorFlow and PyTorch, in which both do the same step with their own sparse
+updates: TensorFlow in graph mode, in one process and on as many tasks; PyTorch, which has no parameter servers, in one
+process. `temporary MB` is what XLA allocates for the step beside its arguments, `touched MB` what the step reads and
+writes of variables, with the indices, `sent KB` what the worker sends in a step.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks._paired import in_turn, median_ratio, options, publish
+from benchmarks.null_step import by_tasks
+
+ROOT = Path(__file__).parents[1]
+RULES = ("sgd", "adagrad", "lazy_adam")
+MILLIONS = (3, 50, 200)
+RUN_S = 900
+
+#: What a run gives: by millions of parameters and round the time of each step in s; and figures of dflow's own.
+Run = dict[str, Any]
+
+
+def main() -> None:
+    given = options(__doc__, rounds=5, steps=20, turns=3, beside=None, small=False)
+    sizes = (1, 2) if given.small else MILLIONS
+    rows = [row for rule in RULES for is_cluster in (False, True) for row in measured(rule, is_cluster, sizes, given)]
+    publish("embedding", rows, as_json=given.json)
+
+
+def measured(rule: str, is_cluster: bool, sizes: tuple[int, ...], given: Any) -> list[dict[str, Any]]:
+    """The lines of one rule, alone or on a cluster."""
+    words = ["--rule", rule, "--millions", *map(str, sizes), "--steps", str(given.steps), "--rounds", str(given.rounds)]
+    ways: dict[str, Callable[[], Run]] = {"dflow": lambda: by_dflow(words, is_cluster)}
+    if given.beside:
+        ways["TensorFlow"] = lambda: by_peer("tensorflow", given.beside, words, is_cluster)
+        if not is_cluster:
+            ways["PyTorch"] = lambda: by_peer("torch", given.beside, words, False)
+    runs = in_turn(ways, given.turns)
+    return [line(rule, is_cluster, str(millions), str(sizes[0]), runs) for millions in sizes]
+
+
+def line(rule: str, is_cluster: bool, millions: str, smallest: str, runs: Mapping[str, list[Run]]) -> dict[str, Any]:
+    """A line of the table: the medians of the rounds, and the ratios round by round."""
+    ours, first = medians(runs["dflow"], millions), medians(runs["dflow"], smallest)
+    ratio, low, high = median_ratio(ours, first)
+    row = {
+        "rule": rule,
+        "tasks": "2 ps, 1 worker" if is_cluster else "alone",
+        "million": millions,
+        "median ms": 1e3 * statistics.median(ours),
+        "/ smallest": ratio,
+        "p10": low,
+        "p90": high,
+    }
+    for peer in [name for name in runs if name != "dflow"]:
+        theirs = medians(runs[peer], millions)
+        row |= {f"{peer} ms": 1e3 * statistics.median(theirs), f"/ {peer}": median_ratio(ours, theirs)[0]}
+    return row | runs["dflow"][0]["counted"][millions]
+
+
+def medians(runs: list[Run], millions: str) -> list[float]:
+    """The median step of each round of all runs, in s."""
+    return [statistics.median(round_) for run in runs for round_ in run["times"][millions]]
+
+
+def by_dflow(words: list[str], is_cluster: bool) -> Run:
+    """What our own step takes, in processes of its own."""
+    script = str(ROOT / "benchmarks" / "_embedding_dflow.py")
+    cluster = ["-m", "dflow", "launch", "--ps", "2", "--workers", "1"] if is_cluster else []
+    output = finished([sys.executable, *cluster, script, *words])
+    return found_in(output)
+
+
+def by_peer(name: str, python: str, words: list[str], is_cluster: bool) -> Run:
+    """What the step of another framework takes."""
+    command = [python, str(ROOT / "benchmarks" / f"_embedding_{name}.py"), *words]
+    return found_in(by_tasks(command, 2, 1, RUN_S) if is_cluster else finished(command))
+
+
+def finished(command: list[str]) -> str:
+    """The output of a command that has ended."""
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=RUN_S, check=False)
+    return ended.stdout + ended.stderr
+
+
+def found_in(output: str) -> Run:
+    """What a run printed last, as JSON."""
+    for text in output.splitlines():
+        _, found, printed = text.partition("measured ")
+        if found:
+            run: Run = json.loads(printed)
+            return run
+    raise SystemExit(f"the run failed:\n{output}")
+
+
+if __name__ == "__main__":
+    main()
