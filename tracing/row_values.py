@@ -68,7 +68,7 @@ Rest: TypeAlias = Fill | Stored | Whole | Made
 class Index:
     """Places of rows of an array that has `count` of them.
 
-    `places`     i32[k]; of a unique index ascending, each once, then `count` for those that are left over
+    `places`     i32[k]; of a unique index each once, and `count` for those that are left over
     """
 
     places: Any
@@ -95,13 +95,11 @@ class Index:
     @cached_property
     def _sorted(self) -> tuple[Index, Any]:
         """The unique index, and for each of these places its number in it."""
-        size = self.places.shape[0]
-        order = jnp.argsort(self.places)
-        ascending = self.places[order]
-        is_first = jnp.concatenate([jnp.ones(1, bool), ascending[1:] != ascending[:-1]])
-        numbers = jnp.cumsum(is_first) - 1
-        each_once = jnp.full(size, self.count, self.places.dtype).at[numbers].set(ascending)
-        return Index(each_once, self.count, True), jnp.zeros(size, numbers.dtype).at[order].set(numbers)
+        # Sorting by one key and searching takes XLA on the CPU half the time of sorting with the positions.
+        ascending = jnp.sort(self.places)
+        is_first = jnp.concatenate([jnp.ones(min(1, ascending.size), bool), ascending[1:] != ascending[:-1]])
+        each_once = jnp.where(is_first, ascending, self.count)
+        return Index(each_once, self.count, True), jnp.searchsorted(ascending, self.places)
 
 
 class Rowwise:

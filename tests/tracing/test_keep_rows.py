@@ -345,6 +345,27 @@ def test_as_many_lookups_as_rows_are_no_fewer(table: Variable) -> None:
     np.testing.assert_allclose(table.read(), TABLE + updates, rtol=1e-5)
 
 
+def test_no_lookups_change_nothing(table: Variable) -> None:
+    optimizer = dflow.Optimizer(optax.chain(optax.clip_by_global_norm(1.0), optax.adagrad(0.1)), [table])
+    none = jnp.zeros(0, jnp.int32)
+    dflow.jit(lambda i: optimizer.apply(dflow.grad(lambda: loss_of(table, i), [table])()))(none)
+    np.testing.assert_array_equal(table.read(), TABLE)
+
+
+def test_a_step_allocates_nothing_of_the_size_of_its_table() -> None:
+    large = dflow.Variable(lambda: jnp.ones((50_000, 16)), name="large")
+    optimizer = dflow.Optimizer(optax.chain(optax.clip_by_global_norm(1.0), optax.adagrad(0.1)), [large])
+
+    @dflow.jit
+    def step(ids: Any) -> None:
+        gradients = dflow.grad(lambda: loss_of(large, ids), [large])()
+        half = jax.tree.map(lambda g: (g.astype(jnp.bfloat16) / 2).astype(jnp.float32), gradients)
+        optimizer.apply(jax.tree.map(jnp.add, gradients, half))
+
+    memory = step.lower(IDS).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < large.type.size_bytes / 100
+
+
 LAZY = {
     "adam": optax.adam(0.1),
     "momentum": optax.sgd(0.1, momentum=0.9),
