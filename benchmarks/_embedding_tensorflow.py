@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def run(target: str, given: argparse.Namespace) -> None:
-    """Train on the tables of each size in turn."""
+    """Train on the tables of each size, one round after the other."""
     inputs = [v1.placeholder(tf.int32, [LOOKUPS]) for _ in range(2)] + [v1.placeholder(tf.float32, [LOOKUPS])]
     steps = {millions: make_step(given, millions, inputs) for millions in given.millions}
     draw = np.random.default_rng(0)

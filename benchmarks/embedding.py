@@ -1,12 +1,12 @@
 """How long does a training step over large embedding tables take, and does it depend on their size?
 
-The step is one of matrix factorisation: two tables of 64 columns, of which 1,024 rows each are looked up, a squared
-error, and an update of both by SGD, Adagrad or lazy Adam (which moves the rows that were looked up). It runs in one
-process, and on a cluster of 2 ps tasks, a table on each, and 1 worker. Tables of each size are trained in turn, in one
-process. `/ smallest` is the time against that of the smallest tables, round by round.
+The step is matrix factorisation: it looks up 1,024 rows of each of two tables with 64 columns, takes the gradient of a
+squared error, and updates both tables by SGD, Adagrad or lazy Adam (which updates the rows that were looked up). It runs
+in one process, and on a cluster with 1 worker and 2 ps tasks that hold a table each. One process trains the tables of all
+sizes, a round of each size after the other. `/ smallest` is the time over that of the smallest tables in the same round.
 
-`--beside PYTHON` names an environment with TensorFlow and PyTorch, in which both do the same step with their own sparse
-updates: TensorFlow in graph mode, in one process and on as many tasks; PyTorch, which has no parameter servers, in one
+`--beside PYTHON` names an environment with TensorFlow and PyTorch. Both run the same step there with their own sparse
+updates: TensorFlow in graph mode, in one process and on a cluster; PyTorch, which has no parameter servers, in one
 process. `temporary MB` is what XLA allocates for the step beside its arguments, `touched MB` what the step reads and
 writes of variables, with the indices, `sent KB` what the worker sends in a step.
 """
@@ -29,7 +29,7 @@ RULES = ("sgd", "adagrad", "lazy_adam")
 MILLIONS = (3, 50, 200)
 RUN_S = 900
 
-#: What a run gives: by millions of parameters and round the time of each step in s; and figures of dflow's own.
+#: The figures of a run: "times", the time of each step in s by millions of parameters and round, and dflow's "counted".
 Run = dict[str, Any]
 
 
@@ -77,7 +77,7 @@ def medians(runs: list[Run], millions: str) -> list[float]:
 
 
 def by_dflow(words: list[str], is_cluster: bool) -> Run:
-    """What our own step takes, in processes of its own."""
+    """Run the step by dflow in new processes."""
     script = str(ROOT / "benchmarks" / "_embedding_dflow.py")
     cluster = ["-m", "dflow", "launch", "--ps", "2", "--workers", "1"] if is_cluster else []
     output = finished([sys.executable, *cluster, script, *words])
@@ -85,7 +85,7 @@ def by_dflow(words: list[str], is_cluster: bool) -> Run:
 
 
 def by_peer(name: str, python: str, words: list[str], is_cluster: bool) -> Run:
-    """What the step of another framework takes."""
+    """Run the step by another framework in new processes."""
     command = [python, str(ROOT / "benchmarks" / f"_embedding_{name}.py"), *words]
     return found_in(by_tasks(command, 2, 1, RUN_S) if is_cluster else finished(command))
 
@@ -97,7 +97,7 @@ def finished(command: list[str]) -> str:
 
 
 def found_in(output: str) -> Run:
-    """What a run printed last, as JSON."""
+    """The figures that a run printed as JSON."""
     for text in output.splitlines():
         _, found, printed = text.partition("measured ")
         if found:

@@ -101,10 +101,10 @@ class Optimizer:
     def apply(self, gradients: Any) -> None:
         """Update the variables by `gradients`, a pytree of arrays and `RowGradient`s in their structure.
 
-        In traced code the update is part of the graph, placed where the variables live. It reads and writes only the
-        rows that were looked up of a variable of which nothing else was used, if the transformation leaves a row
-        without a gradient as it is: SGD, Adagrad, clipping, scaling, and chains of these. Others (momentum, Adam,
-        weight decay) read and write every row, unless `lazy_rows` is set. The result is optax's either way.
+        In traced code the update is part of the graph, placed where the variables live. If the loss only looked up
+        rows of a variable, and the transformation leaves a row without a gradient as it is (SGD, Adagrad, clipping,
+        scaling, and chains of these), the update reads and writes the rows that were looked up. Other transformations
+        (momentum, Adam, weight decay) read and write every row, unless `lazy_rows` is set.
 
         In a step that a synchronous strategy runs, the gradients are given to that, and the variables are updated by
         the average once the step has ended: what the step reads after `apply` is what it read before.

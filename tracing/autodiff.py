@@ -47,7 +47,7 @@ def value_and_grad(
     returns    `(value, gradient)`; the gradient has the structure of `variables` (of the argument, of the tuple of
                arguments when `argnums` is a sequence) with arrays for leaves, and is the pair of both when both are
                given
-    rows       give, of a variable that `fun` only looks rows up in, a `RowGradient` in the place of an array
+    rows       give a `RowGradient`, and no array, for a variable that `fun` only looks rows up in
     raises     GraphTypeError when the value is no real scalar or something to differentiate is not floating;
                VariableError for a variable that is not trainable
 

@@ -128,7 +128,7 @@ class HostEffect(jax_effects.Effect):
 
 @dataclass(frozen=True)
 class NoteEffect(jax_effects.Effect):
-    """Keeps an op in a trace that is looked at, and not run."""
+    """Effect of an op that a trace must keep although the trace is only inspected."""
 
     def __str__(self) -> str:
         return "note"
@@ -490,7 +490,7 @@ def make_jaxpr(fn: Callable[..., Any], *args: Any) -> tuple[Jaxpr, list[Any], An
 def retraced(
     param: Any, run: Callable[[Jaxpr, list[Any], Sequence[Any]], list[Any]], is_meant: Callable[[Jaxpr], bool]
 ) -> Any:
-    """A parameter of an equation; a jaxpr that is meant is traced anew, as `run(jaxpr, consts, arguments)` runs it."""
+    """A parameter of an equation; a jaxpr that `is_meant` selects is traced again, as `run(jaxpr, consts, args)` runs it."""
     if not is_jaxpr(param) or not is_meant(closed_parts(param)[0]):
         return param
     jaxpr, consts = closed_parts(param)

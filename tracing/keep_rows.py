@@ -1,12 +1,13 @@
 """The pass over a traced program that keeps the gradients of lookups as rows where rows are enough.
 
-It runs the program once more, symbolically: a result of `rows_to_dense` is a `Rowwise` array, and stays one through
-every op that treats each row by itself. An update of a variable by a `Rowwise` array that leaves all other rows as they
-are becomes an update of rows; a sum over one becomes a sum over its rows. Any other op takes the dense form, as the
-program was written. So the pass changes what a program costs, not what it computes (but see `row_values` on `0 * x`).
+It runs the program again, symbolically: a result of `rows_to_dense` is a `Rowwise` array, and stays one through every op
+that computes each row from the same row of its operands. An update of a variable by a `Rowwise` array that leaves all
+other rows as they are becomes an update of rows; a sum over one becomes a sum over its rows. Any other op takes the dense
+form, as the program was written. So the pass changes the cost of a program, not its results (but see `row_values` on
+`0 * x`).
 
-Which rows an update leaves alone is found from the program: the rest of the new value of an Adagrad slot is `stored +
-0 * 0`, which is what is stored; the rest of a momentum is `0.9 * stored`, which is not.
+The pass finds from the program which rows an update leaves as they are. All other rows of an Adagrad slot become
+`stored + 0 * 0`, which is the stored value; all other rows of a momentum become `0.9 * stored`, which is not.
 
 A gradient whose dense form is needed, though it has few of the rows of a large table, is reported by
 `DenseGradientWarning`.
@@ -83,7 +84,7 @@ def _structs(jaxpr: Jaxpr) -> list[Any]:
 
 @dataclass
 class _Frame:
-    """A program that is being run: its values, and for each the number of the last equation that takes it."""
+    """A program that is being run: its values, and the number of the last equation that takes each value."""
 
     env: dict[Any, Any]
     last_use: dict[Any, int]
@@ -263,7 +264,7 @@ class _Pass:
         return [Rowwise(equation, operands, value.rest, value.index, rows)]
 
     def _settle(self, variables: Sequence[Any], *, everything: bool = False) -> None:
-        """Make dense, before variables are written, what is needed later and made of what they hold now.
+        """Before variables are written, make values dense that depend on the old value and are needed later.
 
         `everything` is for an op that may let another program write them.
         """

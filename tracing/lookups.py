@@ -99,7 +99,7 @@ class _Search:
             self._inside(equation)
 
     def _inside(self, equation: Equation) -> None:
-        """A body that touches variables, each of which is used whole; note those that it only looks rows up in."""
+        """Note the variables that a body touches: all are used whole, some of them only because the body looks them up."""
         body = _Search()
         for inner, _ in inner_parts(equation.params):
             body.walk(inner, {})
@@ -217,7 +217,7 @@ def _fill_value(stated: Any, dtype: Any) -> Any:
 def rows_found(
     variable: Any, sites: Sequence[Site], indices: Sequence[Any], rows: Sequence[Any]
 ) -> tuple[jax.Array, jax.Array]:
-    """The indices and rows of the gradient of one variable, from the gradients of what every site found."""
+    """The indices and rows of the gradient of one variable, from the gradients of the rows of every site."""
     mine = [place for place, site in enumerate(sites) if site.variable is variable]
     flat = [jnp.reshape(rows[place], (-1, *variable.shape[1:])) for place in mine]
     places = [jnp.reshape(indices[place], -1).astype(jnp.int32) for place in mine]

@@ -1,7 +1,8 @@
 """Gradients that a loop sums, kept as the rows of all its iterations.
 
-A carry of a scan that begins as zero, or as a gradient of lookups, and that each iteration only adds one to, is left
-out of the loop: the loop gives out the rows that it grows by, and all of them together are the sum.
+The initial value of such a carry of a scan is zero or a gradient of lookups, and each iteration only adds a gradient of
+lookups to it. The carry is left out of the loop: each iteration returns the rows that it adds, and the rows of all
+iterations are the sum.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dflow.tracing.rows_to_dense import rows_to_dense_p
 
 
 def carried_sums(equation: Equation, operands: Sequence[Any]) -> list[int]:
-    """Which carries of a scan are sums that begin as zero or as rows, by their numbers among the carries."""
+    """Indices, among the carries of a scan, of those that are sums with zero or rows as initial value."""
     consts, carry = scan_counts(equation.params)
     jaxpr, _ = closed_parts(equation.params["jaxpr"])
     return [
@@ -29,7 +30,7 @@ def carried_sums(equation: Equation, operands: Sequence[Any]) -> list[int]:
 
 
 def _is_sum(jaxpr: Jaxpr, carried: Any, result: int) -> bool:
-    """Whether a result of a loop's body is what was carried, plus something made without it."""
+    """Whether a result of a loop's body is the carried value plus something computed without it."""
     while carried is not jaxpr.outvars[result]:
         users = [equation for equation in jaxpr.eqns for atom in equation.invars if atom is carried]
         if carried in jaxpr.outvars or len(users) != 1 or users[0].primitive.name not in ("add", "add_any"):
@@ -40,7 +41,7 @@ def _is_sum(jaxpr: Jaxpr, carried: Any, result: int) -> bool:
 
 
 class _NotOfRows(Exception):
-    """What a loop sums is not made of rows."""
+    """An iteration adds an array that is not made of rows."""
 
 
 def summed_over(
@@ -87,7 +88,7 @@ def _zero_like(value: Rowwise) -> Rowwise:
 
 
 def _total(equation: Equation, number: int, first: Rowwise, places: Any, rows: Any) -> Any:
-    """A sum over a loop, from what it began as and what it grew by in each iteration."""
+    """A sum over a loop, from its initial value and the places and rows that each iteration added."""
     shape = first.aval.shape
     places, rows = places.reshape(-1), rows.reshape(-1, *shape[1:])
     if first.index is not None:

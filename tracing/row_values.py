@@ -1,10 +1,9 @@
 """Arrays known by rows: what some rows hold, and a rule for all the others.
 
-`Rowwise` is such an array: `rows` at the places of an `Index`, and a `Rest` that says what every other row holds,
-without computing it. A gradient of lookups rests on zero; the value of a variable rests on what is stored. An op that
-treats each row by itself maps `Rowwise` to `Rowwise`: it is run on the rows, and its effect on the rest is worked out
-symbolically. `0 * x` is taken to be 0 for the rest, so a row without a gradient stays as it is where the factor is
-infinite or NaN.
+`Rowwise` is such an array: `rows` at the places of an `Index`, and a `Rest`, a formula for every other row that nothing
+computes. The rest of a gradient of lookups is zero; the rest of a variable's value is the stored value. An op that
+computes each row from the same row of its operands maps `Rowwise` to `Rowwise`: the op runs on the rows, and the rest is
+derived symbolically. In the rest, `0 * x` is 0, so a row without a gradient stays as it is where x is infinite or NaN.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class Fill:
 
 @dataclass(frozen=True)
 class Stored:
-    """What a variable held after so many of the writes in this program."""
+    """The value of a variable after `writes` of the writes in this program."""
 
     variable: Any
     writes: int
@@ -55,7 +54,7 @@ class Whole:
 
 @dataclass(frozen=True, eq=False)
 class Made:
-    """What an equation makes of other rests, row by row; an operand without rows is an array as it is."""
+    """The result of an equation for other rests; an operand without rows is an array."""
 
     equation: Equation
     operands: tuple[Any, ...]
@@ -68,7 +67,7 @@ Rest: TypeAlias = Fill | Stored | Whole | Made
 class Index:
     """Places of rows of an array that has `count` of them.
 
-    `places`     i32[k]; of a unique index each once, and `count` for those that are left over
+    `places`     i32[k]; a unique index has each place once, and `count` in the positions left over
     """
 
     places: Any
@@ -155,7 +154,7 @@ class Rowwise:
 
 
 def rows_of(rest: Rest, index: Index, aval: Any) -> Any:
-    """The rows at an index of an array of the type `aval` of which `rest` says what it holds."""
+    """The rows at an index of an array of type `aval` that holds `rest`."""
     match rest:
         case Fill(value):
             shape = (index.places.shape[0], *aval.shape[1:]) if aval.shape else ()
@@ -177,13 +176,13 @@ _SHAPES = ("shape", "new_sizes")
 
 
 def on_rows(equation: Equation, operands: Sequence[Any], size: int) -> Any:
-    """Run an equation that treats each row by itself on `size` rows."""
+    """Run an equation on `size` rows of its operands."""
     params = {key: (size, *value[1:]) if key in _SHAPES and value else value for key, value in equation.params.items()}
     return bind(equation.primitive, params, operands, None)[0]
 
 
 def made(equation: Equation, rests: Sequence[Any]) -> Rest:
-    """What an elementwise equation makes of rests, simplified."""
+    """The rest of the result of an elementwise equation, simplified."""
     simple = _SIMPLE.get(equation.primitive.name)
     found = simple(equation, rests) if simple is not None else None
     if found is not None:

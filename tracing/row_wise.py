@@ -1,7 +1,6 @@
-"""What an op of JAX makes of `Rowwise` arrays, if it treats each row by itself or sums over them.
+"""The result of JAX's ops for `Rowwise` arrays: elementwise ops, changes of shape within a row, and reductions.
 
-Of an op that is not linear the rows of one place are summed before it. `row_by_row` gives None where the dense form is
-needed.
+The rows of one place are summed before an op that is not linear.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The primitive that turns rows into the dense array they stand for.
+"""The primitive that makes rows the dense array they stand for.
 
 The gradient of a table that a function only looks rows up in is a result of this primitive. To every program, JAX's
 transformations included, it is an ordinary dense array. `keep_rows` finds it again in a traced program, and leaves the
@@ -26,7 +26,7 @@ LARGE_RATIO = 4
 
 
 class DenseGradientWarning(UserWarning):
-    """The gradient of a large table, of which few rows were looked up, is made dense; the message says by what."""
+    """The gradient of a large table is made dense although few rows were looked up; the message names the op."""
 
 
 def rows_to_dense(indices: Any, rows: Any, shape: Sequence[int], table: str) -> jax.Array:
@@ -73,9 +73,10 @@ def _dense_now(indices: Any, rows: Any, *, shape: tuple[int, ...], table: str) -
 
 
 def dense_to_rows(dense: Any) -> tuple[jax.Array, jax.Array]:
-    """Indices and rows of which `rows_to_dense` makes the array: in a compiled program those it was made of, else all.
+    """Indices and rows that `rows_to_dense` would make this array from.
 
-    So the number of rows in the program may be less than in the trace.
+    In a compiled program they are the rows that a gradient was made from, else all rows. So the compiled program may
+    have fewer rows than the trace.
     """
     indices, rows = dense_to_rows_p.bind(dense)
     return indices, rows

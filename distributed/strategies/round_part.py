@@ -255,7 +255,7 @@ def _typed(part: Any) -> Any:
 
 
 def _by_rows(part: Any, rows: jax.ShapeDtypeStruct | None) -> Any:
-    """The type of a gradient, of which these are the rows if it is made of rows."""
+    """The type of a gradient whose rows have the type `rows`; None for a gradient that is not made of rows."""
     if rows is None or is_row_gradient(part):
         return part
     return RowGradient(jax.ShapeDtypeStruct(rows.shape[:1], jnp.int32), rows, part.shape)
