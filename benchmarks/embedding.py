@@ -1,9 +1,10 @@
 """How long does a training step over large embedding tables take, and does it depend on their size?
 
 The step is matrix factorisation: it looks up 1,024 rows of each of two tables with 64 columns, takes the gradient of a
-squared error, and updates both tables by SGD, Adagrad or lazy Adam (which updates the rows that were looked up). It runs
-in one process, and on a cluster with 1 worker and 2 ps tasks that hold a table each. One process trains the tables of all
-sizes, a round of each size after the other. `/ smallest` is the time over that of the smallest tables in the same round.
+squared error, and updates both tables by SGD, Adagrad or lazy Adam (which updates the rows that were looked up). It
+runs in one process, and on a cluster with 1 worker and 2 ps tasks that hold a table each. One process trains the tables
+of all sizes, a round of each size after the other. `/ smallest` is the time over that of the smallest tables in the
+same round.
 
 `--beside PYTHON` names an environment with TensorFlow and PyTorch. Both run the same step there with their own sparse
 updates: TensorFlow in graph mode, in one process and on a cluster; PyTorch, which has no parameter servers, in one

@@ -490,7 +490,7 @@ def make_jaxpr(fn: Callable[..., Any], *args: Any) -> tuple[Jaxpr, list[Any], An
 def retraced(
     param: Any, run: Callable[[Jaxpr, list[Any], Sequence[Any]], list[Any]], is_meant: Callable[[Jaxpr], bool]
 ) -> Any:
-    """A parameter of an equation; a jaxpr that `is_meant` selects is traced again, as `run(jaxpr, consts, args)` runs it."""
+    """A parameter of an equation; a jaxpr that `is_meant` selects is traced again, run by `run`."""
     if not is_jaxpr(param) or not is_meant(closed_parts(param)[0]):
         return param
     jaxpr, consts = closed_parts(param)

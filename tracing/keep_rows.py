@@ -1,10 +1,10 @@
 """The pass over a traced program that keeps the gradients of lookups as rows where rows are enough.
 
-It runs the program again, symbolically: a result of `rows_to_dense` is a `Rowwise` array, and stays one through every op
-that computes each row from the same row of its operands. An update of a variable by a `Rowwise` array that leaves all
-other rows as they are becomes an update of rows; a sum over one becomes a sum over its rows. Any other op takes the dense
-form, as the program was written. So the pass changes the cost of a program, not its results (but see `row_values` on
-`0 * x`).
+It runs the program again, symbolically: a result of `rows_to_dense` is a `Rowwise` array, and stays one through every
+op that computes each row from the same row of its operands. An update of a variable by a `Rowwise` array that leaves
+all other rows as they are becomes an update of rows; a sum over one becomes a sum over its rows. Any other op takes the
+dense form, as the program was written. So the pass changes the cost of a program, not its results (but see `row_values`
+on `0 * x`).
 
 The pass finds from the program which rows an update leaves as they are. All other rows of an Adagrad slot become
 `stored + 0 * 0`, which is the stored value; all other rows of a momentum become `0.9 * stored`, which is not.

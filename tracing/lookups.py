@@ -99,7 +99,7 @@ class _Search:
             self._inside(equation)
 
     def _inside(self, equation: Equation) -> None:
-        """Note the variables that a body touches: all are used whole, some of them only because the body looks them up."""
+        """Note the variables that a body touches: all are used whole, some by lookups alone."""
         body = _Search()
         for inner, _ in inner_parts(equation.params):
             body.walk(inner, {})

@@ -2,8 +2,9 @@
 
 `Rowwise` is such an array: `rows` at the places of an `Index`, and a `Rest`, a formula for every other row that nothing
 computes. The rest of a gradient of lookups is zero; the rest of a variable's value is the stored value. An op that
-computes each row from the same row of its operands maps `Rowwise` to `Rowwise`: the op runs on the rows, and the rest is
-derived symbolically. In the rest, `0 * x` is 0, so a row without a gradient stays as it is where x is infinite or NaN.
+computes each row from the same row of its operands maps `Rowwise` to `Rowwise`: the op runs on the rows, and the rest
+is derived symbolically. In the rest, `0 * x` is 0, so a row without a gradient stays as it is where x is infinite or
+NaN.
 """
 
 from __future__ import annotations
