@@ -3,31 +3,37 @@
 It is written beside its place under a hidden name, flushed to the disk, and renamed. Where the system can exchange two
 names (Linux, macOS), there is a whole folder in place at every moment. Elsewhere the old one steps aside first, and
 `present` finds it there if the process ends in that instant.
+
+Each attempt to write has a random name and a lock, which is free once its process has ended; the next attempt
+then removes what it left. Host names and process numbers say nothing here, since containers share both. Invariant: no
+process removes a folder under a name that another may be about to put in place. It renames the folder first, so where
+a lock is free although its owner runs, the owner's save fails and the checkpoint in place stays.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
-import itertools
 import os
-import platform
+import re
+import secrets
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from dflow.lowering.owner_lock import OwnerLock
 from dflow.tracing.errors import CheckpointError, CheckpointExists
 from dflow.tracing.source import at, caller
 
 Part = TypeVar("Part")
 
-_numbers = itertools.count()
-#: What this process is writing now.
-_busy: set[Path] = set()
+#: Number of tries to put a folder in place when another process puts one there meanwhile.
+_ATTEMPTS = 10
 
 #: How many files are flushed at a time.
 _FLUSHES = 16
@@ -38,11 +44,63 @@ _AT_FDCWD = -100
 _EXCHANGE = 2
 
 
+@dataclass(frozen=True)
+class _Attempt:
+    """The names beside `place` that belong to one attempt to write it."""
+
+    place: Path
+    token: str
+
+    @staticmethod
+    def all_of(place: Path) -> list[_Attempt]:
+        """The attempts that have left anything beside `place`, or are under way."""
+        name = re.compile(rf"\.{re.escape(place.name)}\.([0-9a-f]{{16}})\.(?:lock|writing|replaced|ended)")
+        with suppress(FileNotFoundError, NotADirectoryError):
+            tokens = {found[1] for entry in os.listdir(place.parent) if (found := name.fullmatch(entry))}
+            return [_Attempt(place, token) for token in sorted(tokens)]
+        return []
+
+    @property
+    def lock(self) -> Path:
+        return self._beside("lock")
+
+    @property
+    def staging(self) -> Path:
+        """What is being written, and after an exchange what was in place before."""
+        return self._beside("writing")
+
+    @property
+    def aside(self) -> Path:
+        """What was in place before, where names cannot be exchanged."""
+        return self._beside("replaced")
+
+    @property
+    def ended(self) -> Path:
+        """What is about to be removed."""
+        return self._beside("ended")
+
+    def _beside(self, kind: str) -> Path:
+        return self.place.with_name(f".{self.place.name}.{self.token}.{kind}")
+
+    def settle(self) -> bool:
+        """Put back what stepped aside, if nothing else is in place, and remove the rest; whether nothing is left."""
+        if not self.place.exists():
+            with suppress(OSError):
+                os.rename(self.aside, self.place)
+        _remove(self.ended)
+        for left in (self.staging, self.aside):
+            with suppress(OSError):
+                os.rename(left, self.ended)
+            _remove(self.ended)
+        return not any(map(os.path.lexists, (self.staging, self.aside, self.ended)))
+
+
 @contextmanager
 def whole_folder(path: str | os.PathLike[str], *, marker: str, overwrite: bool = False) -> Iterator[Path]:
     """An empty folder to write into, which becomes `path` when the block ends, and is removed if it fails.
 
-    marker     the file that every folder of this kind holds; a folder without it is never overwritten
+    marker     the file that every folder of this kind holds; a folder without it is never overwritten, if it holds
+               anything
     overwrite  whether a folder that is there may be replaced
     raises     CheckpointExists when `path` is there and may not be replaced, CheckpointError when the disk refuses it
     """
@@ -50,29 +108,25 @@ def whole_folder(path: str | os.PathLike[str], *, marker: str, overwrite: bool =
     with _refused_by_the_disk(place):
         place.parent.mkdir(parents=True, exist_ok=True)
         _tidy(place)
-    _check_free(place, marker, overwrite)
-    staging = place.with_name(f".{place.name}.{platform.node()}-{os.getpid()}-{next(_numbers)}.writing")
-    _busy.add(staging)
-    try:
-        with _refused_by_the_disk(place):
-            os.mkdir(staging)
-            yield staging
-            _flush(staging)
-            if overwrite and place.exists():
-                _replace(staging, place)
-            else:
-                _appear(staging, place)
-    finally:
-        try:
-            _remove(staging)
-        finally:
-            _busy.discard(staging)
+        _check_free(place, marker, overwrite)
+        with _attempt(place) as attempt:
+            os.mkdir(attempt.staging)
+            yield attempt.staging
+            _flush(attempt.staging)
+            if not (attempt.staging / marker).is_file():
+                raise CheckpointError(
+                    f"{place} cannot be written: {attempt.staging} was emptied while it was written{at(caller())}\n"
+                    "  what was there before is as it was; see what else removes files there, and save again"
+                )
+            _put_in_place(attempt, overwrite)
 
 
 @contextmanager
 def _refused_by_the_disk(place: Path) -> Iterator[None]:
     try:
         yield
+    except CheckpointError:  # some are OSErrors too
+        raise
     except OSError as error:
         raise CheckpointError(
             f"{place} cannot be written: {error.strerror or error}{at(caller())}\n"
@@ -80,11 +134,32 @@ def _refused_by_the_disk(place: Path) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def _attempt(place: Path) -> Iterator[_Attempt]:
+    """The names of a new attempt. Nothing is left under them when the block ends."""
+    while True:
+        attempt = _Attempt(place, secrets.token_hex(8))
+        with suppress(FileExistsError):
+            lock = OwnerLock.make(attempt.lock)
+            break
+    is_settled = False
+    try:
+        try:
+            yield attempt
+        finally:
+            is_settled = attempt.settle()
+    finally:
+        if lock is not None:
+            lock.release(remove=is_settled)
+
+
 def present(path: str | os.PathLike[str]) -> Path:
     """Where the folder `path` is: in its place, or aside because a process ended while it replaced it."""
     place = Path(os.path.realpath(path))
-    aside = _aside(place)
-    return aside if not place.exists() and aside.exists() else place
+    if place.exists():
+        return place
+    asides = [attempt.aside for attempt in _Attempt.all_of(place) if attempt.aside.exists()]
+    return max(asides, key=lambda aside: aside.stat().st_mtime_ns, default=place)
 
 
 def write_file(path: Path, text: str) -> None:
@@ -97,68 +172,55 @@ def _check_free(place: Path, marker: str, overwrite: bool) -> None:
         return
     if not overwrite:
         raise CheckpointExists(f"{place} exists{at(caller())}\n  save to another path, or give overwrite=True")
-    if not (place / marker).is_file():
+    if not (place / marker).is_file() and not (place.is_dir() and not any(place.iterdir())):
         raise CheckpointExists(
             f"{place} exists and holds no {marker}, so it is not what may be overwritten{at(caller())}\n"
             "  save to another path, or remove it yourself"
         )
 
 
-def _appear(staging: Path, place: Path) -> None:
-    try:
-        os.rename(staging, place)
-    except OSError as error:
-        if not place.exists():
-            raise
-        raise CheckpointExists(
-            f"{place} was made while this was written{at(caller())}\n  save to another path, or give overwrite=True"
-        ) from error
-    _sync(place.parent)
+def _put_in_place(attempt: _Attempt, overwrite: bool) -> None:
+    """Give the staging folder its name, however often other processes put theirs there meanwhile."""
+    for left in reversed(range(_ATTEMPTS)):
+        try:
+            if overwrite and attempt.place.exists():
+                _replace(attempt)
+            else:
+                os.rename(attempt.staging, attempt.place)
+            break
+        except OSError as error:
+            if not overwrite and attempt.place.exists():
+                raise CheckpointExists(
+                    f"{attempt.place} was made while this was written{at(caller())}\n"
+                    "  save to another path, or give overwrite=True"
+                ) from error
+            if not left or error.errno not in (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY):
+                raise
+    _sync(attempt.place.parent)
 
 
-def _replace(staging: Path, place: Path) -> None:
-    if not _exchange(staging, place):
-        os.rename(place, _aside(place))
-        os.rename(staging, place)
-    _sync(place.parent)
-    # What was there before now has the other name.
-    _remove(staging)
-    _remove(_aside(place))
-
-
-def _aside(place: Path) -> Path:
-    return place.with_name(f".{place.name}.replaced")
+def _replace(attempt: _Attempt) -> None:
+    if not _exchange(attempt.staging, attempt.place):
+        _remove(attempt.aside)  # which is older than what is in place
+        os.rename(attempt.place, attempt.aside)
+        os.rename(attempt.staging, attempt.place)
+        # Under this name it is never put back.
+        os.rename(attempt.aside, attempt.ended)
 
 
 def _tidy(place: Path) -> None:
-    """Put back, or remove, what a process that ended while it wrote has left."""
-    aside = _aside(place)
-    if aside.exists():
-        if place.exists():
-            shutil.rmtree(aside)
-        else:
-            os.rename(aside, place)
-    if os.name == "posix":
-        head = f".{place.name}.{platform.node()}-"
-        for left in place.parent.iterdir():
-            if left.name.startswith(head) and left.name.endswith(".writing") and left not in _busy:
-                pid = left.name.removeprefix(head).partition("-")[0]
-                if pid == str(os.getpid()) or (pid.isdecimal() and not _runs(int(pid))):
-                    shutil.rmtree(left, ignore_errors=True)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+    """Put back, or remove, what processes that ended while they wrote have left."""
+    for attempt in _Attempt.all_of(place):
+        if (lock := OwnerLock.take_over(attempt.lock)) is not None:
+            is_settled = False
+            try:
+                is_settled = attempt.settle()
+            finally:
+                lock.release(remove=is_settled)
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Whether the system has exchanged the two names, at once."""
+    """Exchange two names in one moment; False where the system cannot. Raises OSError."""
     first, second = os.fsencode(one), os.fsencode(other)
     libc: Any = ctypes.CDLL(None, use_errno=True) if os.name == "posix" else None
     if sys.platform == "linux" and hasattr(libc, "renameat2"):
@@ -167,13 +229,17 @@ def _exchange(one: Path, other: Path) -> bool:
         failed = libc.renamex_np(first, second, _EXCHANGE)
     else:
         return False
-    if failed and ctypes.get_errno() not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
-        raise CheckpointError(f"{other} cannot be replaced: {os.strerror(ctypes.get_errno())}{at(caller())}")
+    number = ctypes.get_errno()
+    if failed and number not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        raise OSError(number, os.strerror(number), str(other))
     return not failed
 
 
 def _remove(folder: Path) -> None:
     """Remove a folder, if it is there; some parts at a time, since a disk may let each wait for milliseconds."""
+    if folder.is_symlink():
+        folder.unlink()
+        return
     walked = list(os.walk(folder, topdown=False))
     _do_all(_remove_part, walked, _REMOVALS)
     shutil.rmtree(folder, ignore_errors=True)

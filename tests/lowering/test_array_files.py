@@ -335,18 +335,6 @@ def test_a_failure_leaves_nothing_behind(
     assert os.listdir(tmp_path) == ["c"]
 
 
-def test_what_a_dead_process_left_is_removed_and_what_a_living_one_writes_is_not(tmp_path: Path) -> None:
-    write_arrays(tmp_path / "c", {"x": 1})
-    with whole_folder.whole_folder(tmp_path / "c", marker=MANIFEST, overwrite=True) as mine:
-        dead = tmp_path / re.sub(r"-\d+-\d+\.writing", f"-{2**22 + 1}-0.writing", mine.name)
-        dead.mkdir()
-        write_arrays(tmp_path / "c", {"x": 2}, overwrite=True)
-        assert mine.exists()
-        assert not dead.exists()
-        array_files.fill_folder(mine, {"x": np.int32(4)})
-    assert int(_read(tmp_path / "c")["x"]) == 4
-
-
 def test_a_reader_knows_that_the_folder_was_replaced(tmp_path: Path) -> None:
     write_arrays(tmp_path / "c", {"x": 1})
     files = read_arrays(tmp_path / "c")
