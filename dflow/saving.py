@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import msgspec
 
 from dflow.generator import Generator
 from dflow.homes import LOCAL
 from dflow.lowering.array_files import ArrayFiles, own_copy, read_arrays, write_arrays
+from dflow.lowering.array_manifest import damaged
 from dflow.optimizer import Optimizer
 from dflow.restore_report import DIFFERENCES, RestoreReport
 from dflow.tracing.container import Resource, resources_in
@@ -243,7 +245,7 @@ def _local(path: str | os.PathLike[str], task: str) -> str:
 
 
 def _compared(files: ArrayFiles, named: Mapping[str, _Entry]) -> RestoreReport:
-    impls = files.metadata.get("generators", {})
+    impls = _implementations(files)
     changed = {}
     for name, entry in named.items():
         saved, held = files.types.get(name), entry.variable.type
@@ -257,6 +259,14 @@ def _compared(files: ArrayFiles, named: Mapping[str, _Entry]) -> RestoreReport:
         unexpected={name: str(type) for name, type in files.types.items() if name not in named},
         changed=changed,
     )
+
+
+def _implementations(files: ArrayFiles) -> dict[str, str]:
+    """The algorithm of each generator that was saved, by the name of its array. Raises CheckpointError."""
+    try:
+        return msgspec.convert(files.metadata.get("generators", {}), dict[str, str])
+    except msgspec.ValidationError as error:
+        raise damaged(files.path, f"generators: {error}") from error
 
 
 def _described(type: ArrayType, impl: str) -> str:

@@ -14,7 +14,6 @@ import math
 import os
 import re
 import secrets
-import zlib
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -29,15 +28,13 @@ import numpy as np
 import tensorstore
 from jax.sharding import SingleDeviceSharding
 
+from dflow.lowering.array_manifest import MANIFEST, Entry, manifest_text, read_manifest
 from dflow.lowering.crc32c import crc32c
 from dflow.lowering.whole_folder import present, whole_folder, write_file
+from dflow.lowering.zarr_check import check_array
 from dflow.tracing.errors import CheckpointError, NoCheckpoint, ParseError
 from dflow.tracing.source import at, caller
 from dflow.tracing.types import ArrayType, array_type_of, key_implementation, parse_type
-
-#: What is in every folder of arrays, and in no other.
-MANIFEST = "dflow.json"
-_VERSION = 1
 
 #: The size that chunks are kept below, in bytes, and how much may be on its way to the disk at once.
 _CHUNK_BYTES = 64 << 20
@@ -89,15 +86,8 @@ def fill_folder(folder: Path, arrays: Mapping[str, Any], metadata: Mapping[str, 
         _write(folder / group / "zarr.json", _GROUP)
     _write_pieces(folder, parts, places)
     _write(folder / "_METADATA", _orbax_metadata(parts, places))
-    content = {
-        "format": "dflow arrays",
-        "version": _VERSION,
-        "id": secrets.token_hex(16),
-        "arrays": {name: {"path": places[name], "type": str(part.type)} for name, part in parts.items()},
-        "metadata": dict(metadata or {}),
-    }
-    text = json.dumps(content, sort_keys=True)
-    _write(folder / MANIFEST, {"crc32": zlib.crc32(text.encode()), "content": content})
+    entries = {name: Entry(places[name], str(part.type)) for name, part in parts.items()}
+    write_file(folder / MANIFEST, manifest_text(secrets.token_hex(16), entries, metadata or {}))
 
 
 def _write(path: Path, content: Any) -> None:
@@ -170,7 +160,10 @@ class ArrayFiles:
                 f"there is no array {name!r} in {self.path}; there are {sorted(self.types) or 'none'}{at(caller())}"
             )
         dtype, shape = _stored_type(self.types[name])
-        spec = _spec(self.path / self._places[name]) | {"open": True, "fill_missing_data_reads": False}
+        folder = self.path / self._places[name]
+        with self._unless_damaged(name):
+            check_array(folder, dtype, shape)
+        spec = _spec(folder) | {"open": True, "fill_missing_data_reads": False}
         return tensorstore.open(spec, dtype=dtype, shape=shape, context=_CONTEXT)
 
     def _started(self, name: str, opening: Any, sharding: Any) -> Any:
@@ -216,22 +209,14 @@ def read_arrays(path: str | os.PathLike[str]) -> ArrayFiles:
     """
     place = present(path)
     try:
-        text = (place / MANIFEST).read_text(encoding="utf-8")
+        manifest = read_manifest(place)
     except (FileNotFoundError, NotADirectoryError):
         if not place.exists():
             raise NoCheckpoint(f"there is no checkpoint {place}{at(caller())}\n  {_neighbours(place)}") from None
         raise NoCheckpoint(
             f"{place} is no checkpoint of dflow: it holds no {MANIFEST}{at(caller())}\n  {_neighbours(place)}"
         ) from None
-    except UnicodeDecodeError:
-        raise _damaged(place) from None
-    content = _checked(place, text)
-    try:
-        types = {name: _array_type(entry["type"]) for name, entry in content["arrays"].items()}
-        places = {name: str(entry["path"]) for name, entry in content["arrays"].items()}
-        return ArrayFiles(place, content["id"], types, content["metadata"], places)
-    except (KeyError, TypeError, AttributeError, ParseError) as error:
-        raise _damaged(place) from error
+    return ArrayFiles(place, manifest.id, manifest.types, manifest.metadata, manifest.paths)
 
 
 def _on(sharding: Any, device: Any) -> Any:
@@ -248,29 +233,6 @@ def _bounds(index: _Index | None) -> tuple[Any, ...]:
     return tuple((part.start, part.stop) for part in index or ())
 
 
-def _checked(place: Path, text: str) -> Any:
-    try:
-        whole = json.loads(text)
-        content, crc = whole["content"], whole["crc32"]
-    except (ValueError, KeyError, TypeError):
-        raise _damaged(place) from None
-    if zlib.crc32(json.dumps(content, sort_keys=True).encode()) != crc:
-        raise _damaged(place)
-    if content["version"] > _VERSION:
-        raise CheckpointError(
-            f"{place} has version {content['version']} of the format, and this dflow reads up to {_VERSION}"
-            f"{at(caller())}\n  install the dflow that wrote it, or a newer one"
-        )
-    return content
-
-
-def _damaged(place: Path) -> CheckpointError:
-    return CheckpointError(
-        f"the manifest {place / MANIFEST} is damaged{at(caller())}\n"
-        "  take an older checkpoint; the arrays that are whole can be read one by one, with zarr or TensorStore"
-    )
-
-
 def _neighbours(place: Path) -> str:
     if below := _folders_in(place):
         return f"in it there are: {', '.join(below[:20])}; give the path of one of them"
@@ -283,13 +245,6 @@ def _folders_in(place: Path) -> list[str]:
         return sorted(entry.name for entry in place.iterdir() if (entry / MANIFEST).is_file())
     except OSError:
         return []
-
-
-def _array_type(text: str) -> ArrayType:
-    type = parse_type(text)
-    if not isinstance(type, ArrayType):
-        raise ParseError(f"{text!r} is not the type of an array")
-    return type
 
 
 @dataclass(frozen=True)

@@ -181,7 +181,8 @@ def array_type_of(value: Any) -> ArrayType:
     return ArrayType(aval.dtype, tuple(aval.shape), bool(getattr(aval, "weak_type", False)))
 
 
-_ARRAY = re.compile(r"(~?)([a-z]\w*(?:<\w+>)?)\[([0-9,?]*)\]$")
+_DIM = r"(?:[0-9]{1,19}|\?)"
+_ARRAY = re.compile(rf"(~?)([a-z]\w*(?:<\w+>)?)\[({_DIM}(?:,{_DIM})*)?\]")
 
 
 def parse_type(text: str) -> Type:
@@ -189,18 +190,16 @@ def parse_type(text: str) -> Type:
     if text == "token":
         return TokenType()
     if text.startswith("ref<") and text.endswith(">"):
-        inner = parse_type(text[4:-1])
-        if isinstance(inner, ArrayType):
-            return RefType(inner)
+        return RefType(_parse_array(text[4:-1]))
     if text.startswith("queue<") and text.endswith(">"):
-        components = [parse_type(component) for component in text[6:-1].split(", ")]
-        if all(isinstance(component, ArrayType) for component in components):
-            return QueueType(tuple(component for component in components if isinstance(component, ArrayType)))
+        return QueueType(tuple(_parse_array(component) for component in text[6:-1].split(", ")))
     if text.startswith("accumulator<") and text.endswith(">"):
-        parts = [_parse_part(part) for part in text[12:-1].split(", ")]
-        if all(isinstance(part, ArrayType | RowsType) for part in parts):
-            return AccumulatorType(tuple(part for part in parts if isinstance(part, ArrayType | RowsType)))
-    match = _ARRAY.match(text)
+        return AccumulatorType(tuple(_parse_part(part) for part in text[12:-1].split(", ")))
+    return _parse_array(text)
+
+
+def _parse_array(text: str) -> ArrayType:
+    match = _ARRAY.fullmatch(text)
     if match is None:
         raise ParseError(
             f"{text!r} is not a type; a type looks like f32[2,3], ~f32[], ref<f32[3]>, queue<f32[3]>, "
@@ -211,11 +210,10 @@ def parse_type(text: str) -> Type:
     return ArrayType(parse_dtype(dtype), shape, bool(weak))
 
 
-def _parse_part(text: str) -> Type | RowsType:
+def _parse_part(text: str) -> ArrayType | RowsType:
     count, rows, of = text.partition(" rows of ")
     if not rows:
-        return parse_type(text)
-    whole = parse_type(of)
-    if not isinstance(whole, ArrayType) or not count.isdecimal():
+        return _parse_array(text)
+    if re.fullmatch("[0-9]{1,19}", count) is None:
         raise ParseError(f"{text!r} is not a part of an accumulator; a row-sparse one looks like 2 rows of f32[5,3]")
-    return RowsType(int(count), whole)
+    return RowsType(int(count), _parse_array(of))

@@ -19,7 +19,8 @@ def read_private(path: Path) -> bytes:
 
     raises  SecurityError when others may read it, or it is theirs; OSError when it cannot be read
     """
-    with path.open("rb") as file:
+    # A pipe of that name is not waited for.
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         found = os.fstat(file.fileno())
         mode = stat.S_IMODE(found.st_mode)
         if not stat.S_ISREG(found.st_mode):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import socket
 import ssl
 import struct
@@ -312,6 +313,12 @@ def test_a_key_that_others_may_use_is_refused(tmp_path: Path, mode: int) -> None
         MutualTls(key, key, key)
     with pytest.raises(SecurityError, match="chmod 600"):
         SharedSecret(key)
+
+
+def test_a_pipe_is_no_key_and_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    with pytest.raises(SecurityError, match="pipe is not a plain file"):
+        SharedSecret(tmp_path / "pipe")
 
 
 # A shared secret.

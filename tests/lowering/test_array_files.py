@@ -18,7 +18,7 @@ import zarr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflow.lowering import array_files, whole_folder
+from dflow.lowering import array_files, array_manifest, whole_folder
 from dflow.lowering.array_files import MANIFEST, read_arrays, write_arrays
 from dflow.tracing.errors import CheckpointError, CheckpointExists, NoCheckpoint
 from tests.effort import examples
@@ -220,7 +220,7 @@ def test_a_path_without_a_checkpoint_says_what_is_beside_it(tmp_path: Path) -> N
 
 
 def test_a_newer_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(array_files, "_VERSION", 7)
+    monkeypatch.setattr(array_manifest, "VERSION", 7)
     write_arrays(tmp_path / "c", {})
     monkeypatch.undo()
     with pytest.raises(CheckpointError, match="has version 7 of the format, and this dflow reads up to 1"):

@@ -40,7 +40,12 @@ def test_the_short_names_are_jaxs() -> None:
     assert {dtype_name(np.dtype(name)) for name in ("bool", "int32", "complex64")} == {"bool", "i32", "c64"}
 
 
-@pytest.mark.parametrize("text", ["f32", "f32[a]", "ref<token>", "f32[2", "[2]", ""])
+_ENDLESS = ["ref<" * 3000 + "f32[]" + ">" * 3000, "queue<" * 3000 + ">" * 3000, f"f32[{'9' * 5000}]"]
+
+
+@pytest.mark.parametrize(
+    "text", ["f32", "f32[a]", "ref<token>", "f32[2", "[2]", "", "f32[1,,2]", "f32[2]\n", *_ENDLESS]
+)
 def test_what_is_no_type_is_refused(text: str) -> None:
     with pytest.raises(
         ParseError,

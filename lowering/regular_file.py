@@ -1,0 +1,29 @@
+"""Reading a file that another process or person may have made: no pipe, no device, and no more bytes than expected."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+
+def regular_size(path: Path) -> int:
+    """Return the size of a regular file in bytes. Raises OSError where it is missing, a pipe, a device or a socket."""
+    return _regular(path, os.stat(path))
+
+
+def read_regular(path: Path, most_bytes: int) -> bytes:
+    """Return the content of a regular file. Raises OSError for any other, and for one of more than `most_bytes`."""
+    regular_size(path)
+    # Were it replaced by a pipe by now, the process would still not wait.
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        if _regular(path, os.fstat(file.fileno())) > most_bytes:
+            raise OSError(errno.EFBIG, f"more than {most_bytes} bytes", str(path))
+        return file.read()
+
+
+def _regular(path: Path, about: os.stat_result) -> int:
+    if not stat.S_ISREG(about.st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return about.st_size
