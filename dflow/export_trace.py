@@ -11,7 +11,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from dflow.export_format import Parameter, Signature
+from dflow.export_manifest import Parameter, Signature
 from dflow.function import jit
 from dflow.lowering.export import Arguments, PureProgram, exported, pure_program
 from dflow.lowering.portable_tree import Tree, UnknownNodeError, is_bound, tree_of

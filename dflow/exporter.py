@@ -11,16 +11,8 @@ import jax.numpy as jnp
 import msgspec
 
 from dflow import __version__
-from dflow.export_format import (
-    FORMAT,
-    Entry,
-    Manifest,
-    Signature,
-    and_list,
-    listing,
-    signature_refusal,
-    write,
-)
+from dflow.export_format import FORMAT, write
+from dflow.export_manifest import Entry, Manifest, Signature, and_list, listing, signature_refusal
 from dflow.export_trace import Made, Options, make
 from dflow.homes import LOCAL
 from dflow.lowering.export import exported

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,37 +16,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 
-from dflow.export_format import (
-    CONSTANTS,
-    VARIABLES,
-    Manifest,
-    Parameter,
-    Signature,
-    and_list,
-    damaged,
-    listing,
-    read_manifest,
-    read_program,
-    read_values,
-    signature_text,
-    write,
-)
+from dflow.export_check import check_program, python_signature
+from dflow.export_format import CONSTANTS, PROGRAMS, VARIABLES, damaged, read_content, read_manifest, read_values, write
+from dflow.export_manifest import Manifest, Parameter, Signature, and_list, listing, signature_text
 from dflow.exporter import chosen, values_now
 from dflow.function import Function, jit
+from dflow.lowering.bytecode_reader import bytecode_reader
 from dflow.lowering.devices import default_name
 from dflow.lowering.export import Arguments
+from dflow.lowering.foreign_program import RefusedCall, read_program
 from dflow.lowering.portable_tree import MismatchError, build, flatten, leaves_of, parts_of_type, unplain
-from dflow.tracing.errors import ExportError, SignatureError
+from dflow.lowering.whole_folder import present
+from dflow.tracing.errors import ExportError, SignatureError, WireError
 from dflow.tracing.near_names import suggests_keywords
 from dflow.tracing.resources import Variable, is_variable
 from dflow.tracing.source import at, caller
 from dflow.tracing.types import DTYPES, array_type_of, dtype_name
-
-_KINDS = {
-    "position": inspect.Parameter.POSITIONAL_ONLY,
-    "either": inspect.Parameter.POSITIONAL_OR_KEYWORD,
-    "name": inspect.Parameter.KEYWORD_ONLY,
-}
 
 
 class Loaded:
@@ -115,22 +101,27 @@ class Loaded:
 
 
 @suggests_keywords
-def load(path: Any, *, prefix: str = "") -> Loaded:
+def load(path: Any, *, prefix: str = "", disabled_checks: Sequence[export.DisabledSafetyCheck] = ()) -> Loaded:
     """The functions that `dflow.export(...).save(path)` wrote, over new variables that hold what was saved.
 
-    prefix  begins the names of the variables, which are those they were exported under
+    prefix           begins the names of the variables, which are those they were exported under
+    disabled_checks  as given to `dflow.export`: the targets outside of XLA that the programs may call. A call hands the
+                     target what the program says, so allow those alone that are registered here and check it
 
-    No code is run but the programs. Raises ExportError for what is no export, is damaged, or was written by a version
-    that this one cannot read.
+    No code is run but the programs. Raises ExportError for a directory that is no export, is damaged or
+    malformed, calls a target that it may not, or was written by a version that this one cannot read.
     """
-    place = Path(path)
+    place = present(path)
     manifest = read_manifest(place)
     _check_precision(place, manifest)
-    contents = {name: read_program(place, name, signature) for name, signature in manifest.signatures.items()}
-    programs = {
-        name: _told(name, manifest.signatures[name].vjp_order, _program(place, name, content, manifest))
-        for name, content in contents.items()
-    }
+    contents = {name: read_content(place, name, signature) for name, signature in manifest.signatures.items()}
+    allowed = {target for check in disabled_checks if (target := check.is_custom_call()) is not None}
+    with bytecode_reader() as as_text:
+        read = partial(read_program, allowed=allowed, as_text=as_text)
+        programs = {
+            name: _told(name, manifest.signatures[name].vjp_order, _program(place, name, content, manifest, read))
+            for name, content in contents.items()
+        }
     values = read_values(place, VARIABLES, manifest.variables)
     large = read_values(place, CONSTANTS, manifest.constants)
     constants = {name: jnp.asarray(value) for name, value in large.items()}
@@ -164,8 +155,11 @@ def _check_precision(place: Path, manifest: Manifest) -> None:
             )
 
 
-def _program(place: Path, name: str, content: bytes, manifest: Manifest) -> export.Exported:
-    version = manifest.signatures[name].calling_convention_version
+def _program(
+    place: Path, name: str, content: bytes, manifest: Manifest, read: Callable[[bytes], export.Exported]
+) -> export.Exported:
+    signature = manifest.signatures[name]
+    version = signature.calling_convention_version
     oldest = export.minimum_supported_calling_convention_version
     newest = export.maximum_supported_calling_convention_version
     if not oldest <= version <= newest:
@@ -175,15 +169,24 @@ def _program(place: Path, name: str, content: bytes, manifest: Manifest) -> expo
             f"  {'install a newer JAX' if version > newest else 'export again with a newer JAX'}"
         )
     try:
-        program = export.deserialize(bytearray(content))
-        if _numbers(manifest.jax) > _numbers(jax.__version__):
-            program.mlir_module()  # a newer one may use what this one's compiler does not know
+        program = read(content)
+        check_program(manifest, signature, program)
         return program
-    except Exception as error:  # JAX raises whatever its readers raise
+    except RefusedCall as error:
+        raise ExportError(
+            f"the program {name!r} of {place} calls {error.target!r}, which is no library routine of JAX and could "
+            f"be anything in this process{at(caller())}\n  if you trust the export, allow the target: "
+            f"disabled_checks=[jax.export.DisabledSafetyCheck.custom_call({error.target!r})]"
+        ) from error
+    except WireError as error:
+        if error.__cause__ is None:
+            raise damaged(place / PROGRAMS / name, str(error)) from error
         raise ExportError(
             f"JAX {jax.__version__} cannot read the program {name!r} of {place}, which JAX {manifest.jax} wrote"
-            f"{at(caller())}\n  load it with JAX {manifest.jax}, or export it again; JAX says: {error}"
+            f"{at(caller())}\n  load it with JAX {manifest.jax}, or export it again; JAX says: {error.__cause__}"
         ) from error
+    except ValueError as error:
+        raise damaged(place / PROGRAMS / name, str(error)) from error
 
 
 def _told(name: str, order: int, program: export.Exported) -> export.Exported:
@@ -206,10 +209,6 @@ def _told(name: str, order: int, program: export.Exported) -> export.Exported:
     return made(program)
 
 
-def _numbers(version: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", version)]
-
-
 def _function(
     name: str,
     signature: Signature,
@@ -221,7 +220,7 @@ def _function(
     positional = [parameter for parameter in parameters if parameter.by != "name"]
     named = [parameter for parameter in parameters if parameter.by == "name"]
     arguments = Arguments([p.tree for p in positional], {p.name: p.tree for p in named}, signature.result)
-    python = inspect.Signature([inspect.Parameter(p.name, _KINDS[p.by]) for p in parameters])
+    python = python_signature(parameters)
     given = {key: constants[stored] for key, stored in signature.constants.items()}
 
     def run(*args: Any, **kwargs: Any) -> Any:

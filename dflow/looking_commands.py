@@ -82,7 +82,8 @@ def _show_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _show_export(options: argparse.Namespace) -> int:
-    from dflow.export_format import listing, read_manifest
+    from dflow.export_format import read_manifest
+    from dflow.export_manifest import listing
 
     print(listing(read_manifest(options.path)))
     return 0

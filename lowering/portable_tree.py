@@ -118,10 +118,10 @@ def leaves_of(tree: Tree, path: str) -> list[tuple[str, str]]:
     """The path and the type of each array of a tree."""
     if isinstance(tree, Leaf):
         return [(path, tree.type)]
-    return [found for suffix, child in _parts(tree) for found in leaves_of(child, path + suffix)]
+    return [found for suffix, child in parts_of(tree) for found in leaves_of(child, path + suffix)]
 
 
-def _parts(tree: Tree) -> list[tuple[str, Tree]]:
+def parts_of(tree: Tree) -> list[tuple[str, Tree]]:
     """What a node holds, each part with how a program gets at it."""
     match tree:
         case Tuple(of) | List(of):
@@ -156,7 +156,7 @@ def flatten(tree: Tree, value: Any, path: str) -> list[Any]:
         wanted = tuple if isinstance(tree, Tuple) else list
         _expect(type(value) is wanted and len(value) == len(tree.of), tree, value, path)
         parts = list(value)
-    inner = zip(_parts(tree), parts, strict=True)
+    inner = zip(parts_of(tree), parts, strict=True)
     return [leaf for (suffix, child), part in inner for leaf in flatten(child, part, path + suffix)]
 
 
@@ -221,7 +221,7 @@ def unplain(tree: Tree, value: Any) -> list[Any]:
         case Dict(of):
             return [leaf for key, child in of for leaf in unplain(child, value[str(key)])]
         case _:
-            inner = zip(_parts(tree), value, strict=True)
+            inner = zip(parts_of(tree), value, strict=True)
             return [leaf for (_, child), part in inner for leaf in unplain(child, part)]
 
 

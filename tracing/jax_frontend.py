@@ -577,30 +577,31 @@ STABLE_CALL_TARGETS: frozenset[str] = frozenset(jax_export._CUSTOM_CALL_TARGETS_
 def export_trees(blob: bytearray) -> Iterator[tuple[bool, int]]:
     """Of an exported program that was not read yet, each node of its trees: whether it is of a plain kind, its depth.
 
-    Raises whatever reading malformed bytes raises. There is no end to the nodes of bytes made to have none.
+    The trees of its derivatives follow, each deeper than that which it derives. Raises whatever reading malformed bytes
+    raises. There is no end to the nodes of bytes made to have none.
     """
-    table = export_tables.Exported.GetRootAsExported(blob)
+    table, order = export_tables.Exported.GetRootAsExported(blob), 0
     kinds = export_tables.PyTreeDefKind
     plain = {kinds.leaf, kinds.none, kinds.tuple, kinds.list, kinds.dict}
-    stack = [(tree, 0) for tree in (table.InTree(), table.OutTree())]
-    while stack:
-        tree, depth = stack.pop()
-        yield tree.Kind() in plain, depth
-        stack += ((tree.Children(index), depth + 1) for index in range(tree.ChildrenLength()))
+    while table is not None:
+        stack = [(tree, order) for tree in (table.InTree(), table.OutTree())]
+        while stack:
+            tree, depth = stack.pop()
+            yield tree.Kind() in plain, depth
+            stack += ((tree.Children(index), depth + 1) for index in range(tree.ChildrenLength()))
+        table, order = table.Vjp(), order + 1
 
 
 def with_text(exported: Any) -> Any:
-    """An exported program whose module is held as text, which `with_bytecode` takes back."""
+    """An exported program whose module is held as text, which `with_module` takes."""
     return dataclasses.replace(exported, mlir_module_serialized=exported.mlir_module().encode())
 
 
-def with_bytecode(exported: Any) -> tuple[Any, list[tuple[str, str]]]:
-    """What `with_text` gave, as JAX runs it, and its ops, each with what it calls if it is a custom call.
+def with_module(exported: Any, text: str) -> tuple[Any, list[tuple[str, str]]]:
+    """An exported program of that module as JAX runs it, and its ops, each with what it calls if it is a custom call.
 
-    Raises what MLIR raises for a text that is none; and UnicodeDecodeError for bytecode, whose reader malformed bytes
-    can crash.
+    Raises what MLIR raises for a text that is no module.
     """
-    text = exported.mlir_module_serialized.decode()
     with jax_mlir.make_ir_context():
         module = _EXPORT.ir.Module.parse(text)
         module.operation.verify()
@@ -609,6 +610,11 @@ def with_bytecode(exported: Any) -> tuple[Any, list[tuple[str, str]]]:
         version = _EXPORT.hlo.get_version_from_compatibility_requirement(recent)
         bytecode = _EXPORT._jax.mlir.serialize_portable_artifact(jax_mlir.module_to_bytecode(module), version, False)
     return dataclasses.replace(exported, mlir_module_serialized=bytecode), ops
+
+
+def with_derivative(exported: Any, derivative: Any) -> Any:
+    """An exported program whose derivative is this one, or that has none."""
+    return dataclasses.replace(exported, _get_vjp=None if derivative is None else lambda _: derivative)
 
 
 def _ops_of(root: Any) -> Iterator[tuple[str, str]]:

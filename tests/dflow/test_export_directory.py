@@ -127,7 +127,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str, str]] = {
     ),
     "a function of variables that are not there": (
         changed("manifest.json", lambda m: m["variables"].clear()),
-        "manifest.json is damaged: serve uses 'layer/w', of which nothing else is said",
+        "manifest.json is damaged: serve uses 'layer/w', and says nothing else of it",
         COPY_AGAIN,
     ),
     "a newer format": (
