@@ -22,6 +22,7 @@ import msgspec
 
 from dflow.distributed.flight_text import flight_text
 from dflow.distributed.run_folder import RUN_FOLDER_VARIABLE
+from dflow.distributed.whole_file import write_whole_file
 from dflow.lowering.recorder import Recorder
 from dflow.tracing.task_name import short_task_name
 
@@ -80,10 +81,10 @@ class FlightRecorder:
         when = datetime.now().isoformat(timespec="milliseconds")
         reason = why if why.isprintable() else why.encode("unicode_escape").decode()
         head = f"{self._task} at {when}, process {os.getpid()}\n{reason}\n\n"
-        _replace(text, (head + flight_text(events, now_ns)).encode("utf-8", "backslashreplace"))
+        write_whole_file(text, (head + flight_text(events, now_ns)).encode("utf-8", "backslashreplace"))
         about = {"task": self._task, "when": when, "process": os.getpid(), "why": why, "now_ns": now_ns}
         lines = [msgspec.json.encode(line) for line in (about, *events)]
-        _replace(text.with_suffix(".jsonl"), b"\n".join(lines) + b"\n")
+        write_whole_file(text.with_suffix(".jsonl"), b"\n".join(lines) + b"\n")
         return text
 
     def _next_number(self) -> int:
@@ -109,10 +110,3 @@ def _make_private(folder: Path) -> None:
             raise PermissionError(f"{folder} is not a folder of user {os.geteuid()}; set {RUN_FOLDER_VARIABLE}")
         return
     folder.mkdir(parents=True, exist_ok=True)
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """Write the file whole: whoever reads it sees all of it or what was there before."""
-    part = path.with_name(path.name + ".part")
-    part.write_bytes(data)
-    part.replace(path)

@@ -10,7 +10,6 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -30,6 +29,7 @@ from dflow.distributed.messages import (
 from dflow.distributed.task_observer import Observation, TaskObserver
 from dflow.distributed.trace_file import crossings, first_steps, trace_of
 from dflow.distributed.transport.base import Peer, Reply
+from dflow.distributed.whole_file import write_whole_file
 from dflow.lowering.recorder import Event
 from dflow.tracing.errors import DeadlineExceeded, DflowError, WireError
 from dflow.tracing.task_name import short_task_name
@@ -82,9 +82,7 @@ class Trace:
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write it to a file, whole or not at all."""
-        part = Path(f"{os.fspath(path)}.part")
-        part.write_bytes(self.json())
-        part.replace(path)
+        write_whole_file(path, self.json())
 
     @property
     def steps(self) -> int:

@@ -14,6 +14,7 @@ Invariants:
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 import threading
 import time
@@ -80,7 +81,7 @@ class OnRay:
         asked = RayResources(cpus=0.0) if is_coordinator else self._resources[job]
         limit = self._restarts.get(job, NEVER).limit
         actor = ray.remote(TaskActor).options(
-            name=f"dflow {short_task_name(program.task)} {os.getpid()}-{time.monotonic_ns()}",
+            name=f"dflow {short_task_name(program.task)} {secrets.token_hex(8)}",
             num_cpus=asked.cpus,
             num_gpus=asked.gpus,
             resources=dict(asked.others),
@@ -137,7 +138,8 @@ class TaskActor:
     ) -> None:
         self._name = short_task_name(task)
         self._is_restarted = is_restarted
-        self._incarnation = os.getpid()
+        #: Random, since an actor that is started again in another container may have the same process number.
+        self._incarnation = secrets.randbits(62)
         self._changed = threading.Condition()
         #: Those that the launcher may not have, after so many that it has.
         self._lines: deque[str] = deque()

@@ -7,6 +7,7 @@ good, and the end of everything.
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -83,6 +84,28 @@ def test_lines_are_kept_until_the_launcher_has_them(tmp_path: Path) -> None:
         assert not status.done()
         assert actor.lines(life, 2) == (life, (), 3)
         assert status.result(30.0) == 3
+
+
+@needs_ray
+def test_another_life_of_the_same_process_number_keeps_its_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in two containers, where the actor is process 1."""
+    from dflow.distributed.launching.on_ray import TaskActor
+
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    lives: set[int | None] = set()
+    for _ in range(2):
+        words = ["-c", "print('one')"]
+        actor = TaskActor("/job:worker/task:0", words, {}, {}, str(tmp_path), is_secured=False, is_restarted=False)
+        before, found = next(iter(lives), None), ()
+        while not found:
+            life, found, _ = actor.lines(before, 1)
+        assert found == ("one",)
+        lives.add(life)
+        actor.lines(life, 1)
+        assert actor.run() == 0
+    assert len(lives) == 2
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed")
