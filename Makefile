@@ -27,7 +27,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test checks lint format types layers pytest nightly fuzz golden array-api-suite jax-suite bench bench-peers gpu-check wheel pins clean
+.PHONY: help setup demo test checks lint format types layers pytest nightly fuzz golden array-api-suite jax-suite bench bench-tiny bench-peers gpu-check wheel pins clean
 
 help:  ## list the targets
 	@echo 'make TARGET [PYTHON=python3] [VENV=.venv]; needs Python 3.11 or newer and pip; set-up is done on first use'
@@ -85,6 +85,11 @@ jax-suite: $(STAMP)  ## run JAX's own tests with jax.jit and with dflow.jit, and
 bench: $(STAMP)  ## run each file of benchmarks/; each prints a table
 	@set -e; for file in benchmarks/[!_]*.py; do \
 	  name=$$(basename "$$file" .py); echo "== $$name"; $(PY) -m "benchmarks.$$name"; \
+	done
+
+bench-tiny: $(STAMP)  ## run one round of each with sizes so small that the figures mean nothing
+	@set -e; for file in benchmarks/[!_]*.py; do \
+	  name=$$(basename "$$file" .py); echo "== $$name"; $(PY) -m benchmarks._tiny "$$name"; \
 	done
 
 bench-peers: $(STAMP)  ## the null step beside TensorFlow's own runtime, which gets an environment of its own; PEERS_OPTIONS='--kind dense'

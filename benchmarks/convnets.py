@@ -17,8 +17,6 @@ import argparse
 import functools
 import json
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
@@ -31,6 +29,7 @@ import numpy as np
 
 import dflow
 from benchmarks._convnet_models import NETWORKS, RATE, Network, batch_of, initial, loss
+from benchmarks._launched import last_line_of
 from benchmarks._paired import in_turn, median_ratio, publish, seconds_per_call
 
 #: Table 1 of the paper (OSDI 2016), in ms: one Titan X, 32-bit floats, the batches of convnet-benchmarks.
@@ -160,9 +159,7 @@ def program_row(network: Network, size: int, dtype: Any) -> dict[str, Any]:
 
 def _measured_alone(network: Network, size: int, dtype: Any, way: str) -> dict[str, Any]:
     words = ["--program-of", way, network.name, str(size), np.dtype(dtype).name]
-    command = [sys.executable, "-m", "benchmarks.convnets", *words]
-    ran = subprocess.run(command, check=True, capture_output=True, text=True, timeout=1800)
-    found: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+    found: dict[str, Any] = json.loads(last_line_of("convnets", words, timeout_s=1800))
     return found
 
 

@@ -13,8 +13,6 @@ to spare, and how many of these their task could hold back until it receives som
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -23,6 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks._launched import last_line_of
 from benchmarks._paired import in_turn, median_ratio, options, publish
 from benchmarks.memory import ALLOCATOR
 
@@ -34,6 +33,12 @@ WORKER, ELSEWHERE = "/job:worker/task:0", "/job:ps/task:0"
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["--run"]:
+        if sys.argv[2] == "sends":
+            sends()
+        else:
+            run(*sys.argv[2:])
+        return
     given = options(__doc__, rounds=3)
     rows = []
     for program in PROGRAMS:
@@ -55,16 +60,7 @@ def in_a_process(program: str, way: str) -> dict[str, float]:
 
 
 def in_a_child(program: str, way: str) -> str:
-    ran = subprocess.run(
-        [sys.executable, "-m", "benchmarks.copies", "--run", program, way],
-        cwd=Path(__file__).parent.parent,
-        env={**os.environ, **ALLOCATOR, **DEVICES},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=True,
-    )
-    return ran.stdout.splitlines()[-1]
+    return last_line_of("copies", ("--run", program, way), timeout_s=DEADLINE_S, **ALLOCATOR, **DEVICES)
 
 
 def function(program: str) -> Callable[[Any], Any]:
@@ -194,10 +190,4 @@ def sends() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--run"]:
-        if sys.argv[2] == "sends":
-            sends()
-        else:
-            run(*sys.argv[2:])
-    else:
-        main()
+    main()

@@ -8,14 +8,12 @@ a process of its own, in turn, whose allocator gives back at once what is freed:
 from __future__ import annotations
 
 import json
-import os
 import resource
-import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+from benchmarks._launched import last_line_of
 from benchmarks._paired import in_turn, median_ratio, options, publish
 
 LAYERS, WIDTH, BATCH, STEPS = 8, 2048, 64, 5
@@ -24,6 +22,9 @@ ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["--run"]:
+        run(sys.argv[2])
+        return
     given = options(__doc__, rounds=5)
     found = in_turn({way: lambda way=way: in_a_process(way) for way in WAYS}, given.rounds)
     rows = []
@@ -36,18 +37,7 @@ def main() -> None:
 
 
 def in_a_process(way: str) -> dict[str, float]:
-    command = [sys.executable, "-m", "benchmarks.memory", "--run", way]
-    root = Path(__file__).parent.parent
-    ran = subprocess.run(
-        command,
-        cwd=root,
-        env={**os.environ, **ALLOCATOR},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=True,
-    )
-    figures: dict[str, float] = json.loads(ran.stdout.splitlines()[-1])
+    figures: dict[str, float] = json.loads(last_line_of("memory", ("--run", way), timeout_s=DEADLINE_S, **ALLOCATOR))
     return figures
 
 
@@ -136,7 +126,4 @@ def by_jax(x: Any) -> tuple[Callable[[], Any], Any]:
 WAYS: dict[str, Callable[[Any], tuple[Callable[[], Any], Any]]] = {"dflow": by_dflow, "jax": by_jax}
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--run"]:
-        run(sys.argv[2])
-    else:
-        main()
+    main()

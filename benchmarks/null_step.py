@@ -17,17 +17,15 @@ import json
 import socket
 import statistics
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
+from benchmarks._launched import ROOT, launched
 from benchmarks._null_step_worker import COLUMNS, ROWS_FETCHED, SMALLER
 from benchmarks._paired import median_ratio, options, publish
 from benchmarks._raw_sockets import raw_servers
 
-ROOT = Path(__file__).parents[1]
 ROUNDS = 5
 RUN_S = 900
 #: Median step times of 1 and of 100 workers, in ms.
@@ -118,14 +116,10 @@ def against_smaller(ours: Sequence[float], times: Times) -> dict[str, float]:
 def by_dflow(step: Step) -> Times:
     """The times of worker 0: of our steps, and of all that is done in turn with them."""
     ask, reply = request_bytes(step.kind, step.ps, step.mb)
-    script = str(ROOT / "benchmarks" / "_null_step_worker.py")
-    cluster = ["-m", "dflow", "launch", "--ps", str(step.ps), "--workers", str(step.workers), script]
     with raw_servers(step.ps, step.workers, ask, reply) as ports:
         words = step.words("kind", "ps", "workers", "mb", "steps", "rounds")
         said = [*words, "--ask", str(ask), "--reply", str(reply), "--ports", *map(str, ports)]
-        ended = subprocess.run(
-            [sys.executable, *cluster, *said], cwd=ROOT, capture_output=True, text=True, timeout=RUN_S, check=False
-        )
+        ended = launched("_null_step_worker.py", said, ps=step.ps, workers=step.workers, timeout_s=RUN_S)
     found: Times = found_in(ended.stdout, "[worker:0] times ", ended.stdout + ended.stderr)
     return found
 

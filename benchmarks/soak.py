@@ -7,14 +7,11 @@ other worker at a barrier made of queues. *growth* is from a tenth of the way, w
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
+from benchmarks._launched import launched
 from benchmarks._paired import options, publish
 
-ROOT = Path(__file__).parents[1]
 PS, WORKERS, LOOKS = 2, 2, 20
 
 
@@ -41,10 +38,8 @@ def main() -> None:
 
 def looks(steps: int) -> list[dict[str, Any]]:
     """What the processes held, from time to time."""
-    script = str(ROOT / "benchmarks" / "_soak_worker.py")
-    cluster = [sys.executable, "-m", "dflow", "launch", "--ps", str(PS), "--workers", str(WORKERS), script]
     words = ["--steps", str(steps // WORKERS), "--looks", str(LOOKS), "--workers", str(WORKERS)]
-    ended = subprocess.run([*cluster, *words], cwd=ROOT, capture_output=True, text=True, timeout=7200, check=False)
+    ended = launched("_soak_worker.py", words, ps=PS, workers=WORKERS, timeout_s=7200)
     start = "[worker:0] looks "
     lines = [line for line in ended.stdout.splitlines() if line.startswith(start)]
     if not lines:

@@ -1,0 +1,74 @@
+"""`python -m benchmarks._tiny NAME`: one round of a benchmark with sizes so small that its figures mean nothing.
+
+It shows that the benchmark runs. `make bench-tiny` and the tests do so for each. Words after NAME replace its options.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from benchmarks._launched import TINY
+
+ONE_ROUND = ("--rounds", "1")
+
+
+def first(many: Any) -> Any:
+    """A mapping or a sequence with its first entry alone."""
+    kept = itertools.islice(many.items() if isinstance(many, Mapping) else many, 1)
+    return type(many)(kept)
+
+
+def narrow(networks: Any) -> Any:
+    """The first network with few channels, for small images."""
+    return tuple(network.narrowed(by=16, image=63) for network in first(networks))
+
+
+def to(value: Any) -> Callable[[Any], Any]:
+    """The value, in place of any."""
+    return lambda _: value
+
+
+#: By benchmark: how its constants are made small, and its options.
+SMALL: dict[str, tuple[dict[str, Callable[[Any], Any]], tuple[str, ...]]] = {
+    "call_cost": ({"SIZES": first, "WORK": to(20)}, (*ONE_ROUND, "--calls", "1000")),
+    "convnets": ({"NETWORKS": narrow}, (*ONE_ROUND, "--compile", "0")),
+    "coordinator_events": ({}, (*ONE_ROUND, "--tasks", "10")),
+    "copies": ({"PROGRAMS": first, "WIDTH": to(16)}, ONE_ROUND),
+    "devices": ({"MODELS": first, "ROW_S": to(0.01)}, ONE_ROUND),
+    "host_loop": ({}, (*ONE_ROUND, "--turns", "2")),
+    "input": ({"CALLS": to(2)}, (*ONE_ROUND, "--layers", "1")),
+    "memory": ({"WIDTH": to(16)}, ONE_ROUND),
+    "null_step": ({}, (*ONE_ROUND, "--steps", "4")),
+    "passes": ({"SIZES": to((100, 200))}, ONE_ROUND),
+    "placement": (
+        {"FAMILIES": first, "FUNCTIONS": first, "CLOCKS": first},
+        (*ONE_ROUND, "--seeds", "1", "--small", "1"),
+    ),
+    "saving": ({}, (*ONE_ROUND, "--mib", "1")),
+    "scaling": ({}, ("--steps", "2")),
+    "soak": ({}, ("--steps", "80")),
+    "tls": ({}, ONE_ROUND),
+    "trace_time": ({"LAYERS": to(1)}, (*ONE_ROUND, "--short", "1")),
+    "transport": ({}, ONE_ROUND),
+}
+
+
+def main() -> None:
+    name, *words = sys.argv[1:]
+    # For the processes that the benchmark starts.
+    os.environ[TINY] = "1"
+    module: Any = importlib.import_module(f"benchmarks.{name}")
+    constants, options = SMALL[name]
+    for constant, smaller in constants.items():
+        setattr(module, constant, smaller(getattr(module, constant)))
+    sys.argv = [name, *(words or options)]
+    module.main()
+
+
+if __name__ == "__main__":
+    main()
