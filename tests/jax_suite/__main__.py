@@ -10,10 +10,13 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import os
 import platform
 import re
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from tests.jax_suite.compare import Exceptions, FileComparison, differences, table
@@ -31,6 +34,7 @@ def parsed(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("files", nargs="*", help="paths below it; without any, those of JAX's that are about jit")
     parser.add_argument("--suite", default="jax", help="the table of exceptions.toml that holds for these files")
     parser.add_argument("--exceptions", type=Path, default=Path(__file__).with_name("exceptions.toml"))
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="files at a time")
     parser.add_argument("--test-timeout", type=float, default=Limits.test, metavar="SECONDS")
     parser.add_argument("--file-timeout", type=float, default=Limits.file, metavar="SECONDS")
     parser.add_argument(
@@ -45,16 +49,20 @@ def main(argv: Sequence[str]) -> int:
     options, for_pytest = parsed(argv)
     root: Path = options.folder.resolve()
     exceptions = Exceptions.of(options.exceptions, options.suite)
-    files = chosen(root, options.files)
+    files, absent = chosen(root, options.files)
     if not files:
-        print(f"no test file of {len(options.files) or len(DEFAULT)} is in {root}; say a folder that holds them")
+        print(f"no test file of {len(absent)} is in {root}; say a folder that holds them")
         return 2
-    limits = Limits(options.test_timeout, options.file_timeout)
-    compared = []
-    for file in files:
-        plain, replaced = (run_file(file, way, root, limits, for_pytest) for way in ("jax", "dflow"))
-        compared.append(one := FileComparison(file, plain, replaced))
-        print(f"{file}: {len(one.passed)} with jax.jit, {len(one.differing)} of them not with dflow.jit", flush=True)
+    if absent:
+        print(f"not in {root}, which is of another version: {', '.join(absent)}")
+    compared: list[FileComparison] = []
+    for one in each(files, root, Limits(options.test_timeout, options.file_timeout), for_pytest, options.jobs):
+        compared = sorted([*compared, one], key=lambda one: files.index(one.file))
+        print(
+            f"[{len(compared)}/{len(files)}] {one.file}: {len(one.passed)} with jax.jit, {len(one.differing)} of them "
+            "not with dflow.jit",
+            flush=True,
+        )
         if options.json:  # after each file, since a whole suite takes long
             options.json.write_text(json.dumps(report(options, for_pytest, compared, exceptions), indent=2) + "\n")
     print("\n" + table(compared, exceptions))
@@ -69,17 +77,42 @@ def main(argv: Sequence[str]) -> int:
     return int(any(one.unlisted(exceptions) for one in compared))
 
 
-def chosen(root: Path, files: Sequence[str]) -> list[str]:
-    """The files asked for, folders taken apart; of the default ones those that are there. Raises SystemExit."""
+def each(
+    files: Sequence[str], root: Path, limits: Limits, for_pytest: Sequence[str], jobs: int
+) -> Iterator[FileComparison]:
+    """Run so many files at a time, each in both ways, and give each as soon as it has ended."""
+    stop = threading.Event()
+
+    def one(file: str) -> FileComparison:
+        runs = (run_file(file, way, root, limits, for_pytest, stop=stop) for way in ("jax", "dflow"))
+        return FileComparison(file, *runs)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        try:
+            for ended in as_completed([pool.submit(one, file) for file in files]):
+                yield ended.result()
+        except BaseException:  # an interrupt from the keyboard leaves no process behind
+            stop.set()
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def chosen(root: Path, files: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The files asked for, and the default ones that are not there. Raises SystemExit for others that are not."""
     if not files:
-        return [file for file in DEFAULT if (root / file).is_file()]
-    found: list[str] = []
-    for file in files:
-        path = root / file
-        if not path.exists():
-            raise SystemExit(f"{path} does not exist; name files and folders below {root}")
-        inside = sorted({*path.rglob("*_test.py"), *path.rglob("test_*.py")}) if path.is_dir() else [path]
-        found += [one.relative_to(root).as_posix() for one in inside]
+        here = [file for file in DEFAULT if (root / file).is_file()]
+        return here, [file for file in DEFAULT if file not in here]
+    return list(dict.fromkeys(one.relative_to(root).as_posix() for file in files for one in inside(root, file))), []
+
+
+def inside(root: Path, file: str) -> list[Path]:
+    """The test files of a folder below `root`, or the files of that name in whichever folder. Raises SystemExit."""
+    path = root / file
+    if path.is_dir():
+        return sorted({*path.rglob("*_test.py"), *path.rglob("test_*.py")})
+    found = [path] if path.is_file() else sorted(root.rglob(path.name)) if path.parent == root else []
+    if not found:
+        raise SystemExit(f"{path} does not exist; name files and folders below {root}")
     return found
 
 

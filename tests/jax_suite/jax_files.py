@@ -1,4 +1,4 @@
-"""The files of JAX's own tests that are about `jax.jit`, or go through it much; absent ones are left out."""
+"""The files of JAX's own tests that are about `jax.jit`, or go through it much. Not every version has all of them."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ pmap_test pretty_printer_test profiler_test python_callback_test qdwh_test rando
 roofline_test scipy_optimize_test shape_poly_test shard_alike_test shard_map_test source_info_test sparse_test
 stack_test stages_test state_test stax_test tree_util_test util_test x64_context_test xla_interpreter_test
 xla_metadata_test
+pallas/fuser_block_spec_test pallas/fusion_test pallas/indexing_test pallas/ops_test pallas/pallas_error_handling_test
+pallas/pallas_shape_poly_test pallas/pallas_test pallas/pallas_vmap_test
 """
 
 DEFAULT = tuple(f"{name}.py" for name in NAMES.split())

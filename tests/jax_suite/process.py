@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -51,12 +52,23 @@ class Limits:
     file: float = 3600.0
 
 
+class Stopped(BaseException):
+    """The whole run ends: another thread was interrupted."""
+
+
 def run_file(
-    file: str, way: str, root: Path, limits: Limits, arguments: Sequence[str] = (), python: str = sys.executable
+    file: str,
+    way: str,
+    root: Path,
+    limits: Limits,
+    arguments: Sequence[str] = (),
+    python: str = sys.executable,
+    stop: threading.Event | None = None,
 ) -> FileRun:
     """Run `file` (a path below `root`) in processes of its own with `jax.jit` (way "jax") or `dflow.jit` ("dflow").
 
     arguments  further arguments for pytest
+    stop       ends the process that runs, once it is set; Stopped is raised then
     returns    every test that ended or was ended; `trouble` is set when the file cannot be imported, when a process
                died outside of a test, and when the file's time was up
     """
@@ -74,7 +86,7 @@ def run_file(
                     command, cwd=root, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
                 )
                 try:
-                    late = _watch(process, records, limits, until)
+                    late = _watch(process, records, limits, until, stop or threading.Event())
                 except BaseException:  # an interrupt from the keyboard leaves no process behind
                     os.killpg(process.pid, signal.SIGKILL)
                     raise
@@ -94,7 +106,7 @@ def run_file(
                 run.tests[unfinished] = Outcome("crashed", f"the process {status}: {_where(printed)}")
 
 
-def _watch(process: subprocess.Popen[bytes], records: Path, limits: Limits, until: float) -> str:
+def _watch(process: subprocess.Popen[bytes], records: Path, limits: Limits, until: float, stop: threading.Event) -> str:
     """Wait for the end of a process, or end it; says which limit it went past."""
     size, since = -1, time.monotonic()
     while True:
@@ -103,6 +115,8 @@ def _watch(process: subprocess.Popen[bytes], records: Path, limits: Limits, unti
             return ""
         except subprocess.TimeoutExpired:
             now = time.monotonic()
+        if stop.is_set():
+            raise Stopped
         if (written := records.stat().st_size) != size:
             size, since = written, now
         late = "file" if now > until else "test" if now - since > limits.test else ""

@@ -7,15 +7,17 @@ import re
 import signal
 import subprocess
 import textwrap
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.jax_suite import process
-from tests.jax_suite.__main__ import main
+from tests.jax_suite.__main__ import chosen, each, main
 from tests.jax_suite.child import last_line
 from tests.jax_suite.compare import Exceptions, FileComparison
-from tests.jax_suite.process import FileRun, Limits, Outcome, run_file
+from tests.jax_suite.process import FileRun, Limits, Outcome, Stopped, run_file
 
 FILE = """
     import os, threading
@@ -146,6 +148,65 @@ def test_a_folder_without_test_files_is_said(tmp_path: Path, capsys: pytest.Capt
     assert "say a folder that holds them" in capsys.readouterr().out
     with pytest.raises(SystemExit, match=r"none_test\.py does not exist"):
         main([str(tmp_path), "none_test.py"])
+
+
+QUICK = "def test_one():\n    pass\n"
+
+
+def test_files_of_subfolders_are_found_and_absent_ones_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "pallas").mkdir()
+    for name in ("a_test.py", "pallas/b_test.py"):
+        (tmp_path / name).write_text(QUICK)
+    monkeypatch.setattr("tests.jax_suite.__main__.DEFAULT", ("a_test.py", "pallas/b_test.py", "gone_test.py"))
+    assert main([str(tmp_path), "--jobs", "2"]) == 0
+    said = capsys.readouterr().out
+    assert f"not in {tmp_path}, which is of another version: gone_test.py\n" in said
+    progress = r"^\[\d/2\] (a|pallas/b)_test.py: 1 with jax.jit, 0 of them not with dflow.jit$"
+    assert len(re.findall(progress, said, re.MULTILINE)) == 2
+    assert said.index("\na_test.py ") < said.index("\npallas/b_test.py ") < said.index("\nin all ")
+
+
+def test_a_name_stands_for_the_files_of_any_folder(tmp_path: Path) -> None:
+    (tmp_path / "pallas" / "deep").mkdir(parents=True)
+    for name in ("pallas/b_test.py", "pallas/deep/b_test.py", "pallas/c_test.py"):
+        (tmp_path / name).write_text(QUICK)
+    assert chosen(tmp_path, ["b_test.py"]) == (["pallas/b_test.py", "pallas/deep/b_test.py"], [])
+    everything = ["pallas/b_test.py", "pallas/c_test.py", "pallas/deep/b_test.py"]
+    assert chosen(tmp_path, ["pallas", "c_test.py"]) == (everything, [])
+
+
+def test_a_run_that_is_stopped_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "long_test.py").write_text("import threading\nthreading.Event().wait()\n")
+    begun: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+
+    def noted(*words: Any, **options: Any) -> subprocess.Popen[bytes]:
+        begun.append(popen(*words, **options))
+        return begun[0]
+
+    monkeypatch.setattr(subprocess, "Popen", noted)
+    stop = threading.Event()
+    stop.set()
+    with pytest.raises(Stopped):
+        run_file("long_test.py", "jax", tmp_path, Limits(), stop=stop)
+    assert [child.wait(timeout=60) for child in begun] == [-signal.SIGKILL]
+
+
+def test_an_interrupt_stops_what_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped: list[bool] = []
+
+    def run(file: str, *_: object, stop: threading.Event) -> FileRun:
+        if file == "a_test.py":
+            raise KeyboardInterrupt
+        stopped.append(stop.wait(60))
+        return FileRun()
+
+    monkeypatch.setattr("tests.jax_suite.__main__.run_file", run)
+    with pytest.raises(KeyboardInterrupt):
+        list(each(["a_test.py", "b_test.py"], tmp_path, Limits(), (), jobs=2))
+    assert all(stopped)
 
 
 def test_a_test_that_did_not_run_differs() -> None:
