@@ -40,6 +40,7 @@ SMALL: dict[str, tuple[dict[str, Callable[[Any], Any]], tuple[str, ...]]] = {
     "coordinator_events": ({}, (*ONE_ROUND, "--tasks", "10")),
     "copies": ({"PROGRAMS": first, "WIDTH": to(16)}, ONE_ROUND),
     "devices": ({"MODELS": first, "ROW_S": to(0.01)}, ONE_ROUND),
+    "embedding": ({"RULES": first}, (*ONE_ROUND, "--small", "--steps", "2", "--turns", "1")),
     "host_loop": ({}, (*ONE_ROUND, "--turns", "2")),
     "input": ({"CALLS": to(2)}, (*ONE_ROUND, "--layers", "1")),
     "memory": ({"WIDTH": to(16)}, ONE_ROUND),
