@@ -1,4 +1,4 @@
-"""Processes of benchmarks: a script of this folder on a cluster of processes here, a benchmark in one of its own."""
+"""Processes of benchmarks: a script launched on a cluster of processes here, and a benchmark in a new process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TINY = "DFLOW_BENCH_TINY"
 def launched(
     script: str, words: Sequence[str], *, ps: int, workers: int, timeout_s: float
 ) -> subprocess.CompletedProcess[str]:
-    """Run `script` with these words on so many tasks; how it ended, and its output."""
+    """Run `script` with these words on `ps` and `workers` tasks; how it ended, and its output."""
     command = ["-m", "dflow", "launch", "--ps", str(ps), "--workers", str(workers), str(ROOT / "benchmarks" / script)]
     # A launched script finds what lies beside it, and this folder is beside the package, not in it.
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
@@ -32,7 +32,7 @@ def launched(
 
 
 def last_line_of(name: str, words: Sequence[str], *, timeout_s: float, **environment: str) -> str:
-    """Run a benchmark with these words in a process of its own; the last line that it prints."""
+    """Run a benchmark with these words in a new process; the last line that it prints."""
     module = ["benchmarks._tiny", name] if TINY in os.environ else [f"benchmarks.{name}"]
     ran = subprocess.run(
         [sys.executable, "-m", *module, *words],

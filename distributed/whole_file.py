@@ -1,4 +1,4 @@
-"""Writing a file that appears whole, or not at all, in the place of an older one."""
+"""Writing a file that appears whole or not at all, and replaces an older one."""
 
 from __future__ import annotations
 

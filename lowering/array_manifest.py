@@ -1,4 +1,4 @@
-"""The manifest of a folder of arrays: what belongs to it, where each array lies, and of which type it is.
+"""The manifest of a folder of arrays: the path and the type of each array.
 
 A manifest may come from anywhere. Invariant: what `read_manifest` returns has the declared form, and every array lies
 inside the folder.
@@ -20,7 +20,7 @@ from dflow.tracing.errors import CheckpointError, ParseError
 from dflow.tracing.source import at, caller
 from dflow.tracing.types import ArrayType, parse_type
 
-#: What is in every folder of arrays, and in no other.
+#: The file that marks a folder of arrays.
 MANIFEST = "dflow.json"
 VERSION = 1
 

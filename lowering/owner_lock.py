@@ -40,7 +40,7 @@ class OwnerLock:
 
     @staticmethod
     def take_over(path: Path) -> OwnerLock | None:
-        """Lock the file `path` whose owner has ended; None where the owner runs, or nobody can tell."""
+        """Lock the file `path` whose owner has ended; None where the owner runs, or the system cannot tell."""
         with suppress(OSError):
             descriptor = _opened(path, 0)
             with suppress(OSError):

@@ -27,7 +27,7 @@ VALUES: tuple[Any, ...] = (
 
 
 def changed_document(document: Any, rng: random.Random) -> Any:
-    """A copy of a JSON document in which one to three places differ."""
+    """A copy of a JSON document with one to three changes."""
     holder = {"": copy.deepcopy(document)}
     for _ in range(rng.randint(1, 3)):
         where, key = rng.choice(_places(holder))
@@ -67,7 +67,7 @@ def changed_bytes(content: bytes, rng: random.Random) -> bytes:
 
 
 def put_no_file(path: Path, rng: random.Random) -> None:
-    """Put something in the place of a file that is none, or has no end."""
+    """Replace a file by something that is no file, or has no end."""
     path.unlink()
     match rng.randrange(5):
         case 0:

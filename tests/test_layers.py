@@ -22,7 +22,7 @@ TREE = [*PACKAGE, ROOT / "tests", ROOT / "benchmarks", ROOT / "examples"]
 
 UNPICKLERS = {"pickle", "_pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
 JAX_INTERNALS = ROOT / "tracing" / "jax_frontend.py"
-#: Runs as a process, for which importing JAX would take too long.
+#: Runs as a process. To import JAX there would take too long.
 BYTECODE_READER = ROOT / "lowering" / "read_bytecode.py"
 
 

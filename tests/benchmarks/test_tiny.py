@@ -25,7 +25,7 @@ def test_each_benchmark_has_small_sizes() -> None:
 @pytest.mark.timeout(DEADLINE_S + 60)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_tiny_round_ends_well(name: str) -> None:
-    # The path of whoever runs the tests may name the folder, which a launched worker has to find without that.
+    # PYTHONPATH may name the folder here, and a launched worker has to find it without that.
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     ran = subprocess.run(
         [sys.executable, "-m", "benchmarks._tiny", name],

@@ -220,7 +220,7 @@ def good_program() -> export.Exported:
     return program_of(lambda x: jnp.sin(x) * 2)
 
 
-@settings(max_examples=examples(40), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(25), deadline=None, suppress_health_check=list(HealthCheck))
 @given(rng=st.randoms(use_true_random=False))
 def test_a_damaged_program_is_an_error_or_another_program(
     good: Path, tmp_path_factory: pytest.TempPathFactory, rng: random.Random
@@ -237,7 +237,7 @@ def test_a_damaged_program_is_an_error_or_another_program(
         load(path)
 
 
-@settings(max_examples=examples(40), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(25), deadline=None, suppress_health_check=list(HealthCheck))
 @given(rng=st.randoms(use_true_random=False))
 def test_a_damaged_export_is_an_error_or_can_be_called(
     good: Path, tmp_path_factory: pytest.TempPathFactory, rng: random.Random

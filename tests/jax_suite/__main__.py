@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
 def each(
     files: Sequence[str], root: Path, limits: Limits, for_pytest: Sequence[str], jobs: int
 ) -> Iterator[FileComparison]:
-    """Run so many files at a time, each in both ways, and give each as soon as it has ended."""
+    """Run at most `jobs` files at a time, each in both ways, and yield each as soon as it has ended."""
     stop = threading.Event()
 
     def one(file: str) -> FileComparison:
