@@ -247,7 +247,7 @@ class LoggedView:
 
     def show_line(self, task: str, line: str) -> None:
         """Log and show the line."""
-        self._logs.write(task, line)
+        self._log(task, line)
         self._view.show_line(task, line)
 
     def show_status(self, status: Status | None, rows: Sequence[TaskRow]) -> None:
@@ -256,12 +256,16 @@ class LoggedView:
 
     def show_event(self, text: str) -> None:
         """Log the text, and show it."""
-        self._logs.write("launcher", f"{datetime.now().isoformat(timespec='seconds')} {text}")
+        self._log("launcher", f"{datetime.now().isoformat(timespec='seconds')} {text}")
         self._view.show_event(text)
 
     def show_end(self, status: Status | None, ends: Mapping[str, str]) -> None:
         """Show it."""
         self._view.show_end(status, ends)
+
+    def _log(self, task: str, line: str) -> None:
+        if news := self._logs.write(task, line):
+            self._view.show_line("launcher", news)
 
 
 def make_console() -> Console:

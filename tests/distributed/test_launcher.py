@@ -69,6 +69,18 @@ client.leave()
     assert "dflow: to watch: dflow status --watch --coordinator 127.0.0.1:" in output.splitlines()[1]
 
 
+def test_a_full_disk_under_the_logs_does_not_end_the_run(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    for name in ("launcher", "worker-0"):
+        (tmp_path / "logs" / f"{name}.log").symlink_to("/dev/full")
+    with launch(tmp_path, CONNECT + "print('hello')\nclient.leave()") as launched:
+        status, output = launched.finish()
+    assert status == 0, output
+    assert "[worker:0] hello\n" in output
+    for name in ("launcher", "worker-0"):
+        assert output.count(f"{name}.log cannot be written: No space left on device") == 1
+
+
 def test_a_script_that_never_joins_has_not_done_its_part(tmp_path: Path) -> None:
     with launch(tmp_path, "print('done, alone')") as launched:
         status, output = launched.finish()
