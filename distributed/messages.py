@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
@@ -55,6 +55,12 @@ class Failure(Message, frozen=True):
 
 
 # To a task.
+
+
+class Introduce(Message, frozen=True):
+    """The sender's life in the roster: the first message over a connection to a task. Answered by `Ok`."""
+
+    life: int
 
 
 class CreateVariable(Message, frozen=True):
@@ -688,6 +694,7 @@ AnyMessage = (
     | Ok
     | Packed
     | Failure
+    | Introduce
     | CreateVariable
     | VariableCreated
     | ReadVariable
