@@ -28,6 +28,8 @@ from dflow.distributed.messages import (
     Failure,
     Join,
     Leave,
+    Mark,
+    Marked,
     Roster,
     RosterChange,
 )
@@ -217,6 +219,7 @@ class CoordinatorSession:
         self._asks: dict[int, AnyMessage] = {}
         self._last_claims: dict[str, int] = {}
         self._ended: Failure | None = None
+        self._mark = Mark()
         self.roster = Roster((), ())
 
     @property
@@ -294,9 +297,13 @@ class CoordinatorSession:
         self._link = link
         if self._member is not None:
             self._join_by_s = at_s + self._settings.join_s
-            return [Send(link, self._join_ask, self._member)]
+            return [Send(link, self._join_ask, self._joining(self._member))]
         self._up()
         return self._send_all()
+
+    def _joining(self, member: Join) -> Join:
+        """The Join to send now, with what is known here of the cluster."""
+        return msgspec.structs.replace(member, since=self.roster.version, mark=self._mark)
 
     def _drop_link(self, at_s: float, why: str) -> list[SessionCommand]:
         assert self._link is not None
@@ -370,6 +377,7 @@ class CoordinatorSession:
 
     def _answered(self, ask: int, message: AnyMessage) -> list[SessionCommand]:
         self._pauses = 0
+        self._note_mark(message)
         if self._member is not None and ask == self._join_ask:
             return self._join_answered(ask, message, self._member)
         asked = self._asks.pop(ask, None)
@@ -391,12 +399,13 @@ class CoordinatorSession:
     def _join_answered(self, ask: int, message: AnyMessage, member: Join) -> list[SessionCommand]:
         assert self._link is not None
         is_first = self._asks.pop(ask, None) is not None
-        if isinstance(message, Roster):
-            self._member = msgspec.structs.replace(member, cluster=message.cluster)
+        if isinstance(message, (Roster, RosterChange)):
+            roster = message if isinstance(message, Roster) else changed_roster(self.roster, message)
+            self._member = msgspec.structs.replace(member, cluster=roster.cluster)
             self._join_ask = REJOIN
             self._up()
-            shown = self._show(message)
-            return [*shown, *([Settle(ask, message)] if is_first else []), *self._send_all()]
+            shown = self._show(roster)
+            return [*shown, *([Settle(ask, roster)] if is_first else []), *self._send_all()]
         if is_first:
             self._member = None
             self._up()
@@ -405,13 +414,20 @@ class CoordinatorSession:
         if why.kind == "TaskLost" and self._settings.rejoins_anew:
             self._lives += 1
             self._member = msgspec.structs.replace(member, incarnation=f"{self._incarnation}.{self._lives}")
-            return [Send(self._link, REJOIN, self._member)]
+            return [Send(self._link, REJOIN, self._joining(self._member))]
         self._is_in = False
         return self._give_up(Failure(why.kind, f"{self._who} did not take this task back: {why.text}"))
 
     # Rosters.
 
+    def _note_mark(self, message: AnyMessage) -> None:
+        """Keep the newest mark, that of the coordinator's newest start if there were several."""
+        if isinstance(message, Marked) and message.mark.start:
+            is_newer = message.mark.start != self._mark.start or message.mark.revision > self._mark.revision
+            self._mark = message.mark if is_newer else self._mark
+
     def _heard(self, at_s: float, message: AnyMessage) -> list[SessionCommand]:
+        self._note_mark(message)
         match message:
             case Roster():
                 return self._show(message)
@@ -437,4 +453,11 @@ def changed_roster(roster: Roster, change: RosterChange) -> Roster:
         tasks.pop(life, None)
     joined = {info.task for info in change.entries}
     expected = tuple(task for task in roster.expected if task not in joined)
-    return msgspec.structs.replace(roster, tasks=tuple(tasks.values()), expected=expected, version=change.version)
+    return msgspec.structs.replace(
+        roster,
+        tasks=tuple(tasks.values()),
+        expected=expected,
+        version=change.version,
+        epoch=change.epoch,
+        mark=change.mark,
+    )

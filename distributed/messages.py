@@ -398,17 +398,28 @@ class TaskState(Message, frozen=True):
 # To the coordinator.
 
 
+class Mark(msgspec.Struct, frozen=True):
+    """A point in the history of the coordinator's state; see `state_marks`."""
+
+    start: str = ""
+    revision: int = 0
+
+
 class Join(Message, frozen=True):
     """A task is up and listens at `address`; answered by `Roster`; each `RosterChange` follows.
 
     `incarnation`  one life of the task: with the same one and the same address it is the member it was before
     `cluster`      the cluster it was a member of, or empty; a coordinator of another one refuses it
+    `since`        the version of the roster that it has, or 0; with it, a `RosterChange` may be the answer
+    `mark`         the newest that it has seen; a coordinator whose state is older refuses it
     """
 
     task: str
     address: str
     incarnation: str = ""
     cluster: str = ""
+    since: int = 0
+    mark: Mark = Mark()
 
 
 class TaskInfo(msgspec.Struct, frozen=True):
@@ -439,10 +450,11 @@ class Roster(Message, frozen=True):
     version: int = 0
     cluster: str = ""
     epoch: int = 0
+    mark: Mark = Mark()
 
 
 class RosterChange(Message, frozen=True):
-    """What has changed in the roster from version `since` to `version`.
+    """What has changed in the roster from version `since` to `version`, and the newest `epoch`.
 
     Each of `entries` takes the place of the one of the same life, or is a new task, which is no longer expected; the
     lives `dropped` are no longer listed. Not answered.
@@ -452,6 +464,8 @@ class RosterChange(Message, frozen=True):
     version: int
     entries: tuple[TaskInfo, ...]
     dropped: tuple[int, ...] = ()
+    epoch: int = 0
+    mark: Mark = Mark()
 
 
 class EdgeTraffic(msgspec.Struct, frozen=True):
@@ -501,6 +515,7 @@ class Placed(Message, frozen=True):
     """The task that holds the variable."""
 
     task: str
+    mark: Mark = Mark()
 
 
 class Unplace(Message, frozen=True):
@@ -537,6 +552,7 @@ class Claimed(Message, frozen=True):
 
     first: int
     count: int
+    mark: Mark = Mark()
 
 
 class RoundsDone(Message, frozen=True):
@@ -569,6 +585,7 @@ class Elected(Message, frozen=True):
     """Whether the asker was chosen."""
 
     elected: bool
+    mark: Mark = Mark()
 
 
 class AwaitBarrier(Message, frozen=True):
@@ -595,6 +612,7 @@ class BarrierPassed(Message, frozen=True):
     generation: int
     version: int
     members: tuple[str, ...]
+    mark: Mark = Mark()
 
 
 class Report(Message, frozen=True):
@@ -688,6 +706,9 @@ class Status(Message, frozen=True):
     away: tuple[str, ...] = ()
     left: int = 0
 
+
+#: What the coordinator says of its state, each with the mark of the newest write.
+Marked = Roster | RosterChange | Placed | Claimed | Elected | BarrierPassed
 
 AnyMessage = (
     Hello

@@ -108,7 +108,7 @@ def test_after_a_loss_the_task_comes_back_first_and_then_asks_again_in_order() -
     assert made.handle(Asking(1.0, 4, GetStatus())) == []
     assert made.wake_at_s is not None
     assert made.handle(Woke(made.wake_at_s)) == [OpenLink()]
-    assert made.handle(Opened(2.0, 2)) == [Send(2, REJOIN, Join(WORKER0, "h:0", "life", "blue"))]
+    assert made.handle(Opened(2.0, 2)) == [Send(2, REJOIN, Join(WORKER0, "h:0", "life", "blue", 1))]
     assert made.handle(Answered(2.0, 2, REJOIN, ROSTER)) == [
         Send(2, 3, ElectOnce("b", WORKER0)),
         Send(2, 4, GetStatus()),
@@ -234,7 +234,7 @@ def test_one_that_holds_variables_joins_anew_when_it_was_given_up_but_in_no_othe
     made.handle(Woke(1.0))
     made.handle(Opened(1.0, 2))
     assert made.handle(Answered(1.0, 2, REJOIN, Failure("TaskLost", "it left"))) == [
-        Send(2, REJOIN, Join(WORKER0, "h:0", "life.2", "blue"))
+        Send(2, REJOIN, Join(WORKER0, "h:0", "life.2", "blue", 1))
     ]
     [*_, gave_up] = made.handle(Answered(1.0, 2, REJOIN, Failure("ConfigError", "another cluster")))
     assert isinstance(gave_up, GaveUp)
@@ -266,12 +266,12 @@ def test_the_end_says_leave_and_settles_what_is_open() -> None:
 def test_a_change_of_the_roster_is_applied_once_and_an_older_roster_is_not_shown() -> None:
     made = joined()
     second = TaskInfo(PS0, "h:1", 1.0, life=1)
-    [shown] = made.handle(Heard(0.0, 1, RosterChange(1, 2, (second,))))
+    [shown] = made.handle(Heard(0.0, 1, RosterChange(1, 2, (second,), epoch=1)))
     assert shown == ShowRoster(Roster((INFO, second), (), 2, "blue", 1))
-    assert made.handle(Heard(0.0, 1, RosterChange(1, 2, (second,)))) == []
+    assert made.handle(Heard(0.0, 1, RosterChange(1, 2, (second,), epoch=1))) == []
     assert made.handle(Heard(0.0, 1, ROSTER)) == []
     gone = TaskInfo(WORKER0, "h:0", 0.0, 2.0, "finished", "life")
-    [shown] = made.handle(Heard(0.0, 1, RosterChange(1, 4, (gone, second))))
+    [shown] = made.handle(Heard(0.0, 1, RosterChange(1, 4, (gone, second), epoch=1)))
     assert shown == ShowRoster(Roster((gone, second), (), 4, "blue", 1))
 
 
@@ -318,7 +318,7 @@ class LossyWorld:
     def __init__(self) -> None:
         self.now_s = 0.0
         self.rows: dict[str, bytes] = {}
-        self.numbers = itertools.count(1)
+        self.numbers, self.starts = itertools.count(1), itertools.count(1)
         self.wires: dict[int, Wire] = {}
         self.asks: dict[int, tuple[int, int]] = {}
         self.opening: list[int] = []
@@ -336,7 +336,7 @@ class LossyWorld:
     def start(self) -> None:
         waits = CoordinatorSettings(heartbeat_timeout_s=1e9, rejoin_s=1e9)
         self.state = CoordinatorState({"worker": 2}, waits, self.rows)
-        self.happen(Started(self.now_s, "blue"))
+        self.happen(Started(self.now_s, f"start {next(self.starts)}"))
 
     # The coordinator's side.
 
