@@ -33,6 +33,7 @@ from dflow.distributed.messages import (
     Roster,
     RosterChange,
 )
+from dflow.distributed.roster_changes import changed_roster
 
 #: The ask by which a task comes back; those of the program are greater.
 REJOIN = 0
@@ -444,20 +445,3 @@ class CoordinatorSession:
             return []
         self.roster = roster
         return [ShowRoster(roster)]
-
-
-def changed_roster(roster: Roster, change: RosterChange) -> Roster:
-    """The roster after the change."""
-    tasks = {info.life: info for info in roster.tasks} | {info.life: info for info in change.entries}
-    for life in change.dropped:
-        tasks.pop(life, None)
-    joined = {info.task for info in change.entries}
-    expected = tuple(task for task in roster.expected if task not in joined)
-    return msgspec.structs.replace(
-        roster,
-        tasks=tuple(tasks.values()),
-        expected=expected,
-        version=change.version,
-        epoch=change.epoch,
-        mark=change.mark,
-    )

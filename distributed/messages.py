@@ -44,7 +44,7 @@ class Ok(Message, frozen=True):
 
 
 class Packed(Message, frozen=True):
-    """The message is the payload, encoded."""
+    """The message is the payload, encoded and compressed."""
 
 
 class Failure(Message, frozen=True):
@@ -468,6 +468,12 @@ class RosterChange(Message, frozen=True):
     mark: Mark = Mark()
 
 
+class PackedRoster(Message, frozen=True):
+    """The roster that `change` makes of the one in the payload, which is encoded and compressed."""
+
+    change: RosterChange
+
+
 class EdgeTraffic(msgspec.Struct, frozen=True):
     """What a task has sent over one edge since it started."""
 
@@ -707,7 +713,7 @@ class Status(Message, frozen=True):
     left: int = 0
 
 
-#: What the coordinator says of its state, each with the mark of the newest write.
+#: Answers and news that carry the mark of the newest write of the coordinator's state.
 Marked = Roster | RosterChange | Placed | Claimed | Elected | BarrierPassed
 
 AnyMessage = (
@@ -754,6 +760,7 @@ AnyMessage = (
     | Join
     | Roster
     | RosterChange
+    | PackedRoster
     | Heartbeat
     | PlaceVariable
     | Placed

@@ -1,4 +1,4 @@
-"""Whether a coordinator's state is at least as new as what its clients have seen of it.
+"""Marks in the history of a coordinator's state, by which its clients detect that the newest changes were lost.
 
 Why: a state file can lose its newest changes without an error, as when a bit flips in SQLite's write-ahead log. The
 coordinator that starts from it would give the same steps, offices and places again. Its clients know better: answers
@@ -52,12 +52,12 @@ class StateMarks:
         self._records.put(_REVISION, _Revision(self._revision))
 
     def missing(self, mark: Mark) -> str:
-        """What of the state that the holder of `mark` has seen is not here; empty if nothing is."""
+        """The changes up to `mark` that are not here, in words; empty if all are."""
         if not mark.start:
             return ""
         places = [place for place, start in enumerate(self._starts) if start.name == mark.start]
         if not places:
-            return f"it has none of what followed start {mark.start}"
+            return f"it has no change since start {mark.start}"
         later = self._starts[places[0] + 1 :]
         last = later[0].found if later else self._revision
         return "" if mark.revision <= last else f"of the changes up to {mark.revision} it has those up to {last}"

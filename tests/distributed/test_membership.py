@@ -4,7 +4,6 @@ from hypothesis import strategies as st
 
 from dflow.distributed import membership
 from dflow.distributed.coordinator_events import Started, Ticked
-from dflow.distributed.coordinator_session import changed_roster
 from dflow.distributed.durable_records import DurableRecords, apply_changes
 from dflow.distributed.membership import (
     PUBLISH_AT_ONCE,
@@ -19,6 +18,7 @@ from dflow.distributed.membership import (
     ReleaseTask,
 )
 from dflow.distributed.messages import Roster, RosterChange, TaskInfo
+from dflow.distributed.roster_changes import changed_roster
 from tests.effort import examples
 
 PS0, WORKER0, WORKER1 = "/job:ps/task:0", "/job:worker/task:0", "/job:worker/task:1"

@@ -1,4 +1,4 @@
-"""A coordinator whose state lost its newest changes is found out by those that saw them."""
+"""A coordinator whose state lost its newest changes is detected by the tasks that saw them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SOON_S = 20.0
 @settings(max_examples=examples(200))
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3)), min_size=1, max_size=5))
 def test_a_mark_is_missing_exactly_when_a_write_up_to_it_was_lost(lives: list[tuple[int, int]]) -> None:
-    """Each life of the coordinator writes so many times, and then loses its newest writes."""
+    """Each life of the coordinator writes `more` times, and then loses its newest writes."""
     writes: list[tuple[Change, ...]] = []
     given_marks: list[tuple[Mark, int]] = []
     for number, (more, lost) in enumerate(lives):
@@ -98,7 +98,7 @@ def test_a_coordinator_that_lost_its_newest_write_takes_back_only_tasks_that_saw
         "3; the file of its state was damaged or replaced, so end the run and start it again with a new one"
     )
     again = disk.handle(Asked(0.0, 12, 1, back))
-    assert not any(isinstance(command, Log) for command in again), "it is said once"
+    assert not any(isinstance(command, Log) for command in again), "logged once"
     assert not isinstance(disk.ask(13, Join(WORKER1, "h:1", "life 2", "blue", 2, rosters[1].mark)), Failure)  # type: ignore[union-attr]
 
 
