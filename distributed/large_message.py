@@ -1,5 +1,5 @@
-"""Messages that grow with the cluster, sent as a compressed payload when they are large: a message alone has a limit that
-ten thousand tasks would exceed. A message to many tasks is encoded once, and a roster once for many joins.
+"""Messages that grow with the cluster, sent as a compressed payload when they are large: a message alone has a limit
+that ten thousand tasks would exceed. A message to many tasks is encoded once, and a roster once for many joins.
 """
 
 from __future__ import annotations
