@@ -80,6 +80,7 @@ def closing_tables(status: Status, ends: Mapping[str, str]) -> RenderableType:
     tables = (
         _results_table(status),
         _steps_table(status),
+        _not_finite_table(status),
         _traffic_table(status.traffic),
         _variables_table(status.variables),
         _tasks_table(status, ends),
@@ -337,6 +338,15 @@ def _steps_table(status: Status) -> Table | None:
         step_time = f"{1000 * worker.step_s:.1f} ms" if worker.step_s else ""
         counts = [str(worker.steps), *([str(worker.dropped)] if drops else [])]
         table.add_row(short_task_name(worker.task), *counts, step_time, Text(metrics))
+    return table
+
+
+def _not_finite_table(status: Status) -> Table | None:
+    if not status.not_finite:
+        return None
+    table = make_table("Not finite", "run", "metric", "value", ">first at step", "worker")
+    for one in status.not_finite:
+        table.add_row(Text(one.run), Text(one.metric), str(one.value), str(one.step), short_task_name(one.task))
     return table
 
 

@@ -71,7 +71,7 @@ from dflow.distributed.messages import (
     Status,
     Unplace,
 )
-from dflow.distributed.progress_watch import ProgressWatch
+from dflow.distributed.progress_watch import ProgressWatch, StallBegan
 from dflow.distributed.state_marks import StateMarks
 from dflow.distributed.step_ledger import RoundsReported, StepLedger, StepsAsked, WorkerLeft
 from dflow.distributed.task_description import describe_task
@@ -134,7 +134,7 @@ class CoordinatorState:
     def handle(self, event: Event) -> list[Command]:
         """Take note of the event and say what the shell shall do, in order."""
         self.log.append(event)
-        commands = self._decide(event)
+        commands = [*self._decide(event), *map(Log, self._ledger.take_news())]
         if self._records.has_changed:
             self._marks.written()
         changes = self._records.take_changes()
@@ -194,6 +194,7 @@ class CoordinatorState:
             health=self._watch.all_health(),
             away=self._membership.away(),
             left=self._membership.left_in_all,
+            not_finite=self._ledger.not_finite,
         )
 
     def _arrive(self, event: Asked, request: AwaitBarrier) -> list[Command]:
@@ -216,10 +217,16 @@ class CoordinatorState:
     def _tell_stalls(self, at_s: float) -> list[Command]:
         texts = [
             f"{short_task_name(stall.task)} is alive and has ended no step for {at_s - stall.since_s:.1f} s; "
-            f"it is at: {stall.doing or 'steps that it claimed'}"
+            f"it is at: {self._describe_work(stall)}"
             for stall in self._watch.tick(at_s)
         ]
         return [*map(Log, texts), *(self._ask_for_dumps(at_s, texts[0]) if texts else [])]
+
+    def _describe_work(self, stall: StallBegan) -> str:
+        claims = self._ledger.describe_claims(stall.task)
+        if not stall.doing:
+            return claims
+        return f"{stall.doing}; it holds {claims}" if claims else stall.doing
 
     def _ask_for_dumps(self, at_s: float, why: str, asker: int | None = None) -> list[Command]:
         """Have all live tasks write their last events down; a stall is seen by many, who ask at once."""

@@ -530,6 +530,16 @@ class Unplace(Message, frozen=True):
     name: str
 
 
+class NotFinite(msgspec.Struct, frozen=True):
+    """The first loss of a run, by name, that was not a finite number: at which step, and by which worker."""
+
+    step: int
+    metric: str
+    value: float
+    run: str = ""
+    task: str = ""
+
+
 class ClaimSteps(Message, frozen=True):
     """Ask for steps of a run to do; answered by `Claimed`, which waits while others may yet give steps back.
 
@@ -540,6 +550,7 @@ class ClaimSteps(Message, frozen=True):
     `step_s`     median seconds a step took since the last claim (0 when none)
     `metrics`    the newest scalar metrics of the worker
     `more`       false when the worker takes no further part in the run: it is answered at once, with no steps
+    `not_finite` the first loss of the steps done that is not finite; run and task need not be set
     """
 
     run: str
@@ -551,6 +562,7 @@ class ClaimSteps(Message, frozen=True):
     step_s: float = 0.0
     metrics: dict[str, float] = {}
     more: bool = True
+    not_finite: NotFinite | None = None
 
 
 class Claimed(Message, frozen=True):
@@ -568,6 +580,7 @@ class RoundsDone(Message, frozen=True):
     `steps`    steps of the worker since it last said so, of whose gradients `dropped` came too late
     `step_s`   seconds a step took
     `metrics`  the newest scalar metrics of the worker
+    `not_finite`  the first loss of these steps that is not finite; run and task need not be set
     """
 
     run: str
@@ -578,6 +591,7 @@ class RoundsDone(Message, frozen=True):
     dropped: int = 0
     step_s: float = 0.0
     metrics: dict[str, float] = {}
+    not_finite: NotFinite | None = None
 
 
 class ElectOnce(Message, frozen=True):
@@ -653,7 +667,8 @@ class VariableInfo(msgspec.Struct, frozen=True):
 class WorkerProgress(msgspec.Struct, frozen=True):
     """What a worker has done so far in all runs; `step_s` and `metrics` are its newest.
 
-    Of its steps `dropped` came too late for the round of synchronous training that they were for.
+    Of its steps `dropped` came too late for the round of synchronous training that they were for; `held` are claimed
+    and not reported yet.
     """
 
     task: str
@@ -661,6 +676,7 @@ class WorkerProgress(msgspec.Struct, frozen=True):
     step_s: float
     metrics: dict[str, float]
     dropped: int = 0
+    held: int = 0
 
 
 class TaskHealth(msgspec.Struct, frozen=True):
@@ -697,6 +713,7 @@ class Status(Message, frozen=True):
     `away`  the tasks whose connection has ended, or that have yet to come back after the coordinator's restart; they
             are live until their time for that is over
     `left`  how many tasks have left in all, those among them that are no longer listed
+    `not_finite`  the first of each run and metric
     """
 
     now_s: float
@@ -711,6 +728,7 @@ class Status(Message, frozen=True):
     health: tuple[TaskHealth, ...] = ()
     away: tuple[str, ...] = ()
     left: int = 0
+    not_finite: tuple[NotFinite, ...] = ()
 
 
 #: Answers and news that carry the mark of the newest write of the coordinator's state.

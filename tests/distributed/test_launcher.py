@@ -81,6 +81,25 @@ def test_a_full_disk_under_the_logs_does_not_end_the_run(tmp_path: Path) -> None
         assert output.count(f"{name}.log cannot be written: No space left on device") == 1
 
 
+def test_a_run_that_ends_short_of_its_steps_says_so_and_gives_1(tmp_path: Path) -> None:
+    script = """
+import dflow, math
+cluster = dflow.connect()
+for loss in dflow.distributed.Async(cluster).run(lambda x: math.nan if x == 7 else 0.5, range(10), steps=100):
+    pass
+cluster.close()
+"""
+    with launch(tmp_path, script, 2) as launched:
+        status, output = launched.finish()
+    assert status == 1, output
+    short = "20 of 100 are done; give the workers more batches, or ask for fewer steps"
+    assert output.count(f"dflow: the run ended short of its steps: {short}") == 1
+    assert output.count("run 'run_0' has 20 of 100 steps done, and no worker takes part in it any more") == 1
+    assert len(re.findall(r"\[coordinator\] loss is nan at step \d+ of run 'run_0' on worker:[01]; later", output)) == 1
+    assert "Not finite" in output
+    assert re.search(r"run_0 +loss +nan +\d+ +worker:[01]", output), output
+
+
 def test_a_script_that_never_joins_has_not_done_its_part(tmp_path: Path) -> None:
     with launch(tmp_path, "print('done, alone')") as launched:
         status, output = launched.finish()
