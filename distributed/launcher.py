@@ -9,8 +9,8 @@ Invariants:
 - stock tasks and the coordinator are told to end only after all workers have.
 
 The exit status is 0 when at least one worker finished, none failed by itself, and all steps of all runs were done; it
-is 130 after SIGINT or SIGTERM, else 1. A worker killed by a signal has not failed by itself: others do its steps. One that
-never joined the cluster has failed.
+is 130 after SIGINT or SIGTERM, else 1. A worker killed by a signal has not failed by itself: others do its steps. One
+that never joined the cluster has failed.
 """
 
 from __future__ import annotations
