@@ -268,7 +268,7 @@ MUTATIONS = (
         membership.Membership,
         "_changed",
         _changed_for_now,
-        "rosters in order",
+        "one of a name",
     ),
     Mutation("offices do not outlive the coordinator", elections.Elections, "_set", _set_for_now, "one in office"),
     Mutation("a run is called complete too early", _RUN, "answer_waiting", _say_complete_too_early, "none lost"),
