@@ -25,7 +25,7 @@ from dflow.tracing.errors import TaskLost
 from dflow.tracing.task_name import short_task_name
 
 LOGGER = logging.getLogger("dflow")
-#: At most so many messages of one connection are held; further ones are refused.
+#: Limit of messages held for one connection; further ones are refused.
 MOST_HELD = 256
 
 
@@ -114,14 +114,14 @@ class MemberGate:
 
     def _refusal(self, peer: Peer) -> str:
         """Why a connection will not be a member's; empty when it is, or when a later roster may list its life."""
-        life, info, who = self._lives.get(peer), self._newest.get(peer.name), short_task_name(peer.name)
+        life, info, task = self._lives.get(peer), self._newest.get(peer.name), short_task_name(peer.name)
         if life is None:
-            return f"{who} has not joined it; join by dflow.connect()"
+            return f"{task} has not joined it; join by dflow.connect()"
         if info is None or info.life < life or self._is_live(peer):
             return ""
         if info.life > life:
-            return f"{who} has started again, and this is a process of before; end it"
-        return f"{who} left at {info.left_at_s:.1f} s: {info.left}; join again by dflow.connect()"
+            return f"{task} has started again, and this is its earlier process; end it"
+        return f"{task} left at {info.left_at_s:.1f} s: {info.left}; join again by dflow.connect()"
 
     def _error(self, why: str) -> TaskLost:
         return TaskLost(f"{short_task_name(self._name)} serves only members of its cluster: {why}")

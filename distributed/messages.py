@@ -531,7 +531,7 @@ class Unplace(Message, frozen=True):
 
 
 class NotFinite(msgspec.Struct, frozen=True):
-    """The first loss of a run, by name, that was not a finite number: at which step, and by which worker."""
+    """The first loss of a run, by name, that was not a finite number, with its step and worker."""
 
     step: int
     metric: str

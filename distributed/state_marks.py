@@ -1,4 +1,4 @@
-"""Marks in the history of a coordinator's state, by which its clients detect that the newest changes were lost.
+"""Marks in the history of a coordinator's state: its clients detect by them that the newest changes were lost.
 
 Why: a state file can lose its newest changes without an error, as when a bit flips in SQLite's write-ahead log. The
 coordinator that starts from it would give the same steps, offices and places again. Its clients know better: answers

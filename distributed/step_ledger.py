@@ -99,7 +99,7 @@ class StepLedger:
         #: By run of synchronous training: the rounds that are done, and all. The workers say it again and again.
         self._rounds: dict[str, tuple[int, int]] = {}
         self._not_finite = {(one.run, one.metric): one for _, one in self._records.load(_NOT_FINITE, NotFinite)}
-        #: By run, the steps that were done when it was last announced that nobody does the rest.
+        #: By run, the number of steps done when it was last announced as abandoned.
         self._announced: dict[str, int] = {}
         self._news: list[str] = []
         for _, found in self._records.load(_WORKER, _WorkerRecord):

@@ -119,7 +119,7 @@ def first_not_finite(first: int, losses: Iterable[Mapping[str, Any]]) -> NotFini
 
 
 def _losses(outcome: Any) -> dict[str, Any]:
-    """The losses in what a step returned, which may still be computed."""
+    """The losses that a step returned; they may not be computed yet."""
     named = outcome if isinstance(outcome, Mapping) else {"loss": outcome}
     return {str(key): value for key, value in named.items() if _is_loss(str(key)) and _is_real_scalar(value)}
 

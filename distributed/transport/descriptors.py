@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import resource
 
-#: No more than so many are asked for: some programs that a child may run visit every number below the limit.
+#: The limit that is asked for. No more: some child programs visit every number below their limit.
 ENOUGH = 1 << 16
 
 

@@ -1,4 +1,4 @@
-"""A listener and the number of files that its process may open, in a process of its own."""
+"""A listener in a separate process, and the number of files that this process may open."""
 
 from pathlib import Path
 

@@ -40,7 +40,7 @@ class Connection:
 
 
 def roster(live: int | None, last: int) -> Roster:
-    """The worker's lives up to `last`, of which at most one is live."""
+    """The worker's lives up to `last`; at most one is live."""
     lives = range(max(0, last - 2), last + 1)
     infos = (TaskInfo(WORKER, "", 0.0, None if life == live else 1.0, "killed", life=life) for life in lives)
     return Roster(tuple(infos), ())

@@ -628,6 +628,6 @@ def test_a_worker_whose_successor_has_joined_writes_nothing_more(cluster: Cluste
     known = roster(cluster.ps, cluster.other, left={WORKER: "killed"})
     cluster.ps.roster_changed(Roster((*known.tasks, anew), ()))
     assert pending.wait(DEADLINE_S).message == Ok()
-    with pytest.raises(errors.TaskLost, match="worker:0 has started again, and this is a process of before; end it"):
+    with pytest.raises(errors.TaskLost, match="worker:0 has started again, and this is its earlier process; end it"):
         zombie.call(WriteVariable("w", "float32", (3,)), encode_array(7 * ONES), timeout_s=DEADLINE_S)
     assert read(cluster) == [2, 2, 2]
