@@ -332,11 +332,10 @@ class TaskServer:
         if isinstance(message, Introduce):
             self._gate.introduced(peer, message.life)
             responder.reply(Ok())
-            return
-        take = partial(self._take_call, peer, message, payload, responder)
-        if peer in self._gate.members or isinstance(message, _LOOKS_ON):
-            take()
+        elif peer in self._gate.members or isinstance(message, _LOOKS_ON):
+            self._take_call(peer, message, payload, responder)
         else:
+            take = partial(self._take_call, peer, message, payload, responder)
             self._gate.take(peer, Arrived(partial(_answered, take, responder), responder.fail))
 
     def _take_call(self, peer: Peer, message: AnyMessage, payload: memoryview, responder: Responder) -> None:
