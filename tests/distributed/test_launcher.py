@@ -3,6 +3,8 @@
 import os
 import re
 import signal
+import subprocess
+import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -79,6 +81,19 @@ def test_a_full_disk_under_the_logs_does_not_end_the_run(tmp_path: Path) -> None
     assert "[worker:0] hello\n" in output
     for name in ("launcher", "worker-0"):
         assert output.count(f"{name}.log cannot be written: No space left on device") == 1
+
+
+def test_a_full_disk_under_the_output_does_not_end_the_run(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(CONNECT + "print('hello')\nclient.leave()\nopen('done', 'w').close()")
+    words = ("-m", "dflow", "launch", "--ps", "0", "--logs", str(tmp_path / "logs"), "script.py")
+    with open("/dev/full", "w") as full:
+        subprocess.run(
+            [sys.executable, *words], cwd=tmp_path, stdout=full, stderr=subprocess.DEVNULL, timeout=60, check=False
+        )
+    assert (tmp_path / "done").exists()
+    assert (tmp_path / "logs/worker-0.log").read_text().endswith("hello\n")
+    launcher = (tmp_path / "logs/launcher.log").read_text()
+    assert launcher.count("the output cannot be shown: No space left on device; the logs have it") == 1
 
 
 def test_a_run_that_ends_short_of_its_steps_says_so_and_gives_1(tmp_path: Path) -> None:
