@@ -21,7 +21,7 @@ from dflow.distributed.state_marks import StateMarks
 from dflow.distributed.transport.memory import MemoryNetwork
 from tests.effort import examples
 
-WORKER0, WORKER1, PS0 = "/job:worker/task:0", "/job:worker/task:1", "/job:ps/task:0"
+WORKER0, WORKER1 = "/job:worker/task:0", "/job:worker/task:1"
 SOON_S = 20.0
 
 
@@ -108,7 +108,7 @@ def test_a_flipped_bit_in_the_write_ahead_log_is_found_out(tmp_path: Path) -> No
     client = CoordinatorClient(network, first.address, name=WORKER0, settings=SessionSettings(longest_pause_s=0.05))
     client.join(WORKER0, "h:1")
     client.call_on_lost(lambda reason: (lost.append(reason), gone.set())[1])
-    assert client.place("w", "float32", (), 4) == PS0
+    client.place("w", "float32", (), 4)
     (tmp_path / "damaged").mkdir()
     for file in tmp_path.glob("state*"):
         shutil.copy(file, tmp_path / "damaged")
