@@ -8,9 +8,10 @@ line is printed every two seconds.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -80,6 +81,7 @@ def closing_tables(status: Status, ends: Mapping[str, str]) -> RenderableType:
     tables = (
         _results_table(status),
         _steps_table(status),
+        _not_finite_table(status),
         _traffic_table(status.traffic),
         _variables_table(status.variables),
         _tasks_table(status, ends),
@@ -239,29 +241,52 @@ class PlainView:
 
 
 class LoggedView:
-    """A view that keeps what it shows in the logs of the run too; the launcher's own words are in `launcher.log`."""
+    """A view that keeps what it shows in the logs of the run too; the launcher's own words are in `launcher.log`.
+
+    When one of the two cannot be written, as on a full disk, the other has the rest, and the run goes on.
+    """
 
     def __init__(self, view: LaunchView, logs: RunLogs) -> None:
         self._view = view
         self._logs = logs
+        self._is_shown = True
 
     def show_line(self, task: str, line: str) -> None:
         """Log and show the line."""
-        self._logs.write(task, line)
-        self._view.show_line(task, line)
+        self._log(task, line)
+        self._show(partial(self._view.show_line, task, line))
 
     def show_status(self, status: Status | None, rows: Sequence[TaskRow]) -> None:
         """Show it."""
-        self._view.show_status(status, rows)
+        self._show(partial(self._view.show_status, status, rows))
 
     def show_event(self, text: str) -> None:
         """Log the text, and show it."""
-        self._logs.write("launcher", f"{datetime.now().isoformat(timespec='seconds')} {text}")
-        self._view.show_event(text)
+        self._log("launcher", _dated(text))
+        self._show(partial(self._view.show_event, text))
 
     def show_end(self, status: Status | None, ends: Mapping[str, str]) -> None:
         """Show it."""
-        self._view.show_end(status, ends)
+        self._show(partial(self._view.show_end, status, ends))
+
+    def _log(self, task: str, line: str) -> None:
+        if news := self._logs.write(task, line):
+            self._show(partial(self._view.show_line, "launcher", news))
+
+    def _show(self, show: Callable[[], None]) -> None:
+        """Show it; a reader that has gone ends the run, as it ends other programs of a pipe."""
+        try:
+            show()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            if self._is_shown:
+                self._is_shown = False
+                self._logs.write("launcher", _dated(f"the output cannot be shown: {error.strerror}; the logs have it"))
+
+
+def _dated(text: str) -> str:
+    return f"{datetime.now().isoformat(timespec='seconds')} {text}"
 
 
 def make_console() -> Console:
@@ -333,6 +358,15 @@ def _steps_table(status: Status) -> Table | None:
         step_time = f"{1000 * worker.step_s:.1f} ms" if worker.step_s else ""
         counts = [str(worker.steps), *([str(worker.dropped)] if drops else [])]
         table.add_row(short_task_name(worker.task), *counts, step_time, Text(metrics))
+    return table
+
+
+def _not_finite_table(status: Status) -> Table | None:
+    if not status.not_finite:
+        return None
+    table = make_table("Not finite", "run", "metric", "value", ">first at step", "worker")
+    for one in status.not_finite:
+        table.add_row(Text(one.run), Text(one.metric), str(one.value), str(one.step), short_task_name(one.task))
     return table
 
 

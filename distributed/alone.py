@@ -6,15 +6,18 @@ It answers as `Cluster` does, so that a script is the same lines in one process 
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from dflow.distributed.failures import error_of
-from dflow.distributed.messages import Claimed, ClaimSteps, EdgeTraffic, Failure, RoundsDone
+from dflow.distributed.messages import Claimed, ClaimSteps, EdgeTraffic, Failure, NotFinite, RoundsDone
 from dflow.distributed.step_ledger import StepLedger, StepsAsked
 from dflow.distributed.strategies.backup_workers import without_backups
 from dflow.lowering.pipeline import ALONE
 from dflow.tracing.task_name import short_task_name
+
+LOGGER = logging.getLogger("dflow")
 
 
 class Alone:
@@ -63,14 +66,17 @@ class Alone:
         step_s: float = 0.0,
         metrics: Mapping[str, float] = {},
         more: bool = True,
+        not_finite: NotFinite | None = None,
     ) -> range:
         """Report the last claimed steps and get the next, as from a cluster; a run goes on where it was left.
 
         Raises RemoteError when the run has another number of steps.
         """
         number, last = next(self._claims), self._last_claims.get(run, 0)
-        claim = ClaimSteps(run, self.task, total_steps, number, last, done, step_s, dict(metrics), more)
+        claim = ClaimSteps(run, self.task, total_steps, number, last, done, step_s, dict(metrics), more, not_finite)
         [reply] = self._ledger.handle(StepsAsked(number, claim))
+        for news in self._ledger.take_news():
+            LOGGER.warning("%s", news)
         if isinstance(reply.message, Failure):
             raise error_of(reply.message, short_task_name(self.task))
         assert isinstance(reply.message, Claimed)

@@ -32,6 +32,7 @@ from dflow.distributed.flight_recorder import FlightRecorder
 from dflow.distributed.messages import (
     AnyMessage,
     EdgeTraffic,
+    NotFinite,
     Registered,
     RegisterPlan,
     RoundsDone,
@@ -213,9 +214,12 @@ class Cluster:
         step_s: float = 0.0,
         metrics: Mapping[str, float] = {},
         more: bool = True,
+        not_finite: NotFinite | None = None,
     ) -> range:
         """Report the last claimed steps and get the next; see `CoordinatorClient.claim`."""
-        return self._client.claim(run, total_steps, done=done, step_s=step_s, metrics=metrics, more=more)
+        return self._client.claim(
+            run, total_steps, done=done, step_s=step_s, metrics=metrics, more=more, not_finite=not_finite
+        )
 
     def take_part(self, run: str, job: str) -> Part:
         """This worker's part in a run of synchronous training, whose gradients go to a task of `job`."""

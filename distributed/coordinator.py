@@ -42,8 +42,8 @@ from dflow.distributed.coordinator_events import (
 from dflow.distributed.coordinator_state import CoordinatorSettings, CoordinatorState
 from dflow.distributed.coordinator_store import CoordinatorStore, MemoryStore
 from dflow.distributed.durable_records import Change
-from dflow.distributed.large_message import pack
-from dflow.distributed.messages import AnyMessage, Join, Status
+from dflow.distributed.large_message import RosterPacker, pack
+from dflow.distributed.messages import AnyMessage, Join, Roster, Status
 from dflow.distributed.metrics import MetricsEndpoint, coordinator_metrics
 from dflow.distributed.stop_signal import StopSignal
 from dflow.distributed.transport.base import Listener, Peer, Responder, Transport
@@ -101,6 +101,7 @@ class Coordinator:
         self._numbers: dict[Peer, int] = {}
         self._asks: dict[int, Responder] = {}
         self._last_number = 0
+        self._rosters = RosterPacker()
         self._closed = threading.Event()
         self._listener: Listener | None = None
         try:
@@ -236,7 +237,7 @@ class Coordinator:
             case Reply(ask, message):
                 with self._numbering:
                     responder = self._asks.pop(ask)
-                responder.reply(*pack(message))
+                responder.reply(*(self._rosters.pack(message) if isinstance(message, Roster) else pack(message)))
             case Broadcast(peers, message):
                 with self._numbering:
                     there = [self._peers[number] for number in peers if number in self._peers]

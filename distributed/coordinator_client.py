@@ -9,6 +9,8 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import logging
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 
@@ -29,6 +31,7 @@ from dflow.distributed.messages import (
     Heartbeat,
     Join,
     Leave,
+    NotFinite,
     Ok,
     Placed,
     PlaceVariable,
@@ -55,6 +58,9 @@ BARRIER_GRACE_S = 5.0
 DESCRIBE_S = 1.0
 #: How long a claim may wait for other workers to end their last steps.
 CLAIM_S = 3600.0
+#: A claim that waits longer is announced, with the workers that hold the steps.
+LONG_CLAIM_S = 60.0
+LOGGER = logging.getLogger("dflow")
 
 
 def _no_traffic() -> tuple[EdgeTraffic, ...]:
@@ -79,6 +85,8 @@ class CoordinatorClient:
         self._traffic: Callable[[], tuple[EdgeTraffic, ...]] = _no_traffic
         self._steps: Callable[[], int] = lambda: 0
         self._doing: Callable[[], str] = str
+        self._clock = clock
+        self._claims_since_s: float | None = None
         self._driver = SessionDriver(
             transport,
             address,
@@ -246,6 +254,7 @@ class CoordinatorClient:
         step_s: float = 0.0,
         metrics: Mapping[str, float] | None = None,
         more: bool = True,
+        not_finite: NotFinite | None = None,
         timeout_s: float = CLAIM_S,
     ) -> range:
         """Report the last claim and get the next steps to do; an empty range says that the run is complete.
@@ -256,9 +265,26 @@ class CoordinatorClient:
         """
         task = self._require_task()
         # The session sets the numbers.
-        request = ClaimSteps(run, task, total_steps, 0, 0, done, step_s, dict(metrics or {}), more)
-        claimed = self._driver.ask(request, Claimed, timeout_s)
+        request = ClaimSteps(run, task, total_steps, 0, 0, done, step_s, dict(metrics or {}), more, not_finite)
+        self._claims_since_s = self._clock()
+        try:
+            claimed = self._driver.ask(request, Claimed, timeout_s)
+        except DeadlineExceeded as error:
+            raise DeadlineExceeded(f"{error}{self._holders()}") from None
+        finally:
+            self._claims_since_s = None
         return range(claimed.first, claimed.first + claimed.count)
+
+    def _holders(self) -> str:
+        """The workers that hold claimed steps, as the end of an error; empty if there is none or it is not known."""
+        try:
+            workers = self.status(timeout_s=DESCRIBE_S).workers
+        except DflowError:
+            return ""
+        held = [f"{self.describe(one.task)} holds {one.held}" for one in workers if one.held and one.task != self._task]
+        return (
+            f"; of the claimed steps, {', '.join(held)}: see its output, or end it, and others do them" if held else ""
+        )
 
     def elect(self, what: str, *, timeout_s: float = ANSWER_S) -> bool:
         """Whether this task is the one that does `what`."""
@@ -297,6 +323,13 @@ class CoordinatorClient:
 
     def _beat(self) -> None:
         self._driver.tell(Heartbeat(self._task, largest(self._traffic()), self._steps(), self._doing()))
+        since_s = self._claims_since_s
+        if since_s is not None and self._clock() - since_s >= LONG_CLAIM_S:
+            self._claims_since_s = None
+            threading.Thread(target=self._announce_wait, name="dflow long claim", daemon=True).start()
+
+    def _announce_wait(self) -> None:
+        LOGGER.warning("%s has waited %g s for steps%s", short_task_name(self._task), LONG_CLAIM_S, self._holders())
 
 
 def _live(roster: Roster, task: str) -> TaskInfo | None:

@@ -10,6 +10,7 @@ Invariants:
 - a task comes back as the member it was: in the same incarnation, and to no other cluster;
 - a link is sought again after pauses that grow up to `longest_pause_s`, each shortened by chance from `seed`, until
   none could be had for `give_up_s`; then, and when the coordinator has given the task up, it is over: GaveUp, once;
+- each outage is announced when it begins and when it ends, to a process that is a task;
 - `roster` never gets older: of two, the one with the greater version is shown last.
 """
 
@@ -28,9 +29,12 @@ from dflow.distributed.messages import (
     Failure,
     Join,
     Leave,
+    Mark,
+    Marked,
     Roster,
     RosterChange,
 )
+from dflow.distributed.roster_changes import changed_roster
 
 #: The ask by which a task comes back; those of the program are greater.
 REJOIN = 0
@@ -188,7 +192,14 @@ class GaveUp:
     reason: str
 
 
-SessionCommand = OpenLink | Send | Tell | EndLink | Settle | ShowRoster | GaveUp
+@dataclass(frozen=True)
+class Warn:
+    """Log for the user of this process that the coordinator is lost or back: once each for an outage."""
+
+    text: str
+
+
+SessionCommand = OpenLink | Send | Tell | EndLink | Settle | ShowRoster | GaveUp | Warn
 
 
 class CoordinatorSession:
@@ -217,6 +228,7 @@ class CoordinatorSession:
         self._asks: dict[int, AnyMessage] = {}
         self._last_claims: dict[str, int] = {}
         self._ended: Failure | None = None
+        self._mark = Mark()
         self.roster = Roster((), ())
 
     @property
@@ -262,11 +274,11 @@ class CoordinatorSession:
                 return self._lost(at_s, reason)
             case Asking(at_s, ask, message):
                 return self._ask(at_s, ask, message)
-            case Withdrawn(_, ask):
+            case Withdrawn(at_s, ask):
                 self._asks.pop(ask, None)
-                return self._join_withdrawn() if self._member is not None and ask == self._join_ask else []
-            case Answered(_, link, ask, message) if link == self._link:
-                return self._answered(ask, message)
+                return self._join_withdrawn(at_s) if self._member is not None and ask == self._join_ask else []
+            case Answered(at_s, link, ask, message) if link == self._link:
+                return self._answered(at_s, ask, message)
             case Heard(at_s, link, message) if link == self._link:
                 return self._heard(at_s, message)
             case Woke(at_s):
@@ -294,9 +306,12 @@ class CoordinatorSession:
         self._link = link
         if self._member is not None:
             self._join_by_s = at_s + self._settings.join_s
-            return [Send(link, self._join_ask, self._member)]
-        self._up()
-        return self._send_all()
+            return [Send(link, self._join_ask, self._joining(self._member))]
+        return [*self._up(at_s), *self._send_all()]
+
+    def _joining(self, member: Join) -> Join:
+        """The Join to send now, with what is known here of the cluster."""
+        return msgspec.structs.replace(member, since=self.roster.version, mark=self._mark)
 
     def _drop_link(self, at_s: float, why: str) -> list[SessionCommand]:
         assert self._link is not None
@@ -305,14 +320,18 @@ class CoordinatorSession:
 
     def _lost(self, at_s: float, why: str) -> list[SessionCommand]:
         self._join_by_s = None
+        settings = self._settings
+        warnings: list[SessionCommand] = []
         if self._down_since_s is None:
             self._down_since_s = at_s
+            if self._is_announced:
+                tried = f"it is tried again for {settings.give_up_s:g} s, and steps go on meanwhile"
+                warnings = [Warn(f"the connection to {self._who} has ended: {why}; {tried}")]
         self._down_reason = why
-        settings = self._settings
         pause_s = min(settings.longest_pause_s, settings.first_pause_s * 2.0 ** min(self._pauses, 60))
         self._pauses += 1
         self._open_at_s = at_s + pause_s * self._random.uniform(0.5, 1.0)
-        return self._wake(at_s)
+        return [*warnings, *self._wake(at_s)]
 
     def _wake(self, at_s: float) -> list[SessionCommand]:
         if self._link is not None:
@@ -329,9 +348,17 @@ class CoordinatorSession:
         self._is_opening = True
         return [OpenLink()]
 
-    def _up(self) -> None:
+    @property
+    def _is_announced(self) -> bool:
+        """Whether outages are for the user of this process to know: it has joined, and no tool that only asks."""
+        return self._member is not None and bool(self._member.cluster)
+
+    def _up(self, at_s: float) -> list[SessionCommand]:
+        since_s, self._down_since_s, self._down_reason = self._down_since_s, None, ""
         self._is_in, self._join_by_s = True, None
-        self._down_since_s, self._down_reason = None, ""
+        if since_s is None or not self._is_announced:
+            return []
+        return [Warn(f"the connection to {self._who} is back after {at_s - since_s:.1f} s")]
 
     def _send_all(self) -> list[SessionCommand]:
         assert self._link is not None
@@ -368,10 +395,11 @@ class CoordinatorSession:
         may_go = self._link is not None and (self._is_in or isinstance(message, Join))
         return [Send(self._link, ask, message)] if may_go and self._link is not None else []
 
-    def _answered(self, ask: int, message: AnyMessage) -> list[SessionCommand]:
+    def _answered(self, at_s: float, ask: int, message: AnyMessage) -> list[SessionCommand]:
         self._pauses = 0
+        self._note_mark(message)
         if self._member is not None and ask == self._join_ask:
-            return self._join_answered(ask, message, self._member)
+            return self._join_answered(at_s, ask, message, self._member)
         asked = self._asks.pop(ask, None)
         if asked is None:
             return []
@@ -381,37 +409,43 @@ class CoordinatorSession:
             self._member = None
         return [Settle(ask, message)]
 
-    def _join_withdrawn(self) -> list[SessionCommand]:
+    def _join_withdrawn(self, at_s: float) -> list[SessionCommand]:
         self._member = None
         if self._link is None:
             return []
-        self._up()
-        return self._send_all()
+        return [*self._up(at_s), *self._send_all()]
 
-    def _join_answered(self, ask: int, message: AnyMessage, member: Join) -> list[SessionCommand]:
+    def _join_answered(self, at_s: float, ask: int, message: AnyMessage, member: Join) -> list[SessionCommand]:
         assert self._link is not None
         is_first = self._asks.pop(ask, None) is not None
-        if isinstance(message, Roster):
-            self._member = msgspec.structs.replace(member, cluster=message.cluster)
+        if isinstance(message, (Roster, RosterChange)):
+            roster = message if isinstance(message, Roster) else changed_roster(self.roster, message)
+            self._member = msgspec.structs.replace(member, cluster=roster.cluster)
             self._join_ask = REJOIN
-            self._up()
-            shown = self._show(message)
-            return [*shown, *([Settle(ask, message)] if is_first else []), *self._send_all()]
+            warnings = self._up(at_s)
+            shown = self._show(roster)
+            return [*warnings, *shown, *([Settle(ask, roster)] if is_first else []), *self._send_all()]
         if is_first:
             self._member = None
-            self._up()
-            return [Settle(ask, message), *self._send_all()]
+            return [*self._up(at_s), Settle(ask, message), *self._send_all()]
         why = message if isinstance(message, Failure) else Failure("WireError", f"{self._who} answered a Join wrongly")
         if why.kind == "TaskLost" and self._settings.rejoins_anew:
             self._lives += 1
             self._member = msgspec.structs.replace(member, incarnation=f"{self._incarnation}.{self._lives}")
-            return [Send(self._link, REJOIN, self._member)]
+            return [Send(self._link, REJOIN, self._joining(self._member))]
         self._is_in = False
         return self._give_up(Failure(why.kind, f"{self._who} did not take this task back: {why.text}"))
 
     # Rosters.
 
+    def _note_mark(self, message: AnyMessage) -> None:
+        """Keep the newest mark, that of the coordinator's newest start if there were several."""
+        if isinstance(message, Marked) and message.mark.start:
+            is_newer = message.mark.start != self._mark.start or message.mark.revision > self._mark.revision
+            self._mark = message.mark if is_newer else self._mark
+
     def _heard(self, at_s: float, message: AnyMessage) -> list[SessionCommand]:
+        self._note_mark(message)
         match message:
             case Roster():
                 return self._show(message)
@@ -428,13 +462,3 @@ class CoordinatorSession:
             return []
         self.roster = roster
         return [ShowRoster(roster)]
-
-
-def changed_roster(roster: Roster, change: RosterChange) -> Roster:
-    """The roster after the change."""
-    tasks = {info.life: info for info in roster.tasks} | {info.life: info for info in change.entries}
-    for life in change.dropped:
-        tasks.pop(life, None)
-    joined = {info.task for info in change.entries}
-    expected = tuple(task for task in roster.expected if task not in joined)
-    return msgspec.structs.replace(roster, tasks=tuple(tasks.values()), expected=expected, version=change.version)

@@ -15,7 +15,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -62,6 +62,7 @@ from dflow.distributed.messages import (
     Heartbeat,
     Join,
     Leave,
+    Marked,
     Ok,
     PlaceVariable,
     Report,
@@ -70,7 +71,8 @@ from dflow.distributed.messages import (
     Status,
     Unplace,
 )
-from dflow.distributed.progress_watch import ProgressWatch
+from dflow.distributed.progress_watch import ProgressWatch, StallBegan
+from dflow.distributed.state_marks import StateMarks
 from dflow.distributed.step_ledger import RoundsReported, StepLedger, StepsAsked, WorkerLeft
 from dflow.distributed.task_description import describe_task
 from dflow.distributed.traffic_totals import TrafficTotals, largest
@@ -116,6 +118,7 @@ class CoordinatorState:
         rows: Mapping[str, bytes] | None = None,
     ) -> None:
         self._records = records = DurableRecords(rows)
+        self._marks = StateMarks(records)
         self._membership = Membership(jobs, settings.heartbeat_timeout_s, settings.rejoin_s, records)
         self._directory = VariableDirectory(records)
         self._ledger = StepLedger(records)
@@ -125,18 +128,28 @@ class CoordinatorState:
         self._barriers = Barriers(self._present, self._describe, records)
         self._results = {name: result.value for name, result in records.load(_RESULT, _Result)}
         self._dumped_at_s: float | None = None
+        self._has_lost_state = False
         self.log = EventLog()
 
     def handle(self, event: Event) -> list[Command]:
         """Take note of the event and say what the shell shall do, in order."""
         self.log.append(event)
-        commands = self._decide(event)
+        commands = [*self._decide(event), *map(Log, self._ledger.take_news())]
+        if self._records.has_changed:
+            self._marks.written()
         changes = self._records.take_changes()
-        return [Persist(changes), *commands] if changes else commands
+        marked = [self._marked(command) for command in commands]
+        return [Persist(changes), *marked] if changes else marked
+
+    def _marked(self, command: Command) -> Command:
+        if isinstance(command, (Reply, Broadcast)) and isinstance(command.message, Marked):
+            return replace(command, message=msgspec.structs.replace(command.message, mark=self._marks.newest))
+        return command
 
     def _decide(self, event: Event) -> list[Command]:
         match event:
-            case Started():
+            case Started(_, name):
+                self._marks.started(name)
                 return self._follow(self._membership.handle(event))
             case Asked():
                 return self._asked(event)
@@ -181,6 +194,7 @@ class CoordinatorState:
             health=self._watch.all_health(),
             away=self._membership.away(),
             left=self._membership.left_in_all,
+            not_finite=self._ledger.not_finite,
         )
 
     def _arrive(self, event: Asked, request: AwaitBarrier) -> list[Command]:
@@ -203,10 +217,16 @@ class CoordinatorState:
     def _tell_stalls(self, at_s: float) -> list[Command]:
         texts = [
             f"{short_task_name(stall.task)} is alive and has ended no step for {at_s - stall.since_s:.1f} s; "
-            f"it is at: {stall.doing or 'steps that it claimed'}"
+            f"it is at: {self._describe_work(stall)}"
             for stall in self._watch.tick(at_s)
         ]
         return [*map(Log, texts), *(self._ask_for_dumps(at_s, texts[0]) if texts else [])]
+
+    def _describe_work(self, stall: StallBegan) -> str:
+        claims = self._ledger.describe_claims(stall.task)
+        if not stall.doing:
+            return claims
+        return f"{stall.doing}; it holds {claims}" if claims else stall.doing
 
     def _ask_for_dumps(self, at_s: float, why: str, asker: int | None = None) -> list[Command]:
         """Have all live tasks write their last events down; a stall is seen by many, who ask at once."""
@@ -272,13 +292,27 @@ class CoordinatorState:
             split_task_name(join.task)
         except DeviceError as error:
             return [Reply(event.ask, Failure("DeviceError", str(error)))]
+        is_known = join.cluster == self._membership.cluster
+        if is_known and (missing := self._marks.missing(join.mark)):
+            return self._refuse_newer(event, join, missing)
         decided = self._membership.handle(
             Joined(event.at_s, event.peer, join.task, join.address, join.incarnation, join.cluster)
         )
         for command in decided:
             if isinstance(command, RefuseJoin):
                 return [Reply(event.ask, Failure(command.kind, command.text))]
-        return [Reply(event.ask, self._membership.roster()), *self._follow(decided)]
+        change = self._membership.changes_since(join.since) if is_known and join.since else None
+        return [Reply(event.ask, change or self._membership.roster()), *self._follow(decided)]
+
+    def _refuse_newer(self, event: Asked, join: Join, missing: str) -> list[Command]:
+        """Refuse a task that has seen newer state than there is here, and say so once in the log too."""
+        text = (
+            f"the coordinator's state is older than what {short_task_name(join.task)} has seen of it: {missing}; the "
+            "file of its state was damaged or replaced, so end the run and start it again with a new one"
+        )
+        commands: list[Command] = [] if self._has_lost_state else [Log(text)]
+        self._has_lost_state = True
+        return [*commands, Reply(event.ask, Failure("RemoteError", text))]
 
     def _leave(self, event: Asked, reason: str) -> list[Command]:
         decided = self._membership.handle(LeaveAsked(event.at_s, event.peer, reason))
@@ -299,7 +333,7 @@ class CoordinatorState:
                     commands.append(Disconnect(peer, reason))
                 case PublishRoster(since, version, lives, dropped):
                     entries = tuple(map(self._membership.entry, lives))
-                    change = RosterChange(since, version, entries, dropped)
+                    change = RosterChange(since, version, entries, dropped, self._membership.epoch)
                     commands.append(Broadcast(self._membership.live_peers(), change))
                 case RefuseJoin():
                     pass

@@ -62,6 +62,11 @@ class DurableRecords:
         """Let go of a record, if it is there."""
         self._changed[key] = None
 
+    @property
+    def has_changed(self) -> bool:
+        """Whether there is anything to take."""
+        return bool(self._changed)
+
     def take_changes(self) -> tuple[Change, ...]:
         """What has changed since the last call."""
         changes = tuple(Change(key, value) for key, value in self._changed.items())

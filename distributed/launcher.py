@@ -8,8 +8,9 @@ Invariants:
 - a coordinator that is started again has the address and the state of the one before it;
 - stock tasks and the coordinator are told to end only after all workers have.
 
-The exit status is 0 when at least one worker finished and none failed by itself, 130 after SIGINT or SIGTERM, else 1.
-A worker killed by a signal has not failed by itself: others do its steps. One that never joined the cluster has failed.
+The exit status is 0 when at least one worker finished, none failed by itself, and all steps of all runs were done; it
+is 130 after SIGINT or SIGTERM, else 1. A worker killed by a signal has not failed by itself: others do its steps. One
+that never joined the cluster has failed.
 """
 
 from __future__ import annotations
@@ -148,7 +149,7 @@ class _Launch:
         self._end(self._servers)
         self._poll_status()
         self._view.show_end(self._status, {task.task: task.end for task in self._workers})
-        return self._verdict([task.status for task in self._workers if task.status is not None])
+        return self._verdict([task.status for task in self._workers if task.status is not None]) or self._shortfall()
 
     def end(self) -> None:
         """End every process that is left."""
@@ -289,6 +290,17 @@ class _Launch:
             self._view.show_event(f"none of {len(statuses)} workers finished")
             return 1
         return 1 if any(status > 0 for status in statuses) else 0
+
+    def _shortfall(self) -> int:
+        """Exit status 1 when steps of a run were not done though all workers finished, else 0."""
+        status = self._status
+        if status is None or status.steps_done >= status.steps_total:
+            return 0
+        self._view.show_event(
+            f"the run ended short of its steps: {status.steps_done} of {status.steps_total} are done; give the workers "
+            "more batches, or ask for fewer steps"
+        )
+        return 1
 
 
 def _state(task: _Task, is_live: bool) -> str:

@@ -21,12 +21,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 import msgspec
 
 from dflow.distributed.coordinator_events import Started, Ticked
 from dflow.distributed.durable_records import DurableRecords
-from dflow.distributed.messages import Roster, TaskInfo
+from dflow.distributed.messages import Roster, RosterChange, TaskInfo
 from dflow.tracing.task_name import short_task_name, split_task_name, task_name
 
 #: Why a worker leaves when its program has ended well.
@@ -190,6 +191,10 @@ class Membership:
             sorted((life for life, info in self._joined.items() if info.left_at_s is not None), key=self._end)
         )
         self._dropped: list[int] = []
+        #: The version that last changed each life, or dropped it, oldest first: complete after version `_complete_at`.
+        self._changed_at: dict[int, int] = {}
+        self._dropped_at: deque[tuple[int, int]] = deque()
+        self._complete_at = self._version
 
     def handle(self, event: MembershipEvent) -> list[MembershipCommand]:
         """Take note of the event and say what follows from it."""
@@ -258,6 +263,25 @@ class Membership:
         return Roster(
             tuple(self._joined.values()), tuple(self._expected), self._version, identity.cluster, identity.epoch
         )
+
+    @property
+    def cluster(self) -> str:
+        """Which cluster this is."""
+        return self._identity.cluster
+
+    @property
+    def epoch(self) -> int:
+        """How many times the coordinator has started."""
+        return self._identity.epoch
+
+    def changes_since(self, version: int) -> RosterChange | None:
+        """What has changed in the roster after `version`; None if that is no longer known."""
+        if not self._complete_at <= version <= self._version:
+            return None
+        newer = takewhile(lambda change: change[1] > version, reversed(self._changed_at.items()))
+        entries = tuple(self._joined[life] for life, _ in reversed(list(newer)))
+        dropped = tuple(life for at, life in self._dropped_at if at > version)
+        return RosterChange(version, self._version, entries, dropped, self.epoch)
 
     def entry(self, life: int) -> TaskInfo:
         """What the roster says of a life."""
@@ -415,6 +439,10 @@ class Membership:
         info = self._joined.pop(life)
         self._unpublished.pop(life, None)
         self._dropped.append(life)
+        self._changed_at.pop(life, None)
+        self._dropped_at.append((self._version, life))
+        if len(self._dropped_at) > MOST_LEFT:
+            self._complete_at, _ = self._dropped_at.popleft()
         lives = self._lives_of[info.task]
         lives.remove(life)
         if not lives:
@@ -426,6 +454,8 @@ class Membership:
         self._available = None
         self._version += 1
         self._unpublished[life] = None
+        self._changed_at.pop(life, None)
+        self._changed_at[life] = self._version
         self._records.put(_VERSION, _Version(self._version, self._left_in_all))
         self._records.put(f"{_LIFE}{life:012d}", self._joined[life])
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
@@ -44,7 +44,7 @@ class Ok(Message, frozen=True):
 
 
 class Packed(Message, frozen=True):
-    """The message is the payload, encoded."""
+    """The message is the payload, encoded and compressed."""
 
 
 class Failure(Message, frozen=True):
@@ -55,6 +55,12 @@ class Failure(Message, frozen=True):
 
 
 # To a task.
+
+
+class Introduce(Message, frozen=True):
+    """The sender's life in the roster: the first message over a connection to a task. Answered by `Ok`."""
+
+    life: int
 
 
 class CreateVariable(Message, frozen=True):
@@ -392,17 +398,28 @@ class TaskState(Message, frozen=True):
 # To the coordinator.
 
 
+class Mark(msgspec.Struct, frozen=True):
+    """A point in the history of the coordinator's state; see `state_marks`."""
+
+    start: str = ""
+    revision: int = 0
+
+
 class Join(Message, frozen=True):
     """A task is up and listens at `address`; answered by `Roster`; each `RosterChange` follows.
 
     `incarnation`  one life of the task: with the same one and the same address it is the member it was before
     `cluster`      the cluster it was a member of, or empty; a coordinator of another one refuses it
+    `since`        the version of the roster that it has, or 0; with it, a `RosterChange` may be the answer
+    `mark`         the newest that it has seen; a coordinator whose state is older refuses it
     """
 
     task: str
     address: str
     incarnation: str = ""
     cluster: str = ""
+    since: int = 0
+    mark: Mark = Mark()
 
 
 class TaskInfo(msgspec.Struct, frozen=True):
@@ -433,10 +450,11 @@ class Roster(Message, frozen=True):
     version: int = 0
     cluster: str = ""
     epoch: int = 0
+    mark: Mark = Mark()
 
 
 class RosterChange(Message, frozen=True):
-    """What has changed in the roster from version `since` to `version`.
+    """What has changed in the roster from version `since` to `version`, and the newest `epoch`.
 
     Each of `entries` takes the place of the one of the same life, or is a new task, which is no longer expected; the
     lives `dropped` are no longer listed. Not answered.
@@ -446,6 +464,14 @@ class RosterChange(Message, frozen=True):
     version: int
     entries: tuple[TaskInfo, ...]
     dropped: tuple[int, ...] = ()
+    epoch: int = 0
+    mark: Mark = Mark()
+
+
+class PackedRoster(Message, frozen=True):
+    """The roster that `change` makes of the one in the payload, which is encoded and compressed."""
+
+    change: RosterChange
 
 
 class EdgeTraffic(msgspec.Struct, frozen=True):
@@ -495,12 +521,23 @@ class Placed(Message, frozen=True):
     """The task that holds the variable."""
 
     task: str
+    mark: Mark = Mark()
 
 
 class Unplace(Message, frozen=True):
     """The state of this name is gone from its task: the name is free. Answered by `Ok`."""
 
     name: str
+
+
+class NotFinite(msgspec.Struct, frozen=True):
+    """The first loss of a run, by name, that was not a finite number, with its step and worker."""
+
+    step: int
+    metric: str
+    value: float
+    run: str = ""
+    task: str = ""
 
 
 class ClaimSteps(Message, frozen=True):
@@ -513,6 +550,7 @@ class ClaimSteps(Message, frozen=True):
     `step_s`     median seconds a step took since the last claim (0 when none)
     `metrics`    the newest scalar metrics of the worker
     `more`       false when the worker takes no further part in the run: it is answered at once, with no steps
+    `not_finite` the first loss of the steps done that is not finite; run and task need not be set
     """
 
     run: str
@@ -524,6 +562,7 @@ class ClaimSteps(Message, frozen=True):
     step_s: float = 0.0
     metrics: dict[str, float] = {}
     more: bool = True
+    not_finite: NotFinite | None = None
 
 
 class Claimed(Message, frozen=True):
@@ -531,6 +570,7 @@ class Claimed(Message, frozen=True):
 
     first: int
     count: int
+    mark: Mark = Mark()
 
 
 class RoundsDone(Message, frozen=True):
@@ -540,6 +580,7 @@ class RoundsDone(Message, frozen=True):
     `steps`    steps of the worker since it last said so, of whose gradients `dropped` came too late
     `step_s`   seconds a step took
     `metrics`  the newest scalar metrics of the worker
+    `not_finite`  the first loss of these steps that is not finite; run and task need not be set
     """
 
     run: str
@@ -550,6 +591,7 @@ class RoundsDone(Message, frozen=True):
     dropped: int = 0
     step_s: float = 0.0
     metrics: dict[str, float] = {}
+    not_finite: NotFinite | None = None
 
 
 class ElectOnce(Message, frozen=True):
@@ -563,6 +605,7 @@ class Elected(Message, frozen=True):
     """Whether the asker was chosen."""
 
     elected: bool
+    mark: Mark = Mark()
 
 
 class AwaitBarrier(Message, frozen=True):
@@ -589,6 +632,7 @@ class BarrierPassed(Message, frozen=True):
     generation: int
     version: int
     members: tuple[str, ...]
+    mark: Mark = Mark()
 
 
 class Report(Message, frozen=True):
@@ -623,7 +667,8 @@ class VariableInfo(msgspec.Struct, frozen=True):
 class WorkerProgress(msgspec.Struct, frozen=True):
     """What a worker has done so far in all runs; `step_s` and `metrics` are its newest.
 
-    Of its steps `dropped` came too late for the round of synchronous training that they were for.
+    Of its steps `dropped` came too late for the round of synchronous training that they were for; `held` are claimed
+    and not reported yet.
     """
 
     task: str
@@ -631,6 +676,7 @@ class WorkerProgress(msgspec.Struct, frozen=True):
     step_s: float
     metrics: dict[str, float]
     dropped: int = 0
+    held: int = 0
 
 
 class TaskHealth(msgspec.Struct, frozen=True):
@@ -667,6 +713,7 @@ class Status(Message, frozen=True):
     `away`  the tasks whose connection has ended, or that have yet to come back after the coordinator's restart; they
             are live until their time for that is over
     `left`  how many tasks have left in all, those among them that are no longer listed
+    `not_finite`  the first of each run and metric
     """
 
     now_s: float
@@ -681,13 +728,18 @@ class Status(Message, frozen=True):
     health: tuple[TaskHealth, ...] = ()
     away: tuple[str, ...] = ()
     left: int = 0
+    not_finite: tuple[NotFinite, ...] = ()
 
+
+#: Answers and news that carry the mark of the newest write of the coordinator's state.
+Marked = Roster | RosterChange | Placed | Claimed | Elected | BarrierPassed
 
 AnyMessage = (
     Hello
     | Ok
     | Packed
     | Failure
+    | Introduce
     | CreateVariable
     | VariableCreated
     | ReadVariable
@@ -726,6 +778,7 @@ AnyMessage = (
     | Join
     | Roster
     | RosterChange
+    | PackedRoster
     | Heartbeat
     | PlaceVariable
     | Placed

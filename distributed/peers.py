@@ -2,18 +2,21 @@
 
 Why: plans and messages name tasks; only this file knows where they are. Invariants: one connection per task, opened
 when it is first needed, or taken over from the task that opened it to run plans here, and kept; one that has ended is
-opened anew when next needed; a task that is not in the address book is not tried.
+opened anew when next needed; a task that is not in the address book is not tried. The first message over a connection
+opened here, and the next one after this task has another life, is `Introduce`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from dflow.distributed.transport.base import Handler, Peer, Transport
+from dflow.distributed.messages import Introduce
+from dflow.distributed.transport.base import Handler, Peer, Reply, Transport
 from dflow.lowering.recorder import CONNECTED, Note, not_noted
-from dflow.tracing.errors import TaskLost
+from dflow.tracing.errors import TaskLost, TransportClosed
 from dflow.tracing.source import at, caller
 
 _GONE = "the task has left or moved"
@@ -37,12 +40,15 @@ class Peers:
         handler: Handler,
         connect_timeout_s: float,
         note: Note = not_noted,
+        on_opened: Callable[[Peer], None] = lambda peer: None,
     ) -> None:
         self._transport = transport
         self._name = name
         self._handler = handler
         self._connect_timeout_s = connect_timeout_s
         self._note = note
+        self._on_opened = on_opened
+        self._life: int | None = None
         self._lock = threading.Lock()
         self._places: dict[str, _Place] = {}
         self._is_closed = False
@@ -56,6 +62,17 @@ class Peers:
         for place in stale:
             if place.peer is not None:
                 place.peer.close(_GONE)
+
+    def set_life(self, life: int) -> None:
+        """Introduce this task as that life of its name, over connections that are open and over later ones."""
+        with self._lock:
+            if life == self._life:
+                return
+            self._life = life
+            peers = [place.peer for place in self._places.values() if place.peer is not None]
+        for peer in peers:
+            with contextlib.suppress(TransportClosed):
+                peer.start(Introduce(life), on_reply=_need_no_reply)
 
     def get(self, task: str) -> Peer:
         """The connection to `task`, opened if need be.
@@ -78,8 +95,9 @@ class Peers:
             return peer
         with place.connecting:
             if place.peer is None or place.peer.closed:
-                place.peer = self._connect(task, place.address)
-            peer = place.peer
+                peer = self._introduce(place, self._connect(task, place.address))
+            else:
+                peer = place.peer
         with self._lock:
             is_there = self._places.get(task) is place
         if not is_there:
@@ -113,5 +131,20 @@ class Peers:
         if peer.name != task:
             peer.close("another was wanted there")
             raise TaskLost(f"{task} is not at {address} any more, where {peer.name} answers")
+        self._on_opened(peer)
         self._note(CONNECTED, None, task, address)
         return peer
+
+    def _introduce(self, place: _Place, peer: Peer) -> Peer:
+        """Keep a new connection, once this task has introduced itself over it: other threads may send from then on."""
+        told = None
+        while place.peer is not peer or told != self._life:
+            told = self._life
+            if told is not None:
+                peer.start(Introduce(told), on_reply=_need_no_reply)
+            place.peer = peer
+        return peer
+
+
+def _need_no_reply(reply: Reply | BaseException) -> None:
+    """What is sent next is refused, or the connection ends, if the introduction fails."""

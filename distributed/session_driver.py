@@ -44,6 +44,7 @@ from dflow.distributed.coordinator_session import (
     Settle,
     ShowRoster,
     Tell,
+    Warn,
     Withdrawn,
     Woke,
 )
@@ -53,6 +54,7 @@ from dflow.distributed.messages import AnyMessage, DumpEvents, Failure, Message,
 from dflow.distributed.transport.base import Peer, RefuseAll, Reply, Transport
 from dflow.distributed.transport.exchange import on_reader_thread
 from dflow.tracing.errors import DeadlineExceeded, DflowError, InternalError, TransportClosed, WireError
+from dflow.tracing.task_name import short_task_name
 
 LOGGER = logging.getLogger("dflow")
 HEARTBEAT_S = 1.0
@@ -341,7 +343,10 @@ class SessionDriver:
                     answer.set_result(message)
             case ShowRoster(roster):
                 self._show(roster)
+            case Warn(text):
+                LOGGER.warning("%s: %s", short_task_name(self._name), text)
             case GaveUp(reason):
+                LOGGER.warning("%s: %s", short_task_name(self._name), reason)
                 with self._changed:
                     callbacks = [] if self._closed else list(self._on_lost)
                 for callback in callbacks:

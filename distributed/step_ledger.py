@@ -22,7 +22,7 @@ import msgspec
 
 from dflow.distributed.coordinator_events import Reply
 from dflow.distributed.durable_records import DurableRecords
-from dflow.distributed.messages import Claimed, ClaimSteps, Failure, RoundsDone, WorkerProgress
+from dflow.distributed.messages import Claimed, ClaimSteps, Failure, NotFinite, RoundsDone, WorkerProgress
 from dflow.tracing.task_name import short_task_name
 
 LARGEST_CLAIM = 16
@@ -98,6 +98,10 @@ class StepLedger:
         }
         #: By run of synchronous training: the rounds that are done, and all. The workers say it again and again.
         self._rounds: dict[str, tuple[int, int]] = {}
+        self._not_finite = {(one.run, one.metric): one for _, one in self._records.load(_NOT_FINITE, NotFinite)}
+        #: By run, the number of steps done when it was last announced as abandoned.
+        self._announced: dict[str, int] = {}
+        self._news: list[str] = []
         for _, found in self._records.load(_WORKER, _WorkerRecord):
             self._runs[found.run].note(found.worker)
 
@@ -114,7 +118,20 @@ class StepLedger:
     def leave(self, left: Sequence[WorkerLeft]) -> list[Reply]:
         """Take note of all that have left at once, so that none of them is given what another gives back."""
         replies = [reply for run in self._runs.values() for one in left for reply in run.leave(one.task, one.reason)]
-        return replies + [reply for run in self._runs.values() for reply in run.answer_waiting()]
+        replies += [reply for run in self._runs.values() for reply in run.answer_waiting()]
+        for run in self._runs.values():
+            self._announce_end(run)
+        return replies
+
+    def take_news(self) -> list[str]:
+        """Texts for the log since the last call."""
+        news, self._news = self._news, []
+        return news
+
+    @property
+    def not_finite(self) -> tuple[NotFinite, ...]:
+        """The first loss of each run and name that was not finite."""
+        return tuple(self._not_finite.values())
 
     @property
     def steps_done(self) -> int:
@@ -131,9 +148,16 @@ class StepLedger:
         """Whether the task has claimed steps that it has not reported."""
         return any(task in run.holding for run in self._runs.values())
 
+    def describe_claims(self, task: str) -> str:
+        """The steps that the task has claimed and not reported, and the workers that wait for them, in words."""
+        return "; ".join(run.describe_claim(task) for run in self._runs.values() if task in run.holding)
+
     def workers(self) -> tuple[WorkerProgress, ...]:
         """What each task that ever claimed has done, by name."""
-        return tuple(self._progress[task] for task in sorted(self._progress))
+        return tuple(
+            msgspec.structs.replace(self._progress[task], held=sum(run.held_by(task) for run in self._runs.values()))
+            for task in sorted(self._progress)
+        )
 
     def _ask(self, ask: int, claim: ClaimSteps) -> list[Reply]:
         run = self._runs.get(claim.run)
@@ -146,7 +170,27 @@ class StepLedger:
         if run.is_repeated(claim):
             return run.repeat(claim.task, ask)
         self._note_progress(claim, run.settle(claim))
-        return run.ask(claim, ask)
+        self._note_not_finite(claim.run, claim.task, claim.not_finite)
+        replies = run.ask(claim, ask)
+        self._announce_end(run)
+        return replies
+
+    def _announce_end(self, run: _Run) -> None:
+        if run.is_abandoned and self._announced.get(run.name) != run.done:
+            self._announced[run.name] = run.done
+            self._news.append(
+                f"run {run.name!r} has {run.done} of {run.total_steps} steps done, and no worker takes part in it any "
+                "more: give them more batches, or ask for fewer steps"
+            )
+
+    def _note_not_finite(self, run: str, task: str, found: NotFinite | None) -> None:
+        if found is None or (run, found.metric) in self._not_finite:
+            return
+        first = msgspec.structs.replace(found, run=run, task=task)
+        self._not_finite[run, found.metric] = first
+        self._records.put(f"{_NOT_FINITE}{run}/{found.metric}", first)
+        where = f"step {found.step} of run {run!r} on {short_task_name(task)}"
+        self._news.append(f"{found.metric} is {found.value} at {where}; later ones of this run are not announced")
 
     def _note_progress(self, claim: ClaimSteps, done: int) -> None:
         last = self._progress.get(claim.task, WorkerProgress(claim.task, 0, 0.0, {}))
@@ -163,6 +207,7 @@ class StepLedger:
     def _note_rounds(self, report: RoundsDone) -> list[Reply]:
         done, total = self._rounds.get(report.run, (0, 0))
         self._rounds[report.run] = max(done, report.rounds), max(total, report.total_rounds)
+        self._note_not_finite(report.run, report.task, report.not_finite)
         last = self._progress.get(report.task, WorkerProgress(report.task, 0, 0.0, {}))
         self._progress[report.task] = WorkerProgress(
             report.task,
@@ -196,6 +241,22 @@ class _Run:
         self.workers[worker.task] = worker
         (self.holding.add if worker.held else self.holding.discard)(worker.task)
         (self.sharing.add if worker.takes_part else self.sharing.discard)(worker.task)
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether steps are left that no worker does or waits for."""
+        return bool(self.pool) and not self.holding and not self.sharing
+
+    def held_by(self, task: str) -> int:
+        """How many steps the task has claimed and not reported."""
+        return self.workers[task].held if task in self.holding else 0
+
+    def describe_claim(self, task: str) -> str:
+        """The steps that the task holds, and the workers that wait, in words."""
+        worker = self.workers[task]
+        waiting = ", ".join(map(short_task_name, self.waiting))
+        text = f"{worker.held} claimed steps of run {self.name!r}, from {worker.first} on"
+        return f"{text} (waiting for them: {waiting})" if waiting else text
 
     def refusal(self, claim: ClaimSteps) -> str:
         """Why this claim contradicts what is known, or empty."""
@@ -324,6 +385,7 @@ class _Run:
         return f"{_WORKER}{task}\n{self.name}"
 
 
+_NOT_FINITE = "not finite/"
 _PROGRESS = "progress/"
 _RUN = "run/"
 _WORKER = "worker/"

@@ -29,6 +29,7 @@ from dflow.distributed.array_lists import decode_arrays, encode_arrays
 from dflow.distributed.codec import decode_array, encode_array, parse_dtype
 from dflow.distributed.deadlines import Deadlines, MakeDeadlines
 from dflow.distributed.flight_recorder import FlightRecorder
+from dflow.distributed.member_gate import Arrived, MemberGate
 from dflow.distributed.messages import (
     AnyMessage,
     Arrays,
@@ -43,6 +44,7 @@ from dflow.distributed.messages import (
     ForgetState,
     GetClock,
     GetTaskState,
+    Introduce,
     LeaveRounds,
     NextRound,
     Offer,
@@ -166,12 +168,14 @@ class TaskServer:
         #: The steps that this task has started.
         self.steps = StepCounts()
         self.observer = TaskObserver(self.recorder, self.state)
+        self._gate = MemberGate(name)
         self._peers = Peers(
             transport,
             name=name,
             handler=self,
             connect_timeout_s=settings.connect_timeout_s,
             note=self.recorder.note,
+            on_opened=self._gate.opened,
         )
         self._channel = TaskChannel(
             name,
@@ -288,6 +292,7 @@ class TaskServer:
         gone = {info.task: info for info in roster.tasks if info.task not in live}
         with self._lock:
             before, self._live = self._live, live
+        self._gate.roster_changed(roster)
         self.recorder.note(ROSTER_CHANGED, None, "", f"version {roster.version}, {len(live)} live, {len(gone)} left")
         for task, info in gone.items():
             # The rest has been given up before, and nothing came of it since.
@@ -295,10 +300,13 @@ class TaskServer:
                 self.task_left(task, info.left or "it said no reason")
         # After the cancelled steps of those who left were answered, over connections that end here.
         self._peers.set_addresses({task: info.address for task, info in live.items()})
+        if self.name in live:
+            self._peers.set_life(live[self.name].life)
         for task, info in live.items():
             if task in before and _life(before[task]) != _life(info):
                 self.task_left(task, "it has started anew")
             self._channel.task_joined(task)
+        self._gate.admit()
 
     def task_left(self, task: str, why: str) -> None:
         """Give a task up: steps it started are cancelled, and waits for its values end with `TaskLost`."""
@@ -320,7 +328,17 @@ class TaskServer:
     # Messages; see `transport.base.Handler`.
 
     def on_call(self, peer: Peer, message: AnyMessage, payload: memoryview, responder: Responder) -> None:
-        """Take a request."""
+        """Take a request, from members of the cluster alone unless it only looks on."""
+        if isinstance(message, Introduce):
+            self._gate.introduced(peer, message.life)
+            responder.reply(Ok())
+        elif peer in self._gate.members or isinstance(message, _LOOKS_ON):
+            self._take_call(peer, message, payload, responder)
+        else:
+            take = partial(self._take_call, peer, message, payload, responder)
+            self._gate.take(peer, Arrived(partial(_answered, take, responder), responder.fail))
+
+    def _take_call(self, peer: Peer, message: AnyMessage, payload: memoryview, responder: Responder) -> None:
         _refuse_for_another(peer, message)
         match message:
             case RunPlan(handle, origin, number):
@@ -343,7 +361,14 @@ class TaskServer:
                 self._pool.submit(self._answer, message, payload, responder)
 
     def on_notify(self, peer: Peer, message: AnyMessage, payload: memoryview) -> None:
-        """Take a value or a cancellation."""
+        """Take a value or a cancellation; those of a process that is no member are dropped."""
+        if peer in self._gate.members:
+            self._take_notice(peer, message, payload)
+        else:
+            take = partial(self._take_notice, peer, message, payload)
+            self._gate.take(peer, Arrived(take, lambda error: None))
+
+    def _take_notice(self, peer: Peer, message: AnyMessage, payload: memoryview) -> None:
         match message:
             case Tensor():
                 self._take_in(peer, message, payload)
@@ -361,6 +386,7 @@ class TaskServer:
 
     def on_close(self, peer: Peer, reason: str) -> None:
         """End the waits for values from a peer, since some may be lost with the connection."""
+        self._gate.closed(peer)
         self.recorder.note(CONNECTION_LOST, None, peer.name, reason)
         error = TaskLost(f"the connection between {self.name} and {peer.name} has ended: {reason}")
         self._channel.connection_lost(peer.name, error)
@@ -476,6 +502,18 @@ def _refuse_for_another(peer: Peer, message: AnyMessage) -> None:
     field = _SPEAKERS.get(type(message))
     if field is not None and (whose := getattr(message, field)) != peer.name:
         raise SecurityError(f"{peer.name} may not speak for {whose}, as this {type(message).__name__} does")
+
+
+#: Requests of tools, which are in no roster.
+_LOOKS_ON = (GetClock, StartTrace, StopTrace, GetTaskState, DumpEvents)
+
+
+def _answered(take: Callable[[], None], responder: Responder) -> None:
+    """Take a request after its reader thread has moved on; an error is its answer."""
+    try:
+        take()
+    except Exception as error:
+        responder.fail(error)
 
 
 def _on_own_thread(work: Callable[..., None], *arguments: Any) -> None:

@@ -107,7 +107,9 @@ class Attendants:
 
     def _watch(self, name: str, child: ChildProcess) -> None:
         with suppress(ProcessLookupError), os.fdopen(os.pidfd_open(child.pid)) as ended:
-            select.select([ended], [], [])
+            poll = select.poll()  # unlike select, it takes files of any number
+            poll.register(ended, select.POLLIN)
+            poll.poll()
         if not self._closing.is_set():
             how = describe_end(child.poll() or 0)
             self._show(f"dflow: {name}, which this process started, has ended ({how}); those that need it will fail")

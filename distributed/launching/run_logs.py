@@ -1,7 +1,8 @@
 """The output of a run: a file for each task, whose size is bounded.
 
 Invariants:
-- a line is in its file, whole, when `write` returns;
+- a line is in its file, whole, when `write` returns, or is left out and counted: a file that cannot be written, as on a
+  full disk, raises nothing and loses no line of another task;
 - a file that would outgrow `max_bytes` becomes `<name>.1`, in the place of the one before it, so a task takes at most
   twice that;
 - a run started again in the same folder goes on where the files end.
@@ -9,6 +10,7 @@ Invariants:
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 from typing import IO
@@ -25,19 +27,29 @@ class RunLogs:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self._files: dict[str, IO[bytes]] = {}
+        #: Number of lines left out since a file was last written, by task.
+        self._left_out: dict[str, int] = {}
 
     def path(self, task: str) -> Path:
         """The file of the task of that short name: `worker:0` writes `worker-0.log`."""
         return self.folder / f"{task.replace(':', '-')}.log"
 
-    def write(self, task: str, line: str) -> None:
-        """Add a line, given without its end; any thread may call this."""
-        encoded = line.encode("utf-8", "backslashreplace") + b"\n"
+    def write(self, task: str, line: str) -> str:
+        """Add a line, given without its end; any thread may call this.
+
+        Return a message for the user when the file stops being written, and when it is written again; else nothing.
+        """
         with self._lock:
-            file = self._file(task)
-            if file.tell() and file.tell() + len(encoded) > self._max_bytes:
-                file = self._begin_anew(task)
-            file.write(encoded)
+            left_out = self._left_out.get(task, 0)
+            try:
+                gap = f"... {left_out} lines are missing here: the file could not be written\n" if left_out else ""
+                self._append(task, gap + line)
+                self._left_out.pop(task, None)
+            except OSError as error:
+                self._left_out[task] = left_out + 1
+                text = f"{self.path(task)} cannot be written: {error.strerror}; its lines are only shown here"
+                return "" if left_out else text
+        return f"{self.path(task)} is written again; {left_out} lines are missing in it" if left_out else ""
 
     def close(self) -> None:
         """Close the files; a later line opens its file again."""
@@ -45,6 +57,20 @@ class RunLogs:
             for file in self._files.values():
                 file.close()
             self._files.clear()
+
+    def _append(self, task: str, line: str) -> None:
+        encoded = line.encode("utf-8", "backslashreplace") + b"\n"
+        file = self._file(task)
+        size = file.seek(0, os.SEEK_END)
+        if size and size + len(encoded) > self._max_bytes:
+            file, size = self._begin_anew(task), 0
+        written = file.write(encoded)
+        try:
+            while written < len(encoded):
+                written += file.write(encoded[written:])
+        except OSError:
+            file.truncate(size)
+            raise
 
     def _file(self, task: str) -> IO[bytes]:
         if task not in self._files:

@@ -26,6 +26,7 @@ from dflow.distributed.coordinator_session import (
     Settle,
     ShowRoster,
     Tell,
+    Warn,
     Withdrawn,
     Woke,
 )
@@ -158,6 +159,8 @@ class Client:
                     resolve(error_from(message) if isinstance(message, Failure) else message)
             case ShowRoster(roster):
                 self._on_roster(roster)
+            case Warn():
+                pass
             case GaveUp(reason):
                 self._on_gave_up(reason)
 

@@ -9,7 +9,8 @@ something itself. Who dialled dials again and says what it has got; the other an
 other has not. The connection ends when that does not succeed within `Limits.resume_s`.
 
 Values and cancellations between tasks may come twice or be overtaken, where the script says so: the protocol says that
-they may come in any order. Those are no part of the session.
+they may come in any order. Those are no part of the session; none comes before the first frame of the session, which
+introduces its sender.
 """
 
 from __future__ import annotations
@@ -66,6 +67,8 @@ class SimulatedLink:
         self.other: SimulatedLink
         self.is_closed = False
         self.said = self.heard = 0
+        #: Frames outside the session that came before its first one.
+        self._early: list[Frame] = []
         self.near = near
         self._network = network
         self._far = far
@@ -196,11 +199,15 @@ class SimulatedLink:
         if said.serial != self.heard:
             self._network.on_misheard(self.near, f"hears what was said as number {said.serial} as number {self.heard}")
         self._arrived(said.frame)
+        while self._early and not self.is_closed:
+            self._arrived(self._early.pop(0))
         if self._session.ack_due and not self.is_closed:
             self._transmit(None)
 
     def _take_apart(self, frame: Frame) -> None:
-        if not self.is_closed:
+        if self.other.said and not self.heard:
+            self._early.append(frame)
+        elif not self.is_closed:
             self._arrived(frame)
 
     def _arrived(self, frame: Frame) -> None:

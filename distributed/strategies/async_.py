@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,6 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from dflow.distributed.messages import NotFinite
 from dflow.tracing.errors import DflowError, StrategyError
 from dflow.tracing.source import at, caller
 
@@ -34,10 +36,12 @@ class StepSource(Protocol):
         step_s: float = 0.0,
         metrics: Mapping[str, float] = {},
         more: bool = True,
+        not_finite: NotFinite | None = None,
     ) -> range:
         """Report the last claim, and get the next steps to do; an empty range says that the run is complete.
 
-        With `more` false it gives back what was not done, and gets no steps.
+        With `more` false it gives back what was not done, and gets no steps. `not_finite` is the first loss of the
+        steps done that is not finite.
         """
         ...
 
@@ -74,17 +78,22 @@ class Async:
         claimed = self._cluster.claim(run, steps)
         while claimed:
             times: list[float] = []
+            losses: list[Mapping[str, Any]] = []
             outcome = None
             try:
                 for batch in itertools.islice(supply, len(claimed)):
                     started = time.perf_counter()
                     outcome = step(*batch) if isinstance(batch, tuple) else step(batch)
                     times.append(time.perf_counter() - started)
+                    losses.append(_losses(outcome))
                     yield outcome
             except BaseException:
                 # The loop was left, or a step or a batch failed: the others shall not wait for what is not done here.
+                found = None
+                with contextlib.suppress(Exception):  # of a value that a step was to give and did not
+                    found = first_not_finite(claimed.start, losses)
                 with contextlib.suppress(DflowError):
-                    self._cluster.claim(run, steps, done=len(times), more=False)
+                    self._cluster.claim(run, steps, done=len(times), more=False, not_finite=found)
                 raise
             claimed = self._cluster.claim(
                 run,
@@ -93,7 +102,30 @@ class Async:
                 step_s=statistics.median(times) if times else 0.0,
                 metrics=real_scalars(outcome),
                 more=len(times) == len(claimed),
+                not_finite=first_not_finite(claimed.start, losses),
             )
+
+
+def first_not_finite(first: int, losses: Iterable[Mapping[str, Any]]) -> NotFinite | None:
+    """The first loss that is not a finite number, of consecutive steps from number `first` on.
+
+    losses   for each step, scalars by name; those whose names end with `loss` are looked at
+    """
+    for step, named in enumerate(losses, first):
+        for name, value in named.items():
+            if _is_loss(name) and not math.isfinite(number := float(value)):
+                return NotFinite(step, name, number)
+    return None
+
+
+def _losses(outcome: Any) -> dict[str, Any]:
+    """The losses that a step returned; they may not be computed yet."""
+    named = outcome if isinstance(outcome, Mapping) else {"loss": outcome}
+    return {str(key): value for key, value in named.items() if _is_loss(str(key)) and _is_real_scalar(value)}
+
+
+def _is_loss(name: str) -> bool:
+    return name.endswith("loss")
 
 
 def real_scalars(outcome: Any) -> dict[str, float]:

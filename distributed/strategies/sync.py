@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import msgspec
 
 from dflow.distributed.messages import RoundsDone
-from dflow.distributed.strategies.async_ import Async, StepSource, real_scalars, refuse_negative
+from dflow.distributed.strategies.async_ import Async, StepSource, first_not_finite, real_scalars, refuse_negative
 
 _runs = itertools.count()
 #: How often a worker says how it goes, in s.
@@ -159,6 +159,7 @@ class _Progress:
             before.dropped + is_dropped,
             step_s,
             dict(metrics),
+            before.not_finite or first_not_finite(rounds - 1, [metrics]),
         )
         if time.monotonic() - self._told_at > TELL_S:
             self.tell()
@@ -167,4 +168,4 @@ class _Progress:
         """Say what is new."""
         self._cluster.tell_rounds(self._news)
         self._told_at = time.monotonic()
-        self._news = msgspec.structs.replace(self._news, steps=0, dropped=0)
+        self._news = msgspec.structs.replace(self._news, steps=0, dropped=0, not_finite=None)

@@ -2,26 +2,34 @@
 
 Why: a stranger costs a thread and some memory until it is believed or its time is up. Were the door simply closed when
 full, one stranger could keep everyone out by knocking often; so a newcomer takes the place of the one who has waited
-longest, of those who come from where most come from.
+longest, of those who come from where most come from. A newcomer is admitted even at the limit of peers, so that the
+listener can answer with the reason for the refusal.
 
 Invariants: no I/O and no clock. There are never more strangers than `strangers`, never more from one source than
-`per_source`, and never more connections in all than `connections`. A newcomer is refused only when all connections are
-those of peers; a peer is never evicted.
+`per_source`, and never more peers than `connections`; a peer is never evicted.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from enum import Enum, auto
 
 
 @dataclass(frozen=True)
 class Decision:
-    """Whether the newcomer may wait, and which strangers have to go for it; `why` is said to the log."""
+    """Unauthenticated connections to end for a newcomer; `why` goes to the log."""
 
-    admitted: bool
     evicted: tuple[int, ...] = ()
     why: str = ""
+
+
+class Belief(Enum):
+    """The result of a stranger's authentication."""
+
+    PEER = auto()
+    EVICTED = auto()
+    NO_ROOM = auto()
 
 
 class Admission:
@@ -47,34 +55,36 @@ class Admission:
 
     def arrive(self, number: int, source: str) -> Decision:
         """A connection came from `source`, such as an IP address."""
-        if len(self._peers) >= self._connections:
-            return Decision(False, why=f"{len(self._peers)} of {self._connections} connections are in use")
-        evicted, why = self._evict_for(source)
+        decision = self._make_room(source)
         self._strangers[number] = source
-        return Decision(True, evicted, why)
+        return decision
 
-    def believe(self, number: int) -> bool:
-        """The stranger has shown who it is; False when it was evicted meanwhile."""
-        if self._strangers.pop(number, None) is None:
-            return False
+    def believe(self, number: int) -> Belief:
+        """Make an authenticated stranger a peer, unless it was evicted or the limit of peers is reached."""
+        if number not in self._strangers:
+            return Belief.EVICTED
+        if len(self._peers) >= self._connections:
+            return Belief.NO_ROOM
+        del self._strangers[number]
         self._peers.add(number)
-        return True
+        return Belief.PEER
 
     def leave(self, number: int) -> None:
         """The connection has ended."""
         self._strangers.pop(number, None)
         self._peers.discard(number)
 
-    def _evict_for(self, source: str) -> tuple[tuple[int, ...], str]:
+    def _make_room(self, source: str) -> Decision:
         by_source = Counter(self._strangers.values())
         if by_source[source] >= self._per_source:
-            return self._evict(source), f"{by_source[source]} connections from there had not said who they are"
+            why = f"{by_source[source]} connections from there had not said who they are"
+            return Decision(self._evict(source), why)
         count = len(self._strangers)
-        if count < self._most_strangers and count + len(self._peers) < self._connections:
-            return (), ""
+        if count < self._most_strangers:
+            return Decision()
         most = max(by_source.values(), default=0)
         greedy = next((one for one in self._strangers.values() if by_source[one] == most), source)
-        return self._evict(greedy), f"{count} connections had not said who they are"
+        return Decision(self._evict(greedy), f"{count} connections had not said who they are")
 
     def _evict(self, source: str) -> tuple[int, ...]:
         oldest = next((number for number, one in self._strangers.items() if one == source), None)

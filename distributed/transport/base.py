@@ -50,8 +50,8 @@ class Limits:
 
     `max_meta_bytes`     size of a message without its payload
     `max_payload_bytes`  size of a payload
-    `max_connections`    connections a listener holds at a time, strangers included
-    `max_strangers`      of these, how many may not have said yet who they are; the oldest gives way to a newcomer
+    `max_connections`    peers of a listener at a time; fewer if the process's limit of open files is lower
+    `max_strangers`      unauthenticated connections of a listener; the oldest gives way to a newcomer
     `max_from_source`    of these, how many from one IP address
     `max_hello_bytes`    size of a `Hello`
     `hello_timeout_s`    time from the connection to the end of the peer's `Hello`
@@ -67,7 +67,7 @@ class Limits:
 
     max_meta_bytes: int = 1 << 20
     max_payload_bytes: int = 4 << 30
-    max_connections: int = 1024
+    max_connections: int = 1 << 14
     max_strangers: int = 256
     max_from_source: int = 64
     max_hello_bytes: int = 4096

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from dflow.distributed.transport.addresses import Address, TcpAddress, UnixAddress
 
-_BACKLOG = 128
+#: Connections that wait to be accepted; the system may lower it.
+_BACKLOG = 1024
 
 _FOLDER, _SOCKET = "dflow-task-", "socket"
 

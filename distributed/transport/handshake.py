@@ -14,9 +14,13 @@ from dflow.distributed.transport.exchange import Frame, Kind
 from dflow.distributed.transport.framing import Deadline, pack_header, read_first
 from dflow.distributed.transport.security import Secured, SecurityPolicy
 from dflow.distributed.transport.stream import Stream, without
-from dflow.tracing.errors import DeadlineExceeded, WireError
+from dflow.tracing.errors import DeadlineExceeded, TransportClosed, WireError
 
 _LONGEST_NAME = 256
+
+
+class Refused(TransportClosed):
+    """The other side takes no connection now; the text has its reason and the remedy."""
 
 
 def say_hello(stream: Stream, hello: Hello | Failure, deadline: Deadline) -> None:
@@ -33,12 +37,13 @@ def say_hello(stream: Stream, hello: Hello | Failure, deadline: Deadline) -> Non
 def hear_hello(secured: Secured, security: SecurityPolicy, limits: Limits, deadline: Deadline) -> Hello:
     """The other side's first word; its version is checked by `check_version`.
 
-    raises  WireError; SecurityError if it may not have that name, or says that this side may not; DeadlineExceeded;
-            TransportClosed; OSError
+    raises  WireError; SecurityError if it may not have that name, or says that this side may not; Refused if it has
+            no room; DeadlineExceeded; TransportClosed; OSError
     """
     hello = decode_message(read_first(secured.stream, limits, deadline).meta)
     if isinstance(hello, Failure):
-        raise error_of(hello, "the other side")
+        error = error_of(hello, "the other side")
+        raise Refused(str(error)) if isinstance(error, TransportClosed) else error
     if not isinstance(hello, Hello):
         raise WireError(f"the first message is a {type(hello).__name__}; a connection starts with a Hello")
     if not (0 < len(hello.name) <= _LONGEST_NAME and hello.name.isprintable()):

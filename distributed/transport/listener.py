@@ -19,9 +19,10 @@ from functools import partial
 from dflow.distributed.failures import failure_of
 from dflow.distributed.messages import Hello
 from dflow.distributed.transport.addresses import Address, Endpoints, UnixAddress
-from dflow.distributed.transport.admission import Admission
+from dflow.distributed.transport.admission import Admission, Belief
 from dflow.distributed.transport.base import Handler, Limits
 from dflow.distributed.transport.connection import Connection
+from dflow.distributed.transport.descriptors import raise_descriptor_limit
 from dflow.distributed.transport.exchange import LOGGER, Exchange
 from dflow.distributed.transport.families import Bound, send_at_once
 from dflow.distributed.transport.framing import Deadline
@@ -33,7 +34,7 @@ from dflow.distributed.transport.security import Secured, SecurityPolicy
 from dflow.distributed.transport.shared_memory import SharedMemory, may_share
 from dflow.distributed.transport.stream import Stream
 from dflow.distributed.transport.throttle import Throttle, on_one_line
-from dflow.tracing.errors import DflowError, SecurityError, WireError
+from dflow.tracing.errors import DflowError, SecurityError, TransportClosed, WireError
 
 _AFTER_FAULT_S = 0.02
 
@@ -47,6 +48,34 @@ class _Session:
     exchange: Exchange
     connection: Connection
     renewal: AwaitRedial | None
+
+
+#: Files that a process needs beside the connections of a listener.
+_OTHER_FILES = 64
+
+
+@dataclass(frozen=True)
+class _Room:
+    """The number of peers that a listener takes: `wanted`, or fewer if the process may open only `files` files."""
+
+    connections: int
+    wanted: int
+    files: int
+
+    @classmethod
+    def of(cls, limits: Limits) -> _Room:
+        """As many as `limits` and the system allow."""
+        files = raise_descriptor_limit()
+        spare = max(files - limits.max_strangers - _OTHER_FILES, files // 2)
+        return cls(min(limits.max_connections, spare), limits.max_connections, files)
+
+    def full(self) -> str:
+        """Why no more come in, and the remedy."""
+        if self.connections < self.wanted:
+            cause = f"since its process may open only {self.files} files; raise that limit (ulimit -n) where it starts"
+        else:
+            cause = "which is its limit; start fewer tasks"
+        return f"has {self.connections} connections and takes no more, {cause}"
 
 
 @dataclass(frozen=True)
@@ -82,8 +111,9 @@ class SocketListener:
         #: Sessions that were answered and are not known yet, in which someone may be back already.
         self._beginning: set[str] = set()
         self._has_begun = threading.Condition(self._lock)
+        self._room = _Room.of(limits)
         self._admission = Admission(
-            connections=limits.max_connections, strangers=limits.max_strangers, per_source=limits.max_from_source
+            connections=self._room.connections, strangers=limits.max_strangers, per_source=limits.max_from_source
         )
         self._last_number = 0
         self._strangers: dict[int, socket.socket] = {}
@@ -149,15 +179,14 @@ class SocketListener:
             number = self._last_number
             decision = self._admission.arrive(number, host)
             evicted = [self._strangers.pop(one) for one in decision.evicted]
-            is_admitted = decision.admitted and not self._is_closed
-            if is_admitted:
+            if is_admitted := not self._is_closed:
                 self._strangers[number] = sock
         for stranger in evicted:
             self._warn("a connection was given up for one from %s: %s", source, decision.why)
             _shut_down(stranger)
         if is_admitted:
             return number
-        self._warn("connection from %s refused: %s", source, decision.why or "it stopped listening")
+        self._warn("connection from %s refused: it stopped listening", source)
         sock.close()
         return None
 
@@ -180,6 +209,7 @@ class SocketListener:
                 is_taken = self._resume(secured, hello, deadline)
                 stream = None if is_taken else stream
                 return
+            self._believe(arrival.number, secured, deadline)
             try:
                 session = self._begin(arrival, secured, hello, deadline)
                 is_peer = self._promote(arrival.number, session)
@@ -212,6 +242,17 @@ class SocketListener:
             say_hello(secured.stream, failure_of(error), deadline)
             raise
 
+    def _believe(self, number: int, secured: Secured, deadline: Deadline) -> None:
+        """Count a stranger as a peer; raises TransportClosed if it was evicted, or refused with the reason."""
+        with self._lock:
+            belief = self._admission.believe(number)
+        if belief is Belief.EVICTED:
+            raise TransportClosed("it was evicted for another connection")
+        if belief is Belief.NO_ROOM:
+            error = TransportClosed(f"{self._name} {self._room.full()}")
+            say_hello(secured.stream, failure_of(error), deadline)
+            raise error
+
     def _begin(self, arrival: _Arrival, secured: Secured, hello: Hello, deadline: Deadline) -> _Session:
         """Make a peer of a stranger that has said a first `Hello`."""
         shares = hello.shares and may_share(arrival.at, secured.stream, self._limits)
@@ -228,9 +269,9 @@ class SocketListener:
         return _Session(hello, secured.identity, exchange, connection, renewal)
 
     def _promote(self, number: int, session: _Session) -> bool:
-        """Count a stranger as a peer, unless it was given up or the listener has closed meanwhile."""
+        """Keep the session of a new peer, unless the listener has closed meanwhile."""
         with self._lock:
-            is_peer = self._admission.believe(number) and not self._is_closed
+            is_peer = not self._is_closed
             self._strangers.pop(number, None)
             others = list(self._sessions)
             if is_peer:

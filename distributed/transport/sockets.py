@@ -23,7 +23,7 @@ from dflow.distributed.transport.connection import Connection, Renewed
 from dflow.distributed.transport.exchange import Exchange
 from dflow.distributed.transport.families import Bound, bind, dial, send_at_once
 from dflow.distributed.transport.framing import Deadline
-from dflow.distributed.transport.handshake import check_version, hear_hello, say_hello
+from dflow.distributed.transport.handshake import Refused, check_version, hear_hello, say_hello
 from dflow.distributed.transport.listener import SocketListener
 from dflow.distributed.transport.process_identity import host_identity, process_identity
 from dflow.distributed.transport.reactor import Reactor, give_way
@@ -78,7 +78,7 @@ class SocketTransport:
             except (OSError, TransportClosed, DeadlineExceeded) as error:
                 if time.monotonic() + retry_s >= deadline:
                     raise DeadlineExceeded(
-                        f"{who} at {address} could not be reached within {timeout_s:g} s: {_reason(error)}; "
+                        f"{who} at {address} could not be reached within {timeout_s:g} s: {_reason(error)}"
                         f"{_remedy(error)}"
                     ) from error
             time.sleep(retry_s)
@@ -167,6 +167,8 @@ def _reason(error: BaseException) -> str:
 
 
 def _remedy(error: BaseException) -> str:
+    if isinstance(error, Refused):
+        return ""
     if isinstance(error, TransportClosed | ConnectionResetError | BrokenPipeError):
-        return "something listens there and refuses this side: has it certificates or a secret? its log says why"
-    return "check that it runs and that the address is right"
+        return "; something listens there and refuses this side: has it certificates or a secret? its log says why"
+    return "; check that it runs and that the address is right"

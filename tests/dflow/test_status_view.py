@@ -3,7 +3,7 @@ import io
 import pytest
 from rich.console import Console
 
-from dflow.distributed.messages import EdgeTraffic, Status, TaskInfo, VariableInfo, WorkerProgress
+from dflow.distributed.messages import EdgeTraffic, NotFinite, Status, TaskInfo, VariableInfo, WorkerProgress
 from dflow.status_view import (
     PlainView,
     StepRate,
@@ -53,6 +53,16 @@ def sent(edge: str, source: str, destination: str, values: int = 2, size_bytes: 
 def test_progress_has_steps_rate_mean_loss_and_step_times() -> None:
     line = progress_line(status(), 12.34)
     assert line == "step 60/100  12.3 steps/s  loss 0.7500  worker:0 12.3 ms  worker:1 25.0 ms"
+
+
+def test_the_closing_tables_name_losses_that_were_not_finite() -> None:
+    found = NotFinite(37, "loss", float("nan"), "run_0", WORKERS[1])
+    shown = printed(status(not_finite=(found,)))
+    assert "Not finite" in shown
+    assert [line.split() for line in shown.splitlines() if "run_0" in line] == [
+        ["run_0", "loss", "nan", "37", "worker:1"]
+    ]
+    assert "Not finite" not in printed(status())
 
 
 def test_progress_leaves_out_the_step_time_of_a_worker_that_left() -> None:

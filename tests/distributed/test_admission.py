@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflow.distributed.transport.admission import Admission
+from dflow.distributed.transport.admission import Admission, Belief, Decision
 from tests.effort import examples
 
 SOURCES = st.sampled_from(["a", "b", "c"])
@@ -26,15 +26,15 @@ def test_the_limits_hold_and_only_strangers_are_evicted(
         match event:
             case "arrive":
                 decision = admission.arrive(number, source)
-                assert decision.admitted == (len(peers) < connections)
                 assert set(decision.evicted) <= set(waiting)
                 for one in decision.evicted:
                     del waiting[one]
-                if decision.admitted:
-                    waiting[number] = source
+                waiting[number] = source
             case "believe":
-                assert admission.believe(which) == (which in waiting)
-                if waiting.pop(which, None) is not None:
+                expected = Belief.PEER if len(peers) < connections else Belief.NO_ROOM
+                assert admission.believe(which) == (expected if which in waiting else Belief.EVICTED)
+                if which in waiting and expected is Belief.PEER:
+                    del waiting[which]
                     peers.add(which)
             case _:
                 admission.leave(which)
@@ -42,7 +42,7 @@ def test_the_limits_hold_and_only_strangers_are_evicted(
                 peers.discard(which)
         assert (admission.strangers, admission.peers) == (len(waiting), len(peers))
         assert len(waiting) <= strangers
-        assert len(waiting) + len(peers) <= connections
+        assert len(peers) <= connections
         assert all(list(waiting.values()).count(one) <= per_source for one in waiting.values())
 
 
@@ -53,8 +53,8 @@ def test_the_oldest_of_the_greediest_source_gives_way() -> None:
     decision = admission.arrive(4, "new")
     assert decision.evicted == (1,)
     assert decision.why == "4 connections had not said who they are"
-    assert not admission.believe(1)
-    assert admission.believe(0)
+    assert admission.believe(1) is Belief.EVICTED
+    assert admission.believe(0) is Belief.PEER
 
 
 def test_one_source_replaces_its_own() -> None:
@@ -70,15 +70,15 @@ def test_a_flood_from_one_source_never_costs_another_its_place() -> None:
     admission.arrive(0, "honest")
     for number in range(1, 1000):
         assert 0 not in admission.arrive(number, "flood").evicted
-    assert admission.believe(0)
+    assert admission.believe(0) is Belief.PEER
 
 
-def test_a_newcomer_is_refused_when_every_connection_is_a_peers() -> None:
+def test_a_newcomer_is_heard_and_has_no_room_when_every_connection_is_a_peers() -> None:
     admission = Admission(connections=2, strangers=2, per_source=2)
     for number in range(2):
         admission.arrive(number, "a")
         admission.believe(number)
-    decision = admission.arrive(2, "b")
-    assert (decision.admitted, decision.why) == (False, "2 of 2 connections are in use")
+    assert admission.arrive(2, "b") == Decision()
+    assert admission.believe(2) is Belief.NO_ROOM
     admission.leave(0)
-    assert admission.arrive(3, "b").admitted
+    assert admission.believe(2) is Belief.PEER

@@ -27,6 +27,7 @@ from dflow.tracing.errors import (
     TransportClosed,
     VariableError,
 )
+from tests.distributed import waiting
 
 PS0, WORKER0, WORKER1 = "/job:ps/task:0", "/job:worker/task:0", "/job:worker/task:1"
 SOON_S = 20.0
@@ -215,6 +216,37 @@ def test_a_coordinator_without_the_state_of_the_first_takes_none_of_its_tasks(cl
     assert gone.wait(SOON_S)
     assert "worker:0 is a task of cluster" in lost[0]
     assert "it was started without the state of the first, which `--state FILE` keeps" in lost[0]
+
+
+def test_a_claim_in_vain_names_the_worker_that_holds_the_steps(cluster: Cluster) -> None:
+    first, second = cluster.task(WORKER0), cluster.task(WORKER1)
+    assert first.claim("run", 1) == range(1)
+    held = r"; of the claimed steps, worker:0 \(.*\) holds 1: see its output, or end it, and others do them"
+    with pytest.raises(DeadlineExceeded, match=held):
+        second.claim("run", 1, timeout_s=0.2)
+
+
+def test_a_claim_that_waits_long_says_in_the_waiting_worker_who_holds_the_steps(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, waits = cluster.task(WORKER0), itertools.count(0.0, 100.0)
+    assert first.claim("run", 1) == range(1)
+    second = CoordinatorClient(
+        cluster.transport, cluster.coordinator.address, name=WORKER1, is_threaded=False, clock=lambda: next(waits)
+    )
+    cluster.clients.append(second)
+    second.join(WORKER1, "h:1")
+    with ThreadPoolExecutor() as pool:
+        claim = pool.submit(second.claim, "run", 1)
+
+        def is_announced() -> bool:
+            second.tick()
+            return "worker:1 has waited 60 s for steps; of the claimed steps, worker:0 (" in caplog.text
+
+        waiting.until(is_announced)
+        assert first.claim("run", 1, done=1) == range(1, 1)
+        assert claim.result(SOON_S) == range(1, 1)
+    assert caplog.text.count("has waited 60 s") == 1
 
 
 def test_what_is_asked_in_vain_says_since_when_there_is_no_coordinator(cluster: Cluster) -> None:

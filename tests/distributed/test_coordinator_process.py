@@ -34,7 +34,7 @@ def coordinator(tmp_path: Path) -> Iterator[tuple[Spawned, str]]:
 
 
 def test_a_coordinator_that_is_killed_stops_no_step_and_its_successor_knows_all(
-    coordinator: tuple[Spawned, str], tmp_path: Path
+    coordinator: tuple[Spawned, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     first, address = coordinator
     words = ("-m", "dflow", "task", "--job", "ps", "--index", "0", "--coordinator", address)
@@ -73,3 +73,6 @@ def test_a_coordinator_that_is_killed_stops_no_step_and_its_successor_knows_all(
             np.testing.assert_array_equal(step(jnp.ones(3)), [22, 22, 22])  # type: ignore[arg-type]
             worker.close()
             assert task.process.poll() is None
+            for outage in (f"the connection to the coordinator at {address} has ended: ", "is back after "):
+                task.read_until(f"ps:0: {outage}" if outage.startswith("the") else outage)
+                assert caplog.text.count(outage) == 1

@@ -43,6 +43,7 @@ from dflow.distributed.coordinator_session import (
     Settle,
     ShowRoster,
     Tell,
+    Warn,
     Withdrawn,
     Woke,
 )
@@ -70,6 +71,9 @@ PS0, WORKER0, WORKER1 = "/job:ps/task:0", "/job:worker/task:0", "/job:worker/tas
 JOIN = Join(WORKER0, "h:0", "life")
 INFO = TaskInfo(WORKER0, "h:0", 0.0, incarnation="life")
 ROSTER = Roster((INFO,), (PS0,), 1, "blue", 1)
+LOST = Warn(
+    "the connection to the coordinator at c:1 has ended: reset; it is tried again for 600 s, and steps go on meanwhile"
+)
 
 
 def session(**rest: object) -> CoordinatorSession:
@@ -104,12 +108,13 @@ def test_after_a_loss_the_task_comes_back_first_and_then_asks_again_in_order() -
     made.handle(Asking(0.0, 2, ElectOnce("a", WORKER0)))
     made.handle(Asking(0.0, 3, ElectOnce("b", WORKER0)))
     made.handle(Answered(0.0, 1, 2, Elected(True)))
-    assert made.handle(LinkEnded(1.0, 1, "reset")) == []
+    assert made.handle(LinkEnded(1.0, 1, "reset")) == [LOST]
     assert made.handle(Asking(1.0, 4, GetStatus())) == []
     assert made.wake_at_s is not None
     assert made.handle(Woke(made.wake_at_s)) == [OpenLink()]
-    assert made.handle(Opened(2.0, 2)) == [Send(2, REJOIN, Join(WORKER0, "h:0", "life", "blue"))]
+    assert made.handle(Opened(2.0, 2)) == [Send(2, REJOIN, Join(WORKER0, "h:0", "life", "blue", 1))]
     assert made.handle(Answered(2.0, 2, REJOIN, ROSTER)) == [
+        Warn("the connection to the coordinator at c:1 is back after 1.0 s"),
         Send(2, 3, ElectOnce("b", WORKER0)),
         Send(2, 4, GetStatus()),
     ]
@@ -162,7 +167,7 @@ def test_an_arrival_at_a_barrier_keeps_its_number_when_it_is_asked_again() -> No
     made.handle(LinkEnded(0.0, 1, "reset"))
     made.handle(Woke(1.0))
     made.handle(Opened(1.0, 2))
-    assert made.handle(Answered(1.0, 2, REJOIN, ROSTER)) == [Send(2, 7, arrival)]
+    assert made.handle(Answered(1.0, 2, REJOIN, ROSTER))[1:] == [Send(2, 7, arrival)]
 
 
 def test_pauses_grow_to_the_longest_differ_by_seed_and_begin_anew_after_an_answer() -> None:
@@ -234,10 +239,34 @@ def test_one_that_holds_variables_joins_anew_when_it_was_given_up_but_in_no_othe
     made.handle(Woke(1.0))
     made.handle(Opened(1.0, 2))
     assert made.handle(Answered(1.0, 2, REJOIN, Failure("TaskLost", "it left"))) == [
-        Send(2, REJOIN, Join(WORKER0, "h:0", "life.2", "blue"))
+        Send(2, REJOIN, Join(WORKER0, "h:0", "life.2", "blue", 1))
     ]
     [*_, gave_up] = made.handle(Answered(1.0, 2, REJOIN, Failure("ConfigError", "another cluster")))
     assert isinstance(gave_up, GaveUp)
+
+
+def warnings(commands: list[SessionCommand]) -> list[str]:
+    return [command.text for command in commands if isinstance(command, Warn)]
+
+
+def test_an_outage_is_announced_once_when_it_begins_and_once_when_it_ends() -> None:
+    made = joined()
+    assert made.handle(LinkEnded(1.0, 1, "reset")) == [LOST]
+    said = made.handle(Woke(2.0)) + made.handle(OpenFailed(2.5, "refused")) + made.handle(Woke(9.0))
+    said += made.handle(Opened(9.5, 2)) + made.handle(LinkEnded(9.6, 2, "reset again"))
+    assert warnings(said) == []
+    made.handle(Woke(20.0))
+    made.handle(Opened(20.0, 3))
+    back = made.handle(Answered(21.0, 3, REJOIN, ROSTER))
+    assert warnings(back) == ["the connection to the coordinator at c:1 is back after 20.0 s"]
+    assert warnings(made.handle(LinkEnded(30.0, 3, "reset"))) == [LOST.text]
+
+
+def test_a_tool_that_only_asks_announces_no_outage() -> None:
+    made = session()
+    made.handle(Opened(0.0, 1))
+    said = made.handle(LinkEnded(1.0, 1, "reset")) + made.handle(Woke(2.0)) + made.handle(Opened(2.5, 2))
+    assert warnings(said) == []
 
 
 def test_a_refused_join_is_the_programs_and_the_link_stays() -> None:
@@ -266,18 +295,18 @@ def test_the_end_says_leave_and_settles_what_is_open() -> None:
 def test_a_change_of_the_roster_is_applied_once_and_an_older_roster_is_not_shown() -> None:
     made = joined()
     second = TaskInfo(PS0, "h:1", 1.0, life=1)
-    [shown] = made.handle(Heard(0.0, 1, RosterChange(1, 2, (second,))))
+    [shown] = made.handle(Heard(0.0, 1, RosterChange(1, 2, (second,), epoch=1)))
     assert shown == ShowRoster(Roster((INFO, second), (), 2, "blue", 1))
-    assert made.handle(Heard(0.0, 1, RosterChange(1, 2, (second,)))) == []
+    assert made.handle(Heard(0.0, 1, RosterChange(1, 2, (second,), epoch=1))) == []
     assert made.handle(Heard(0.0, 1, ROSTER)) == []
     gone = TaskInfo(WORKER0, "h:0", 0.0, 2.0, "finished", "life")
-    [shown] = made.handle(Heard(0.0, 1, RosterChange(1, 4, (gone, second))))
+    [shown] = made.handle(Heard(0.0, 1, RosterChange(1, 4, (gone, second), epoch=1)))
     assert shown == ShowRoster(Roster((gone, second), (), 4, "blue", 1))
 
 
 def test_a_gap_in_the_changes_is_closed_by_coming_back() -> None:
     made = joined()
-    [end] = made.handle(Heard(0.0, 1, RosterChange(2, 3, (INFO,))))
+    end, _ = made.handle(Heard(0.0, 1, RosterChange(2, 3, (INFO,))))
     assert end == EndLink(1, "roster 1 is here, and the changes since 2 came: some were lost")
     assert made.handle(Woke(1.0)) == [OpenLink()]
 
@@ -318,7 +347,7 @@ class LossyWorld:
     def __init__(self) -> None:
         self.now_s = 0.0
         self.rows: dict[str, bytes] = {}
-        self.numbers = itertools.count(1)
+        self.numbers, self.starts = itertools.count(1), itertools.count(1)
         self.wires: dict[int, Wire] = {}
         self.asks: dict[int, tuple[int, int]] = {}
         self.opening: list[int] = []
@@ -336,7 +365,7 @@ class LossyWorld:
     def start(self) -> None:
         waits = CoordinatorSettings(heartbeat_timeout_s=1e9, rejoin_s=1e9)
         self.state = CoordinatorState({"worker": 2}, waits, self.rows)
-        self.happen(Started(self.now_s, "blue"))
+        self.happen(Started(self.now_s, f"start {next(self.starts)}"))
 
     # The coordinator's side.
 

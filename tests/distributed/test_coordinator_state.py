@@ -1,3 +1,4 @@
+import math
 from collections.abc import Iterable
 
 from hypothesis import given
@@ -32,6 +33,7 @@ from dflow.distributed.messages import (
     Heartbeat,
     Join,
     Leave,
+    NotFinite,
     Ok,
     Placed,
     PlaceVariable,
@@ -39,6 +41,7 @@ from dflow.distributed.messages import (
     Report,
     Roster,
     RosterChange,
+    RoundsDone,
     Status,
     Unplace,
 )
@@ -206,8 +209,45 @@ def test_a_task_that_holds_claimed_steps_is_at_work_though_it_runs_none() -> Non
     for at_s in range(0, 64, 4):
         state.handle(Told(at_s, 10, Heartbeat(WORKER0)))
         state.handle(Told(at_s, 11, Heartbeat(WORKER1)))
+    state.handle(Asked(59.0, 11, 3, ClaimSteps("run", WORKER1, 1, 1)))
     log, _ = state.handle(Ticked(60.0))
-    assert log == Log("worker:0 is alive and has ended no step for 60.0 s; it is at: steps that it claimed")
+    assert log == Log(
+        "worker:0 is alive and has ended no step for 60.0 s; it is at: 1 claimed steps of run 'run', from 0 on "
+        "(waiting for them: worker:1)"
+    )
+    assert [(one.task, one.held) for one in status(state).workers] == [(WORKER0, 1), (WORKER1, 0)]
+
+
+def test_a_loss_that_is_not_finite_is_announced_once_and_stays_in_the_status() -> None:
+    state = cluster()
+    for peer, task in ((10, WORKER0), (11, WORKER1)):
+        state.handle(Asked(0.0, peer, peer, ClaimSteps("run", task, 100, 1)))
+    bad = NotFinite(7, "loss", math.inf)
+    commands = state.handle(Asked(1.0, 11, 20, ClaimSteps("run", WORKER1, 100, 2, 1, 9, not_finite=bad)))
+    news = [command for command in commands if isinstance(command, Log)]
+    assert news == [Log("loss is inf at step 7 of run 'run' on worker:1; later ones of this run are not announced")]
+    later = state.handle(Asked(2.0, 10, 21, ClaimSteps("run", WORKER0, 100, 2, 1, 2, not_finite=bad)))
+    later += state.handle(Told(2.0, 10, RoundsDone("run", WORKER0, 3, 9, 1, not_finite=bad)))
+    assert not [command for command in later if isinstance(command, Log)]
+    other = state.handle(Told(2.0, 10, RoundsDone("sync", WORKER0, 3, 9, 1, not_finite=bad)))
+    assert other[-1] == Log(news[0].text.replace("'run' on worker:1", "'sync' on worker:0"))
+    assert [(one.run, one.task) for one in status(state).not_finite] == [("run", WORKER1), ("sync", WORKER0)]
+
+
+def test_a_run_that_every_worker_left_short_of_its_steps_is_announced_once() -> None:
+    state = cluster()
+    for peer, task in ((10, WORKER0), (11, WORKER1)):
+        state.handle(Asked(0.0, peer, peer, ClaimSteps("run", task, 100, 1)))
+    first = state.handle(Asked(1.0, 10, 20, ClaimSteps("run", WORKER0, 100, 2, 1, 8, more=False)))
+    assert not [command for command in first if isinstance(command, Log)]
+    last = state.handle(Asked(1.0, 11, 21, ClaimSteps("run", WORKER1, 100, 2, 1, 3, more=False)))
+    assert last[-1] == Log(
+        "run 'run' has 11 of 100 steps done, and no worker takes part in it any more: give them more batches, or ask "
+        "for fewer steps"
+    )
+    for peer, task in ((10, WORKER0), (11, WORKER1)):
+        gone = state.handle(Asked(2.0, peer, peer + 20, Leave(task, "finished")))
+        assert not [command for command in gone if isinstance(command, Log)]
 
 
 def test_the_health_of_a_task_that_is_not_there_says_why() -> None:

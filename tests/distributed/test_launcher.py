@@ -3,6 +3,8 @@
 import os
 import re
 import signal
+import subprocess
+import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -67,6 +69,50 @@ client.leave()
     assert f"[worker:1] events go to {tmp_path / 'logs'}\n" in output
     assert "dflow coordinator listening" not in output
     assert "dflow: to watch: dflow status --watch --coordinator 127.0.0.1:" in output.splitlines()[1]
+
+
+def test_a_full_disk_under_the_logs_does_not_end_the_run(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    for name in ("launcher", "worker-0"):
+        (tmp_path / "logs" / f"{name}.log").symlink_to("/dev/full")
+    with launch(tmp_path, CONNECT + "print('hello')\nclient.leave()") as launched:
+        status, output = launched.finish()
+    assert status == 0, output
+    assert "[worker:0] hello\n" in output
+    for name in ("launcher", "worker-0"):
+        assert output.count(f"{name}.log cannot be written: No space left on device") == 1
+
+
+def test_a_full_disk_under_the_output_does_not_end_the_run(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(CONNECT + "print('hello')\nclient.leave()\nopen('done', 'w').close()")
+    words = ("-m", "dflow", "launch", "--ps", "0", "--logs", str(tmp_path / "logs"), "script.py")
+    with open("/dev/full", "w") as full:
+        subprocess.run(
+            [sys.executable, *words], cwd=tmp_path, stdout=full, stderr=subprocess.DEVNULL, timeout=60, check=False
+        )
+    assert (tmp_path / "done").exists()
+    assert (tmp_path / "logs/worker-0.log").read_text().endswith("hello\n")
+    launcher = (tmp_path / "logs/launcher.log").read_text()
+    assert launcher.count("the output cannot be shown: No space left on device; the logs have it") == 1
+
+
+def test_a_run_that_ends_short_of_its_steps_says_so_and_gives_1(tmp_path: Path) -> None:
+    script = """
+import dflow, math
+cluster = dflow.connect()
+for loss in dflow.distributed.Async(cluster).run(lambda x: math.nan if x == 7 else 0.5, range(10), steps=100):
+    pass
+cluster.close()
+"""
+    with launch(tmp_path, script, 2) as launched:
+        status, output = launched.finish()
+    assert status == 1, output
+    short = "20 of 100 are done; give the workers more batches, or ask for fewer steps"
+    assert output.count(f"dflow: the run ended short of its steps: {short}") == 1
+    assert output.count("run 'run_0' has 20 of 100 steps done, and no worker takes part in it any more") == 1
+    assert len(re.findall(r"\[coordinator\] loss is nan at step \d+ of run 'run_0' on worker:[01]; later", output)) == 1
+    assert "Not finite" in output
+    assert re.search(r"run_0 +loss +nan +\d+ +worker:[01]", output), output
 
 
 def test_a_script_that_never_joins_has_not_done_its_part(tmp_path: Path) -> None:

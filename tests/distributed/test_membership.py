@@ -1,7 +1,9 @@
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from dflow.distributed import membership
 from dflow.distributed.coordinator_events import Started, Ticked
-from dflow.distributed.coordinator_session import changed_roster
 from dflow.distributed.durable_records import DurableRecords, apply_changes
 from dflow.distributed.membership import (
     PUBLISH_AT_ONCE,
@@ -16,6 +18,8 @@ from dflow.distributed.membership import (
     ReleaseTask,
 )
 from dflow.distributed.messages import Roster, RosterChange, TaskInfo
+from dflow.distributed.roster_changes import changed_roster
+from tests.effort import examples
 
 PS0, WORKER0, WORKER1 = "/job:ps/task:0", "/job:worker/task:0", "/job:worker/task:1"
 
@@ -275,3 +279,40 @@ def test_ticks_at_their_pace_excuse_nobody_however_short_the_time_for_heartbeats
     members.handle(Ticked(0.1))
     assert members.handle(Ticked(0.4)) == []
     assert len(members.handle(Ticked(0.9))) == 3
+
+
+@settings(max_examples=examples(200))
+@given(
+    st.lists(st.tuples(st.sampled_from(["join", "leave", "restart"]), st.integers(0, 3)), max_size=30),
+)
+def test_the_changes_since_a_version_make_the_newest_roster_of_the_one_of_then(
+    acts: list[tuple[str, int]],
+) -> None:
+    rows: dict[str, bytes] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(membership, "MOST_LEFT", 2)
+        records = DurableRecords(rows)
+        members = Membership({"worker": 3}, records=records)
+        rosters, peers = {}, dict[str, int]()
+        for number, (act, index) in enumerate(acts):
+            name = f"/job:worker/task:{index}"
+            if act == "join":
+                members.handle(Joined(float(number), number, name, "h:1", f"{number}"))
+                peers.setdefault(name, number)
+            elif act == "leave" and name in peers:
+                members.handle(LeaveAsked(float(number), peers.pop(name), "done"))
+            apply_changes(rows, records.take_changes())
+            if act == "restart":
+                records = DurableRecords(rows)
+                members = Membership({"worker": 3}, records=records)
+                members.handle(Started(float(number), "blue"))
+                peers.clear()
+            rosters[members.version] = members.roster()
+    for version, roster in rosters.items():
+        change = members.changes_since(version)
+        if change is not None:
+            found, newest = changed_roster(roster, change), members.roster()
+            assert sorted(found.tasks, key=lambda info: info.life) == list(newest.tasks)
+            assert (found.expected, found.version, found.epoch) == (newest.expected, newest.version, newest.epoch)
+    assert members.changes_since(members.version) is not None
+    assert members.changes_since(members.version + 1) is None

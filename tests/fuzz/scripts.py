@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from dflow.distributed.codec import encode_message
-from dflow.distributed.messages import AnyMessage, Hello
+from dflow.distributed.messages import AnyMessage, Hello, Introduce
 from dflow.distributed.transport.exchange import Frame, Kind
 from dflow.distributed.transport.framing import HEADER, pack_header
 from dflow.lowering.plan import Plan
@@ -26,6 +26,8 @@ from dflow.tracing.types import ArrayType
 from tests.fuzz.values import ENCODER, INTEGERS, damaged, struct_of, types_of
 
 TASK = "/job:ps/task:0"
+#: The members of its cluster.
+WORKERS = tuple(f"/job:worker/task:{index}" for index in range(3))
 MESSAGES = types_of(AnyMessage)
 PLAN = msgspec.inspect.type_info(Plan)
 #: Payloads are no larger, so that what a task keeps for a while stays little.
@@ -53,8 +55,9 @@ def script(rng: random.Random) -> Script:
 
 
 def hello(rng: random.Random) -> bytes:
-    """A right `Hello`, of one of a few names."""
-    return packed(encode_message(Hello(f"/job:worker/task:{rng.randrange(3)}")), b"", Kind.NOTIFY, 0)
+    """A right `Hello`, of a member of the cluster, which a task believes once it has introduced itself."""
+    name = packed(encode_message(Hello(rng.choice(WORKERS))), b"", Kind.NOTIFY, 0)
+    return name + packed(encode_message(Introduce(0)), b"", Kind.REQUEST, 1 << 40)
 
 
 def packed(meta: bytes, payload: bytes, kind: Kind, number: int) -> bytes:

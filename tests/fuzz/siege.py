@@ -19,11 +19,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dflow.distributed.messages import CreateVariable, GetStatus, ReadVariable, Status, Value
+from dflow.distributed.messages import CreateVariable, GetStatus, Introduce, ReadVariable, Status, Value
 from dflow.distributed.transport.addresses import TcpAddress, UnixAddress, parse_address
 from dflow.distributed.transport.base import RefuseAll
 from dflow.distributed.transport.sockets import SocketTransport
-from tests.fuzz.scripts import TASK, Script, script
+from tests.fuzz.scripts import TASK, WORKERS, Script, script
 
 ROOT = Path(__file__).resolve().parents[2]
 #: A connection that the task has not closed by then hangs.
@@ -116,13 +116,14 @@ class Victim:
         """Be a well-behaved client; raises when the task does not answer one rightly."""
         assert self.process.poll() is None, f"the task ended with status {self.process.poll()}:\n{self.end()}"
         peer = SocketTransport().connect(
-            self.address, name="/job:worker/task:9", handler=RefuseAll(), who="the task", timeout_s=HANG_S
+            self.address, name=WORKERS[0], handler=RefuseAll(), who="the task", timeout_s=HANG_S
         )
         try:
             if self._role == "coordinator":
                 status, _ = peer.call(GetStatus(), timeout_s=HANG_S)
                 assert isinstance(status, Status), f"the coordinator answered {status}"
                 return
+            peer.call(Introduce(0), timeout_s=HANG_S)
             peer.call(CreateVariable(HEALTH, "float32", (2,), False), bytes(8), timeout_s=HANG_S)
             reply, payload = peer.call(ReadVariable(HEALTH), timeout_s=HANG_S)
             assert (reply, payload) == (Value("float32", (2,)), bytes(8)), f"{TASK} answered {reply}"

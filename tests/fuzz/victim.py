@@ -10,10 +10,11 @@ import logging
 import sys
 
 from dflow.distributed.coordinator import Coordinator
+from dflow.distributed.messages import Roster, TaskInfo
 from dflow.distributed.task_server import TaskServer, TaskSettings
 from dflow.distributed.transport.base import Limits
 from dflow.distributed.transport.sockets import SocketTransport
-from tests.fuzz.scripts import TASK
+from tests.fuzz.scripts import TASK, WORKERS
 
 LIMITS = Limits(max_payload_bytes=1 << 20, hello_timeout_s=2.0, stall_timeout_s=2.0)
 
@@ -27,6 +28,7 @@ def main() -> None:
     if role == "task":
         settings = TaskSettings(wait_timeout_s=2.0, connect_timeout_s=1.0)
         server = TaskServer(TASK, SocketTransport(LIMITS), address=address, settings=settings)
+        server.roster_changed(Roster(tuple(TaskInfo(worker, "127.0.0.1:1", 0.0) for worker in WORKERS), ()))
     else:
         server = Coordinator(SocketTransport(LIMITS), address, {"ps": 1, "worker": 2})
     print(f"listening on {server.address}", flush=True)

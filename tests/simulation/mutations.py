@@ -20,6 +20,7 @@ from dflow.distributed import (
     coordinator_session,
     coordinator_state,
     elections,
+    member_gate,
     membership,
     rendezvous,
     rounds,
@@ -134,10 +135,6 @@ def _deliver_and_still_wait(original: Any) -> Any:
         return commands
 
     return put
-
-
-#: What is on its way for a worker finds its next life.
-_RESTARTS = "loss=0.4,late=0.3,kill=worker:0@4.7+0.05,kill=worker:1@2.7+0.05,kill=worker:2@3.6+0.05"
 
 
 def _keep_the_old_life(original: Any) -> Any:
@@ -271,7 +268,7 @@ MUTATIONS = (
         membership.Membership,
         "_changed",
         _changed_for_now,
-        "rosters in order",
+        "one of a name",
     ),
     Mutation("offices do not outlive the coordinator", elections.Elections, "_set", _set_for_now, "one in office"),
     Mutation("a run is called complete too early", _RUN, "answer_waiting", _say_complete_too_early, "none lost"),
@@ -288,7 +285,9 @@ MUTATIONS = (
     Mutation("each is told of another barrier", barriers, "_answer", _tell_each_another, "one view"),
     Mutation("whoever asks is elected", elections.Elections, "elect", _giving(True), "one in office"),
     Mutation("ended steps are forgotten", rendezvous._Ended, "__contains__", _giving(False), "nothing left"),
-    Mutation("values for a past life are kept", _MEETING, "count_from", _doing_nothing, "nothing left", _RESTARTS),
+    Mutation(
+        "a task's gate hears of no members", member_gate.MemberGate, "roster_changed", _doing_nothing, "none lost"
+    ),
     Mutation("a value is delivered each time it comes", _MEETING, "put", _deliver_and_still_wait, "none lost"),
     Mutation("an ask is not asked again", _SESSION, "_send_all", _doing_nothing, "none lost"),
     Mutation("waits do not expire", task_channel.TaskChannel, "_expire", _doing_nothing, "waits end"),

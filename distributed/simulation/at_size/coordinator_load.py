@@ -14,8 +14,8 @@ from dflow.distributed.codec import decode_message, encode_message
 from dflow.distributed.coordinator import FEW
 from dflow.distributed.coordinator_events import Asked, Broadcast, Command, Reply, Started, Ticked, Told
 from dflow.distributed.coordinator_state import CoordinatorState
-from dflow.distributed.large_message import pack
-from dflow.distributed.messages import AnyMessage, ClaimSteps, Heartbeat, Join
+from dflow.distributed.large_message import RosterPacker, pack
+from dflow.distributed.messages import AnyMessage, ClaimSteps, Heartbeat, Join, Roster
 from dflow.tracing.task_name import task_name
 
 HEARTBEAT_S = 1.0
@@ -61,6 +61,7 @@ class _Stream:
         self._workers = workers
         self._state = CoordinatorState({"worker": workers, "ps": ps})
         self._state.handle(Started(0.0, "simulated"))
+        self._rosters = RosterPacker()
         self._asks = 0
         self._messages = self._size_bytes = 0
         self._again_s = 0.0
@@ -108,7 +109,7 @@ class _Stream:
         for command in commands:
             match command:
                 case Reply(_, reply):
-                    self._count(1, *pack(reply))
+                    self._count(1, *(self._rosters.pack(reply) if isinstance(reply, Roster) else pack(reply)))
                 case Broadcast(peers, news):
                     self._count(len(peers), *pack(news, goes_to_many=len(peers) > FEW))
 

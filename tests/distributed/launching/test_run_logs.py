@@ -1,4 +1,6 @@
 import contextlib
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -52,3 +54,44 @@ def test_lines_of_many_threads_stay_whole(tmp_path: Path) -> None:
     lines = (tmp_path / "worker-0.log").read_text().splitlines()
     assert len(lines) == 400
     assert {len(set(line)) for line in lines} == {1}
+
+
+def test_a_full_disk_costs_lines_and_says_so_once(tmp_path: Path) -> None:
+    path = tmp_path / "launcher.log"
+    path.symlink_to("/dev/full")
+    with contextlib.closing(RunLogs(tmp_path)) as logs:
+        assert logs.write("launcher", "one") == (
+            f"{path} cannot be written: No space left on device; its lines are only shown here"
+        )
+        assert logs.write("launcher", "two") == ""
+        assert logs.write("worker:0", "of another file") == ""
+        logs.close()
+        path.unlink()
+        assert logs.write("launcher", "three") == f"{path} is written again; 2 lines are missing in it"
+        assert logs.write("launcher", "four") == ""
+    assert path.read_text() == "... 2 lines are missing here: the file could not be written\nthree\nfour\n"
+    assert (tmp_path / "worker-0.log").read_text() == "of another file\n"
+
+
+def test_a_line_that_fits_in_part_is_left_out_whole(tmp_path: Path) -> None:
+    script = """
+import resource, sys
+from pathlib import Path
+from dflow.distributed.launching.run_logs import RunLogs
+logs = RunLogs(Path(sys.argv[1]))
+resource.setrlimit(resource.RLIMIT_FSIZE, (10, resource.RLIM_INFINITY))
+print(logs.write("worker:0", "whole"), logs.write("worker:0", "too long"))
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+logs.write("worker:0", "later")
+"""
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert "worker-0.log cannot be written: File too large" in done.stdout
+    assert (tmp_path / "worker-0.log").read_text() == (
+        "whole\n... 1 lines are missing here: the file could not be written\nlater\n"
+    )
+
+
+def test_a_folder_that_has_gone_ends_nothing(tmp_path: Path) -> None:
+    with contextlib.closing(RunLogs(tmp_path / "run")) as logs:
+        (tmp_path / "run").rmdir()
+        assert "worker-0.log cannot be written: No such file or directory" in logs.write("worker:0", "one")

@@ -189,3 +189,36 @@ def test_a_named_run_goes_on_where_it_was_left_alone_too() -> None:
 def test_a_negative_number_of_steps_is_refused_at_the_users_line(strategy: Any) -> None:
     with pytest.raises(StrategyError, match=r"steps=-1 of a run is negative\n  at .*test_async.py:"):
         list(strategy(Alone()).run(lambda batch: batch, itertools.count(), steps=-1))
+
+
+def losses(values: list[float]) -> Iterator[Any]:
+    return iter([{"loss": jnp.float32(value), "inverse": jnp.float32(np.inf)} for value in values])
+
+
+def test_the_first_loss_that_is_not_finite_is_reported_with_its_step_though_a_later_one_is_finite() -> None:
+    source = Scripted(range(4), range(4, 7))
+    values = [1.0, 2.0, np.nan, 3.0, np.inf, np.nan, 1.0]
+    list(Async(source).run(lambda outcome: outcome, losses(values), steps=7))
+    first, second = (words["not_finite"] for words in source.told[1:])
+    assert (first.step, first.metric, str(first.value)) == (2, "loss", "nan")
+    assert (second.step, second.metric, second.value) == (4, "loss", np.inf)
+
+
+def test_a_loss_that_is_not_finite_is_reported_when_the_program_stops_at_it() -> None:
+    source = Scripted(range(4))
+    outcomes = Async(source).run(lambda outcome: outcome, losses([1.0, np.nan]), steps=7)
+    assert [next(outcomes)["loss"], next(outcomes)["loss"]] == [1.0, pytest.approx(np.nan, nan_ok=True)]
+    outcomes.close()  # type: ignore[attr-defined]
+    assert (source.told[-1]["more"], source.told[-1]["not_finite"].step) == (False, 1)
+
+
+def test_a_process_by_itself_logs_both_once(caplog: pytest.LogCaptureFixture) -> None:
+    alone = Alone()
+    list(Async(alone).run(lambda outcome: outcome, losses([1.0, np.nan, np.nan]), steps=40, name="mine"))
+    news = [record.getMessage() for record in caplog.records]
+    loss, end = news
+    assert loss == "loss is nan at step 1 of run 'mine' on localhost:0; later ones of this run are not announced"
+    assert end == (
+        "run 'mine' has 3 of 40 steps done, and no worker takes part in it any more: give them more batches, or ask "
+        "for fewer steps"
+    )

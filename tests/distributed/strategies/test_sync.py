@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -259,6 +260,34 @@ def test_the_first_of_a_round_are_averaged_and_a_slow_worker_is_dropped_and_coun
     status = memory.coordinator.status()
     assert [(worker.steps, worker.dropped) for worker in status.workers] == [(6, 0), (6, 0), (1, 1)]
     assert (status.steps_done, status.steps_total) == (6, 6)
+
+
+class Diverging:
+    """A step whose loss is no number in its third call alone."""
+
+    __name__ = "diverging"
+
+    def __init__(self, step: Any) -> None:
+        self.step, self.eval_shape, self.calls = step, step.eval_shape, 0
+
+    def __call__(self, x: Any) -> Any:
+        self.calls += 1
+        return {**self.step(x), "loss": math.nan if self.calls == 3 else 0.5}
+
+
+def test_a_loss_that_is_not_finite_and_a_run_short_of_its_rounds_stand_in_the_status(
+    memory: MemoryCluster, workers: list[Cluster]
+) -> None:
+    def work(index: int, cluster: Cluster) -> None:
+        _, step = pair(cluster)
+        list(Sync(cluster).run(Diverging(step) if index == 1 else step, [1.0] * 5, steps=9, name="run"))
+        cluster.report(f"{index} is done", 1.0)  # after the worker's last report of its rounds
+
+    together(workers, work)
+    status = memory.coordinator.status()
+    [found] = status.not_finite
+    assert (found.run, found.task, found.metric, found.step) == ("run", workers[1].task, "loss", 2)
+    assert (status.steps_done, status.steps_total) == (5, 9)
 
 
 @pytest.mark.parametrize("requeue", [False, True])
