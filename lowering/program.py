@@ -17,7 +17,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from dflow.lowering.foreign_program import read_program, write_program
 from dflow.lowering.kept_places import is_spread, kept_places
-from dflow.tracing.jax_frontend import uninterrupted, without_callers
+from dflow.tracing.jax_frontend import passes_handles, uninterrupted, without_callers
 from dflow.tracing.types import ArrayType
 
 
@@ -62,6 +62,7 @@ class Program:
 def awaited(call: Callable[..., Any]) -> Callable[..., Any]:
     """A compiled function whose results are there when it returns; else it raises what it failed by."""
 
+    @passes_handles
     def run(*args: Any, **kwargs: Any) -> Any:
         return jax.block_until_ready(call(*args, **kwargs))
 

@@ -395,18 +395,6 @@ CASES: dict[str, tuple[Callable[[Made], Any], type[BaseException], str, str]] = 
         "Array boolean indices must be concrete",
         "jnp.where",
     ),
-    "a variable for a function of jax.lax": (
-        lambda made: dflow.jit(lambda: jax.lax.add(made.w, made.w))(),
-        ValueError,
-        "Triggering __jax_array__()",
-        "pass its value, w.read()",
-    ),
-    "a variable alone for vmap": (
-        lambda made: dflow.jit(lambda: jax.vmap(lambda row: row + 1)(made.w))(),
-        ValueError,
-        "vmap wrapped function must be passed at least one argument containing an array",
-        "pass its value, w.read()",
-    ),
     "a gradient through a loop without a bound": (
         lambda made: dflow.grad(lambda: unbounded(made.w.sum()), made.w)(),
         ValueError,
