@@ -34,7 +34,7 @@ def derived_name(variables: Sequence[Variable]) -> str:
     if any(is_on_task(variable.device) for variable in variables):
         shown = ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")
         raise VariableError(
-            f"a second optimizer of variables {shown}: expected a name, by which other processes tell the two apart, "
+            f"a second optimizer of variables {shown}: expected a name that tells the two apart in every process, "
             f"got none{at(caller())}\n  give each of them one, name='...', the same in each process"
         )
     return f"{name}_{uses[name] - 1}"

@@ -287,7 +287,7 @@ def _raised(error: Exception) -> None:
 #: The code of functions that call compiled functions which take handles.
 _PASSING: set[CodeType] = set()
 
-#: The code by which JAX flattens results, to know their structure in later calls.
+#: The code of JAX's function that flattens results, to know their structure in later calls.
 _OF_RESULTS = jax_pxla.reflatten_outputs_for_dispatch.__code__
 
 
@@ -338,7 +338,7 @@ def _raising(name: str, refusal: Callable[[str, Any], AttributeError]) -> Callab
     return missing
 
 
-# A handle in the place of its resource is no operand: what a compiled function gets is the resource.
+# A handle is no operand: a compiled function gets the resource that it stands for.
 jax.tree_util.register_pytree_node(Handle, lambda handle: ((), handle), lambda handle, _: handle.variable)
 
 

@@ -23,13 +23,14 @@ from dflow.tracing.container import contained, join
 from dflow.tracing.context import Home, current_home
 from dflow.tracing.errors import VariableError, VariableShapeError
 from dflow.tracing.given_value import Initial, given_array, initial_type
-from dflow.tracing.jax_frontend import Handle, is_tracing, register_leaf, register_missing
+from dflow.tracing.jax_frontend import Handle, is_tracing
 from dflow.tracing.near_names import suggests_keywords
 from dflow.tracing.row_gradient import RowGradient
 from dflow.tracing.source import as_code, at, caller
 from dflow.tracing.state_primitives import gather_p, name_p, read_p, update_p, value_type
 from dflow.tracing.types import ArrayType, array_type_of, dtype_name
 from dflow.tracing.updates import indices_refusal, kind_refusal, lookup_type
+from dflow.tracing.variable_as_array import register_as_array
 
 _serials = itertools.count()
 
@@ -473,36 +474,11 @@ for _name in ("neg", "pos", "abs", "invert"):
     setattr(Variable, f"__{_name}__", _unary(getattr(operator, _name)))
 
 
-def _of_value(name: str) -> property:
-    return property(lambda self: getattr(self.read(), name), doc=f"`{name}` of the value, as an array has it.")
-
-
-# All else that an array has (sum, T, at, astype) is that of the value.
-for _name in set(dir(jax.Array)) - set(dir(object)) - vars(Variable).keys() - {"__slots__", "__weakref__"}:
-    setattr(Variable, _name, _of_value(_name))
-
-register_leaf(Variable, lambda variable: variable.aval, Variable.read)
-
-
-def _not_on_arrays(name: str, array: Any) -> AttributeError:
-    close_over = f"have the function close over the variable, and write w.{name}(...)"
-    return AttributeError(
-        f"a traced {array_type_of(array)} has no attribute {name!r}: a variable that is passed to a function of JAX's, "
-        f"such as jax.grad, jax.lax.scan or jax.jit, is an array there{at(caller())}\n"
-        f"  {'use it as it is' if name == 'read' else close_over}; functions of dflow.jit get the variable itself",
-        name=name,
-        obj=array,
-    )
-
-
-register_missing(
-    [name for name in vars(Variable) if name == "read" or name.startswith(("assign", "gather", "scatter_"))],
-    _not_on_arrays,
-)
+register_as_array(Variable)
 
 
 def is_variable(value: Any) -> bool:
-    """Whether `value` is a variable; what `jax.tree` functions take as `is_leaf`."""
+    """Whether `value` is a variable."""
     return isinstance(value, Variable)
 
 

@@ -1,6 +1,6 @@
 """Pytrees of variables: made of arrays, written to, and looked through.
 
-A variable is a leaf. What is compiled takes variables by their handles, which are pytrees without leaves.
+A variable is a leaf. Compiled functions take variables by their handles, which are pytrees without leaves.
 """
 
 from __future__ import annotations

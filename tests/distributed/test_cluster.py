@@ -480,6 +480,27 @@ def test_an_optimizer_without_a_name_shares_its_slots_between_processes() -> Non
         np.testing.assert_allclose(made[0].variables[0], [-2.5, -2.5])  # the second moves by 1 + 0.5
 
 
+@pytest.mark.parametrize("traced", [False, True])
+def test_functions_of_jax_and_optax_take_variables_on_tasks(worker: Cluster, traced: bool) -> None:
+    values = {"a": jnp.arange(3.0), "b": jnp.ones(2)}
+    with worker.parameter_servers():
+        tree = dflow.variables(values)
+
+    def figures(tree: Any) -> Any:
+        clipped = jax.tree.map(lambda p: jnp.where(p > 0, jax.nn.relu(p), 0.0), tree)
+        return (
+            optax.tree.norm(tree),
+            jax.lax.dot(tree["a"], tree["a"]),
+            jax.grad(lambda p: (p["a"] ** 2).sum())(tree),
+            clipped,
+        )
+
+    got, want = dflow.jit(figures)(tree) if traced else figures(tree), figures(values)
+    jax.tree.map(np.testing.assert_allclose, got, want)
+    assert dflow.jit(lambda tree: tree["a"].assign_add(values["a"]) or tree)(tree)["a"] is tree["a"]
+    np.testing.assert_allclose(tree["a"], 2 * values["a"])
+
+
 def test_a_second_optimizer_of_variables_on_tasks_needs_a_name(worker: Cluster) -> None:
     with worker.parameter_servers():
         w = dflow.Variable(zeros(2), name="w")
