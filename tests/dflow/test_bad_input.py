@@ -135,7 +135,7 @@ CASES: dict[str, tuple[Callable[[Made], Any], type[BaseException], str, str]] = 
         lambda made: jax.jit(lambda x: made.kernel + x)(1.0),
         RuntimeError,
         "variable 'dense/kernel' is used in a function that JAX compiles by itself",
-        "or pass it the value, variable.read()",
+        "or pass it the variable as an argument",
     ),
     "a variable formatted in traced code": (
         lambda made: dflow.jit(lambda: f"{made.n:d}")(),

@@ -280,7 +280,7 @@ def test_a_write_of_an_argument_within_a_transformation_says_what_to_do(v: dflow
         AttributeError, match=r"(?s)a traced f32\[3\] has no attribute '\w+': a variable that is "
     ) as caught:
         _WRITING[case](v)
-    assert "test_variable_leaves.py" in str(caught.value)
+    assert "test_variable_as_array.py" in str(caught.value)
     assert "have the function close over the variable, and write w." in str(caught.value)
 
 
@@ -343,5 +343,5 @@ def test_a_function_compiled_without_dflow_names_the_users_line(
         return (x * v).sum() if use == "read" else v.assign_add(x)  # the line
 
     line = total.__code__.co_firstlineno + 1
-    with pytest.raises(dflow.PlainJitError, match=rf"'leaf' is used in a function .*\n  at .*_leaves.py:{line}\n"):
+    with pytest.raises(dflow.PlainJitError, match=rf"'leaf' is used in a function .*\n  at .*_as_array.py:{line}\n"):
         compiled(total)(jnp.ones(3))
