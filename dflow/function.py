@@ -51,6 +51,7 @@ from dflow.tracing.jax_frontend import (
     closed_parts,
     forget_failed_dispatch,
     hide_frames,
+    hides_frames,
     is_resource,
     is_tracing,
     jit_disabled,
@@ -136,10 +137,12 @@ class Function(Generic[P, R]):
         """Every trace so far: what changed, from which line, and what it cost."""
         return self._log
 
+    @hides_frames
     def lower(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
         """As `jax.jit`'s `lower`. Raises PlainJitError for a function whose variables are on a cluster."""
         return self.trace(*args, **kwargs).lower()
 
+    @hides_frames
     def trace(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
         """As `jax.jit`'s `trace`."""
         given, named = self._with_handles(args, kwargs)
@@ -149,6 +152,7 @@ class Function(Generic[P, R]):
             return stage
         return TracedStage(stage, functools.partial(self._lowered, stage, given, named))
 
+    @hides_frames
     def eval_shape(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
         """As `jax.jit`'s `eval_shape`: the types of the result, computed without running anything."""
         given, named = self._with_handles(args, kwargs)

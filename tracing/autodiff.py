@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from dflow.tracing.device_name import is_on_task
 from dflow.tracing.discharge import Border, State, evaluate
 from dflow.tracing.errors import GraphTypeError, VariableError
-from dflow.tracing.jax_frontend import is_tracing, make_jaxpr
+from dflow.tracing.jax_frontend import hides_frames, is_tracing, make_jaxpr
 from dflow.tracing.lookups import Lookups, lookup_sites, rows_found
 from dflow.tracing.loops import NOT_REVERSED, REVERSED
 from dflow.tracing.resources import Variable, is_variable, name, read
@@ -106,6 +106,7 @@ def grad(
     return Derivative("grad", fun, gradient)
 
 
+@hides_frames
 def jvp(
     fun: Callable[..., Any],
     primals: Sequence[Any] = (),
@@ -136,6 +137,7 @@ def jvp(
     return pure.result(primal), pure.result(out)
 
 
+@hides_frames
 def vjp(fun: Callable[..., Any], *primals: Any, variables: Any = None) -> tuple[Any, Callable[[Any], Any]]:
     """`fun(*primals)` and a function from a cotangent of that value to the gradients.
 
@@ -174,6 +176,7 @@ def hvp(
     if variables is None and argnums is None:
         argnums = 0
 
+    @hides_frames
     @functools.wraps(fun)
     def product(direction: Any, *args: Any, **kwargs: Any) -> Any:
         wrt, tree = _flat_variables("hvp", variables)

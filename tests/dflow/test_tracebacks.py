@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -55,3 +56,21 @@ def test_a_traceback_shows_all_frames_when_jax_is_told_so(v: dflow.Variable) -> 
     finally:
         jax.config.update("jax_traceback_filtering", "auto")
     assert "_first_call" in frames_of(caught.value)
+
+
+_WAYS: dict[str, Callable[[], Any]] = {
+    "lower": lambda: dflow.jit(fails).lower(jnp.ones(3)),
+    "trace": lambda: dflow.jit(fails).trace(jnp.ones(3)),
+    "eval_shape": lambda: dflow.jit(fails).eval_shape(jnp.ones(3)),
+    "value_and_grad": lambda: dflow.value_and_grad(fails)(jnp.ones(3)),
+    "jvp": lambda: dflow.jvp(fails, (1.0,), (1.0,)),
+    "vjp": lambda: dflow.vjp(fails, 1.0),
+    "hvp": lambda: dflow.hvp(fails)(1.0, 1.0),
+}
+
+
+@pytest.mark.parametrize("way", _WAYS)
+def test_other_ways_into_a_users_function_show_no_frames_either(way: str) -> None:
+    with pytest.raises(ValueError, match="from the user") as caught:
+        _WAYS[way]()
+    assert frames_of(caught.value)[1:] == ["<lambda>", "fails"]
