@@ -19,6 +19,7 @@ from dflow.lowering.foreign_program import read_program, write_program
 from dflow.lowering.kept_places import is_spread, kept_places
 from dflow.tracing.jax_frontend import passes_handles, uninterrupted, without_callers
 from dflow.tracing.types import ArrayType
+from dflow.tracing.variable_trees import handles
 
 
 class Program:
@@ -64,7 +65,9 @@ def awaited(call: Callable[..., Any]) -> Callable[..., Any]:
 
     @passes_handles
     def run(*args: Any, **kwargs: Any) -> Any:
-        return jax.block_until_ready(call(*args, **kwargs))
+        results = call(*args, **kwargs)
+        jax.block_until_ready(handles(results))
+        return results
 
     return run
 

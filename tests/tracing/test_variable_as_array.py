@@ -345,3 +345,15 @@ def test_a_function_compiled_without_dflow_names_the_users_line(
     line = total.__code__.co_firstlineno + 1
     with pytest.raises(dflow.PlainJitError, match=rf"'leaf' is used in a function .*\n  at .*_as_array.py:{line}\n"):
         compiled(total)(jnp.ones(3))
+
+
+def test_a_step_with_a_callback_returns_the_variable_that_it_writes(v: dflow.Variable) -> None:
+    @dflow.jit
+    def step(variable: Any) -> Any:
+        by = jax.pure_callback(lambda: np.float32(2.0), jax.ShapeDtypeStruct((), jnp.float32))
+        variable.assign(variable * by)
+        return {"variable": variable, "by": by}
+
+    for _ in range(2):
+        assert step(v)["variable"] is v
+    np.testing.assert_array_equal(v.read(), [4, 8, 12])
