@@ -226,6 +226,30 @@ def test_functions_of_dflow_get_the_variable_itself(v: dflow.Variable) -> None:
     np.testing.assert_array_equal(v.read(), [4, 8, 12])
 
 
+_LARGE = np.ones((1 << 16,), np.float32)
+
+_STEPS: dict[str, Callable[[dflow.Variable], Any]] = {
+    "state": lambda v: v.assign_add(jnp.ones(3)),
+    "constants": lambda v: jnp.sum(_LARGE),
+    "callback": lambda v: v.assign_add(
+        jax.pure_callback(lambda: np.ones(3, np.float32), jax.ShapeDtypeStruct((3,), jnp.float32))
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", _STEPS)
+def test_a_step_compiled_for_an_array_gets_the_variable_itself_too(v: dflow.Variable, kind: str) -> None:
+    @dflow.jit
+    def step(x: Any) -> Any:
+        return _STEPS[kind](v), x
+
+    assert step(jnp.ones(3))[1].shape == (3,)
+    other = dflow.Variable(jnp.ones(3))
+    assert step(other)[1] is other
+    assert step(other)[1] is other
+    assert not dflow.is_variable(step(jnp.ones(3))[1])
+
+
 def test_a_nested_function_of_dflow_gets_the_variable_itself(v: dflow.Variable) -> None:
     inner = dflow.jit(lambda tree: tree["v"].assign_add(tree["by"]))
     outer = dflow.jit(lambda by: inner({"v": v, "by": by}))
