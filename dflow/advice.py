@@ -30,11 +30,6 @@ _NOT_KNOWN = (
     "  `with dflow.eager():`"
 )
 
-_NO_ARRAY = (
-    "  to this function a variable is no array: pass its value, w.read(), or dflow.read(tree); functions of jax.numpy\n"
-    "  and dflow.lax take variables"
-)
-
 _NOT_HASHABLE = "  give it as something hashable, such as a tuple, a frozenset or a frozen dataclass"
 
 
@@ -62,16 +57,10 @@ def advised_trace() -> Iterator[None]:
         raise
 
 
-def _of_variables(error: Exception) -> bool:
-    return str(error).startswith("vmap wrapped function must be passed") and "<Variable" in str(error)
-
-
 #: What is said of which errors, the first that is meant.
 _REMEDIES: tuple[tuple[Callable[[Exception], bool], str], ...] = (
     (lambda error: isinstance(error, _CONCRETE), _NOT_KNOWN),
     (lambda error: str(error).startswith("Shapes must be 1D sequences of concrete values"), _NOT_KNOWN),
-    (lambda error: str(error).startswith("Triggering __jax_array__()"), _NO_ARRAY),
-    (_of_variables, _NO_ARRAY),
     (lambda error: str(error).startswith(NOT_REVERSED), REVERSED),
 )
 

@@ -54,6 +54,7 @@ from dflow.tracing.resources import Variable, is_variable, name, read
 from dflow.tracing.row_gradient import RowGradient, is_row_gradient
 from dflow.tracing.rows_to_dense import DenseGradientWarning
 from dflow.tracing.turns import parallel_iterations
+from dflow.tracing.unread_variables import UnreadVariableWarning
 from dflow.tracing.variable_trees import assign, trainable_variables, variables
 from dflow.tracing.wire import wire
 
@@ -102,6 +103,7 @@ __all__ = [
     "RowGradient",
     "StrategyError",
     "TaskLost",
+    "UnreadVariableWarning",
     "Variable",
     "VariableError",
     "VariableShapeError",

@@ -23,6 +23,7 @@ from dflow.tracing.jax_frontend import closed_parts, devices_of_shardings
 from dflow.tracing.resources import Variable, is_variable
 from dflow.tracing.source import at, caller, is_user_file
 from dflow.tracing.types import ArrayType, array_type_of
+from dflow.tracing.variable_trees import handles
 
 _VARIADIC = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
 
@@ -109,11 +110,11 @@ def _parameters(
 ) -> tuple[list[Parameter], dict[str, str]]:
     """The parameters of the exported function in order, and those that are fixed, each with its value as text."""
     static = static_arguments(jitted).test_of(args)
-    infos = iter(jax.tree_util.tree_leaves(looked.args_info))
+    infos = iter(jax.tree_util.tree_leaves(handles(looked.args_info)))
     parameters: list[Parameter] = []
     fixed: dict[str, str] = {}
     for parameter, by, key, value in _given(jitted, args, kwargs):
-        treedef: Any = jax.tree_util.tree_structure(value)
+        treedef: Any = jax.tree_util.tree_structure(value if static(key) else handles(value))
         if static(key) or is_bound(treedef):
             fixed[parameter] = _shown(value)
             continue

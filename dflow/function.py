@@ -46,12 +46,16 @@ from dflow.tracing.captured import closed_over
 from dflow.tracing.errors import PlainJitError
 from dflow.tracing.from_jaxpr import holds_device
 from dflow.tracing.jax_frontend import (
+    HandleNeeded,
     checks_numbers,
     closed_parts,
     forget_failed_dispatch,
+    hide_frames,
+    hides_frames,
     is_resource,
     is_tracing,
     jit_disabled,
+    passes_handles,
     runs_plainly,
     touches_state,
     trace_context,
@@ -59,6 +63,7 @@ from dflow.tracing.jax_frontend import (
 from dflow.tracing.leaks import note_trace, watched_for_leaks
 from dflow.tracing.source import at, caller
 from dflow.tracing.trace import Traced, argument_names, traced_from
+from dflow.tracing.variable_trees import handles
 from dflow.whole_step import NotEntered, WholeStep
 
 P = ParamSpec("P")
@@ -97,46 +102,62 @@ class Function(Generic[P, R]):
             # What is traced within another trace, or by hand, shares no cache with calls, whose types are known first.
             self._inner: Any = jax_jit(self._recorded(guarded=False), **options)
         self._plans = Plans()
+        #: Whether a call was given variables among its arguments.
+        self._takes_variables = False
         #: By the identity of an object: the function as its method.
         self._methods: dict[int, tuple[weakref.ref[Any], Function[..., Any]]] = {}
 
+    @passes_handles
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the function on the values of its variables; inside another trace, become part of it."""
-        if not runs_plainly():
-            return self._called_otherwise(args, kwargs)
-        whole = self._plans.whole
         try:
-            if whole is not None:
-                return cast(R, whole(args, kwargs))
-            if not self._plans:
-                return cast(R, self._jitted(*args, **kwargs))
-        except (NotEntered, PlainJitError):  # types not seen yet, or seen by another thread this moment
-            forget_failed_dispatch(self._jitted if whole is None else whole.jitted)
-        except (TypeError, ValueError) as error:
-            advise_on_arguments(error)
+            if not runs_plainly():
+                return self._called_otherwise(args, kwargs)
+            given, named = self._with_handles(args, kwargs) if self._takes_variables else (args, kwargs)
+            whole = self._plans.whole
+            try:
+                if whole is not None:
+                    return cast(R, whole(given, named))
+                if not self._plans:
+                    return cast(R, self._jitted(*given, **named))
+            except HandleNeeded:
+                self._takes_variables = True
+                given, named = self._with_handles(args, kwargs)
+            except (NotEntered, PlainJitError):  # types not seen yet, or seen by another thread this moment
+                forget_failed_dispatch(self._jitted if whole is None else whole.jitted)
+            except (TypeError, ValueError) as error:
+                advise_on_arguments(error)
+                raise
+            return self._planned(given, named)
+        except Exception as error:
+            hide_frames(error)
             raise
-        return self._planned(args, kwargs)
 
     def trace_log(self) -> TraceLog:
         """Every trace so far: what changed, from which line, and what it cost."""
         return self._log
 
+    @hides_frames
     def lower(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
         """As `jax.jit`'s `lower`. Raises PlainJitError for a function whose variables are on a cluster."""
         return self.trace(*args, **kwargs).lower()
 
+    @hides_frames
     def trace(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
         """As `jax.jit`'s `trace`."""
+        given, named = self._with_handles(args, kwargs)
         with watched_for_leaks():
-            stage = self._inner.trace(*args, **kwargs)
+            stage = self._inner.trace(*given, **named)
         if not touches_state(closed_parts(stage.jaxpr)[0].effects):
             return stage
-        return TracedStage(stage, functools.partial(self._lowered, stage, args, kwargs))
+        return TracedStage(stage, functools.partial(self._lowered, stage, given, named))
 
+    @hides_frames
     def eval_shape(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
         """As `jax.jit`'s `eval_shape`: the types of the result, computed without running anything."""
+        given, named = self._with_handles(args, kwargs)
         with watched_for_leaks():
-            return self._inner.eval_shape(*args, **kwargs)
+            return self._inner.eval_shape(*given, **named)
 
     def clear_cache(self) -> None:
         """Forget every trace and every compiled program."""
@@ -180,7 +201,7 @@ class Function(Generic[P, R]):
                 result = self.fn(*args, **kwargs)
             note_trace(self._log.name)
             self._log.add(described(self.fn, args, kwargs), caller(), (time.perf_counter() - started) * 1e3)
-            return result
+            return cast(R, handles(result))
 
         recorded.__name__ = self._log.name  # which names the program; a partial has none to be copied
         return recorded
@@ -195,6 +216,7 @@ class Function(Generic[P, R]):
     def _called_otherwise(self, args: Any, kwargs: Any) -> R:
         if jit_disabled():
             return cast(R, call_eagerly(self.fn, self._static, args, kwargs))
+        args, kwargs = self._with_handles(args, kwargs)
         if not is_tracing():
             return self._planned(args, kwargs)
         try:
@@ -205,6 +227,14 @@ class Function(Generic[P, R]):
         except PlainJitError:
             stage = self._inner.trace(*args, **kwargs)
             return cast(R, hoisted(stage, jax.tree_util.tree_leaves(self._static.split(args, kwargs)[:2])))
+
+    def _with_handles(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments as JAX is given them: with handles for variables, but in static ones."""
+        if not self._static.positions and not self._static.names:
+            return handles(args), handles(kwargs) if kwargs else kwargs
+        is_static = self._static.test_of(args)
+        given = tuple(arg if is_static(place) else handles(arg) for place, arg in enumerate(args))
+        return given, {name: arg if is_static(name) else handles(arg) for name, arg in kwargs.items()}
 
     def _planned(self, args: Any, kwargs: Any) -> R:
         traced_args, traced_kwargs, static = self._static.split(args, kwargs)
@@ -321,8 +351,9 @@ def _warned_of_already(options: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _resources(tree: Any) -> list[Any]:
-    """The variables and queues in a pytree."""
-    return [leaf for leaf in jax.tree_util.tree_leaves(tree, is_leaf=is_resource) if is_resource(leaf)]
+    """The variables, by their handles, and queues in a pytree."""
+    leaves = jax.tree_util.tree_leaves(tree, is_leaf=is_resource)
+    return [leaf.handle.variable for leaf in leaves if is_resource(leaf)]
 
 
 def _type_key(leaf: Any) -> Any:

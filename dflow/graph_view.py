@@ -16,6 +16,7 @@ from dflow.tracing.graph import Graph, Value
 from dflow.tracing.resources import Variable
 from dflow.tracing.text import parse, text
 from dflow.tracing.trace import trace
+from dflow.tracing.variable_trees import handles
 
 
 class GraphView:
@@ -86,7 +87,7 @@ def graph(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> GraphView:
     """
     traced = trace(fn.fn if isinstance(fn, Function) else fn, args, kwargs)
     graph = traced.graph
-    leaves = [*traced.constants, *jax.tree_util.tree_leaves((args, kwargs))]
+    leaves = [*traced.constants, *jax.tree_util.tree_leaves(handles((args, kwargs)))]
     inputs = zip(graph.inputs[len(graph.refs) :], leaves, strict=True)
     arrays = {value: leaf for value, leaf in inputs if not isinstance(leaf, jax.ShapeDtypeStruct)}
     return GraphView(graph, dict(zip(graph.refs, traced.variables, strict=True)), arrays)

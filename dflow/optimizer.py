@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,9 +13,9 @@ from dflow.distributed.strategies.applying import current_applier
 from dflow.function import jit
 from dflow.lowering.discharge import discharge
 from dflow.lowering.passes.prune import Prune
+from dflow.optimizer_name import derived_name
 from dflow.tracing.container import uncontained
 from dflow.tracing.device import with_state
-from dflow.tracing.device_name import is_on_task
 from dflow.tracing.errors import GraphTypeError, VariableError
 from dflow.tracing.given_value import Initial
 from dflow.tracing.graph import Graph, Literal
@@ -26,13 +25,12 @@ from dflow.tracing.resources import Variable, is_variable, path_name, read
 from dflow.tracing.row_gradient import is_row_gradient
 from dflow.tracing.source import at, caller
 from dflow.tracing.trace import trace
+from dflow.tracing.uncalled import refuse_uncalled
 from dflow.tracing.variable_trees import structure_text
 from dflow.tracing.wire import check_codec, wire
 
 #: A path in a pytree.
 _Path = tuple[Any, ...]
-
-_counts = itertools.count()
 
 _REMEDY = "  differentiate with respect to the very variables the optimizer was made for"
 
@@ -48,8 +46,8 @@ class Optimizer:
 
     transformation  any `optax.GradientTransformation`, chains and schedules included
     variables       a pytree of variables; gradients come in the same structure
-    name            prefix of the slots' names; given none, one is made up in order of creation, which is refused for
-                    variables on other tasks
+    name            prefix of the slots' names; given none, it is derived from the variables' names, so that it is
+                    the same in every process. A second optimizer of the same variables on tasks needs one
     lazy_rows       leave a row of a variable, and of the slots of its shape, as it is when its gradient is all zero
     wire            the codec by which gradients go to variables on other tasks, as `dflow.wire` has them
 
@@ -87,14 +85,9 @@ class Optimizer:
                 f"an optimizer was given variable {untrained[0].name!r}, which holds {untrained[0].type} and has no "
                 f"gradient{at(caller())}\n  leave it out, or make it floating"
             )
-        if name is None and any(is_on_task(variable.device) for variable in self._variables):
-            raise VariableError(
-                f"an optimizer of variables on other tasks has no name, by which the other processes would find its "
-                f"slots{at(caller())}\n  give it one, name='...', the same in each process"
-            )
-        #: Whether the name was given, and not made up.
+        #: Whether the name was given, and not derived.
         self.is_named = name is not None
-        self.name = name or f"optimizer_{next(_counts)}"
+        self.name = name or derived_name(self._variables)
         #: The transformation's state, with variables for arrays.
         self.slots = self._make_slots()
 
@@ -161,17 +154,17 @@ class Optimizer:
 
     def _flat(self, gradients: Any) -> list[Any]:
         """The gradients, one for each variable."""
+        refuse_uncalled("apply", gradients)
         given: Any = jax.tree_util.tree_structure(gradients, is_leaf=is_row_gradient)
+        if held := list(filter(is_variable, jax.tree_util.tree_leaves(gradients))):
+            raise GraphTypeError(
+                f"apply was given variable {held[0].name!r} in the place of a gradient{at(caller())}\n{_REMEDY}, "
+                "by dflow.grad(loss, variables)"
+            )
         if given != self._tree:
             if isinstance(gradients, tuple) and given.num_leaves > 1 and given.children()[1:] == [self._tree]:
                 raise GraphTypeError(
                     f"apply was given a pair, of which the second part fits the variables{at(caller())}\n{_PAIR}"
-                )
-            held = [leaf for leaf in jax.tree_util.tree_leaves(gradients, is_leaf=is_variable) if is_variable(leaf)]
-            if held:
-                raise GraphTypeError(
-                    f"apply was given variable {held[0].name!r} in the place of a gradient{at(caller())}\n{_REMEDY}, "
-                    "by dflow.grad(loss, variables)"
                 )
             raise GraphTypeError(
                 f"the gradients have the structure {structure_text(given)}, but the variables "

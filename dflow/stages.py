@@ -13,6 +13,7 @@ from dflow.tracing.errors import PlainJitError
 from dflow.tracing.source import at, caller
 from dflow.tracing.trace import leaf_names
 from dflow.tracing.types import ArrayType, array_type_of
+from dflow.tracing.variable_trees import handles
 
 _KNOWN = (
     "args_info",
@@ -96,6 +97,7 @@ class Compiled(_Stage):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run it, on all arguments but the static ones. Raises TypeError for other types or structure."""
+        args, kwargs = handles((args, kwargs))
         self._check(args, kwargs)
         leaves = jax.tree_util.tree_leaves((args, kwargs))
         return jax.tree_util.tree_unflatten(self._looked.out_tree, self._run(leaves))
@@ -118,13 +120,14 @@ class Compiled(_Stage):
         return self._programs[0].memory_analysis()
 
     def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given, wanted = jax.tree_util.tree_structure((args, kwargs)), self._looked.in_tree
+        given: Any = jax.tree_util.tree_structure((args, kwargs))
+        wanted: Any = jax.tree_util.tree_structure(handles(self._looked.args_info))
         if given != wanted:
             raise TypeError(
                 f"{self._looked.fun_name} was compiled for arguments of the structure {wanted}, and called with {given}"
                 f"{at(caller())}\n  call the function itself, which compiles for each structure"
             )
-        infos = jax.tree_util.tree_leaves(self._looked.args_info)
+        infos = jax.tree_util.tree_leaves(handles(self._looked.args_info))
         names = leaf_names("args", args) + leaf_names("kwargs", kwargs)
         for name, leaf, info in zip(names, jax.tree_util.tree_leaves((args, kwargs)), infos, strict=True):
             given, wanted = array_type_of(leaf).strong, ArrayType(info.dtype, tuple(info.shape))

@@ -24,7 +24,8 @@ from dflow.lowering.program import awaited
 from dflow.lowering.step_state import StepState
 from dflow.lowering.store import Store
 from dflow.static_arguments import static_arguments
-from dflow.tracing.jax_frontend import donation_options, forget_failed_dispatch, static_options
+from dflow.tracing.jax_frontend import donation_options, forget_failed_dispatch, passes_handles, static_options
+from dflow.tracing.variable_trees import handles
 
 #: The arguments of the compiled function that come before the user's: values written, values read, constants.
 _OURS = 3
@@ -75,6 +76,7 @@ class WholeStep:
             [*map(id, step.constants)],
         )
 
+    @passes_handles
     def __call__(self, args: Any, kwargs: Any) -> Any:
         """Run the step of these arguments. Raises NotEntered when it is none that was entered."""
         call = partial(self._call, **kwargs) if kwargs else self._call
@@ -97,9 +99,9 @@ class WholeStep:
         step = self._entering.step
         if step is None:
             raise NotEntered
-        leaves = jax.tree_util.tree_leaves(self._static.split(args, kwargs)[:2])
+        leaves = jax.tree_util.tree_leaves(handles(self._static.split(args, kwargs)[:2]))
         after, results = step.fn(written, read, constants, leaves)
-        return after, jax.tree_util.tree_unflatten(self._entering.out_tree, results)
+        return after, handles(jax.tree_util.tree_unflatten(self._entering.out_tree, results))
 
 
 def _signature(function: Any) -> inspect.Signature:

@@ -17,8 +17,9 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from dflow.lowering.foreign_program import read_program, write_program
 from dflow.lowering.kept_places import is_spread, kept_places
-from dflow.tracing.jax_frontend import uninterrupted, without_callers
+from dflow.tracing.jax_frontend import passes_handles, uninterrupted, without_callers
 from dflow.tracing.types import ArrayType
+from dflow.tracing.variable_trees import handles
 
 
 class Program:
@@ -62,8 +63,11 @@ class Program:
 def awaited(call: Callable[..., Any]) -> Callable[..., Any]:
     """A compiled function whose results are there when it returns; else it raises what it failed by."""
 
+    @passes_handles
     def run(*args: Any, **kwargs: Any) -> Any:
-        return jax.block_until_ready(call(*args, **kwargs))
+        results = call(*args, **kwargs)
+        jax.block_until_ready(handles(results))
+        return results
 
     return run
 

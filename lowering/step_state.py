@@ -18,6 +18,7 @@ from dflow.lowering.held_value import READ, HeldValue, taken_from, within_the_st
 from dflow.lowering.program import Program
 from dflow.lowering.turns import LOOK_S, STEP_S, Found, Turns
 from dflow.tracing.errors import DeadlineExceeded, VariableError
+from dflow.tracing.jax_frontend import passes_handles
 from dflow.tracing.source import at, caller
 
 #: How long a step gives way to others before its next call, in s: bounded, for it may be what they wait for.
@@ -85,6 +86,7 @@ class StepState:
         self._ended: threading.Condition | None = None
         self._gives_tree = False
 
+    @passes_handles
     def run(self, call: Callable[..., Any], constants: Any, args: Sequence[Any]) -> Any:
         """The result of `call(written, read, constants, *args)`, which gives the new values and the result."""
         given: list[Any] = []

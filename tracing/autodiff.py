@@ -20,15 +20,18 @@ import jax.numpy as jnp
 from dflow.tracing.device_name import is_on_task
 from dflow.tracing.discharge import Border, State, evaluate
 from dflow.tracing.errors import GraphTypeError, VariableError
-from dflow.tracing.jax_frontend import is_tracing, make_jaxpr
+from dflow.tracing.jax_frontend import hides_frames, is_tracing, make_jaxpr
 from dflow.tracing.lookups import Lookups, lookup_sites, rows_found
 from dflow.tracing.loops import NOT_REVERSED, REVERSED
-from dflow.tracing.resources import Variable, is_variable, name
+from dflow.tracing.resources import Variable, is_variable, name, read
 from dflow.tracing.row_gradient import RowGradient
 from dflow.tracing.rows_to_dense import rows_to_dense
 from dflow.tracing.source import at, caller
 from dflow.tracing.together import together
 from dflow.tracing.types import array_type_of
+from dflow.tracing.uncalled import Derivative
+from dflow.tracing.unread_variables import warn_of_unread
+from dflow.tracing.variable_trees import handles
 
 
 def value_and_grad(
@@ -70,19 +73,19 @@ def _value_and_grad(
     if variables is None and argnums is None:
         argnums = 0
 
-    @functools.wraps(fun)
     def differentiated(*args: Any, **kwargs: Any) -> Any:
         wrt, wrt_tree = _flat_variables(function, variables)
         picked, picked_tree, rebuild = _pick(function, args, argnums)
         _check_any(function, wrt, picked)
         pure = _Pure(lambda *leaves: _loss(fun(*rebuild(leaves), **kwargs), has_aux), wrt, picked, by_rows=True)
+        warn_of_unread(function, wrt, pure.effects)
         (value, aux), grads = pure.value_and_grad(rows)
         by_variable = jax.tree_util.tree_unflatten(wrt_tree, grads[0])
         by_argument = jax.tree_util.tree_unflatten(picked_tree, grads[1])
         gradient = _chosen(variables, argnums, by_variable, by_argument)
         return ((value, aux), gradient) if has_aux else (value, gradient)
 
-    return differentiated
+    return Derivative(function, fun, differentiated)
 
 
 def grad(
@@ -96,14 +99,14 @@ def grad(
     """As `value_and_grad`, without the value: the gradient, or `(gradient, aux)` when `has_aux` is set."""
     both = _value_and_grad("grad", fun, variables, argnums, has_aux, rows)
 
-    @functools.wraps(fun)
     def gradient(*args: Any, **kwargs: Any) -> Any:
         value, grads = both(*args, **kwargs)
         return (grads, value[1]) if has_aux else grads
 
-    return gradient
+    return Derivative("grad", fun, gradient)
 
 
+@hides_frames
 def jvp(
     fun: Callable[..., Any],
     primals: Sequence[Any] = (),
@@ -124,7 +127,7 @@ def jvp(
     _check_function("jvp", fun)
     wrt, tree = _flat_variables("jvp", variables)
     along = _flat_like("the directions", directions, tree)
-    leaves, in_tree = _flat_arguments("jvp", tuple(primals))
+    leaves, in_tree = _flat_arguments(tuple(primals))
     moved = _flat_like("the tangents", tuple(tangents), in_tree)
     for variable, direction in zip(wrt, along, strict=True):
         _check_fits(f"the direction of variable {variable.name!r}", direction, variable.type)
@@ -134,6 +137,7 @@ def jvp(
     return pure.result(primal), pure.result(out)
 
 
+@hides_frames
 def vjp(fun: Callable[..., Any], *primals: Any, variables: Any = None) -> tuple[Any, Callable[[Any], Any]]:
     """`fun(*primals)` and a function from a cotangent of that value to the gradients.
 
@@ -143,7 +147,7 @@ def vjp(fun: Callable[..., Any], *primals: Any, variables: Any = None) -> tuple[
     """
     _check_function("vjp", fun)
     wrt, tree = _flat_variables("vjp", variables)
-    leaves, in_tree = _flat_arguments("vjp", primals)
+    leaves, in_tree = _flat_arguments(primals)
     pure = _Pure(lambda *new: (fun(*jax.tree_util.tree_unflatten(in_tree, new)), None), wrt, leaves)
     value, pull, after = jax.vjp(pure.values_first, pure.start, leaves, has_aux=True)
     pure.write_back(after)
@@ -172,6 +176,7 @@ def hvp(
     if variables is None and argnums is None:
         argnums = 0
 
+    @hides_frames
     @functools.wraps(fun)
     def product(direction: Any, *args: Any, **kwargs: Any) -> Any:
         wrt, tree = _flat_variables("hvp", variables)
@@ -204,11 +209,14 @@ class _Pure:
         trees: list[Any] = []
 
         def flat(*leaves: Any) -> tuple[list[Any], list[Any]]:
-            (results, tree), (aux, aux_tree) = map(jax.tree_util.tree_flatten, fun(*leaves))
+            result, beside = fun(*leaves)
+            results, tree = jax.tree_util.tree_flatten(result)
+            aux, aux_tree = jax.tree_util.tree_flatten(handles(beside))
             trees[:] = [tree, aux_tree]
             return results, aux
 
         self._jaxpr, self._consts, _ = make_jaxpr(flat, *picked)
+        self.effects = self._jaxpr.effects
         self._tree, self._aux_tree = trees
         self._wrt, self._picked = wrt, picked
         kept = {id(variable) for variable in wrt}
@@ -326,14 +334,8 @@ def _flat_variables(function: str, variables: Any) -> tuple[list[Any], Any]:
     return wrt, tree
 
 
-def _flat_arguments(function: str, arguments: Any) -> tuple[list[Any], Any]:
-    for leaf in jax.tree_util.tree_leaves(arguments, is_leaf=is_variable):
-        if is_variable(leaf):
-            raise GraphTypeError(
-                f"an argument to differentiate holds variable {leaf.name!r}, which is no value{at(caller())}\n"
-                f"  name the variables: dflow.{function}(function, variables=...), or pass dflow.read(variables)"
-            )
-    leaves, tree = jax.tree_util.tree_flatten(arguments)
+def _flat_arguments(arguments: Any) -> tuple[list[Any], Any]:
+    leaves, tree = jax.tree_util.tree_flatten(read(arguments))
     return leaves, tree
 
 
@@ -405,7 +407,7 @@ def _pick(
             raise GraphTypeError(f"argnums has {number} but the function was given {len(args)} arguments{at(caller())}")
     numbers = [number % len(args) for number in numbers]
     chosen: Any = tuple(args[number] for number in numbers)
-    leaves, tree = _flat_arguments(function, chosen[0] if isinstance(argnums, int) else chosen)
+    leaves, tree = _flat_arguments(chosen[0] if isinstance(argnums, int) else chosen)
     for leaf in leaves:
         _check_floating("an argument to differentiate", array_type_of(leaf).dtype)
 

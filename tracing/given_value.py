@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dflow.tracing.errors import VariableError
+from dflow.tracing.errors import GraphTypeError, VariableError
 from dflow.tracing.source import at, caller
 from dflow.tracing.types import ArrayType, array_type_of
 
@@ -21,7 +21,7 @@ def given_array(value: Any, refusal: Callable[[str], Exception]) -> Any:
     """The value as an array. Raises what `refusal` makes of "a str, which is no array"; JAX's own errors pass."""
     try:
         return jnp.asarray(value)
-    except jax.errors.JAXTypeError:
+    except (jax.errors.JAXTypeError, GraphTypeError):
         raise
     except (TypeError, ValueError):
         raise refusal(f"a {type(value).__name__}, which is no array") from None

@@ -9,7 +9,7 @@ derivatives let them through. What is taken from `jax._src`, and the public form
 - a trace's context and source lines of an equation: needed to bind it again as it was traced; no public form;
 - whether a trace is running: `jax.core.trace_state_clean` was removed from the public names;
 - how a call is lowered for several platforms: the public form cannot keep a platform to its own function;
-- which of JAX's transforms asks for leaves: it has no hook, so the frame that asks is looked at;
+- how an object is read where it is an operand: the tables that JAX's own key arrays are in have no public form;
 - lowering without the lines of callers: the public setting is of the whole process;
 - whether a backend is up: every public function that would tell starts one;
 - the table of lowerings and the PRNG implementations, to read a graph's text: `jax.extend` lists part of the
@@ -23,25 +23,28 @@ import functools
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache, cached_property
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from types import CodeType
+from typing import Any, TypeVar
 
 import jax
-from jax._src import api as jax_api
 from jax._src import config as jax_config
 from jax._src import core as jax_core
+from jax._src import dtypes as jax_dtypes
 from jax._src import effects as jax_effects
 from jax._src import source_info_util, traceback_util, xla_bridge
+from jax._src import tree_util as jax_tree_util
 from jax._src.export import _export as jax_export
 from jax._src.export import serialization_generated as export_tables
 from jax._src.interpreters import ad as jax_ad
+from jax._src.interpreters import batching as jax_batching
 from jax._src.interpreters import mlir as jax_mlir
+from jax._src.interpreters import pxla as jax_pxla
 from jax._src.random.prng import PRNGImpl
 from jax.extend import core as jex
 from jax.extend.core import primitives as jax_primitives
@@ -53,6 +56,7 @@ from dflow.tracing.turns import PARALLEL_KEY
 
 Jaxpr = Any
 Equation = Any
+F = TypeVar("F", bound=Callable[..., Any])
 
 for _folder in ("dflow", "tracing", "lowering", "distributed"):
     for _root in {Path(__file__).absolute().parent.parent, Path(__file__).resolve().parent.parent}:
@@ -91,6 +95,11 @@ class Handle:
         if variable is None:
             raise InternalError(f"variable {self.name!r} was deleted while a trace still uses it")
         return variable
+
+    @property
+    def handle(self) -> Handle:
+        """Itself: a handle stands for its variable among the arguments of a compiled function."""
+        return self
 
     def __repr__(self) -> str:
         return f"<{self.name}>"
@@ -207,6 +216,11 @@ def line_bound() -> Loc | None:
     return Origin(None, source_info_util.current()).loc or caller()
 
 
+def line_of_program() -> Loc | None:
+    """As `line_bound`, but a line of the user's own program, if there is one, rather than of a library it uses."""
+    return Origin(None, source_info_util.current()).own_loc or caller()
+
+
 def origin_of(equation: Equation) -> Origin:
     """The origin of an equation."""
     return Origin(equation.ctx, equation.source_info)
@@ -244,46 +258,88 @@ def line_of_tracer(tracer: Any) -> Loc | None:
     return None if info is None else Origin(None, info).loc
 
 
-#: JAX's functions of trees that its transforms look for leaves by.
-_LOOKING = frozenset(("tree_leaves", "tree_flatten", "flatten"))
-
-#: What differentiates what it finds, by the name of its code in JAX's file of transforms.
-_DIFFERENTIATING = {
-    "value_and_grad_f": "jax.grad or jax.value_and_grad",
-    "vjp": "jax.vjp",
-    "_jvp": "jax.jvp",
-    "linearize": "jax.linearize",
-    "linear_transpose": "jax.linear_transpose",
-    "jacfun": "a Jacobian (jax.jacfwd, jax.jacrev, jax.hessian)",
-}
+class HandleNeeded(BaseException):
+    """Ends the dispatch of a function that takes variables by their handles, and was given one as it is."""
 
 
-def register_leafless(cls: type[Any], refusal: Callable[[str, Any], Exception]) -> None:
-    """Make a class of resources a pytree without leaves, which nothing may differentiate.
+#: A function of the public API whose errors reach the user without the frames of JAX and of dflow.
+hides_frames: Callable[[F], F] = traceback_util.api_boundary
 
-    refusal  gives the error, from what differentiates and the resource
 
-    By handle, since JAX keeps the trees of arguments for as long as a function lives. The rule runs at every call of
-    a compiled function, so it takes no more than a name to see that nobody looks for leaves to differentiate.
+def hide_frames(error: Exception) -> None:
+    """Take the frames of JAX and of dflow out of an error's traceback, as JAX does and where its setting says so."""
+    with suppress(type(error)):
+        _raised(error)
+    frames, own = error.__traceback__, (__file__, traceback_util.__file__)
+    while frames is not None and frames.tb_frame.f_code.co_filename in own:
+        frames = frames.tb_next
+    error.__traceback__ = frames
+    notes = list(dict.fromkeys(getattr(error, "__notes__", ())))
+    if notes:
+        error.__notes__ = notes
+
+
+@hides_frames
+def _raised(error: Exception) -> None:
+    raise error
+
+
+#: The code of functions that call compiled functions which take handles.
+_PASSING: set[CodeType] = set()
+
+#: The code of JAX's function that flattens results, to know their structure in later calls.
+_OF_RESULTS = jax_pxla.reflatten_outputs_for_dispatch.__code__
+
+
+def passes_handles(caller: F) -> F:
+    """Have compiled functions that this function calls raise HandleNeeded for a variable that is no handle."""
+    _PASSING.add(caller.__code__)
+    return caller
+
+
+def register_leaf(cls: type[Any], type_of: Callable[[Any], Any], read: Callable[[Any], Any]) -> None:
+    """Make a class of resources a leaf of pytrees, whose value JAX reads where one is an operand.
+
+    type_of  gives the type of the value, without reading it
+    read     gives the value, in the trace that runs now
+
+    The rule for dispatch runs in each call of a compiled function, in the frame of the caller. Among results a resource
+    is what came of its handle.
     """
 
-    def flatten(resource: Any) -> tuple[tuple[()], Handle]:
-        if sys._getframe(1).f_code.co_name in _LOOKING:
-            transform = _differentiating(sys._getframe(1).f_back)
-            if transform is not None:
-                raise refusal(transform, resource)
-        return (), resource.handle
+    def dispatched(resource: Any) -> tuple[tuple[Any, ...], Handle | None]:
+        code = sys._getframe(1).f_code
+        if code in _PASSING:
+            raise HandleNeeded
+        return ((), resource.handle) if code is _OF_RESULTS else ((read(resource),), None)
 
-    jax.tree_util.register_pytree_node(cls, flatten, lambda handle, _: handle.variable)
+    def undispatched(handle: Handle | None, values: Sequence[Any]) -> Any:
+        return values[0] if handle is None else handle.variable
+
+    def mapped(proceed: Callable[[Any, Any], Any], size: Any, resource: Any, axis: Any) -> Any:
+        return resource if axis is None else proceed(read(resource), axis)
+
+    jax_core.pytype_aval_mappings[cls] = type_of
+    jax_dtypes.register_canonicalize_value_handler(cls, read)
+    jax_batching.to_elt_handlers[cls] = mapped
+    jax_tree_util.dispatch_registry.register_node(cls, dispatched, undispatched)
 
 
-def _differentiating(frame: FrameType | None) -> str | None:
-    """What differentiates the tree that a function of trees was given by this frame; None where nothing does."""
-    if frame is not None and frame.f_code.co_name == "tree_map":
-        frame = frame.f_back
-    if frame is None or frame.f_code.co_name not in _DIFFERENTIATING:
-        return None
-    return _DIFFERENTIATING[frame.f_code.co_name] if frame.f_code.co_filename == jax_api.__file__ else None
+def register_missing(names: Iterable[str], refusal: Callable[[str, Any], AttributeError]) -> None:
+    """Have traced arrays, which lack these attributes, raise an error that `refusal` gives for one and its array."""
+    for name in names:
+        setattr(jax_core.ShapedArray, name, jax_core.aval_property(_raising(name, refusal)))
+
+
+def _raising(name: str, refusal: Callable[[str, Any], AttributeError]) -> Callable[[Any], Any]:
+    def missing(array: Any) -> Any:
+        raise refusal(name, array)
+
+    return missing
+
+
+# A handle is no operand: a compiled function gets the resource that it stands for.
+jax.tree_util.register_pytree_node(Handle, lambda handle: ((), handle), lambda handle, _: handle.variable)
 
 
 def forget_failed_dispatch(jitted: Any) -> None:

@@ -1,13 +1,15 @@
 """Handles to state, as a user holds them.
 
 A `Variable` is a name, a type and a home; its value is in the home. In traced code its methods record ops with an
-effect; elsewhere they act at once. JAX's transforms see a handle as a pytree without leaves, so it may be passed,
-returned, closed over and kept in any structure.
+effect; elsewhere they act at once.
+
+A variable is a `jax.Array` and a leaf of pytrees. Wherever JAX takes it as an operand, JAX reads it there: an argument
+that is a variable is an array inside of a `jax.grad`, a `jax.jit`, a `scan`. Only functions of `dflow.jit`, and what is
+closed over, have the variable itself.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterator
@@ -21,13 +23,14 @@ from dflow.tracing.container import contained, join
 from dflow.tracing.context import Home, current_home
 from dflow.tracing.errors import VariableError, VariableShapeError
 from dflow.tracing.given_value import Initial, given_array, initial_type
-from dflow.tracing.jax_frontend import Handle, is_tracing, register_leafless
+from dflow.tracing.jax_frontend import Handle, is_tracing
 from dflow.tracing.near_names import suggests_keywords
 from dflow.tracing.row_gradient import RowGradient
 from dflow.tracing.source import as_code, at, caller
-from dflow.tracing.state_primitives import gather_p, name_p, read_p, update_p
+from dflow.tracing.state_primitives import gather_p, name_p, read_p, update_p, value_type
 from dflow.tracing.types import ArrayType, array_type_of, dtype_name
 from dflow.tracing.updates import indices_refusal, kind_refusal, lookup_type
+from dflow.tracing.variable_as_array import register_as_array
 
 _serials = itertools.count()
 
@@ -62,7 +65,7 @@ _ELSEWHERE = {
 }
 
 
-class Variable:
+class Variable(jax.Array):
     """A mutable array that traced code reads and writes.
 
     `initial`  the first value (array or scalar), or a function without arguments that returns it; a function runs
@@ -81,6 +84,11 @@ class Variable:
     variable: the first to ask creates it and the others get it. Either way a second variable of the same name but
     another type raises VariableError. A variable cannot be made inside traced code.
     """
+
+    # Over properties of `jax.Array`, which cannot be set.
+    sharding = None  # type: ignore[assignment]
+    device: str | None = None
+    weak_type = False
 
     # NumPy gives way to our reflected operators instead of looping over an object.
     __array_ufunc__ = None
@@ -157,6 +165,11 @@ class Variable:
     def size(self) -> int:
         """The number of elements of the value."""
         return int(np.prod(self.type.shape))
+
+    @property
+    def aval(self) -> Any:
+        """The type of the value, as JAX has it."""
+        return value_type(self.handle)
 
     def forget(self, reason: str) -> None:
         """Let go of the value: whoever uses the variable afterwards gets VariableError, which gives the reason."""
@@ -291,7 +304,7 @@ class Variable:
     def __jax_array__(self) -> jax.Array:
         return self.read()
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+    def __array__(self, dtype: Any = None, context: None = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         return np.array(self.read(), dtype=dtype) if copy else np.asarray(self.read(), dtype=dtype)
 
     def __getitem__(self, index: Any) -> jax.Array:
@@ -313,11 +326,8 @@ class Variable:
         )
 
     def __getattr__(self, name: str) -> Any:
-        # What an array has and a variable has not (sum, T, at, astype) is that of its value.
-        if name.startswith("_") or name not in _array_attributes():
-            remedy = _ELSEWHERE[name].format(as_code(self.name)) if name in _ELSEWHERE else ""
-            raise AttributeError(f"'Variable' object has no attribute {name!r}{remedy}", name=name, obj=self)
-        return getattr(self.read(), name)
+        remedy = _ELSEWHERE[name].format(as_code(self.name)) if name in _ELSEWHERE else ""
+        raise AttributeError(f"'Variable' object has no attribute {name!r}{remedy}", name=name, obj=self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in _FIELDS:
@@ -429,11 +439,6 @@ def _is_array_like(value: Any) -> bool:
     return hasattr(value, "dtype") or isinstance(value, bool | int | float | complex)
 
 
-@functools.cache
-def _array_attributes() -> frozenset[str]:
-    return frozenset(dir(jax.Array))
-
-
 def _unary(function: Callable[[Any], Any]) -> Callable[..., Any]:
     def applied(self: Variable) -> Any:
         return function(self.read())
@@ -469,21 +474,11 @@ for _name in ("neg", "pos", "abs", "invert"):
     setattr(Variable, f"__{_name}__", _unary(getattr(operator, _name)))
 
 
-def _differentiated(transform: str, variable: Variable) -> VariableError:
-    code = as_code(variable.name)
-    return VariableError(
-        f"variable {variable.name!r} is among what {transform} differentiates, but it is no value: its gradient would "
-        f"be the variable itself{at(caller())}\n"
-        f"  use dflow.grad(lambda: loss({code}), {code})(), or dflow's value_and_grad, vjp, jvp or hvp, which take "
-        f"variables;\n  or pass the value, {code}.read(); dflow.read(tree) gives all values of a pytree"
-    )
-
-
-register_leafless(Variable, _differentiated)
+register_as_array(Variable)
 
 
 def is_variable(value: Any) -> bool:
-    """Whether `value` is a variable; what `jax.tree` functions take as `is_leaf`."""
+    """Whether `value` is a variable."""
     return isinstance(value, Variable)
 
 

@@ -28,9 +28,10 @@ from dflow.tracing.jax_frontend import (
     accesses,
     closed_parts,
     line_bound,
+    line_of_program,
     wrap_differentiation,
 )
-from dflow.tracing.source import as_code, at, caller
+from dflow.tracing.source import at
 from dflow.tracing.types import ArrayType, array_type_of
 from dflow.tracing.updates import lookup_type
 from dflow.tracing.watched_primitive import BATCHED, WatchedPrimitive
@@ -42,10 +43,8 @@ def _aval(type: ArrayType) -> Any:
 
 def _refuse_plain_jit(*_: Any, handle: Handle, **__: Any) -> Any:
     raise PlainJitError(
-        f"variable {handle.name!r} is used in a function that JAX compiles by itself{at(caller())}\n"
-        f"  decorate the outermost function with @dflow.jit, or pass it the value, {as_code(handle.name)}.read();\n"
-        "  functions of jax.numpy are compiled too: outside of any function dflow.numpy takes variables, or read them\n"
-        "  first"
+        f"variable {handle.name!r} is used in a function that JAX compiles by itself{at(line_of_program())}\n"
+        f"  decorate the outermost function with @dflow.jit, or pass it the variable as an argument, to read it alone"
     )
 
 
@@ -72,6 +71,11 @@ def _update_now(*operands: Any, handle: Handle, kind: str, reduce: str | None) -
 
 def _read_type(*, handle: Handle) -> Any:
     return _aval(handle.type), {ResourceEffect(Access.READ, handle)}
+
+
+def value_type(handle: Handle) -> Any:
+    """The type of a variable's value, as JAX has it."""
+    return _read_type(handle=handle)[0]
 
 
 def _gather_type(indices: Any, *, handle: Handle) -> Any:

@@ -21,6 +21,7 @@ from dflow.tracing.jax_frontend import closed_parts, make_jaxpr
 from dflow.tracing.resources import path_name
 from dflow.tracing.source import at, caller
 from dflow.tracing.types import array_type_of
+from dflow.tracing.variable_trees import handles
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +43,7 @@ class Traced:
 
 def trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
     """Trace `fn` for arguments of the types of `args` and `kwargs` (arrays, scalars, ShapeDtypeStructs in pytrees)."""
+    args, kwargs = handles((args, kwargs))
     leaves, in_tree = jax.tree_util.tree_flatten((args, kwargs))
     structs = [array_type_of(leaf).struct for leaf in leaves]
     out_tree: Any = None
@@ -49,7 +51,7 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
     def flat(*values: Any) -> list[Any]:
         nonlocal out_tree
         inner_args, inner_kwargs = jax.tree_util.tree_unflatten(in_tree, values)
-        outputs, out_tree = jax.tree_util.tree_flatten(fn(*inner_args, **inner_kwargs))
+        outputs, out_tree = jax.tree_util.tree_flatten(handles(fn(*inner_args, **inner_kwargs)))
         return outputs
 
     jaxpr, consts, _ = make_jaxpr(flat, *structs)
@@ -72,7 +74,7 @@ def traced_from(looked: Any, names: Sequence[str], compiler_options: dict[str, A
         raise error
     graph, variables, constants = graph_of(jaxpr, consts, names)
     constants = tuple(map(captured, constants))
-    infos = jax.tree_util.tree_leaves(looked.args_info)
+    infos = jax.tree_util.tree_leaves(handles(looked.args_info))
     donated = tuple(index for index, info in enumerate(infos) if info.donated)
     return Traced(graph, variables, constants, looked.out_tree, donated, looked.fun_name, compiler_options)
 

@@ -1,6 +1,6 @@
 """Pytrees of variables: made of arrays, written to, and looked through.
 
-A variable is a pytree without leaves, so functions of `jax.tree` reach it by `is_leaf=is_variable` alone.
+A variable is a leaf. Compiled functions take variables by their handles, which are pytrees without leaves.
 """
 
 from __future__ import annotations
@@ -55,6 +55,14 @@ def assign(tree: Any, values: Any) -> None:
         ) from None
     for leaf, value in zip(leaves, flat, strict=True):
         leaf.assign(value)
+
+
+def handles(tree: Any) -> Any:
+    """The pytree with each variable's handle in its place: what gets it finds the variable there, and no array."""
+    leaves, treedef = jax.tree_util.tree_flatten(tree)
+    if not any(map(is_variable, leaves)):
+        return tree
+    return jax.tree_util.tree_unflatten(treedef, [leaf.handle if is_variable(leaf) else leaf for leaf in leaves])
 
 
 def structure_text(tree: Any) -> str:

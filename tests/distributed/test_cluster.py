@@ -467,12 +467,48 @@ def test_a_variable_needs_a_name_among_the_parameter_servers(worker: Cluster) ->
     assert line_of(caught.value) == "dflow.Variable(jnp.zeros(2))"
 
 
-def test_an_optimizer_needs_a_name_among_the_parameter_servers(worker: Cluster) -> None:
+def test_an_optimizer_without_a_name_shares_its_slots_between_processes() -> None:
+    with memory_cluster(workers=2) as cluster, closing(cluster.worker(0)) as one, closing(cluster.worker(1)) as other:
+        made = []
+        for worker in (one, other):
+            with worker.parameter_servers():
+                w = dflow.Variable(zeros(2), name="w")
+            made.append(dflow.Optimizer(optax.sgd(1.0, momentum=0.5), [w]))
+        assert made[0].name == made[1].name
+        for optimizer in made:
+            dflow.jit(lambda optimizer=optimizer: optimizer.apply([jnp.ones(2)]))()
+        np.testing.assert_allclose(made[0].variables[0], [-2.5, -2.5])  # the second moves by 1 + 0.5
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_functions_of_jax_and_optax_take_variables_on_tasks(worker: Cluster, traced: bool) -> None:
+    values = {"a": jnp.arange(3.0), "b": jnp.ones(2)}
+    with worker.parameter_servers():
+        tree = dflow.variables(values)
+
+    def figures(tree: Any) -> Any:
+        clipped = jax.tree.map(lambda p: jnp.where(p > 0, jax.nn.relu(p), 0.0), tree)
+        return (
+            optax.tree.norm(tree),
+            jax.lax.dot(tree["a"], tree["a"]),
+            jax.grad(lambda p: (p["a"] ** 2).sum())(tree),
+            clipped,
+        )
+
+    got, want = dflow.jit(figures)(tree) if traced else figures(tree), figures(values)
+    jax.tree.map(np.testing.assert_allclose, got, want)
+    assert dflow.jit(lambda tree: tree["a"].assign_add(values["a"]) or tree)(tree)["a"] is tree["a"]
+    np.testing.assert_allclose(tree["a"], 2 * values["a"])
+
+
+def test_a_second_optimizer_of_variables_on_tasks_needs_a_name(worker: Cluster) -> None:
     with worker.parameter_servers():
         w = dflow.Variable(zeros(2), name="w")
-    with pytest.raises(VariableError, match="an optimizer of variables on other tasks has no name") as caught:
-        dflow.Optimizer(optax.sgd(0.1), [w])
-    assert line_of(caught.value) == "dflow.Optimizer(optax.sgd(0.1), [w])"
+    dflow.Optimizer(optax.sgd(0.1), [w])
+    with pytest.raises(VariableError, match=r"a second optimizer of variables 'w': .*(.|\n)*name='...'") as caught:
+        dflow.Optimizer(optax.adam(0.1), [w])
+    assert line_of(caught.value) == "dflow.Optimizer(optax.adam(0.1), [w])"
+    assert dflow.Optimizer(optax.adam(0.1), [w], name="adam").name == "adam"
 
 
 def test_two_handles_of_one_variable_in_one_function(worker: Cluster) -> None:

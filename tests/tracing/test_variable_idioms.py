@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -113,28 +112,6 @@ def _squares(tree: Any, x: Any) -> Any:
     return (tree["a"] * tree["a"]).sum() * x
 
 
-_OF_JAX: dict[str, tuple[str, Callable[..., Any]]] = {
-    "grad": (r"jax\.grad or jax\.value_and_grad", jax.grad(_squares)),
-    "value_and_grad": (r"jax\.grad or jax\.value_and_grad", jax.value_and_grad(_squares, argnums=(1, 0))),
-    "vjp": (r"jax\.vjp", lambda *args: jax.vjp(_squares, *args)),
-    "jvp": (r"jax\.jvp", lambda *args: jax.jvp(_squares, args, args)),
-    "linearize": (r"jax\.linearize", lambda *args: jax.linearize(_squares, *args)),
-    "linear_transpose": (r"jax\.linear_transpose", lambda *args: jax.linear_transpose(_squares, *args)),
-    "jacfwd": ("a Jacobian", jax.jacfwd(_squares)),
-    "jacrev": ("a Jacobian", jax.jacrev(_squares, argnums=(0, 1))),
-    "hessian": ("a Jacobian", jax.hessian(_squares)),
-}
-
-
-@pytest.mark.parametrize("traced", [False, True])
-@pytest.mark.parametrize("transform", _OF_JAX)
-def test_a_variable_among_what_jax_differentiates_is_refused(v: dflow.Variable, transform: str, traced: bool) -> None:
-    title, differentiate = _OF_JAX[transform]
-    wrapped = dflow.jit(differentiate) if traced else differentiate
-    with pytest.raises(dflow.VariableError, match=rf"(?s)'idiom' is among what {title}.*dflow\.grad\(lambda: loss"):
-        wrapped({"a": v}, 2.0)
-
-
 def test_a_variable_beside_what_jax_differentiates_is_let_be(v: dflow.Variable) -> None:
     tree, x = {"a": v}, 2.0
     of_x = functools.partial(_squares, tree)
@@ -151,17 +128,6 @@ def test_a_variable_beside_what_jax_differentiates_is_let_be(v: dflow.Variable) 
     ]
     np.testing.assert_array_equal(np.asarray(found), [5.0] * len(found))
     assert jax.hessian(_squares, argnums=1)(tree, x) == 0.0
-    assert jax.vjp(lambda x: (x, v), x)[0][1] is v
-    assert jax.linearize(lambda x: (x, v), x)[0][1] is v
-
-
-def test_gradients_of_an_argument_that_holds_a_variable_are_refused(v: dflow.Variable) -> None:
-    with pytest.raises(TypeError, match=r"(?s)holds variable 'idiom', which is no value.*dflow\.vjp\("):
-        dflow.vjp(_squares, {"a": v}, 2.0)
-    with pytest.raises(TypeError, match=r"(?s)holds variable 'idiom', which is no value.*dflow\.jvp\("):
-        dflow.jvp(_squares, ({"a": v}, 2.0), ({"a": v}, 1.0))
-    with pytest.raises(TypeError, match=r"holds variable 'idiom', which is no value"):
-        dflow.grad(lambda p, x: (dflow.read(p)["a"] * x).sum(), argnums=(0, 1))({"a": v}, 2.0)
 
 
 @pytest.mark.parametrize("loop", ["scan", "fori", "map"])

@@ -1,0 +1,56 @@
+"""A derivative that is used without a call says that it is to be called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import dflow
+
+
+@pytest.fixture
+def v() -> dflow.Variable:
+    return dflow.Variable(jnp.array([1.0, 2.0, 3.0]), name="leaf")
+
+
+_UNCALLED: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    "unpacked": (lambda made, v: (lambda value, gradient: None)(*made), "unpacking"),
+    "indexed": (lambda made, v: made[0], "indexing"),
+    "scaled": (lambda made, v: 0.1 * made, "arithmetic"),
+    "negated": (lambda made, v: -made, "arithmetic"),
+    "subtracted": (lambda made, v: v - made, "an operation on arrays"),
+    "assigned": (lambda made, v: v.assign_sub(made), "an operation on arrays"),
+    "applied": (lambda made, v: dflow.Optimizer(optax.sgd(0.1), v).apply(made), "apply"),
+}
+
+
+@pytest.mark.parametrize("case", _UNCALLED)
+@pytest.mark.parametrize("function", [dflow.value_and_grad, dflow.grad])
+def test_a_derivative_used_without_a_call_says_so(v: dflow.Variable, case: str, function: Callable[..., Any]) -> None:
+    use, said = _UNCALLED[case]
+    made, name = function(v.sum, v), function.__name__
+    with pytest.raises(dflow.GraphTypeError, match=rf"dflow\.{name} returns a function, and {said} needs") as caught:
+        use(made, v)
+    assert f"call it: dflow.{name}(loss, variables)()" in str(caught.value)
+    assert __file__ in str(caught.value)
+
+
+def test_a_derivative_is_a_method_like_any_function(v: dflow.Variable) -> None:
+    class Model:
+        def loss(self, x: Any) -> Any:
+            return (x * v).sum()
+
+        gradient = dflow.grad(loss, v)
+
+    np.testing.assert_array_equal(Model().gradient(jnp.arange(3.0)), [0, 1, 2])
+    assert dflow.grad(cubes).__name__ == "cubes"
+    assert repr(dflow.grad(cubes)) == "<dflow.grad of cubes>"
+
+
+def cubes(x: Any) -> Any:
+    return (x**3).sum()

@@ -1,0 +1,383 @@
+"""A variable is a leaf of pytrees, an array to all of JAX, and itself to functions of dflow.jit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dflow
+from tests.effort import examples
+
+
+@pytest.fixture
+def v() -> dflow.Variable:
+    return dflow.Variable(jnp.array([1.0, 2.0, 3.0]), name="leaf")
+
+
+def same(got: Any, want: Any) -> None:
+    left, right = jax.tree.leaves(got), jax.tree.leaves(want)
+    assert len(left) == len(right) > 0
+    for one, other in zip(left, right, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
+_TREES = st.recursive(
+    st.lists(st.floats(-4, 4, width=32), min_size=1, max_size=3),
+    lambda inner: st.dictionaries(st.sampled_from("abc"), inner, min_size=1) | st.tuples(inner, inner),
+    max_leaves=4,
+)
+
+_OF_TREES: dict[str, Callable[[Any, Any], Any]] = {
+    "leaves": lambda tree, _: jax.tree.leaves(tree),
+    "map": lambda tree, _: jax.tree.map(lambda p: 2 * p - 1, tree),
+    "map of two": lambda tree, values: jax.tree.map(lambda p, g: p - 0.1 * g, tree, values),
+    "map of two, the other way": lambda tree, values: jax.tree.map(lambda g, p: p - 0.1 * g, values, tree),
+    "reduce": lambda tree, _: jax.tree.reduce(lambda total, p: total + (p**2).sum(), tree, 0.0),
+    "tree.norm": lambda tree, _: optax.tree.norm(tree, squared=True),
+    "tree.vdot": optax.tree.vdot,
+    "tree.zeros_like": lambda tree, _: optax.tree.zeros_like(tree),
+    "tree.cast": lambda tree, _: optax.tree.cast(tree, jnp.bfloat16),
+    "tree.size": lambda tree, _: jnp.asarray(optax.tree.size(tree)),
+    "apply_updates": optax.apply_updates,
+    "incremental_update": lambda tree, values: optax.incremental_update(tree, values, 0.25),
+    "ravel_pytree": lambda tree, _: jax.flatten_util.ravel_pytree(tree)[0],
+    "adam": lambda tree, values: optax.adam(0.1).update(values, optax.adam(0.1).init(tree), tree)[0],
+    "weight decay": lambda tree, values: optax.add_decayed_weights(0.1).update(values, optax.EmptyState(), tree)[0],
+    "finite": lambda tree, _: jnp.asarray([jnp.isfinite(p).all() for p in jax.tree.leaves(tree)]),
+}
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("name", _OF_TREES)
+def test_functions_of_trees_see_the_values(name: str, traced: bool) -> None:
+    values = {"a": jnp.array([1.0, -2.0]), "b": (jnp.ones((2, 2)), jnp.float32(3.0))}
+    tree = dflow.variables(values)
+    of_tree = _OF_TREES[name]
+    got = dflow.jit(lambda: of_tree(tree, values))() if traced else of_tree(tree, values)
+    same(got, of_tree(values, values))
+
+
+@settings(max_examples=examples(20), deadline=None)
+@given(_TREES)
+def test_a_tree_of_variables_maps_as_the_tree_of_its_values(plain: Any) -> None:
+    values = jax.tree.map(jnp.float32, plain)
+    tree = dflow.variables(values)
+    assert jax.tree.structure(tree) == jax.tree.structure(values)
+    same(jax.tree.map(lambda p, q: p * q + 1, tree, values), jax.tree.map(lambda p, q: p * q + 1, values, values))
+    same(optax.tree.norm(tree), optax.tree.norm(values))
+
+
+def test_an_l2_penalty_counts_in_the_loss_and_in_its_gradient() -> None:
+    values = {"w": jnp.array([1.0, 2.0]), "b": jnp.float32(3.0)}
+    tree = dflow.variables(values)
+
+    def penalty(params: Any) -> Any:
+        return sum((p**2).sum() for p in jax.tree.leaves(params))
+
+    want = jax.value_and_grad(penalty)(values)
+    same(dflow.value_and_grad(lambda: penalty(tree), tree)(), want)
+    same(dflow.jit(dflow.value_and_grad(lambda: penalty(tree), tree))(), want)
+
+
+def cubes(x: Any) -> Any:
+    return (x**3).sum()
+
+
+_TRANSFORMS: dict[str, Callable[[Any], Any]] = {
+    "jit": jax.jit(cubes),
+    "jit, in a tree": lambda v: jax.jit(lambda tree: tree["a"][0] + tree["b"])({"a": [v], "b": 2.0}),
+    "grad": jax.grad(cubes),
+    "value_and_grad": jax.value_and_grad(cubes),
+    "vjp": lambda v: jax.vjp(cubes, v)[1](1.0),
+    "jvp": lambda v: jax.jvp(cubes, (v,), (v,)),
+    "linearize": lambda v: jax.linearize(cubes, v)[1](jnp.ones(3)),
+    "jacfwd": jax.jacfwd(lambda x: x**3),
+    "jacrev": jax.jacrev(lambda x: x**3),
+    "hessian": jax.hessian(cubes),
+    "vmap": jax.vmap(lambda x: x**3),
+    "vmap beside": lambda v: jax.vmap(lambda x, y: x * y, in_axes=(None, 0))(v, jnp.arange(4.0)),
+    "checkpoint": jax.grad(jax.checkpoint(cubes)),
+    "scan, carried": lambda v: jax.lax.scan(lambda c, x: (c + x, c), v, jnp.ones((2, 3))),
+    "scan, over": lambda v: jax.lax.scan(lambda c, x: (c + x, c * x), 0.0, v),
+    "map": lambda v: jax.lax.map(lambda x: x**3, v),
+    "fori": lambda v: jax.lax.fori_loop(0, 2, lambda _, x: x * 2, v),
+    "while": lambda v: jax.lax.while_loop(lambda x: x[0] < 5, lambda x: x * 2, v),
+    "cond": lambda v: jax.lax.cond(True, lambda x: x + 1, lambda x: x, v),
+    "switch": lambda v: jax.lax.switch(1, [lambda x: x, lambda x: x * 2], v),
+    "custom_jvp": jax.nn.relu,
+    "custom_vjp": jax.grad(lambda x: optax.safe_norm(x, 0.1)),
+    "eval_shape": lambda v: np.ones(jax.eval_shape(lambda x: x, v).shape),
+    "device_put": jax.device_put,
+    "dflow.grad": dflow.grad(cubes),
+    "dflow.vjp": lambda v: dflow.vjp(cubes, v)[1](1.0),
+    "dflow.jvp": lambda v: dflow.jvp(cubes, (v,), (jnp.ones(3),)),
+    "dflow.while_loop": lambda v: dflow.while_loop(lambda x: x[0] < 5, lambda x: x * 2, v, max_iters=9),
+}
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("name", _TRANSFORMS)
+def test_an_argument_of_a_transformation_is_the_value(v: dflow.Variable, name: str, traced: bool) -> None:
+    transform = _TRANSFORMS[name]
+    got = dflow.jit(lambda: transform(v))() if traced else transform(v)
+    same(got, transform(jnp.array([1.0, 2.0, 3.0])))
+
+
+_FUNCTIONS: dict[str, Callable[[Any], Any]] = {
+    "sum": jnp.sum,
+    "where": lambda v: jnp.where(v > 0, v, 0),
+    "relu": jax.nn.relu,
+    "softmax": jax.nn.softmax,
+    "dot": lambda v: jax.lax.dot(v, v),
+    "add": lambda v: jax.lax.add(v, v),
+    "concatenate": lambda v: jnp.concatenate([v, v]),
+    "stack": lambda v: jnp.stack([v, jnp.ones(3)]),
+    "array": lambda v: jnp.array([v, v]),
+    "zeros_like": jnp.zeros_like,
+    "full_like": lambda v: jax.lax.full_like(v, 2),
+    "einsum": lambda v: jnp.einsum("i,j->ij", v, v),
+    "norm": jnp.linalg.norm,
+    "take": lambda v: jnp.take(v, jnp.array([2, 0])),
+    "ufunc": jnp.add.reduce,
+    "one_hot": lambda v: jax.nn.one_hot(jnp.argmax(v), 3),
+    "piecewise": lambda v: jnp.piecewise(v, [v > 2], [lambda x: x, lambda x: -x]),
+    "select": lambda v: jax.lax.select(v > 1, v, jnp.zeros(3)),
+    "numpy": lambda v: jnp.ones(3) * v,
+    "at": lambda v: v.at[0].add(5.0),
+    "method": lambda v: v.reshape(3, 1).mean(),
+    "divmod": lambda v: divmod(v, 2.0),
+    "round": lambda v: round(v / 3, 1),
+}
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("name", _FUNCTIONS)
+def test_functions_of_jax_take_a_variable(v: dflow.Variable, name: str, traced: bool) -> None:
+    function = _FUNCTIONS[name]
+    same(dflow.jit(lambda: function(v))() if traced else function(v), function(jnp.array([1.0, 2.0, 3.0])))
+
+
+def test_every_attribute_of_an_array_is_the_values(v: dflow.Variable) -> None:
+    assert isinstance(v, jax.Array)
+    value = v.read()
+    names = {name for name in dir(jax.Array) if not name.startswith("_")}
+    for name in names - {"device", "sharding", "flat", "mT"}:
+        assert type(getattr(v, name)) is type(getattr(value, name)), name
+    assert jax.typeof(v) == jax.typeof(value)
+    np.testing.assert_array_equal(np.from_dlpack(v), value)
+    assert (v.nbytes, v.itemsize, v.size, v.ndim) == (12, 4, 3, 1)
+
+
+@pytest.mark.parametrize("transform", [jax.vmap, jax.checkpoint, jax.jit, dflow.jit])
+def test_an_argument_is_the_value_of_when_it_was_passed(v: dflow.Variable, transform: Callable[..., Any]) -> None:
+    @dflow.jit
+    def step() -> Any:
+        def later(x: Any) -> Any:
+            v.assign(jnp.zeros(3))
+            return x + 0
+
+        return transform(later)(v + 0 if transform is dflow.jit else v)
+
+    np.testing.assert_array_equal(step(), [1, 2, 3])
+    np.testing.assert_array_equal(v.read(), [0, 0, 0])
+
+
+def test_a_gradient_is_at_the_value_of_when_it_was_passed(v: dflow.Variable) -> None:
+    @dflow.jit
+    def step() -> Any:
+        def later(x: Any) -> Any:
+            v.assign(jnp.zeros(3))
+            return (x**2).sum()
+
+        return jax.grad(later)(v)
+
+    np.testing.assert_array_equal(step(), [2, 4, 6])
+
+
+def test_functions_of_dflow_get_the_variable_itself(v: dflow.Variable) -> None:
+    @dflow.jit
+    def doubled(x: Any, scale: Any = 2.0) -> Any:
+        if dflow.is_variable(x):
+            x.assign(x * scale)
+            return {"given": x, "sum": x.sum()}
+        return {"given": x * scale, "sum": jnp.float32(0)}
+
+    first = doubled(jnp.ones(3))
+    np.testing.assert_array_equal(first["given"], [2, 2, 2])
+    for turn in (1, 2, 3):
+        result = doubled(v)
+        assert result["given"] is v
+        assert float(result["sum"]) == 6.0 * 2**turn
+    result = doubled(scale=jnp.float32(0.5), x=v)
+    assert result["given"] is v
+    other = dflow.Variable(jnp.ones(3))
+    assert doubled(other)["given"] is other
+    np.testing.assert_array_equal(doubled(jnp.ones(3))["given"], [2, 2, 2])
+    np.testing.assert_array_equal(v.read(), [4, 8, 12])
+
+
+_LARGE = np.ones((1 << 16,), np.float32)
+
+_STEPS: dict[str, Callable[[dflow.Variable], Any]] = {
+    "state": lambda v: v.assign_add(jnp.ones(3)),
+    "constants": lambda v: jnp.sum(_LARGE),
+    "callback": lambda v: v.assign_add(
+        jax.pure_callback(lambda: np.ones(3, np.float32), jax.ShapeDtypeStruct((3,), jnp.float32))
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", _STEPS)
+def test_a_step_compiled_for_an_array_gets_the_variable_itself_too(v: dflow.Variable, kind: str) -> None:
+    @dflow.jit
+    def step(x: Any) -> Any:
+        return _STEPS[kind](v), x
+
+    assert step(jnp.ones(3))[1].shape == (3,)
+    other = dflow.Variable(jnp.ones(3))
+    assert step(other)[1] is other
+    assert step(other)[1] is other
+    assert not dflow.is_variable(step(jnp.ones(3))[1])
+
+
+def test_a_nested_function_of_dflow_gets_the_variable_itself(v: dflow.Variable) -> None:
+    inner = dflow.jit(lambda tree: tree["v"].assign_add(tree["by"]))
+    outer = dflow.jit(lambda by: inner({"v": v, "by": by}))
+    outer(jnp.ones(3))
+    outer(jnp.ones(3))
+    np.testing.assert_array_equal(v.read(), [3, 4, 5])
+
+
+def test_a_static_variable_is_itself(v: dflow.Variable) -> None:
+    add = dflow.jit(lambda variable, by: variable.assign_add(by), static_argnums=0)
+    add(v, jnp.ones(3))
+    add(v, jnp.ones(3))
+    np.testing.assert_array_equal(v.read(), [3, 4, 5])
+
+
+@pytest.mark.parametrize("stage", ["graph", "lower", "eager", "eval_shape", "disabled", "numbers"])
+def test_every_way_to_run_a_function_passes_the_variable(v: dflow.Variable, stage: str) -> None:
+    @dflow.jit
+    def add(variable: Any, by: Any) -> Any:
+        variable.assign_add(by)
+        return variable
+
+    by, times = jnp.ones(3), 1
+    if stage == "graph":
+        assert [ref.name for ref in dflow.graph(add, v, by).graph.refs] == ["leaf"]
+        times = 0
+    elif stage == "lower":
+        assert add.lower(v, by).compile()(v, by) is v
+    elif stage == "eval_shape":
+        assert add.eval_shape(v, by) is v
+        times = 0
+    elif stage == "numbers":
+        with jax.debug_nans(True):
+            assert add(v, by) is v
+    else:
+        with dflow.eager() if stage == "eager" else jax.disable_jit():
+            assert add(v, by) is v
+    np.testing.assert_array_equal(v.read(), np.array([1, 2, 3]) + times)
+
+
+_WRITING: dict[str, Callable[[Any], Any]] = {
+    "jit": jax.jit(lambda x: x.assign(0.0)),
+    "grad": jax.grad(lambda x: x.assign_add(1.0)),
+    "scan": lambda v: jax.lax.scan(lambda c, _: (c.scatter_add(0, 1.0), 0), v, length=2),
+    "within": dflow.jit(jax.checkpoint(lambda x: x.assign_sub(1.0))),
+}
+
+
+@pytest.mark.parametrize("case", _WRITING)
+def test_a_write_of_an_argument_within_a_transformation_says_what_to_do(v: dflow.Variable, case: str) -> None:
+    with pytest.raises(
+        AttributeError, match=r"(?s)a traced f32\[3\] has no attribute '\w+': a variable that is "
+    ) as caught:
+        _WRITING[case](v)
+    assert "test_variable_as_array.py" in str(caught.value)
+    assert "have the function close over the variable, and write w." in str(caught.value)
+
+
+def test_a_read_of_an_argument_within_a_transformation_says_what_to_do(v: dflow.Variable) -> None:
+    with pytest.raises(AttributeError, match=r"(?s)has no attribute 'read'.*use it as it is"):
+        jax.grad(lambda x: x.read().sum())(v)
+    assert not hasattr(jnp.ones(3), "assign")
+
+
+def test_vmap_hands_on_an_argument_that_it_does_not_map(v: dflow.Variable) -> None:
+    jax.vmap(lambda w, x: w.assign_add(x * jnp.ones(3), reduce="sum"), in_axes=(None, 0))(v, jnp.ones(2))
+    np.testing.assert_array_equal(v.read(), [3, 4, 5])
+
+
+class Affine(eqx.Module):
+    weight: jax.Array
+    bias: jax.Array
+
+    def __call__(self, x: Any) -> Any:
+        return x @ self.weight + self.bias
+
+
+def test_an_equinox_model_of_variables_is_used_as_one_of_arrays() -> None:
+    plain = Affine(jnp.arange(6.0).reshape(3, 2), jnp.ones(2))
+    model = dflow.variables(plain)
+    x = jnp.arange(3.0)
+
+    def loss(model: Any, x: Any) -> Any:
+        return (model(x) ** 2).mean()
+
+    for _ in range(2):
+        same(eqx.filter_jit(loss)(model, x), loss(plain, x))
+        same(eqx.filter_value_and_grad(loss)(model, x), eqx.filter_value_and_grad(loss)(plain, x))
+        same(dflow.jit(eqx.filter_jit(loss))(model, x), loss(plain, x))
+        model.bias.assign_add(jnp.ones(2))
+        plain = Affine(plain.weight, plain.bias + 1)
+
+
+def test_an_nnx_module_of_variables_is_used_as_one_of_arrays() -> None:
+    class Model(nnx.Module):
+        def __init__(self, weight: Any) -> None:
+            self.weight = nnx.Param(weight)
+
+        def __call__(self, x: Any) -> Any:
+            return x @ self.weight
+
+    weight, x = dflow.Variable(jnp.ones((3, 2))), jnp.arange(3.0)
+    want = nnx.value_and_grad(lambda model: model(x).sum())(Model(jnp.ones((3, 2))))
+    same(nnx.value_and_grad(lambda model: model(x).sum())(Model(weight)), want)
+    same(nnx.jit(lambda model, x: model(x).sum())(Model(weight), x), want[0])
+    same(dflow.jit(lambda x: nnx.jit(lambda model, x: model(x).sum())(Model(weight), x))(x), want[0])
+
+
+@pytest.mark.parametrize("compiled", [jax.jit, eqx.filter_jit, nnx.jit])
+@pytest.mark.parametrize("use", ["read", "write"])
+def test_a_function_compiled_without_dflow_names_the_users_line(
+    v: dflow.Variable, compiled: Callable[..., Any], use: str
+) -> None:
+    def total(x: Any) -> Any:
+        return (x * v).sum() if use == "read" else v.assign_add(x)  # the line
+
+    line = total.__code__.co_firstlineno + 1
+    with pytest.raises(dflow.PlainJitError, match=rf"'leaf' is used in a function .*\n  at .*_as_array.py:{line}\n"):
+        compiled(total)(jnp.ones(3))
+
+
+def test_a_step_with_a_callback_returns_the_variable_that_it_writes(v: dflow.Variable) -> None:
+    @dflow.jit
+    def step(variable: Any) -> Any:
+        by = jax.pure_callback(lambda: np.float32(2.0), jax.ShapeDtypeStruct((), jnp.float32))
+        variable.assign(variable * by)
+        return {"variable": variable, "by": by}
+
+    for _ in range(2):
+        assert step(v)["variable"] is v
+    np.testing.assert_array_equal(v.read(), [4, 8, 12])

@@ -1,0 +1,59 @@
+"""The functions that `grad` and `value_and_grad` return, which say so when they are used as if they had been called."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import MethodType
+from typing import Any, NoReturn
+
+from dflow.tracing.errors import GraphTypeError
+from dflow.tracing.jax_frontend import hides_frames
+from dflow.tracing.source import at, caller
+
+
+class Derivative:
+    """A function of the arguments of `fun`, which it differentiates.
+
+    Raises GraphTypeError where it is unpacked, indexed or computed with.
+    """
+
+    def __init__(self, title: str, fun: Callable[..., Any], call: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, fun)
+        self._title, self._call = title, call
+
+    @hides_frames
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else MethodType(self, instance)
+
+    def __repr__(self) -> str:
+        return f"<dflow.{self._title} of {getattr(self, '__name__', 'a function')}>"
+
+    def refuse(self, use: str) -> NoReturn:
+        """Raise GraphTypeError: this was used without a call."""
+        raise GraphTypeError(
+            f"dflow.{self._title} returns a function, and {use} needs what that returns{at(caller())}\n"
+            f"  call it: dflow.{self._title}(loss, variables)(), with the arguments of the loss in the parentheses"
+        )
+
+
+def refuse_uncalled(use: str, value: Any) -> None:
+    """Raise GraphTypeError if a value is a function that was to be called."""
+    if isinstance(value, Derivative):
+        value.refuse(use)
+
+
+def _refusing(use: str) -> Callable[..., Any]:
+    return lambda self, *_: self.refuse(use)
+
+
+_USES = {"__iter__": "unpacking", "__getitem__": "indexing", "__jax_array__": "an operation on arrays"}
+for _name, _use in _USES.items():
+    setattr(Derivative, _name, _refusing(_use))
+for _name in ("add", "sub", "mul", "matmul", "truediv", "pow"):
+    setattr(Derivative, f"__{_name}__", _refusing("arithmetic"))
+    setattr(Derivative, f"__r{_name}__", _refusing("arithmetic"))
+setattr(Derivative, "__neg__", _refusing("arithmetic"))  # noqa: B010
