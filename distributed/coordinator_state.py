@@ -117,7 +117,7 @@ class CoordinatorState:
     ) -> None:
         self._records = records = DurableRecords(rows)
         self._membership = Membership(jobs, settings.heartbeat_timeout_s, settings.rejoin_s, records)
-        self._directory = VariableDirectory(records)
+        self._directory = VariableDirectory(self._membership, records)
         self._ledger = StepLedger(records)
         self._elections = Elections(records)
         self._traffic = TrafficTotals()
@@ -278,6 +278,7 @@ class CoordinatorState:
         for command in decided:
             if isinstance(command, RefuseJoin):
                 return [Reply(event.ask, Failure(command.kind, command.text))]
+        self._directory.joined(join.task)
         return [Reply(event.ask, self._membership.roster()), *self._follow(decided)]
 
     def _leave(self, event: Asked, reason: str) -> list[Command]:

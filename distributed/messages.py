@@ -61,12 +61,14 @@ class CreateVariable(Message, frozen=True):
     """Create the variable unless it is there; answered by `VariableCreated`.
 
     The payload is the initial value (`program` false) or an exported initialiser without arguments (`program` true).
+    `process` is the process of the task that shall hold it, by `Placed`; another one of the same name refuses.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     program: bool
+    process: str = ""
 
 
 class VariableCreated(Message, frozen=True):
@@ -155,12 +157,13 @@ class AccumulatorInfo(msgspec.Struct, frozen=True, tag="accumulator"):
 class CreateResource(Message, frozen=True):
     """Create a queue or an accumulator unless it is there; answered by `ResourceCreated`.
 
-    `handle` is its type, as graphs print it: `queue<f32[2], i32[]>`.
+    `handle` is its type, as graphs print it: `queue<f32[2], i32[]>`; for `process` see `CreateVariable`.
     """
 
     name: str
     handle: str
     settings: QueueInfo | AccumulatorInfo
+    process: str = ""
 
 
 class ResourceCreated(Message, frozen=True):
@@ -419,6 +422,16 @@ class TaskInfo(msgspec.Struct, frozen=True):
     incarnation: str = ""
     life: int = 0
 
+    @property
+    def process(self) -> str:
+        """The process that leads this life; a task that was given up and came back leads another life in the same."""
+        return process_of(self.incarnation)
+
+
+def process_of(incarnation: str) -> str:
+    """The process of which this is an incarnation: `ab12` of its first, `ab12`, and of its third, `ab12.3`."""
+    return incarnation.partition(".")[0]
+
 
 class Roster(Message, frozen=True):
     """Every task that has joined, but those that left long ago, and which tasks are still `expected`.
@@ -492,9 +505,10 @@ class PlaceVariable(Message, frozen=True):
 
 
 class Placed(Message, frozen=True):
-    """The task that holds the variable."""
+    """The task that holds the variable, and its `process`; empty while that has not joined."""
 
     task: str
+    process: str = ""
 
 
 class Unplace(Message, frozen=True):
@@ -610,7 +624,7 @@ class GetStatus(Message, frozen=True):
 
 
 class VariableInfo(msgspec.Struct, frozen=True):
-    """A placed variable, queue or accumulator, as `kind` says."""
+    """A placed variable, queue or accumulator, as `kind` says; for `process` see `Placed`."""
 
     name: str
     dtype: str
@@ -618,6 +632,7 @@ class VariableInfo(msgspec.Struct, frozen=True):
     size_bytes: int
     task: str
     kind: str = "variable"
+    process: str = ""
 
 
 class WorkerProgress(msgspec.Struct, frozen=True):

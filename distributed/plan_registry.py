@@ -23,7 +23,8 @@ from dflow.distributed.plan_checks import check_from_peer, check_plan
 from dflow.lowering.plan import Call, Plan, Read, Recv, Send, UseResource, calls_in
 from dflow.lowering.program import Program, load_program
 from dflow.lowering.waits import Schedule
-from dflow.tracing.errors import InternalError, WireError
+from dflow.tracing.errors import TaskLost, WireError
+from dflow.tracing.task_name import short_task_name
 
 #: A plan that uses more variables than this is not quick, whatever its programs do.
 MOST_QUICK_KEYS = 64
@@ -75,12 +76,12 @@ class PlanRegistry:
         return len(self._plans)
 
     def get(self, handle: int) -> Registration:
-        """The plan behind a handle; raises InternalError if none was registered under it."""
+        """The plan behind a handle; raises TaskLost if it was not registered with this process of the task."""
         number = handle - self._first
         if not 0 <= number < len(self._plans):
-            raise InternalError(
-                f"{self._task} was asked for plan {handle}, which is none of its {len(self._plans)}; "
-                "was it started anew? register the plan first"
+            raise TaskLost(
+                f"{short_task_name(self._task)} was asked for plan {handle}, which is none of its {len(self._plans)}: "
+                "it has been started again since, and what it held before is lost\n  start the whole cluster again"
             )
         return self._plans[number]
 

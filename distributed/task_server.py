@@ -130,6 +130,7 @@ class TaskStatistics:
 class TaskServer:
     """The task `name`, listening at `address` from construction on.
 
+    process          of those that join as this task; state that another one is to hold is not created here
     pool, deadlines  where its work is done and its waits end, instead of on threads of its own
     recorder         what keeps its newest events
     flights          what writes them down when a wait has lasted too long, and is asked to
@@ -143,6 +144,7 @@ class TaskServer:
         name: str,
         transport: Transport,
         *,
+        process: str = "",
         store: Store | None = None,
         address: str = LOCAL_ADDRESS,
         settings: TaskSettings | None = None,
@@ -153,7 +155,7 @@ class TaskServer:
         on_stall: Callable[[str], None] = lambda why: None,
         described: Callable[[str], str] = short_task_name,
     ) -> None:
-        self.name = name
+        self.name, self._process = name, process
         self._flights, self._on_stall = flights, on_stall
         self.recorder = recorder or Recorder()
         self.store = store or Store()
@@ -294,7 +296,8 @@ class TaskServer:
             if task != self.name and (task in before or not self._channel.has_left(task)):
                 self.task_left(task, info.left or "it said no reason")
         # After the cancelled steps of those who left were answered, over connections that end here.
-        self._peers.set_addresses({task: info.address for task, info in live.items()})
+        left = {task: info.left or "it said no reason" for task, info in gone.items()}
+        self._peers.set_addresses({task: info.address for task, info in live.items()}, left)
         for task, info in live.items():
             if task in before and _life(before[task]) != _life(info):
                 self.task_left(task, "it has started anew")
@@ -419,6 +422,7 @@ class TaskServer:
                 self.store.write(name, _on_device(dtype, shape, payload))
                 return Ok(), _NOTHING
             case CreateResource():
+                self._refuse_for_another_process(message.name, message.process)
                 return ResourceCreated(self._resources.create(message)), _NOTHING
             case ProposeRounds():
                 return RoundsAgreed(self._rounds.agree(message)), _NOTHING
@@ -444,7 +448,16 @@ class TaskServer:
         else:
             self._resources.forget(message.key, message.reason, message.remedy)
 
+    def _refuse_for_another_process(self, name: str, process: str) -> None:
+        """Raise TaskLost when it is another process of this task that shall hold `name`."""
+        if process not in ("", self._process):
+            raise TaskLost(
+                f"{name!r} is placed on an earlier process of {short_task_name(self.name)}, which has been started "
+                "again since\n  start the whole cluster again: what a parameter task held is not restored yet"
+            )
+
     def _create(self, message: CreateVariable, payload: memoryview) -> bool:
+        self._refuse_for_another_process(message.name, message.process)
         make: Callable[[], jax.Array]
         if message.program:
             make = partial(_initial_value, message.name, payload)

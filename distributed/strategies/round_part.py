@@ -25,6 +25,7 @@ from dflow.distributed.messages import (
     LeaveRounds,
     NextRound,
     OpenRounds,
+    Placed,
     ProposeRounds,
     RoundOpen,
     RoundsAgreed,
@@ -74,7 +75,7 @@ class Tasks(Protocol):
         """The tasks of this one's job that are alive or yet to come, and how many there are with those that left."""
         ...
 
-    def place_resource(self, name: str, kind: str, said: str, size_bytes: int, *, job: str, on: str) -> str:
+    def place_resource(self, name: str, kind: str, said: str, size_bytes: int, *, job: str, on: str) -> Placed:
         """The task that holds, or shall hold, what has this name."""
         ...
 
@@ -100,7 +101,7 @@ class Part:
 
     def __init__(self, cluster: Tasks, run: str, job: str) -> None:
         self._cluster, self._run, self._job = cluster, run, job
-        self._host = cluster.place_resource(f"{run}/rounds", "run", "synchronous training", 0, job=job, on="")
+        self._host = cluster.place_resource(f"{run}/rounds", "run", "synchronous training", 0, job=job, on="").task
 
     def open(self, step: Callable[..., Any], batch: Any, steps: int, wanted: int) -> Gradients:
         """Make the accumulator, and have the host apply what it gives; or find that another worker has."""

@@ -634,7 +634,7 @@ def test_a_task_that_dies_in_a_step_ends_it_with_its_name(memory: MemoryCluster,
         task.client.close("killed")
         leave.set()
     gone.wait(DEADLINE_S)
-    with pytest.raises(TaskLost, match=f"{task.server.name} is not in the cluster"):
+    with pytest.raises(TaskLost, match=f"{task.server.name} has left the cluster: killed"):
         step(jnp.ones(3))
 
 

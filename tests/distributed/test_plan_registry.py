@@ -101,7 +101,7 @@ def test_a_program_that_cannot_be_loaded_is_tried_again(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("handle", [-1, 0, 7])
 def test_a_handle_that_names_no_plan_is_refused(handle: int) -> None:
-    with pytest.raises(errors.InternalError, match=f"{PS} was asked for plan {handle}, which is none of its 0"):
+    with pytest.raises(errors.TaskLost, match=f"ps:0 was asked for plan {handle}, which is none of its 0"):
         PlanRegistry(PS).get(handle)
 
 
@@ -170,7 +170,7 @@ def test_a_handle_of_a_registry_that_is_gone_names_no_plan_of_another() -> None:
     old, new = PlanRegistry(PS), PlanRegistry(PS)
     stale = old.add(Plan(PS, 0, ()), ())
     assert new.add(Plan(PS, 0, ()), ()) != stale
-    with pytest.raises(errors.InternalError, match="was it started anew"):
+    with pytest.raises(errors.TaskLost, match="it has been started again since, and what it held before is lost"):
         new.get(stale)
 
 

@@ -173,8 +173,8 @@ REFUSED: list[tuple[AnyMessage, Callable[[], bytes], type[Exception], str]] = [
     (
         RunPlan(0, CLIENT, 1),
         bytes,
-        errors.InternalError,
-        f"{PS} was asked for plan 0, which is none of its 0; was it started anew",
+        errors.TaskLost,
+        "ps:0 was asked for plan 0, which is none of its 0: it has been started again since",
     ),
     (GetStatus(), bytes, errors.RemoteError, "a task does not answer GetStatus"),
 ]
