@@ -456,8 +456,7 @@ class Cluster:
             gone = [short_task_name(task) for task, peer in others.items() if peer.closed]
             lost = TaskLost(
                 f"{' and '.join(gone) or 'a task'} was lost in {describe(step)}: {error}{at(caller())}\n"
-                "  see its output; the variables that it held are gone, and are made anew when it runs again and this "
-                "program is started again"
+                "  see its output; if its process has ended, its variables are lost: start the whole cluster again"
             )
             self._cancel(step, others.values(), lost)
             raise lost from None
