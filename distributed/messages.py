@@ -197,23 +197,29 @@ class Arrays(Message, frozen=True):
 
 
 class ProposeRounds(Message, frozen=True):
-    """Let `wanted` gradients end each round of this run, unless another number was proposed before.
+    """A worker takes part in this run from now on; answered by `RoundsAgreed`, with the same answer to every asker.
 
-    Answered by `RoundsAgreed`, with the same answer to every asker.
+    Let `wanted` gradients end each of its `rounds` rounds, unless another number was proposed before, and let it use
+    the accumulator `accumulator`, or one with a number behind that while another run uses it.
     """
 
     name: str
+    worker: str
+    rounds: int
     wanted: int
+    accumulator: str
 
 
 class RoundsAgreed(Message, frozen=True):
-    """How many gradients end a round."""
+    """How many gradients end a round, the accumulator that the run uses, and whether the run is over."""
 
     wanted: int
+    accumulator: str
+    is_over: bool
 
 
 class OpenRounds(Message, frozen=True):
-    """Be the host of a run of synchronous training, unless it is known here; answered by `Ok`.
+    """Be the host of a run of synchronous training, unless it is open here; answered by `Ok`.
 
     In each of `rounds` rounds this task takes the mean of `wanted` gradients from the accumulator and starts the
     update, a step of its own over the registered plans `handles`, by task. The payload holds what that is fed `before`
@@ -231,7 +237,7 @@ class OpenRounds(Message, frozen=True):
 
 
 class NextRound(Message, frozen=True):
-    """A worker is done with the round `done` (-1: none yet); answered by `RoundOpen` once a later one is open."""
+    """A worker is done with the opening `done` (-1: none yet); answered by `RoundOpen` once there is a later one."""
 
     name: str
     worker: str
@@ -240,13 +246,14 @@ class NextRound(Message, frozen=True):
 
 
 class RoundOpen(Message, frozen=True):
-    """The number of the open round; the number of rounds when the run is over."""
+    """The number by which gradients of the open round are tagged, and how many are `done`: all when the run is over."""
 
     number: int
+    done: int
 
 
 class LeaveRounds(Message, frozen=True):
-    """A worker takes part no more; it has given its gradients of the rounds to `done`. Answered by `Ok`."""
+    """A worker takes part no more; it has given its gradients of the openings to `done`. Answered by `Ok`."""
 
     name: str
     worker: str

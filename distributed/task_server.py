@@ -55,7 +55,6 @@ from dflow.distributed.messages import (
     RegisterPlan,
     ResourceCreated,
     Roster,
-    RoundsAgreed,
     RunPlan,
     StartTrace,
     StopTrace,
@@ -425,7 +424,7 @@ class TaskServer:
                 self._refuse_for_another_process(message.name, message.process)
                 return ResourceCreated(self._resources.create(message)), _NOTHING
             case ProposeRounds():
-                return RoundsAgreed(self._rounds.agree(message)), _NOTHING
+                return self._rounds.agree(message), _NOTHING
             case OpenRounds():
                 self._rounds.open(message, payload)
                 return Ok(), _NOTHING
@@ -479,6 +478,7 @@ _SPEAKERS: Mapping[type[AnyMessage], str] = {
     RunPlan: "origin",
     CancelStep: "origin",
     CallResource: "origin",
+    ProposeRounds: "worker",
     NextRound: "worker",
     LeaveRounds: "worker",
 }
