@@ -175,7 +175,7 @@ class CoordinatorState:
             workers=self._ledger.workers(),
             steps_done=self._ledger.steps_done,
             steps_total=self._ledger.steps_total,
-            variables=self._directory.variables(),
+            variables=tuple(one for one in self._directory.variables() if one.kind != "run"),
             traffic=largest(self._traffic.totals()),
             results=dict(self._results),
             health=self._watch.all_health(),

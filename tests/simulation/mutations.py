@@ -247,6 +247,22 @@ def _done_before(original: Any) -> Any:
     return lambda run, ask, worker, done: original(run, ask, worker, done - 1)
 
 
+def _once_failed(original: Any) -> Any:
+    return lambda run, event: [] if run.failed else original(run, event)
+
+
+def _not_counted(original: Any) -> Any:
+    def fail(run: Any, event: Any, asks: Any) -> Any:
+        commands = original(run, event, asks)
+        run.failed -= 1
+        return commands
+
+    return fail
+
+
+#: The host of the rounds and another task cannot reach each other for a while, and both live.
+_APART = "cut=ps:0/ps:1@0.6+14"
+
 #: Workers die, and come back when the rounds should be over.
 _DIES = "kill=worker:1@0.6+60,kill=worker:2@1+60"
 
@@ -312,6 +328,8 @@ MUTATIONS = (
     Mutation("who died is waited for", _ROUNDS, "_left", _doing_nothing, "the dead", _DIES, ROUNDS),
     Mutation("fewer are not enough", _ACCUMULATOR, "handle", _deaf_to(EnoughSet), "the dead", _DIES, ROUNDS),
     Mutation("a round is told of again", _ROUNDS, "_came", _done_before, "later rounds", program=ROUNDS),
+    Mutation("a failed update fails the run for ever", _ROUNDS, "_open", _once_failed, "none lost", _APART, ROUNDS),
+    Mutation("a failed update counts as a round", _ROUNDS, "_fail", _not_counted, "none lost", _APART, ROUNDS),
 )
 
 
