@@ -50,6 +50,7 @@ from dflow.distributed.task_server import TaskServer, TaskSettings
 from dflow.distributed.tracer import Here, Observed, Tracer
 from dflow.distributed.transport.addresses import LOCAL_ADDRESS
 from dflow.distributed.transport.base import Peer, Reply, Transport
+from dflow.distributed.unused_plans import UnusedPlans
 from dflow.distributed.used_state import UsedState
 from dflow.lowering.channel import StepId
 from dflow.lowering.compile import Compiled, TaskPlan, make_plans
@@ -134,7 +135,8 @@ class Cluster:
         self._steps = itertools.count(first + 1)
         name = self.task
         self._client = CoordinatorClient(transport, coordinator, name=name, timeout_s=settings.join_timeout_s)
-        self._used = UsedState(lambda: self._client.roster)
+        self._unused_plans = UnusedPlans()
+        self._used = UsedState(name, lambda: self._client.roster)
         waits = TaskSettings(wait_timeout_s=settings.step_timeout_s)
         recorder = Recorder()
         #: What writes the newest events down when something is stuck.
@@ -311,22 +313,8 @@ class Cluster:
         return self._call(task, message, b"", wait_s)
 
     def _call(self, task: str, message: AnyMessage, payload: Any, wait_s: float) -> Reply:
-        with self._telling_losses([task]):
+        with self._used.explained([task]):
             return self._server.peer(task).call(message, payload, timeout_s=wait_s + self._settings.request_timeout_s)
-
-    @contextmanager
-    def _telling_losses(self, tasks: Collection[str]) -> Iterator[None]:
-        """Have an error that comes of the loss of one of `tasks`, or of what this task uses there, say so."""
-        try:
-            yield
-        except DflowError as error:
-            lost = self._used.loss(tasks)
-            if lost is not None:
-                raise lost from error
-            if isinstance(error, TransportClosed):
-                who = " or ".join(map(short_task_name, tasks))
-                raise TaskLost(f"{who} was lost while {short_task_name(self.task)} waited: {error}") from error
-            raise
 
     def place(self, variable: Variable, job: str, near: Variable | None) -> Placed:
         """The task that holds, or shall hold, the variable. Raises TaskLost when the process that held it has left."""
@@ -360,7 +348,7 @@ class Cluster:
         raises  the error it ended with; TaskLost when the task is gone
         """
         step = StepId(self.task, next(self._steps))
-        with self._telling_losses([task]):
+        with self._used.explained([task]):
             peer = self._server.peer(task)
             try:
                 # What waits there ends there first, by its own deadline.
@@ -386,9 +374,13 @@ class Cluster:
         keys = {ref: variable.key for ref, variable in zip(graph.refs, traced.variables, strict=True)}
         compiled = make_plans(graph, self.task, keys)
         given_up = [len(traced.constants) + leaf for leaf in traced.donated]
-        return _Step(self, self._register(compiled, given_up), traced.constants, compiled)
+        handles = self._register(compiled, given_up)
+        step = _Step(self, handles, traced.constants, compiled)
+        self._unused_plans.release_after(step, handles)
+        return step
 
     def _register(self, compiled: Compiled, given_up: Sequence[int]) -> Mapping[str, int]:
+        self._unused_plans.release(self._server, self.tasks)
         handles = {task: self._register_remote(task, plan) for task, plan in compiled.remote.items()}
         programs = [program.compile() for program in lower_programs(compiled.local, self._server.store, given_up)]
         handles[self.task] = self._server.register(compiled.local.plan, programs)
@@ -400,7 +392,7 @@ class Cluster:
         plan = _ENCODER.encode(task_plan.plan)
         # Another worker, or an earlier trace, has most often sent the same programs.
         answer, _ = self.request(task, RegisterPlan(plan, (0,) * len(blobs), names))
-        if isinstance(answer, Wanted):
+        while isinstance(answer, Wanted):
             sent = [blob if place in answer.programs else b"" for place, blob in enumerate(blobs)]
             answer, _ = self.request(task, RegisterPlan(plan, tuple(map(len, sent)), names), b"".join(sent))
         return expect(answer, Registered, short_task_name(task)).handle
@@ -425,7 +417,7 @@ class Cluster:
         step = StepId(self.task, next(self._steps))
         began_ns = self._server.recorder.note(STEP_BEGAN, step)
         try:
-            with self._telling_losses(handles):
+            with self._used.explained(handles):
                 fetches = self._run_step(step, handles, feeds)
         except BaseException as error:
             self._step_ended(step, began_ns, error)

@@ -123,6 +123,12 @@ class Registered(Message, frozen=True):
     handle: int
 
 
+class ReleasePlan(Message, frozen=True):
+    """One registration of a plan is no longer needed. Not answered."""
+
+    handle: int
+
+
 class RunPlan(Message, frozen=True):
     """Run a registered plan as part of a step; answered by `Ok` when it has ended."""
 
@@ -716,6 +722,7 @@ AnyMessage = (
     | WriteVariable
     | Value
     | RegisterPlan
+    | ReleasePlan
     | Registered
     | Wanted
     | RunPlan

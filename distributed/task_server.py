@@ -53,6 +53,7 @@ from dflow.distributed.messages import (
     ReadVariable,
     Registered,
     RegisterPlan,
+    ReleasePlan,
     ResourceCreated,
     Roster,
     RunPlan,
@@ -263,6 +264,10 @@ class TaskServer:
         """Keep a plan of this task's own; returns its handle. Raises WireError if plan and programs do not fit."""
         return self._plans.add(plan, programs)
 
+    def release(self, handle: int) -> None:
+        """Take one registration of a plan back; after the last it is gone."""
+        self._plans.release(handle)
+
     def run(self, handle: int, step: StepId, feeds: Sequence[Any], on_done: Callable[[Outcome], None]) -> None:
         """Run a registered plan as this task's part of `step`; `on_done` is called once, from any thread.
 
@@ -358,6 +363,8 @@ class TaskServer:
             case CancelStep():
                 _refuse_for_another(peer, message)
                 self._cancel_as_told(message)
+            case ReleasePlan(handle):
+                self.release(handle)
             case _:
                 raise NotImplementedError(f"{type(message).__name__} is a request; use `call`")
 

@@ -7,23 +7,24 @@ name that it does not know; this file knows which variables were lost.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 
 from dflow.distributed.messages import Placed, Roster, TaskInfo
 from dflow.distributed.variable_directory import lost_text
-from dflow.tracing.errors import TaskLost
+from dflow.tracing.errors import DflowError, TaskLost, TransportClosed
 from dflow.tracing.source import at, caller
 from dflow.tracing.task_name import short_task_name
 
 
 class UsedState:
-    """Which process holds what this task uses; every method may be called from any thread.
+    """Which process holds what the task `user` uses; every method may be called from any thread.
 
     `roster`  gives the newest roster
     """
 
-    def __init__(self, roster: Callable[[], Roster]) -> None:
-        self._roster = roster
+    def __init__(self, user: str, roster: Callable[[], Roster]) -> None:
+        self._user, self._roster = user, roster
         self._lock = threading.Lock()
         self._placed: dict[str, Placed] = {}
 
@@ -49,6 +50,20 @@ class UsedState:
                 text = lost_text([*map(repr, lost)], task, end, is_replaced=True)
                 return TaskLost(f"{text}{at(caller())}")
         return None
+
+    @contextmanager
+    def explained(self, tasks: Collection[str]) -> Iterator[None]:
+        """Raise TaskLost in the place of an error that comes of the loss of one of `tasks`, or of what it held."""
+        try:
+            yield
+        except DflowError as error:
+            lost = self.loss(tasks)
+            if lost is not None:
+                raise lost from error
+            if isinstance(error, TransportClosed):
+                who = " or ".join(map(short_task_name, tasks))
+                raise TaskLost(f"{who} was lost while {short_task_name(self._user)} waited: {error}") from error
+            raise
 
     def _end_of(self, task: str, process: str) -> str:
         ended: list[TaskInfo] = [info for info in self._roster().tasks if (info.task, info.process) == (task, process)]
