@@ -283,6 +283,9 @@ class Rounds:
         self.is_open = self.is_held = False
         self.lost.clear()
         self.enough = 0
+        if self.is_over:
+            self.workers.clear()
+            self.left.clear()
         return [Rest()]
 
     def _enough(self) -> list[Command]:
