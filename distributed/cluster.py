@@ -309,7 +309,7 @@ class Cluster:
             raise DeadlineExceeded(f"{error}; {self._client.describe(task)}") from error
 
     def request_for(self, task: str, message: AnyMessage, wait_s: float) -> Reply:
-        """As `request`, for what the task may wait for as long as `wait_s` before it answers."""
+        """Like `request`, when the task may wait `wait_s` before it answers."""
         return self._call(task, message, b"", wait_s)
 
     def _call(self, task: str, message: AnyMessage, payload: Any, wait_s: float) -> Reply:

@@ -234,7 +234,7 @@ class Membership:
         return self._live[task].life
 
     def process(self, task: str) -> str:
-        """The process of a live task; empty when the task is not there."""
+        """Return the process of a live task; empty when the task is not there."""
         live = self._live.get(task)
         return "" if live is None else self._joined[live.life].process
 

@@ -203,10 +203,10 @@ class Arrays(Message, frozen=True):
 
 
 class ProposeRounds(Message, frozen=True):
-    """A worker takes part in this run from now on; answered by `RoundsAgreed`, with the same answer to every asker.
+    """A worker takes part in this run from now on; answered by `RoundsAgreed`, the same for every worker.
 
-    Let `wanted` gradients end each of its `rounds` rounds, unless another number was proposed before, and let it use
-    the accumulator `accumulator`, or one with a number behind that while another run uses it.
+    The first worker fixes the number `wanted` of gradients that end each of the `rounds` rounds, and the name of the
+    accumulator. The host appends a number to a name that another run uses.
     """
 
     name: str
@@ -217,7 +217,7 @@ class ProposeRounds(Message, frozen=True):
 
 
 class RoundsAgreed(Message, frozen=True):
-    """How many gradients end a round, the accumulator that the run uses, and whether the run is over."""
+    """The number of gradients that end a round, the name of the run's accumulator, and whether the run is over."""
 
     wanted: int
     accumulator: str
@@ -252,7 +252,7 @@ class NextRound(Message, frozen=True):
 
 
 class RoundOpen(Message, frozen=True):
-    """The number by which gradients of the open round are tagged, and how many are `done`: all when the run is over."""
+    """The tag of gradients of the open round, and the number of rounds `done`: all when the run is over."""
 
     number: int
     done: int
@@ -437,12 +437,12 @@ class TaskInfo(msgspec.Struct, frozen=True):
 
     @property
     def process(self) -> str:
-        """The process that leads this life; a task that was given up and came back leads another life in the same."""
+        """The process of this life; a task that was taken for dead and came back has another life in one process."""
         return process_of(self.incarnation)
 
 
 def process_of(incarnation: str) -> str:
-    """The process of which this is an incarnation: `ab12` of its first, `ab12`, and of its third, `ab12.3`."""
+    """Return the process of an incarnation: `ab12` for its first incarnation `ab12` and for its third, `ab12.3`."""
     return incarnation.partition(".")[0]
 
 

@@ -2,7 +2,7 @@
 
 Why: plans and messages name tasks; only this file knows where they are. Invariants: one connection per task, opened
 when it is first needed, or taken over from the task that opened it to run plans here, and kept; one that has ended is
-opened anew when next needed; a task that is not in the address book is not tried, and no longer tried from the
+opened again when next needed; a task that is not in the address book is not tried, and no longer tried from the
 moment that it is taken out; whatever the reason why a task cannot be reached, that is a TaskLost.
 """
 

@@ -30,7 +30,7 @@ from dflow.tracing.task_name import short_task_name
 
 #: A plan that uses more variables than this is not quick, whatever its programs do.
 MOST_QUICK_KEYS = 64
-#: So many programs that no plan has any more are kept for the next.
+#: Programs that no plan uses any more are kept for the next plan, at most this many.
 MOST_UNUSED = 32
 #: How long one registration waits for another to compile the same program.
 COMPILE_TIMEOUT_S = 600.0
@@ -38,7 +38,7 @@ COMPILE_TIMEOUT_S = 600.0
 _DECODER = msgspec.msgpack.Decoder(Plan)
 _ENCODER = msgspec.msgpack.Encoder()
 _ProgramKey = tuple[bytes, int]
-#: What equal plans with equal programs have in common.
+#: Key of a plan: its encoding and its programs.
 _Identity = tuple[bytes, tuple[_ProgramKey, ...]]
 
 
@@ -75,12 +75,12 @@ class PlanRegistry:
         # A task that was started anew must not take a handle of its past life for a plan of its own.
         self._first = self._next = secrets.randbits(40) << 20
         self._plans: dict[int, Registration] = {}
-        #: How often each plan was registered, and not released.
+        #: Registrations of each plan less its releases.
         self._holds: Counter[int] = Counter()
         self._handles: dict[_Identity, int] = {}
         self._identities: dict[int, _Identity] = {}
         self._programs: dict[_ProgramKey, concurrent.futures.Future[Program]] = {}
-        #: How many plans have each program, and those that none has, oldest first.
+        #: Number of plans that use each program, and the programs that no plan uses, oldest first.
         self._uses: Counter[_ProgramKey] = Counter()
         self._unused: dict[_ProgramKey, None] = {}
 
@@ -113,7 +113,7 @@ class PlanRegistry:
         return handle
 
     def release(self, handle: int) -> None:
-        """Take one registration of a plan back; after the last it is gone. Of programs, the newest stay for others."""
+        """Undo one registration of a plan, and drop the plan with the last; its programs stay for a while."""
         with self._lock:
             if handle not in self._plans:
                 return
@@ -127,7 +127,7 @@ class PlanRegistry:
                 self._put_aside(identity[1])
 
     def _put_aside(self, keys: Iterable[_ProgramKey]) -> None:
-        """A plan with these programs is gone."""
+        """Note that a plan with these programs was dropped."""
         for key in keys:
             self._uses[key] -= 1
             if not self._uses[key]:
@@ -165,7 +165,7 @@ class PlanRegistry:
             return handle
 
     def _found(self, identity: _Identity) -> int | None:
-        """The handle of an equal plan, registered once more."""
+        """Register an equal plan once more and return its handle; None when there is none."""
         with self._lock:
             known = self._handles.get(identity)
             if known is not None:

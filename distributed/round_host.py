@@ -2,9 +2,8 @@
 
 Why: an update that a worker runs is left half done on some tasks when that worker dies. So a parameter task is where
 rounds are decided (`rounds.py`), takes the average from its accumulator, and starts the update itself. Invariants: the
-events of a run are handled one at a time and in order; the commands of one are carried out before the next. Of a run in
-which nobody takes part only numbers are kept, so that a worker that asks for it later goes on with it, or hears that it
-is over.
+events of a run are handled one at a time and in order; the commands of one are carried out before the next. A run
+without a worker keeps only its numbers: a later worker goes on with the run, or learns that it is over.
 """
 
 from __future__ import annotations
@@ -64,14 +63,15 @@ class RoundHost:
         self._runs: dict[str, _Run] = {}
 
     def agree(self, message: ProposeRounds) -> RoundsAgreed:
-        """Let a worker take part; what the first to ask proposed. Raises WireError, TaskLost, and RemoteError.
+        """Add a worker to a run; the answer has the numbers that the first worker proposed.
 
-        RemoteError is for a run that has another number of rounds.
+        raises  WireError for numbers out of range; TaskLost for a worker that has left the cluster; RemoteError when
+                the run has another number of rounds
         """
         if not (0 <= message.rounds <= MAX_COUNT and 1 <= message.wanted <= MAX_COUNT):
             raise WireError(f"{message.rounds} rounds {message.name[:64]!r} of {message.wanted} gradients")
         if self._has_left(message.worker):
-            raise TaskLost(f"{message.worker} has left the cluster and takes part in nothing")
+            raise TaskLost(f"{message.worker} has left the cluster, and cannot take part in a run")
         return self._run(message.name).agree(message)
 
     def open(self, message: OpenRounds, payload: memoryview) -> None:
@@ -122,7 +122,7 @@ class RoundHost:
 
 
 class _Accumulators:
-    """The accumulators in use by runs, each by one."""
+    """Names of accumulators in use; at most one run uses an accumulator."""
 
     def __init__(self, resources: TaskResources) -> None:
         self._resources = resources
@@ -130,7 +130,7 @@ class _Accumulators:
         self._used: set[str] = set()
 
     def use(self, name: str) -> str:
-        """That name or, while it is in use, the first that is not of those with a number behind it."""
+        """Reserve the name and return it, with a number appended while another run uses it."""
         with self._lock:
             numbered = itertools.chain([name], (f"{name} {number}" for number in itertools.count(1)))
             free = next(one for one in numbered if one not in self._used)
@@ -138,7 +138,7 @@ class _Accumulators:
             return free
 
     def release(self, name: str, key: str) -> None:
-        """Let go of the accumulator, which is held under `key`, and let another run use the name."""
+        """Free the accumulator, which is held under `key`, and its name."""
         self._resources.forget(key, f"the run that used accumulator {name!r} has ended", "run it again")
         with self._lock:
             self._used.discard(name)
@@ -163,7 +163,7 @@ class _Run:
     submit: Callable[..., object]
     accumulators: _Accumulators
     update: _Update | None = None
-    #: What the accumulator is called, and under which key it is held.
+    #: Name of the accumulator, and the key under which it is held.
     accumulator: str = ""
     key: str = ""
     _agreed: int | None = None
@@ -178,7 +178,7 @@ class _Run:
         self._rounds = rounds.Rounds(self.name)
 
     def agree(self, message: ProposeRounds) -> RoundsAgreed:
-        """Let the worker take part; what the first to propose said."""
+        """Add the worker to the run; the answer has the numbers that the first worker proposed."""
         with self._lock:
             self._refuse_other(message.rounds)
             self._agreed = self._agreed or message.wanted
@@ -188,7 +188,7 @@ class _Run:
             return RoundsAgreed(self._agreed, self.accumulator, self._rounds.is_over)
 
     def open(self, update: _Update, opened: rounds.Opened) -> None:
-        """Know how averages are made and applied; the first to say so says it for all, until an update fails."""
+        """Set how averages are made and applied; the first worker sets it for all, until an update fails."""
         with self._lock:
             self._refuse_other(opened.rounds)
             if not self._rounds.is_over:
@@ -262,7 +262,7 @@ class _Run:
         return responder
 
     def _take(self, number: int) -> None:
-        """Have the average of the gradients with this number applied once there are enough."""
+        """Apply the average of the gradients with this number as soon as there are enough."""
         assert self.update is not None
         accumulator = self.update.accumulator
         step = ResourceUse("accumulator.set_step")
@@ -277,7 +277,7 @@ class _Run:
         """The average is there, on the thread of whoever brought the last gradient."""
         with self._lock:
             if not self._rounds.is_open or self._rounds.number != number:
-                return  # the take was ended by a rest
+                return  # a Rest has ended the take
             if isinstance(mean, BaseException):
                 self._updated(mean)
                 return
@@ -301,10 +301,10 @@ class _Run:
         self.handle(rounds.Updated(text, "TaskLost" if is_lost else "RemoteError"))
 
     def _rest(self) -> None:
-        """Let go of all but numbers."""
+        """Free everything but the numbers of the run."""
         cancel, self._cancel_take = self._cancel_take, None
         if cancel is not None:
-            cancel(StepCancelled(f"nobody takes part in {self.name!r}"))
+            cancel(StepCancelled(f"no worker takes part in {self.name!r}"))
         name, self.accumulator = self.accumulator, ""
         if name:
             self.accumulators.release(name, self.key or name)

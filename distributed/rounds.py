@@ -7,13 +7,14 @@ Invariants:
 - one round is open at a time; the next opens when the update of this one has ended. Each opening has a number of its
   own, greater than those before, with which gradients are tagged: a round whose update failed is opened again under the
   next number;
-- a worker is told of an opening after that of the one it is done with, and once for each time it asks;
+- each ask of a worker gets one answer: an opening later than the one that the worker has completed, or an error;
 - as many gradients are waited for as are wanted, or as can come: from the workers that have not left, from those that
   left after they had given theirs, and, until all others have given theirs, from those that died and may have; so none
   of a worker that lives is left out for one of a worker that died; but one at least;
-- after a failed update each worker that took part is told so once, and the run goes on when it is opened again;
-- after the last round every ask is answered at once;
-- what the run holds is released once by each Rest, as soon as nobody takes part and no gradient waits for an update.
+- after a failed update each worker that took part gets the error once, and the run goes on when it is opened again;
+- after the last round every ask is answered immediately;
+- the run holds nothing but numbers from each Rest to the next Began; a Rest comes as soon as no worker takes part and
+  no gradient is left to apply.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Began:
-    """A worker is about to open the run, or to find it open, and takes part from now on until it leaves."""
+    """A worker takes part from now on, until it leaves; it is about to open the run unless the run is open."""
 
     worker: str
 
@@ -64,7 +65,7 @@ class Left:
 
 @dataclass(frozen=True)
 class Taken:
-    """There were enough gradients, and their average is about to be applied."""
+    """The accumulator gave the average of enough gradients, which is about to be applied."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ class Refuse:
 
 @dataclass(frozen=True)
 class Rest:
-    """Release all that the run holds but its numbers. A take that still waits ends for nothing."""
+    """Free all that the run holds but its numbers, and cancel the take that still waits."""
 
 
 Command = OpenRound | SetEnough | Tell | Refuse | Rest
@@ -124,30 +125,30 @@ class Rounds:
     """The rounds of one run, called `name` in errors."""
 
     name: str
-    #: The newest opening, and how many of them had updates that failed.
+    #: Number of the newest opening, and count of the openings whose update failed.
     number: int = 0
     failed: int = 0
     rounds: int | None = None
     wanted: int = 0
     is_open: bool = False
     is_updating: bool = False
-    #: Whether the run holds what a Rest releases.
+    #: Whether a Rest would free anything.
     is_held: bool = False
     #: Who may still give gradients.
     workers: set[str] = field(default_factory=set)
-    #: Who has begun and has not left.
+    #: Workers that have begun and have not left.
     taking_part: set[str] = field(default_factory=set)
-    #: Who has given a gradient for the opening, and waits for the next or has left.
+    #: Workers that gave a gradient for the opening, and wait for the next or have left.
     given: set[str] = field(default_factory=set)
-    #: Who died since the opening, and may have given one.
+    #: Workers that died since the opening, and may have given one.
     lost: set[str] = field(default_factory=set)
-    #: Who left by its own will, and has not come back.
+    #: Workers that left of their own accord, and have not come back.
     left: set[str] = field(default_factory=set)
-    #: Who has yet to be told of the failed update.
+    #: Workers that have yet to get the error of the failed update.
     untold: set[str] = field(default_factory=set)
     #: By worker: the ask that waits.
     asks: dict[str, int] = field(default_factory=dict)
-    #: Of the last update that failed.
+    #: The last failed update.
     failure: Updated = Updated()
     #: What was last commanded.
     enough: int = 0
@@ -182,7 +183,7 @@ class Rounds:
         return self.rounds is not None and self.done >= self.rounds
 
     def missing(self) -> Sequence[str]:
-        """Who has not given a gradient for the opening, as far as is known here."""
+        """Workers that have given no gradient for the opening, as far as is known here."""
         return sorted(self.workers - self.given)
 
     def _began(self, worker: str) -> list[Command]:
@@ -214,7 +215,7 @@ class Rounds:
         self.taking_part.add(worker)
         self.left.discard(worker)
         if done < self.number:
-            # One that is new here, or was given up for dead, has given nothing for this opening.
+            # A worker that is new here, or was taken for dead, has given nothing for this opening.
             self.given.discard(worker)
             return [*before, Tell(ask, self.number, self.done), *self._enough()]
         self.asks[worker] = ask
@@ -248,7 +249,7 @@ class Rounds:
         elif self.is_open and done is not None and done >= self.number:
             self.given.add(worker)
         if self.rounds is None or (self.is_open and done is not None):
-            # One that goes because an update failed is expected back.
+            # A worker that leaves because an update failed is expected back.
             self.left.add(worker)
         self.workers.discard(worker)
         ask = self.asks.pop(worker, None)

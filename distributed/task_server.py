@@ -130,7 +130,7 @@ class TaskStatistics:
 class TaskServer:
     """The task `name`, listening at `address` from construction on.
 
-    process          of those that join as this task; state that another one is to hold is not created here
+    process          identity of this process; state that the coordinator placed on another one is not created here
     pool, deadlines  where its work is done and its waits end, instead of on threads of its own
     recorder         what keeps its newest events
     flights          what writes them down when a wait has lasted too long, and is asked to
@@ -265,7 +265,7 @@ class TaskServer:
         return self._plans.add(plan, programs)
 
     def release(self, handle: int) -> None:
-        """Take one registration of a plan back; after the last it is gone."""
+        """Undo one registration of a plan, and drop the plan with the last."""
         self._plans.release(handle)
 
     def run(self, handle: int, step: StepId, feeds: Sequence[Any], on_done: Callable[[Outcome], None]) -> None:
@@ -298,9 +298,9 @@ class TaskServer:
         for task, info in gone.items():
             # The rest has been given up before, and nothing came of it since.
             if task != self.name and (task in before or not self._channel.has_left(task)):
-                self.task_left(task, info.left or "it said no reason")
+                self.task_left(task, info.left or "no reason given")
         # After the cancelled steps of those who left were answered, over connections that end here.
-        left = {task: info.left or "it said no reason" for task, info in gone.items()}
+        left = {task: info.left or "no reason given" for task, info in gone.items()}
         self._peers.set_addresses({task: info.address for task, info in live.items()}, left)
         for task, info in live.items():
             if task in before and _life(before[task]) != _life(info):
@@ -455,7 +455,7 @@ class TaskServer:
             self._resources.forget(message.key, message.reason, message.remedy)
 
     def _refuse_for_another_process(self, name: str, process: str) -> None:
-        """Raise TaskLost when it is another process of this task that shall hold `name`."""
+        """Raise TaskLost when the coordinator placed `name` on another process of this task."""
         if process not in ("", self._process):
             raise TaskLost(
                 f"{name!r} is placed on an earlier process of {short_task_name(self.name)}, which has been started "

@@ -1,7 +1,7 @@
-"""The plans of functions that are gone, which their tasks need not keep.
+"""Plans of functions that were garbage-collected, which their tasks need not keep.
 
-Why: a function is collected on whatever thread and in the midst of whatever, so that its finalizer takes no lock and
-sends nothing. It only notes the plans; the next function that registers its own has these released.
+Why: a finalizer runs on any thread, between any two instructions, so that it must take no lock and send nothing. It
+notes the plans, and the next registration of a plan releases them.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from dflow.tracing.errors import DflowError
 
 
 class Server(Protocol):
-    """What is needed of the task."""
+    """The part of a task server that is used here."""
 
     name: str
 
     def release(self, handle: int) -> None:
-        """Take one registration of a plan back."""
+        """Undo one registration of a plan."""
         ...
 
     def peer(self, task: str) -> Peer:
@@ -42,7 +42,7 @@ class UnusedPlans:
         weakref.finalize(step, self._noted.append, handles).atexit = False
 
     def release(self, server: Server, tasks: Collection[str]) -> None:
-        """Have `server` and those of `tasks`, which are alive, let go of the noted plans."""
+        """Release the noted plans, on `server` and on its peers among `tasks`, which are alive."""
         while self._noted:
             for task, handle in self._noted.popleft().items():
                 if task == server.name:

@@ -1,7 +1,7 @@
 """The variables, queues and accumulators that this task uses on others, and the processes that hold them.
 
-Why: a task that was started again has nothing of what the process before it held. Its own error is about a plan or a
-name that it does not know; this file knows which variables were lost.
+Why: a task that was started again is empty. Its own error is about a plan or a name that it does not know; this file
+knows which variables were lost.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class UsedState:
         self._placed: dict[str, Placed] = {}
 
     def note(self, name: str, placed: Placed) -> None:
-        """The coordinator has said where `name` is."""
+        """Note the coordinator's answer about `name`."""
         with self._lock:
             self._placed[name] = placed
 
@@ -39,7 +39,7 @@ class UsedState:
             self._placed.pop(name, None)
 
     def loss(self, tasks: Collection[str]) -> TaskLost | None:
-        """The error for what was lost with earlier processes of these tasks; None when nothing was."""
+        """Return the error for state that was lost with earlier processes of these tasks; None when none was."""
         live = {info.task: info for info in self._roster().tasks if info.left_at_s is None and info.task in tasks}
         with self._lock:
             placed = list(self._placed.items())
@@ -53,7 +53,7 @@ class UsedState:
 
     @contextmanager
     def explained(self, tasks: Collection[str]) -> Iterator[None]:
-        """Raise TaskLost in the place of an error that comes of the loss of one of `tasks`, or of what it held."""
+        """Replace an error by TaskLost when one of `tasks`, or state that it held, was lost."""
         try:
             yield
         except DflowError as error:
@@ -61,8 +61,8 @@ class UsedState:
             if lost is not None:
                 raise lost from error
             if isinstance(error, TransportClosed):
-                who = " or ".join(map(short_task_name, tasks))
-                raise TaskLost(f"{who} was lost while {short_task_name(self._user)} waited: {error}") from error
+                names = " or ".join(map(short_task_name, tasks))
+                raise TaskLost(f"{names} was lost while {short_task_name(self._user)} waited: {error}") from error
             raise
 
     def _end_of(self, task: str, process: str) -> str:

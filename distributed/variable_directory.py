@@ -1,4 +1,4 @@
-"""Which task holds which variable, queue or accumulator, and in which of its processes, decided once per name.
+"""The task that holds each variable, queue or accumulator, and the task's process, decided once per name.
 
 Invariants:
 - a name is placed once; every later asker with the same dtype and shape gets the same task;
@@ -6,9 +6,9 @@ Invariants:
   requests in the same order give the same placement;
 - `near` overrides the spreading: the variable shares the task of the one named, and its bytes count there; so does a
   stated task;
-- a name that was given up is free;
-- what a process held is lost when another process has its task's name: from then on each asker is refused, until the
-  name is given up, since the new process would make it anew from its initial value.
+- an abandoned name is free;
+- the state of a process is lost when another process joins under its task's name: each later request for it is refused
+  until the name is abandoned, since the new process would create it from its initial value.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class VariableDirectory:
         self._records = records or DurableRecords()
         self._placements: dict[str, _Placement] = {}
         self._load_bytes: Counter[str] = Counter()
-        #: By task that has never joined: the names that are placed on it.
+        #: Names placed on a task that has not joined yet, by task.
         self._before_joining: defaultdict[str, list[str]] = defaultdict(list)
         known = [placement for _, placement in self._records.load(_PLACED, _Placement)]
         for placement in sorted(known, key=lambda placement: placement.number):
@@ -91,7 +91,7 @@ class VariableDirectory:
         return Placed(task, process)
 
     def joined(self, task: str) -> None:
-        """A task has joined: if it is for the first time, this process shall hold what was placed on it before."""
+        """Note that a task has joined; its first process is the holder of everything placed on the task before."""
         for name in self._before_joining.pop(task, ()):
             placement = self._placements.get(name)
             if placement is not None and (placement.info.task, placement.info.process) == (task, ""):
@@ -118,7 +118,7 @@ class VariableDirectory:
         return tuple(placement.info for placement in self._placements.values())
 
     def _loss(self, known: VariableInfo) -> str:
-        """Why a placed variable cannot be used: the process that held it has left; empty while that is there."""
+        """Return the error for a variable whose process has left; empty while the process is there."""
         now = self._processes.process(known.task)
         if known.process in ("", now):
             return ""
@@ -143,18 +143,18 @@ class VariableDirectory:
 
 
 def lost_text(names: Sequence[str], task: str, end: str, *, is_replaced: bool) -> str:
-    """The error for variables that a process of `task` held, which has left; `end` says when and why, if it is known.
+    """Return the error for variables that a process of `task` held, which has left.
 
-    `is_replaced`  whether another process of the task is there
+    `end`          when and why it left, or empty
+    `is_replaced`  whether another process has joined as the task
     """
-    who = short_task_name(task)
-    them = "it" if len(names) == 1 else "them"
-    left = end or f"the process of {who} that held {them} has left"
+    holder, verb, them = short_task_name(task), *(("is", "it") if len(names) == 1 else ("are", "them"))
+    left = end or f"the process of {holder} that held {them} has left"
     if not is_replaced:
-        return f"{_listed(names)} {'is' if len(names) == 1 else 'are'} on {who}, which is not there: {left}"
+        return f"{_listed(names)} {verb} on {holder}, which is not there: {left}"
     return (
-        f"{_listed(names)} {'is' if len(names) == 1 else 'are'} lost: {left}, and {who} has been started again "
-        f"without {them}\n  start the whole cluster again: what a parameter task held is not restored yet"
+        f"{_listed(names)} {verb} lost: {left}, and {holder} has been started again without {them}\n"
+        "  start the whole cluster again: what a parameter task held is not restored yet"
     )
 
 
@@ -171,7 +171,7 @@ def _type(one: VariableInfo | PlaceVariable) -> str:
     return f"{one.dtype}{list(one.shape)}" if one.kind == "variable" else one.dtype
 
 
-#: An error names so many lost variables at most.
+#: An error names at most this many lost variables.
 MOST_NAMED = 5
 _PLACED = "placed/"
 _NEAR_UNKNOWN = "{what} was to share the task of {near!r}, which is not placed; place {near!r} first"

@@ -44,7 +44,7 @@ PLACES = 2048
 
 @dataclass
 class _Gradient:
-    """What a worker gave for one opening. `is_fresh` is what it was told of it, if it was told."""
+    """A worker's gradient for one opening; `is_fresh` is the accumulator's answer, None until it reaches the worker."""
 
     number: int
     worker: str
@@ -70,13 +70,13 @@ class _RunSeen:
 class RoundChecks:
     """What must hold of rounds; `require` notes what does not.
 
-    - `counted once`   a gradient is in one sum at most, once, and in that of its own opening; its worker was told so;
+    - `counted once`   a gradient is in at most one sum, once, that of its opening, and its worker knows;
     - `first m`        a sum is of no more gradients than are wanted, and of fewer only when fewer workers take part;
     - `applied once`   each task applies the sums of a run once, in order;
-    - `later rounds`   who is done with an opening is told of a later one;
+    - `later rounds`   a worker that has completed an opening gets a later one;
     - `the dead`       nobody waits for a worker that the host has long known to be gone, or when all have given;
-    - `none lost`      a run of which a worker is told that it is over has had all of its rounds, on all tasks; beside
-                       them are only openings whose update failed, which may have been applied by some.
+    - `none lost`      a run that is reported to be over has had all of its rounds, on all tasks; all other openings
+                       are ones whose update failed, which some tasks may have applied.
     """
 
     def __init__(self, require: Require, tasks: Sequence[str]) -> None:
@@ -97,14 +97,14 @@ class RoundChecks:
         return gradient
 
     def told(self, run: str, worker: str, done: int, opening: RoundOpen) -> None:
-        """The host has told a worker that is done with one opening of another."""
+        """The host has answered a worker that completed one opening with another."""
         seen, number = self._runs[run], opening.number
-        text = f"{worker} is done with opening {done} of {run} and told of {number}"
+        text = f"{worker} has completed opening {done} of {run} and gets {number}"
         self._require(number > done, "later rounds", text)
         if worker not in seen.left:
             seen.takes_part.add(worker)
-        text = f"{worker} is told of opening {number} of {run} after {opening.done} rounds, and there were"
-        # Until the run is over, more may have gone by since the host said this.
+        text = f"{worker} gets opening {number} of {run} after {opening.done} rounds, and there were"
+        # Until the run is over, more openings may follow while the answer is on its way.
         most = number if opening.done >= seen.rounds else len(seen.sums)
         self._require(opening.done <= len(seen.sums) <= most, "none lost", f"{text} {len(seen.sums)} sums")
         for task in self._tasks:
@@ -112,7 +112,7 @@ class RoundChecks:
             self._require(opening.done <= applied <= most, "none lost", f"{text} {applied} updates of {task}")
 
     def overdue(self, run: str, worker: str, done: int, error: str, asked_s: float) -> None:
-        """The host has let a worker wait since then that is done with an opening, and says for whom."""
+        """The host has let a worker wait that completed an opening, and its error names the missing workers."""
         is_vain = done not in self._runs[run].sums and "and none did not" in error
         self._require(not is_vain, "the dead", f"all have given, and {worker} waits: {error}")
         _, _, missing = error.partition("gave one and ")
@@ -187,12 +187,12 @@ class RoundsWorker:
         self._done = -1
 
     def script(self) -> Script:
-        """Join, take part in the run of these lives of the tasks until one is over, and leave."""
+        """Join, take part in the run of the tasks' present lives until a run is over, and leave."""
         yield from self._member.join()
         while not self.is_complete:
             run = ""
             try:
-                # What a task held is lost with its life, so that a user begins again from what was saved.
+                # State is lost with the life of its task, so that a user begins again, from a checkpoint.
                 run = f"run of {', '.join(f'{host} in life {self._tasks.life_of(host)}' for host in self._ps)}"
                 yield from self._take_part(run)
                 self.is_complete = True
@@ -242,7 +242,7 @@ class RoundsWorker:
         reply = yield self._member.ask(self._host, message, on_reply=told, timeout_s=ROUND_S + REQUEST_S)
         opening = _expected(reply, RoundOpen)
         self._checks.told(run, self._who, self._done, opening)
-        self._member.say(f"is told of opening {opening.number} after {opening.done} rounds")
+        self._member.say(f"gets opening {opening.number} after {opening.done} rounds")
         return opening
 
     def _give(self, run: str, accumulator: str, number: int) -> Script:

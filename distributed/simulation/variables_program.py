@@ -1,6 +1,6 @@
 """Variables on ps tasks as a schedule has them: workers that place, create, write and read them, as `ClusterHome` does.
 
-A worker asks the coordinator where a variable is, or uses what it was told before, which may be out of date.
+A worker asks the coordinator where a variable is, or uses an earlier answer, which may be out of date.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _INITIAL = np.zeros((), np.int32)
 
 @dataclass
 class _Seen:
-    """What is known of a variable: the process that answered for it, the numbers written, and those it has for sure."""
+    """A variable: the process that answered for it, the numbers written, and whether a write was answered."""
 
     process: str = ""
     written: set[int] = field(default_factory=set)
@@ -37,8 +37,8 @@ class _Seen:
 class VariableChecks:
     """What must hold of variables; `require` notes what does not.
 
-    - `one life`   all that is answered about a variable is answered by one process, so that none is made anew;
-    - `none lost`  a read gives what was written, and not the initial value after a write was answered.
+    - `one life`   one process answers for a variable, so that no other creates it again;
+    - `none lost`  a read gives a number that was written, and not the initial value after a write was answered.
     """
 
     def __init__(self, require: Require) -> None:
@@ -47,13 +47,13 @@ class VariableChecks:
         self._numbers = 0
 
     def writes(self, name: str) -> int:
-        """The number that a worker is about to write, which no other write has."""
+        """Return the number for a worker to write, which no other write has."""
         self._numbers += 1
         self._seen[name].written.add(self._numbers)
         return self._numbers
 
     def wrote(self, name: str) -> None:
-        """A worker is told that its write was done."""
+        """The answer to a write has reached its worker."""
         self._seen[name].is_written = True
 
     def is_written(self, name: str) -> bool:
@@ -61,9 +61,9 @@ class VariableChecks:
         return self._seen[name].is_written
 
     def read(self, name: str, number: int, was_written: bool) -> None:
-        """A worker is told a value; `was_written` before it asked."""
+        """A worker has read a number; `was_written` is whether a write was answered before it asked."""
         text = f"{name!r} is read as {number}"
-        self._require(number in self._seen[name].written or not number, "none lost", f"{text}, which nobody wrote")
+        self._require(number in self._seen[name].written or not number, "none lost", f"{text}, which no worker wrote")
         self._require(number > 0 or not was_written, "none lost", f"{text}, the initial value, after a write")
 
     def answered(self, name: str, process: str) -> None:

@@ -110,7 +110,7 @@ class Part:
         optimizer, spec = _looked_at(step, _arguments(batch))
         _refuse_own_variables(optimizer)
         rows = jax.tree_util.tree_map(lambda part: _widened(part, wanted), spec, is_leaf=is_row_gradient)
-        # Of one type, and on one task, so that it can be used again by later runs.
+        # The name fixes the type and the task, so that later runs can use the accumulator again.
         name = f"{optimizer.name}/gradients/{short_task_name(self._host)}/{_digest(rows, wanted)}"
         message = ProposeRounds(self._run, self._cluster.task, steps, wanted, name)
         answer, _ = self._cluster.request(self._host, message)
@@ -122,7 +122,7 @@ class Part:
         return gradients
 
     def _gradients_for(self, optimizer: GivenOptimizer, spec: Any, agreed: RoundsAgreed) -> Gradients:
-        """What gives gradients to the accumulator of the run; that of an earlier run, for which the step is traced."""
+        """Return the applier for the run's accumulator; an earlier run's, when there is one, has the step traced."""
         kept = _kept.setdefault(optimizer, {})
         known = kept.get(agreed.accumulator)
         if known is not None:
@@ -220,9 +220,9 @@ class _Found:
         return optimizer, tree.unflatten(map(_by_rows, leaves, rows))
 
 
-#: By step: its optimizer and the types of its gradients, by the types of its arguments. A look traces the step.
+#: By step and types of its arguments: its optimizer, and the types of its gradients, which take a trace to find.
 _looks: WeakKeyDictionary[Any, dict[Any, tuple[GivenOptimizer, Any]]] = WeakKeyDictionary()
-#: By optimizer: what gives the gradients of its steps to accumulators, by their names.
+#: By optimizer and name of the accumulator: the applier that gives it the gradients.
 _kept: WeakKeyDictionary[GivenOptimizer, dict[str, Gradients]] = WeakKeyDictionary()
 
 
@@ -240,19 +240,19 @@ def _looked_at(step: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Give
 
 
 def _kind(leaf: Any) -> Any:
-    """What a trace depends on: the type of an array, or anything else itself."""
+    """Return the shape and dtype of an array, or the leaf itself: a trace depends on these."""
     return (leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else leaf
 
 
 def _digest(spec: Any, wanted: int) -> str:
-    """What tells the types of two accumulators apart, the same in each process."""
+    """Return a digest of an accumulator's type, the same in each process."""
     leaves, tree = jax.tree_util.tree_flatten(spec)
     said = [(str(leaf.dtype), tuple(leaf.shape)) for leaf in leaves]
     return hashlib.sha256(repr((said, str(tree), wanted)).encode()).hexdigest()[:8]
 
 
 class Gradients:
-    """Gives the gradients of steps to the accumulator, with the number of the opening that this worker is told of."""
+    """Gives the gradients of steps to the accumulator, with the number of the worker's present opening."""
 
     def __init__(self, accumulator: ConditionalAccumulator) -> None:
         self.name = f"{accumulator.name} {next(_serials)}"
@@ -262,7 +262,7 @@ class Gradients:
             self._is_fresh = Variable(lambda: jnp.zeros((), bool), name=f"{self.name}/is fresh")
 
     def renew(self) -> None:
-        """Have the accumulator held again, which its task lets go of with each run."""
+        """Create the accumulator again, which its task frees at the end of each run."""
         self.accumulator.home.create_resource(self.accumulator)
 
     def apply(self, optimizer: GivenOptimizer, gradients: Any) -> None:

@@ -26,7 +26,7 @@ from dflow.tracing.task_name import task_name
 from tests.distributed.waiting import until
 
 SOON = ClusterSettings(join_timeout_s=10.0, request_timeout_s=30.0, step_timeout_s=30.0)
-#: Time enough for those that live to come back to a coordinator.
+#: Long enough for a live task to come back to a coordinator.
 AT_ONCE = CoordinatorSettings(heartbeat_timeout_s=3.0, rejoin_s=0.2)
 LOST = r"lost: ps:0 left at .* s: .*, and ps:0 has been started again without (it|them)"
 

@@ -134,7 +134,7 @@ def test_an_accumulator_is_of_one_run_at_a_time_and_released_when_all_have_left_
     assert run.forgotten == ["sums", "sums 1"]
     assert run.host.agree(ProposeRounds("run", A, 1, 2, "sums")) == RoundsAgreed(2, "sums", False)
     run.gone.add(B)
-    with pytest.raises(TaskLost, match=f"{B} has left the cluster and takes part in nothing"):
+    with pytest.raises(TaskLost, match=f"{B} has left the cluster, and cannot take part in a run"):
         run.host.agree(ProposeRounds("run", B, 1, 2, "sums"))
     with pytest.raises(RemoteError, match="run 'run' has 1 rounds and was asked for with 2"):
         run.host.agree(ProposeRounds("run", A, 2, 2, "sums"))

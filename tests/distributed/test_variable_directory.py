@@ -10,7 +10,7 @@ TASKS = ("/job:ps/task:0", "/job:ps/task:1")
 
 
 class Processes:
-    """The processes of the tasks, by task; those that are not there have left."""
+    """The processes of the tasks, by task; an empty one has left."""
 
     def __init__(self, **live: str) -> None:
         self.live = {task: live.get(f"ps{task[-1]}", "") for task in TASKS}
