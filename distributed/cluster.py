@@ -334,7 +334,8 @@ class Cluster:
     def place_resource(self, name: str, kind: str, said: str, size_bytes: int, *, job: str, on: str) -> Placed:
         """The task that holds, or shall hold, a queue or an accumulator; see `CoordinatorClient.place`."""
         placed = self._client.place(name, said, (), size_bytes, job=job, kind=kind, on=on)
-        self._used.note(name, placed)
+        if kind != "run":  # of which there may be many; its accumulator is on the same task
+            self._used.note(name, placed)
         return placed
 
     def unplace(self, name: str) -> None:
@@ -392,7 +393,7 @@ class Cluster:
         plan = _ENCODER.encode(task_plan.plan)
         # Another worker, or an earlier trace, has most often sent the same programs.
         answer, _ = self.request(task, RegisterPlan(plan, (0,) * len(blobs), names))
-        while isinstance(answer, Wanted):
+        if isinstance(answer, Wanted):
             sent = [blob if place in answer.programs else b"" for place, blob in enumerate(blobs)]
             answer, _ = self.request(task, RegisterPlan(plan, tuple(map(len, sent)), names), b"".join(sent))
         return expect(answer, Registered, short_task_name(task)).handle
