@@ -272,7 +272,10 @@ class Rounds:
 
     def _fail(self, event: Updated, asks: Mapping[str, int]) -> list[Command]:
         self.failed += 1
-        error = f"the update of round {self.done} of {self.name!r} failed: {event.error}"
+        error = (
+            f"the update of round {self.done} of {self.name!r} failed: {event.error}\n"
+            "  run it again under this name, and it goes on with this round"
+        )
         self.failure = Updated(error, event.kind)
         self.is_open = False
         self.untold = self.taking_part - {*asks}

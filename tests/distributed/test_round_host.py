@@ -115,7 +115,9 @@ def test_what_a_run_was_fed_is_let_go_of_at_its_end(error: BaseException | None)
         assert run.answers == [RoundOpen(1, 1)]
     else:
         [answer] = run.answers
-        assert str(answer) == "rounds: the update of round 0 of 'run' failed: DflowError: no room"
+        assert str(answer).startswith(
+            "rounds: the update of round 0 of 'run' failed: DflowError: no room\n  run it again"
+        )
         run.open()
         run.ask(A, -1)
         assert (run.answers[1:], run.steps) == ([RoundOpen(1, 0)], [0, 1])

@@ -125,7 +125,7 @@ def test_after_the_last_round_all_are_told_at_once() -> None:
 def test_a_failed_update_is_told_once_to_each_and_the_round_is_done_again_when_the_run_is_opened_again() -> None:
     run = opened(wanted=2)
     refusals = after(run, Left(C, -1), Came(1, A, -1), Came(3, A, 0), Taken(), Updated("ps:1", "TaskLost"))
-    text = "the update of round 0 of 'run' failed: ps:1"
+    text = "the update of round 0 of 'run' failed: ps:1\n  run it again under this name, and it goes on with this round"
     assert refusals == [Refuse(3, text, "TaskLost")]
     assert after(run, Left(A, 0), Began(A)) == []
     assert run.handle(Came(4, A, -1)) == [Refuse(4, text, "TaskLost")], "it has not been opened again"
