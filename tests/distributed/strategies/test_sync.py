@@ -227,7 +227,7 @@ def slow_third(workers: list[Cluster], *, requeue: bool) -> tuple[list[Any], Any
 
                 calls = 0
                 __name__ = "late"
-                eval_shape = staticmethod(inner.eval_shape)
+                trace = staticmethod(inner.trace)
 
                 def __call__(self, x: Any) -> Any:
                     self.calls += 1
@@ -278,7 +278,7 @@ def test_a_batch_whose_gradient_was_dropped_is_used_again_if_that_is_wanted(
                 turns.wait("0", "1")
             return step(x)
 
-        late.eval_shape = step.eval_shape  # type: ignore[attr-defined]
+        late.trace = step.trace  # type: ignore[attr-defined]
         strategy = Sync(cluster, backup_workers=1, requeue=requeue)
         supply = itertools.count(1.0) if index == 2 else itertools.repeat(0.0)
         for number, _ in enumerate(strategy.run(late if index == 2 else step, supply, steps=6, name="run")):
