@@ -44,8 +44,8 @@ def _add_schedules(group: argparse._ArgumentGroup) -> None:
         "--program",
         choices=PROGRAMS,
         default=STEPS,
-        help="what the workers do: steps over all tasks, synchronous training by rounds, or use a queue that all share "
-        f"(default: {STEPS})",
+        help="what the workers do: steps over all tasks, synchronous training by rounds, or use a queue or "
+        f"variables that all share (default: {STEPS})",
     )
     group.add_argument(
         "--faults",

@@ -33,6 +33,7 @@ from dflow.distributed.messages import (
     AnyMessage,
     EdgeTraffic,
     NotFinite,
+    Placed,
     Registered,
     RegisterPlan,
     RoundsDone,
@@ -50,6 +51,8 @@ from dflow.distributed.task_server import TaskServer, TaskSettings
 from dflow.distributed.tracer import Here, Observed, Tracer
 from dflow.distributed.transport.addresses import LOCAL_ADDRESS
 from dflow.distributed.transport.base import Peer, Reply, Transport
+from dflow.distributed.unused_plans import UnusedPlans
+from dflow.distributed.used_state import UsedState
 from dflow.lowering.channel import StepId
 from dflow.lowering.compile import Compiled, TaskPlan, make_plans
 from dflow.lowering.devices import devices_in_order
@@ -133,6 +136,8 @@ class Cluster:
         self._steps = itertools.count(first + 1)
         name = self.task
         self._client = CoordinatorClient(transport, coordinator, name=name, timeout_s=settings.join_timeout_s)
+        self._unused_plans = UnusedPlans()
+        self._used = UsedState(name, lambda: self._client.roster)
         waits = TaskSettings(wait_timeout_s=settings.step_timeout_s)
         recorder = Recorder()
         #: What writes the newest events down when something is stuck.
@@ -141,6 +146,7 @@ class Cluster:
         self._server = TaskServer(
             name,
             transport,
+            process=self._client.process,
             store=store,
             address=address,
             settings=waits,
@@ -296,20 +302,28 @@ class Cluster:
     # Variables on other tasks.
 
     def request(self, task: str, message: Any, payload: Any = b"") -> Reply:
-        """Ask another task, and wait for its answer; raises DeadlineExceeded, which says how the task is."""
+        """Ask another task, and wait for its answer.
+
+        raises  TaskLost when the task is gone, or has lost what this one uses on it; DeadlineExceeded, which says how
+                the task is
+        """
         try:
-            return self._server.peer(task).call(message, payload, timeout_s=self._settings.request_timeout_s)
+            return self._call(task, message, payload, 0.0)
         except DeadlineExceeded as error:
             raise DeadlineExceeded(f"{error}; {self._client.describe(task)}") from error
 
     def request_for(self, task: str, message: AnyMessage, wait_s: float) -> Reply:
-        """Ask another task for what it may wait for as long as `wait_s`, before it answers."""
-        return self._server.peer(task).call(message, timeout_s=wait_s + self._settings.request_timeout_s)
+        """Like `request`, when the task may wait `wait_s` before it answers."""
+        return self._call(task, message, b"", wait_s)
 
-    def place(self, variable: Variable, job: str, near: Variable | None) -> str:
-        """The task that holds, or shall hold, the variable."""
+    def _call(self, task: str, message: AnyMessage, payload: Any, wait_s: float) -> Reply:
+        with self._used.explained([task]):
+            return self._server.peer(task).call(message, payload, timeout_s=wait_s + self._settings.request_timeout_s)
+
+    def place(self, variable: Variable, job: str, near: Variable | None) -> Placed:
+        """The task that holds, or shall hold, the variable. Raises TaskLost when the process that held it has left."""
         type = variable.type
-        return self._client.place(
+        placed = self._client.place(
             variable.name,
             str(jnp.dtype(type.dtype).name),
             type.shape,
@@ -318,14 +332,20 @@ class Cluster:
             near=near.name if near is not None else "",
             timeout_s=ANSWER_S,
         )
+        self._used.note(variable.name, placed)
+        return placed
 
-    def place_resource(self, name: str, kind: str, said: str, size_bytes: int, *, job: str, on: str) -> str:
+    def place_resource(self, name: str, kind: str, said: str, size_bytes: int, *, job: str, on: str) -> Placed:
         """The task that holds, or shall hold, a queue or an accumulator; see `CoordinatorClient.place`."""
-        return self._client.place(name, said, (), size_bytes, job=job, kind=kind, on=on)
+        placed = self._client.place(name, said, (), size_bytes, job=job, kind=kind, on=on)
+        if kind != "run":  # of which there may be many; its accumulator is on the same task
+            self._used.note(name, placed)
+        return placed
 
     def unplace(self, name: str) -> None:
         """Free a name whose state is gone."""
         self._client.unplace(name)
+        self._used.forget(name)
 
     def request_step(self, task: str, message: Callable[[StepId], AnyMessage], payload: Any, timeout_s: float) -> Reply:
         """Ask another task for what is a step there, and wait for it; given up there too when it is given up here.
@@ -333,18 +353,15 @@ class Cluster:
         raises  the error it ended with; TaskLost when the task is gone
         """
         step = StepId(self.task, next(self._steps))
-        peer = self._server.peer(task)
-        try:
-            # What waits there ends there first, by its own deadline.
-            left_s = min(timeout_s + self._settings.request_timeout_s, threading.TIMEOUT_MAX)
-            return peer.start(message(step), payload).wait(left_s)
-        except TransportClosed as error:
-            raise TaskLost(
-                f"{short_task_name(task)} was lost while {short_task_name(self.task)} waited: {error}"
-            ) from error
-        except BaseException as error:
-            self._cancel(step, [peer], error)
-            raise
+        with self._used.explained([task]):
+            peer = self._server.peer(task)
+            try:
+                # What waits there ends there first, by its own deadline.
+                left_s = min(timeout_s + self._settings.request_timeout_s, threading.TIMEOUT_MAX)
+                return peer.start(message(step), payload).wait(left_s)
+            except BaseException as error:
+                self._cancel(step, [peer], error)
+                raise
 
     # Steps.
 
@@ -362,9 +379,13 @@ class Cluster:
         keys = {ref: variable.key for ref, variable in zip(graph.refs, traced.variables, strict=True)}
         compiled = make_plans(graph, self.task, keys)
         given_up = [len(traced.constants) + leaf for leaf in traced.donated]
-        return _Step(self, self._register(compiled, given_up), traced.constants, compiled)
+        handles = self._register(compiled, given_up)
+        step = _Step(self, handles, traced.constants, compiled)
+        self._unused_plans.release_after(step, handles)
+        return step
 
     def _register(self, compiled: Compiled, given_up: Sequence[int]) -> Mapping[str, int]:
+        self._unused_plans.release(self._server, self.tasks)
         handles = {task: self._register_remote(task, plan) for task, plan in compiled.remote.items()}
         programs = [program.compile() for program in lower_programs(compiled.local, self._server.store, given_up)]
         handles[self.task] = self._server.register(compiled.local.plan, programs)
@@ -401,7 +422,8 @@ class Cluster:
         step = StepId(self.task, next(self._steps))
         began_ns = self._server.recorder.note(STEP_BEGAN, step)
         try:
-            fetches = self._run_step(step, handles, feeds)
+            with self._used.explained(handles):
+                fetches = self._run_step(step, handles, feeds)
         except BaseException as error:
             self._step_ended(step, began_ns, error)
             raise
@@ -431,8 +453,7 @@ class Cluster:
             gone = [short_task_name(task) for task, peer in others.items() if peer.closed]
             lost = TaskLost(
                 f"{' and '.join(gone) or 'a task'} was lost in {describe(step)}: {error}{at(caller())}\n"
-                "  see its output; the variables that it held are gone, and are made anew when it runs again and this "
-                "program is started again"
+                "  see its output; if its process has ended, its variables are lost: start the whole cluster again"
             )
             self._cancel(step, others.values(), lost)
             raise lost from None

@@ -15,13 +15,13 @@ import jax.numpy as jnp
 from dflow.distributed.answers import expect
 from dflow.distributed.cluster_resources import ClusterResources, Tasks, task_of_resource
 from dflow.distributed.codec import decode_array, encode_array
-from dflow.distributed.messages import CreateVariable, ReadVariable, Value, VariableCreated, WriteVariable
+from dflow.distributed.messages import CreateVariable, Placed, ReadVariable, Value, VariableCreated, WriteVariable
 from dflow.lowering.local import Runner
 from dflow.lowering.passes.base import Observer
 from dflow.lowering.program import export_program
 from dflow.tracing.context import Slot
 from dflow.tracing.device import scope_here
-from dflow.tracing.errors import DeviceError, VariableError
+from dflow.tracing.errors import DeviceError, TaskLost, VariableError
 from dflow.tracing.given_value import Initial
 from dflow.tracing.host_resource import HostResource
 from dflow.tracing.jax_frontend import make_jaxpr, touches_state
@@ -35,7 +35,7 @@ from dflow.tracing.types import array_type_of
 class HomeTasks(Tasks, Protocol):
     """What is needed of a cluster."""
 
-    def place(self, variable: Variable, job: str, near: Variable | None) -> str:
+    def place(self, variable: Variable, job: str, near: Variable | None) -> Placed:
         """The task that holds, or shall hold, the variable."""
         ...
 
@@ -77,13 +77,13 @@ class ClusterHome:
                 f"{at(variable.loc)}\n  hold jax.random.key_data(key), and wrap what you read with wrap_key_data"
             )
         try:
-            task = self._cluster.place(variable, self._job, near)
-            self._create_on(task, variable, initial)
-        except (VariableError, DeviceError) as error:
+            placed = self._cluster.place(variable, self._job, near)
+            self._create_on(placed, variable, initial)
+        except (VariableError, DeviceError, TaskLost) as error:
             raise type(error)(f"{error}{at(variable.loc)}") from None
-        return Slot(task, variable.name)
+        return Slot(placed.task, variable.name)
 
-    def _create_on(self, task: str, variable: Variable, initial: Initial) -> None:
+    def _create_on(self, placed: Placed, variable: Variable, initial: Initial) -> None:
         dtype, shape = jnp.dtype(variable.dtype).name, variable.shape
         program = callable(initial) and not _reads_state(initial)
         if program:
@@ -91,8 +91,9 @@ class ClusterHome:
         else:
             value = jnp.asarray(initial() if callable(initial) else initial, variable.dtype)
             payload = encode_array(value)
-        answer, _ = self._cluster.request(task, CreateVariable(variable.name, dtype, shape, program), payload)
-        expect(answer, VariableCreated, short_task_name(task))
+        message = CreateVariable(variable.name, dtype, shape, program, placed.process)
+        answer, _ = self._cluster.request(placed.task, message, payload)
+        expect(answer, VariableCreated, short_task_name(placed.task))
 
     def read(self, variable: Variable) -> jax.Array:
         task = task_of_resource(variable)

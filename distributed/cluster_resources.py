@@ -23,6 +23,7 @@ from dflow.distributed.messages import (
     CallResource,
     CreateResource,
     ForgetState,
+    Placed,
     QueueInfo,
 )
 from dflow.distributed.task_resources import described
@@ -31,7 +32,7 @@ from dflow.lowering.channel import StepId
 from dflow.tracing.context import Slot
 from dflow.tracing.device import scope_here
 from dflow.tracing.device_name import short_device_name, split_device_name
-from dflow.tracing.errors import DeviceError, VariableError
+from dflow.tracing.errors import DeviceError, TaskLost, VariableError
 from dflow.tracing.host_resource import HostResource
 from dflow.tracing.queue_settings import DEFAULT_TIMEOUT_S
 from dflow.tracing.resources import Variable
@@ -43,7 +44,7 @@ from dflow.tracing.types import AccumulatorType, HostType, RowsType
 class Tasks(Protocol):
     """What is needed of a cluster."""
 
-    def place_resource(self, name: str, kind: str, said: str, size_bytes: int, *, job: str, on: str) -> str:
+    def place_resource(self, name: str, kind: str, said: str, size_bytes: int, *, job: str, on: str) -> Placed:
         """The task that holds, or shall hold, the resource `name`, which is what is `said`."""
         ...
 
@@ -81,15 +82,17 @@ class ClusterResources:
         settings = _settings(resource)
         said = described(type, settings)
         try:
-            task = self._tasks.place_resource(
+            placed = self._tasks.place_resource(
                 resource.name, resource.kind, said, _size_bytes(type, settings), job=self._job, on=_stated(resource)
             )
-            self._tasks.request(task, CreateResource(resource.name, str(type), settings))
+            self._tasks.request(placed.task, CreateResource(resource.name, str(type), settings, placed.process))
         except DeviceError as error:
             raise DeviceError(f"{error}{at(resource.loc)}") from None
+        except TaskLost as error:
+            raise TaskLost(f"{error}{at(resource.loc)}") from None
         except (VariableError, resource.error) as error:
             raise resource.error(f"{error}{at(resource.loc)}") from None
-        return Slot(task, resource.name)
+        return Slot(placed.task, resource.name)
 
     def use(
         self, resource: HostResource, op: str, operands: Sequence[Any], attributes: Mapping[str, Any]

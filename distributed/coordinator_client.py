@@ -142,6 +142,11 @@ class CoordinatorClient:
         """End the connection, which is a leave with a fault if the task has joined; a second call does nothing."""
         self._driver.close(reason)
 
+    @property
+    def process(self) -> str:
+        """What tells this process from all others that join under the name; see `TaskInfo.process`."""
+        return self._driver.process
+
     # The other tasks.
 
     @property
@@ -232,14 +237,14 @@ class CoordinatorClient:
         kind: str = "variable",
         on: str = "",
         timeout_s: float = ANSWER_S,
-    ) -> str:
-        """The task that holds the variable, the same for every asker; see `PlaceVariable`.
+    ) -> Placed:
+        """The task that holds the variable, and which of its processes, the same for every asker; see `PlaceVariable`.
 
         raises  VariableError when the name has another type or `near` is not placed; DeviceError without such a job,
-                and when it is on another task than `on`
+                and when it is on another task than `on`; TaskLost when the process that held it has left
         """
         request = PlaceVariable(name, dtype, shape, size_bytes, job, near, kind, on)
-        return self._driver.ask(request, Placed, timeout_s).task
+        return self._driver.ask(request, Placed, timeout_s)
 
     def unplace(self, name: str, *, timeout_s: float = ANSWER_S) -> None:
         """Free a name whose state is gone."""

@@ -120,7 +120,7 @@ class CoordinatorState:
         self._records = records = DurableRecords(rows)
         self._marks = StateMarks(records)
         self._membership = Membership(jobs, settings.heartbeat_timeout_s, settings.rejoin_s, records)
-        self._directory = VariableDirectory(records)
+        self._directory = VariableDirectory(self._membership, records)
         self._ledger = StepLedger(records)
         self._elections = Elections(records)
         self._traffic = TrafficTotals()
@@ -188,7 +188,7 @@ class CoordinatorState:
             workers=self._ledger.workers(),
             steps_done=self._ledger.steps_done,
             steps_total=self._ledger.steps_total,
-            variables=self._directory.variables(),
+            variables=tuple(one for one in self._directory.variables() if one.kind != "run"),
             traffic=largest(self._traffic.totals()),
             results=dict(self._results),
             health=self._watch.all_health(),
@@ -301,6 +301,7 @@ class CoordinatorState:
         for command in decided:
             if isinstance(command, RefuseJoin):
                 return [Reply(event.ask, Failure(command.kind, command.text))]
+        self._directory.joined(join.task)
         change = self._membership.changes_since(join.since) if is_known and join.since else None
         return [Reply(event.ask, change or self._membership.roster()), *self._follow(decided)]
 

@@ -18,7 +18,7 @@ from dflow.distributed.durable_records import Change, apply_changes
 from dflow.tracing.errors import ConfigError
 
 #: Of the tables in the file; a file of another number is refused.
-FORMAT = 1
+FORMAT = 2
 
 
 class CoordinatorStore(Protocol):

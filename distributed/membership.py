@@ -238,6 +238,19 @@ class Membership:
         """The number of the life that the live task `task` leads, which no other task has or had."""
         return self._live[task].life
 
+    def process(self, task: str) -> str:
+        """Return the process of a live task; empty when the task is not there."""
+        live = self._live.get(task)
+        return "" if live is None else self._joined[live.life].process
+
+    def end_of_process(self, task: str, process: str) -> str:
+        """When and why a process of the task left last; empty when it is there, or its end is no longer listed."""
+        for life in reversed(self._lives_of.get(task, [])):
+            info = self._joined[life]
+            if info.process == process:
+                return "" if info.left_at_s is None else self._end_of(info)
+        return ""
+
     @property
     def version(self) -> int:
         """That of the roster: how many times it has changed."""

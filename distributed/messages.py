@@ -67,12 +67,14 @@ class CreateVariable(Message, frozen=True):
     """Create the variable unless it is there; answered by `VariableCreated`.
 
     The payload is the initial value (`program` false) or an exported initialiser without arguments (`program` true).
+    `process` is the process of the task that shall hold it, by `Placed`; another one of the same name refuses.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     program: bool
+    process: str = ""
 
 
 class VariableCreated(Message, frozen=True):
@@ -127,6 +129,12 @@ class Registered(Message, frozen=True):
     handle: int
 
 
+class ReleasePlan(Message, frozen=True):
+    """One registration of a plan is no longer needed. Not answered."""
+
+    handle: int
+
+
 class RunPlan(Message, frozen=True):
     """Run a registered plan as part of a step; answered by `Ok` when it has ended."""
 
@@ -161,12 +169,13 @@ class AccumulatorInfo(msgspec.Struct, frozen=True, tag="accumulator"):
 class CreateResource(Message, frozen=True):
     """Create a queue or an accumulator unless it is there; answered by `ResourceCreated`.
 
-    `handle` is its type, as graphs print it: `queue<f32[2], i32[]>`.
+    `handle` is its type, as graphs print it: `queue<f32[2], i32[]>`; for `process` see `CreateVariable`.
     """
 
     name: str
     handle: str
     settings: QueueInfo | AccumulatorInfo
+    process: str = ""
 
 
 class ResourceCreated(Message, frozen=True):
@@ -200,23 +209,29 @@ class Arrays(Message, frozen=True):
 
 
 class ProposeRounds(Message, frozen=True):
-    """Let `wanted` gradients end each round of this run, unless another number was proposed before.
+    """A worker takes part in this run from now on; answered by `RoundsAgreed`, the same for every worker.
 
-    Answered by `RoundsAgreed`, with the same answer to every asker.
+    The first worker fixes the number `wanted` of gradients that end each of the `rounds` rounds, and the name of the
+    accumulator. The host appends a number to a name that another run uses.
     """
 
     name: str
+    worker: str
+    rounds: int
     wanted: int
+    accumulator: str
 
 
 class RoundsAgreed(Message, frozen=True):
-    """How many gradients end a round."""
+    """The number of gradients that end a round, the name of the run's accumulator, and whether the run is over."""
 
     wanted: int
+    accumulator: str
+    is_over: bool
 
 
 class OpenRounds(Message, frozen=True):
-    """Be the host of a run of synchronous training, unless it is known here; answered by `Ok`.
+    """Be the host of a run of synchronous training, unless it is open here; answered by `Ok`.
 
     In each of `rounds` rounds this task takes the mean of `wanted` gradients from the accumulator and starts the
     update, a step of its own over the registered plans `handles`, by task. The payload holds what that is fed `before`
@@ -234,7 +249,7 @@ class OpenRounds(Message, frozen=True):
 
 
 class NextRound(Message, frozen=True):
-    """A worker is done with the round `done` (-1: none yet); answered by `RoundOpen` once a later one is open."""
+    """A worker is done with the opening `done` (-1: none yet); answered by `RoundOpen` once there is a later one."""
 
     name: str
     worker: str
@@ -243,13 +258,14 @@ class NextRound(Message, frozen=True):
 
 
 class RoundOpen(Message, frozen=True):
-    """The number of the open round; the number of rounds when the run is over."""
+    """The tag of gradients of the open round, and the number of rounds `done`: all when the run is over."""
 
     number: int
+    done: int
 
 
 class LeaveRounds(Message, frozen=True):
-    """A worker takes part no more; it has given its gradients of the rounds to `done`. Answered by `Ok`."""
+    """A worker takes part no more; it has given its gradients of the openings to `done`. Answered by `Ok`."""
 
     name: str
     worker: str
@@ -436,6 +452,16 @@ class TaskInfo(msgspec.Struct, frozen=True):
     incarnation: str = ""
     life: int = 0
 
+    @property
+    def process(self) -> str:
+        """The process of this life; a task that was taken for dead and came back has another life in one process."""
+        return process_of(self.incarnation)
+
+
+def process_of(incarnation: str) -> str:
+    """Return the process of an incarnation: `ab12` for its first incarnation `ab12` and for its third, `ab12.3`."""
+    return incarnation.partition(".")[0]
+
 
 class Roster(Message, frozen=True):
     """Every task that has joined, but those that left long ago, and which tasks are still `expected`.
@@ -518,9 +544,10 @@ class PlaceVariable(Message, frozen=True):
 
 
 class Placed(Message, frozen=True):
-    """The task that holds the variable."""
+    """The task that holds the variable, and its `process`; empty while that has not joined."""
 
     task: str
+    process: str = ""
     mark: Mark = Mark()
 
 
@@ -654,7 +681,7 @@ class GetStatus(Message, frozen=True):
 
 
 class VariableInfo(msgspec.Struct, frozen=True):
-    """A placed variable, queue or accumulator, as `kind` says."""
+    """A placed variable, queue or accumulator, as `kind` says; for `process` see `Placed`."""
 
     name: str
     dtype: str
@@ -662,6 +689,7 @@ class VariableInfo(msgspec.Struct, frozen=True):
     size_bytes: int
     task: str
     kind: str = "variable"
+    process: str = ""
 
 
 class WorkerProgress(msgspec.Struct, frozen=True):
@@ -746,6 +774,7 @@ AnyMessage = (
     | WriteVariable
     | Value
     | RegisterPlan
+    | ReleasePlan
     | Registered
     | Wanted
     | RunPlan

@@ -2,8 +2,9 @@
 
 Why: plans and messages name tasks; only this file knows where they are. Invariants: one connection per task, opened
 when it is first needed, or taken over from the task that opened it to run plans here, and kept; one that has ended is
-opened anew when next needed; a task that is not in the address book is not tried. The first message over a connection
-opened here, and the next one after this task has another life, is `Introduce`.
+opened again when next needed; a task that is not in the address book is not tried, and no longer tried from the
+moment that it is taken out; whatever the reason why a task cannot be reached, that is a TaskLost. The first
+message over a connection opened here, and the next one after this task has another life, is `Introduce`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 from dflow.distributed.messages import Introduce
 from dflow.distributed.transport.base import Handler, Peer, Reply, Transport
 from dflow.lowering.recorder import CONNECTED, Note, not_noted
-from dflow.tracing.errors import TaskLost, TransportClosed
+from dflow.tracing.errors import DeadlineExceeded, TaskLost, TransportClosed
 from dflow.tracing.source import at, caller
 
 _GONE = "the task has left or moved"
@@ -51,11 +52,13 @@ class Peers:
         self._life: int | None = None
         self._lock = threading.Lock()
         self._places: dict[str, _Place] = {}
+        self._left: Mapping[str, str] = {}
         self._is_closed = False
 
-    def set_addresses(self, addresses: Mapping[str, str]) -> None:
-        """Replace the address book, ending connections to tasks that left or moved."""
+    def set_addresses(self, addresses: Mapping[str, str], left: Mapping[str, str] = {}) -> None:
+        """Replace the address book, ending connections to tasks that left or moved; `left` says why tasks did."""
         with self._lock:
+            self._left = left
             stale = [place for task, place in self._places.items() if addresses.get(task) != place.address]
             kept = {task: place for task, place in self._places.items() if addresses.get(task) == place.address}
             self._places = {task: kept.get(task) or _Place(address) for task, address in addresses.items()}
@@ -77,7 +80,8 @@ class Peers:
     def get(self, task: str) -> Peer:
         """The connection to `task`, opened if need be.
 
-        raises  TaskLost if no such task is in the cluster; what `Transport.connect` raises
+        raises  TaskLost if no such task is in the cluster, or it leaves or cannot be reached while it is tried;
+                WireError and SecurityError as `Transport.connect`
         """
         # Without the lock: the book is replaced, and never changed.
         places = self._places
@@ -88,22 +92,30 @@ class Peers:
                 "  do this before close, or join again by dflow.connect()"
             )
         if place is None:
-            known = sorted(places)
-            raise TaskLost(f"{task} is not in the cluster; these tasks are: {', '.join(known) or 'none'}")
+            raise self._not_there(task)
         peer = place.peer
         if peer is not None and not peer.closed:
             return peer
         with place.connecting:
             if place.peer is None or place.peer.closed:
-                peer = self._introduce(place, self._connect(task, place.address))
+                peer = self._introduce(place, self._connect(task, place))
             else:
                 peer = place.peer
         with self._lock:
             is_there = self._places.get(task) is place
         if not is_there:
             peer.close(_GONE)
-            raise TaskLost(f"{task} at {place.address} has left or moved while a connection to it was made")
+            raise self._gone_meanwhile(task, place)
         return peer
+
+    def _not_there(self, task: str) -> TaskLost:
+        if task in self._left:
+            return TaskLost(f"{task} has left the cluster: {self._left[task]}")
+        return TaskLost(f"{task} is not in the cluster; these tasks are: {', '.join(sorted(self._places)) or 'none'}")
+
+    def _gone_meanwhile(self, task: str, place: _Place) -> TaskLost:
+        why = f": {self._left[task]}" if task in self._left else ""
+        return TaskLost(f"{task} at {place.address} has left or moved while a connection to it was made{why}")
 
     def open_connections(self) -> int:
         """How many are open."""
@@ -124,15 +136,28 @@ class Peers:
         self._is_closed = True
         self.set_addresses({})
 
-    def _connect(self, task: str, address: str) -> Peer:
-        peer = self._transport.connect(
-            address, name=self._name, handler=self._handler, who=task, timeout_s=self._connect_timeout_s
-        )
+    def _connect(self, task: str, place: _Place) -> Peer:
+        def is_wanted() -> bool:
+            return self._places.get(task) is place
+
+        if not is_wanted():
+            raise self._gone_meanwhile(task, place)
+        try:
+            peer = self._transport.connect(
+                place.address,
+                name=self._name,
+                handler=self._handler,
+                who=task,
+                timeout_s=self._connect_timeout_s,
+                is_wanted=is_wanted,
+            )
+        except DeadlineExceeded as error:
+            raise (TaskLost(str(error)) if is_wanted() else self._gone_meanwhile(task, place)) from error
         if peer.name != task:
             peer.close("another was wanted there")
-            raise TaskLost(f"{task} is not at {address} any more, where {peer.name} answers")
+            raise TaskLost(f"{task} is not at {place.address} any more, where {peer.name} answers")
         self._on_opened(peer)
-        self._note(CONNECTED, None, task, address)
+        self._note(CONNECTED, None, task, place.address)
         return peer
 
     def _introduce(self, place: _Place, peer: Peer) -> Peer:

@@ -2,7 +2,8 @@
 
 Why: a step names a plan by its handle, so that it costs one small message; checking, loading and compiling happen
 once, here. Invariants: equal plans with equal programs share a handle, and equal programs are compiled once, however
-many workers register them; a plan that is kept can be run without an index going out of range.
+many workers register them; a plan that is kept can be run without an index going out of range, and is kept until it is
+released as often as it was registered.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import hashlib
 import itertools
 import secrets
 import threading
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -23,16 +25,21 @@ from dflow.distributed.plan_checks import check_from_peer, check_plan
 from dflow.lowering.plan import Call, Plan, Read, Recv, Send, UseResource, calls_in
 from dflow.lowering.program import Program, load_program
 from dflow.lowering.waits import Schedule
-from dflow.tracing.errors import InternalError, WireError
+from dflow.tracing.errors import InternalError, TaskLost, WireError
+from dflow.tracing.task_name import short_task_name
 
 #: A plan that uses more variables than this is not quick, whatever its programs do.
 MOST_QUICK_KEYS = 64
+#: Programs that no plan uses any more are kept for the next plan, at most this many.
+MOST_UNUSED = 32
 #: How long one registration waits for another to compile the same program.
 COMPILE_TIMEOUT_S = 600.0
 
 _DECODER = msgspec.msgpack.Decoder(Plan)
 _ENCODER = msgspec.msgpack.Encoder()
 _ProgramKey = tuple[bytes, int]
+#: Key of a plan: its encoding and its programs.
+_Identity = tuple[bytes, tuple[_ProgramKey, ...]]
 
 
 @dataclass(frozen=True)
@@ -64,32 +71,72 @@ class PlanRegistry:
 
     def __init__(self, task: str) -> None:
         self._task = task
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         # A task that was started anew must not take a handle of its past life for a plan of its own.
-        self._first = secrets.randbits(40) << 20
-        self._plans: list[Registration] = []
-        self._handles: dict[tuple[bytes, tuple[_ProgramKey, ...]], int] = {}
+        self._first = self._next = secrets.randbits(40) << 20
+        self._plans: dict[int, Registration] = {}
+        #: Registrations of each plan less its releases.
+        self._holds: Counter[int] = Counter()
+        self._handles: dict[_Identity, int] = {}
+        self._identities: dict[int, _Identity] = {}
         self._programs: dict[_ProgramKey, concurrent.futures.Future[Program]] = {}
+        #: Number of plans that use each program, and the programs that no plan uses, oldest first.
+        self._uses: Counter[_ProgramKey] = Counter()
+        self._unused: dict[_ProgramKey, None] = {}
 
     def __len__(self) -> int:
         return len(self._plans)
 
     def get(self, handle: int) -> Registration:
-        """The plan behind a handle; raises InternalError if none was registered under it."""
-        number = handle - self._first
-        if not 0 <= number < len(self._plans):
-            raise InternalError(
-                f"{self._task} was asked for plan {handle}, which is none of its {len(self._plans)}; "
-                "was it started anew? register the plan first"
+        """The plan behind a handle; raises TaskLost if it was not registered with this process of the task."""
+        found = self._plans.get(handle)
+        if found is None and self._first <= handle < self._next:
+            raise InternalError(f"{self._task} was asked for plan {handle} after that had been released")
+        if found is None:
+            raise TaskLost(
+                f"{short_task_name(self._task)} was asked for plan {handle}, which is none of its {len(self._plans)}: "
+                "it has been started again since, and what it held before is lost\n  start the whole cluster again"
             )
-        return self._plans[number]
+        return found
 
     def add(self, plan: Plan, programs: Sequence[Program]) -> int:
         """Keep a plan whose programs are compiled already; returns its handle."""
         check_plan(plan, self._task, len(programs))
+        registration = Registration(Schedule(plan), tuple(programs))
         with self._lock:
-            self._plans.append(Registration(Schedule(plan), tuple(programs)))
-            return self._first + len(self._plans) - 1
+            return self._add(registration)
+
+    def _add(self, registration: Registration) -> int:
+        handle, self._next = self._next, self._next + 1
+        self._plans[handle] = registration
+        self._holds[handle] = 1
+        return handle
+
+    def release(self, handle: int) -> None:
+        """Undo one registration of a plan, and drop the plan with the last; its programs stay for a while."""
+        with self._lock:
+            if handle not in self._plans:
+                return
+            self._holds[handle] -= 1
+            if self._holds[handle]:
+                return
+            del self._plans[handle], self._holds[handle]
+            identity = self._identities.pop(handle, None)
+            if identity is not None:
+                del self._handles[identity]
+                self._put_aside(identity[1])
+
+    def _put_aside(self, keys: Iterable[_ProgramKey]) -> None:
+        """Note that a plan with these programs was dropped."""
+        for key in keys:
+            self._uses[key] -= 1
+            if not self._uses[key]:
+                del self._uses[key]
+                self._unused[key] = None
+        while len(self._unused) > MOST_UNUSED:
+            oldest = next(iter(self._unused))
+            del self._unused[oldest]
+            self._programs.pop(oldest, None)
 
     def add_encoded(self, message: RegisterPlan, payload: memoryview) -> int:
         """Keep a plan that came over the network, compiling its programs; returns its handle.
@@ -101,14 +148,29 @@ class PlanRegistry:
         plan, donated = self._checked(message)
         keys = tuple(zip(_fingerprints(message, blobs), donated, strict=True))
         identity = (_ENCODER.encode(plan), keys)
-        with self._lock:
-            known = self._handles.get(identity)
+        known = self._found(identity)
         if known is not None:
             return known
         programs = [self._load(key, blob) for key, blob in zip(keys, blobs, strict=True)]
-        handle = self.add(plan, programs)
+        registration = Registration(Schedule(plan), tuple(programs))
         with self._lock:
-            return self._handles.setdefault(identity, handle)
+            known = self._found(identity)
+            if known is not None:
+                return known
+            handle = self._handles[identity] = self._add(registration)
+            self._identities[handle] = identity
+            for key in keys:
+                self._uses[key] += 1
+                self._unused.pop(key, None)
+            return handle
+
+    def _found(self, identity: _Identity) -> int | None:
+        """Register an equal plan once more and return its handle; None when there is none."""
+        with self._lock:
+            known = self._handles.get(identity)
+            if known is not None:
+                self._holds[known] += 1
+            return known
 
     def wanted(self, message: RegisterPlan) -> tuple[int, ...]:
         """The programs of a plan, by their places, that are neither sent with it nor here. Raises WireError."""

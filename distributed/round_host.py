@@ -2,7 +2,8 @@
 
 Why: an update that a worker runs is left half done on some tasks when that worker dies. So a parameter task is where
 rounds are decided (`rounds.py`), takes the average from its accumulator, and starts the update itself. Invariants: the
-events of a run are handled one at a time and in order; the commands of one are carried out before the next.
+events of a run are handled one at a time and in order; the commands of one are carried out before the next. A run
+without a worker keeps only its numbers: a later worker goes on with the run, or learns that it is over.
 """
 
 from __future__ import annotations
@@ -13,19 +14,29 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from dflow.distributed import rounds
 from dflow.distributed.array_lists import decode_arrays
 from dflow.distributed.failures import error_of
-from dflow.distributed.messages import Failure, LeaveRounds, NextRound, OpenRounds, ProposeRounds, RoundOpen
+from dflow.distributed.messages import (
+    Failure,
+    LeaveRounds,
+    NextRound,
+    OpenRounds,
+    ProposeRounds,
+    RoundOpen,
+    RoundsAgreed,
+)
 from dflow.distributed.plan_checks import MAX_COUNT
 from dflow.distributed.task_resources import TaskResources
 from dflow.distributed.transport.base import Responder
 from dflow.lowering.accumulators import HeldAccumulator
 from dflow.lowering.resource_use import ResourceUse, Results
 from dflow.lowering.timers import Stoppable, start_timer
-from dflow.tracing.errors import DflowError, RemoteError, WireError
+from dflow.lowering.waiters import Cancel
+from dflow.tracing.errors import DflowError, RemoteError, StepCancelled, TaskLost, TransportClosed, WireError
 
 #: Starts a step of this task's own over plans, by task, with feeds for its own; calls back with the error, if any.
 StartStep = Callable[[Mapping[str, int], Sequence[Any], Callable[[BaseException | None], None]], None]
@@ -47,14 +58,21 @@ class RoundHost:
     ) -> None:
         self._task, self._resources, self._start, self._submit = task, resources, start, submit
         self._has_left = has_left
+        self._accumulators = _Accumulators(resources)
         self._lock = threading.Lock()
         self._runs: dict[str, _Run] = {}
 
-    def agree(self, message: ProposeRounds) -> int:
-        """How many gradients end a round of a run: as many as the first to ask said. Raises WireError."""
-        if not 1 <= message.wanted <= MAX_COUNT:
-            raise WireError(f"rounds {message.name[:64]!r} of {message.wanted} gradients")
-        return self._run(message.name).agree(message.wanted)
+    def agree(self, message: ProposeRounds) -> RoundsAgreed:
+        """Add a worker to a run; the answer has the numbers that the first worker proposed.
+
+        raises  WireError for numbers out of range; TaskLost for a worker that has left the cluster; RemoteError when
+                the run has another number of rounds
+        """
+        if not (0 <= message.rounds <= MAX_COUNT and 1 <= message.wanted <= MAX_COUNT):
+            raise WireError(f"{message.rounds} rounds {message.name[:64]!r} of {message.wanted} gradients")
+        if self._has_left(message.worker):
+            raise TaskLost(f"{message.worker} has left the cluster, and cannot take part in a run")
+        return self._run(message.name).agree(message)
 
     def open(self, message: OpenRounds, payload: memoryview) -> None:
         """Be the host of a run; raises WireError for what is none, DflowError without its accumulator."""
@@ -63,6 +81,7 @@ class RoundHost:
             raise WireError(f"rounds {message.name[:64]!r} with the counts {counts} and plans for {[*message.handles]}")
         arrays = decode_arrays((*message.before, *message.after), payload)
         update = _Update(
+            message.accumulator,
             self._resources.accumulator(message.accumulator),
             message.wanted,
             message.handles,
@@ -98,14 +117,38 @@ class RoundHost:
     def _run(self, name: str) -> _Run:
         with self._lock:
             if name not in self._runs:
-                self._runs[name] = _Run(name, self._start, self._submit)
+                self._runs[name] = _Run(name, self._start, self._submit, self._accumulators)
             return self._runs[name]
+
+
+class _Accumulators:
+    """Names of accumulators in use; at most one run uses an accumulator."""
+
+    def __init__(self, resources: TaskResources) -> None:
+        self._resources = resources
+        self._lock = threading.Lock()
+        self._used: set[str] = set()
+
+    def use(self, name: str) -> str:
+        """Reserve the name and return it, with a number appended while another run uses it."""
+        with self._lock:
+            numbered = itertools.chain([name], (f"{name} {number}" for number in itertools.count(1)))
+            free = next(one for one in numbered if one not in self._used)
+            self._used.add(free)
+            return free
+
+    def release(self, name: str, key: str) -> None:
+        """Free the accumulator, which is held under `key`, and its name."""
+        self._resources.forget(key, f"the run that used accumulator {name!r} has ended", "run it again")
+        with self._lock:
+            self._used.discard(name)
 
 
 @dataclass(frozen=True)
 class _Update:
     """How the averages of a run are made and applied."""
 
+    key: str
     accumulator: HeldAccumulator
     wanted: int
     handles: Mapping[str, int]
@@ -118,8 +161,13 @@ class _Run:
     name: str
     start: StartStep
     submit: Callable[..., object]
+    accumulators: _Accumulators
     update: _Update | None = None
+    #: Name of the accumulator, and the key under which it is held.
+    accumulator: str = ""
+    key: str = ""
     _agreed: int | None = None
+    _cancel_take: Cancel | None = None
     _asks: dict[int, tuple[Responder, Stoppable]] = field(default_factory=dict)
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
     _arrived: deque[rounds.Event] = field(default_factory=deque)
@@ -129,24 +177,31 @@ class _Run:
     def __post_init__(self) -> None:
         self._rounds = rounds.Rounds(self.name)
 
-    def agree(self, wanted: int) -> int:
-        """How many gradients end a round."""
+    def agree(self, message: ProposeRounds) -> RoundsAgreed:
+        """Add the worker to the run; the answer has the numbers that the first worker proposed."""
         with self._lock:
-            self._agreed = self._agreed or wanted
-            return self._agreed
+            self._refuse_other(message.rounds)
+            self._agreed = self._agreed or message.wanted
+            if not self._rounds.is_over:
+                self.accumulator = self.accumulator or self.accumulators.use(message.accumulator)
+                self.handle(rounds.Began(message.worker))
+            return RoundsAgreed(self._agreed, self.accumulator, self._rounds.is_over)
 
     def open(self, update: _Update, opened: rounds.Opened) -> None:
-        """Know how averages are made and applied; the first to say so says it for all."""
+        """Set how averages are made and applied; the first worker sets it for all, until an update fails."""
         with self._lock:
-            known = self._rounds.rounds
-            if known is not None and known != opened.rounds:
-                raise RemoteError(
-                    f"run {self.name!r} has {known} rounds and was asked for with {opened.rounds}; let all workers ask "
-                    "for the same number, or name another run"
-                )
-            if not self._has_ended:
-                self.update = self.update or update
+            self._refuse_other(opened.rounds)
+            if not self._rounds.is_over:
+                self.update, self.key = self.update or update, update.key
             self.handle(opened)
+
+    def _refuse_other(self, number: int) -> None:
+        known = self._rounds.rounds
+        if known is not None and known != number:
+            raise RemoteError(
+                f"run {self.name!r} has {known} rounds and was asked for with {number}; let all workers ask for the "
+                "same number, or name another run"
+            )
 
     def ask(self, message: NextRound, responder: Responder) -> None:
         """Let the worker wait; see `RoundHost.ask`."""
@@ -177,27 +232,25 @@ class _Run:
                         self._carry_out(command)
             finally:
                 self._is_handling = False
-            if self._has_ended:
-                # What is left of it are numbers: the feeds of its updates may be large.
+            if not self._rounds.is_open:
+                # The feeds of its updates may be large.
                 self.update = None
-
-    @property
-    def _has_ended(self) -> bool:
-        return self._rounds.is_over or bool(self._rounds.error)
 
     def _carry_out(self, command: rounds.Command) -> None:
         match command:
-            case rounds.OpenRound():
-                self._take()
+            case rounds.OpenRound(number):
+                self._take(number)
             case rounds.SetEnough(count):
                 assert self.update is not None
                 self.update.accumulator.set_enough(count)
-            case rounds.Tell(ask, number):
+            case rounds.Tell(ask, number, done):
                 if (responder := self._answered(ask)) is not None:
-                    self.submit(responder.reply, RoundOpen(number))
+                    self.submit(responder.reply, RoundOpen(number, done))
             case rounds.Refuse(ask, text, kind):
                 if (responder := self._answered(ask)) is not None:
                     self.submit(responder.fail, error_of(Failure(kind, text), "rounds"))
+            case rounds.Rest():
+                self._rest()
 
     def _answered(self, ask: int) -> Responder | None:
         """Whom to answer, unless that was done when the task closed."""
@@ -208,27 +261,50 @@ class _Run:
         timer.stop()
         return responder
 
-    def _take(self) -> None:
+    def _take(self, number: int) -> None:
+        """Apply the average of the gradients with this number as soon as there are enough."""
         assert self.update is not None
+        accumulator = self.update.accumulator
+        step = ResourceUse("accumulator.set_step")
         use = ResourceUse("accumulator.take", self.update.wanted, math.inf)
         try:
-            self.update.accumulator.start(use, (), self._taken)
+            accumulator.start(step, (number,), lambda _: None)
+            self._cancel_take = accumulator.start(use, (), partial(self._taken, number))
         except Exception as error:
             self._updated(error)
 
-    def _taken(self, mean: Results) -> None:
+    def _taken(self, number: int, mean: Results) -> None:
         """The average is there, on the thread of whoever brought the last gradient."""
-        if isinstance(mean, BaseException):
-            self._updated(mean)
-        else:
-            self.submit(self._apply, mean)
+        with self._lock:
+            if not self._rounds.is_open or self._rounds.number != number:
+                return  # a Rest has ended the take
+            if isinstance(mean, BaseException):
+                self._updated(mean)
+                return
+            self.handle(rounds.Taken())
+            update = self.update
+        assert update is not None
+        self.submit(self._apply, update, mean)
 
-    def _apply(self, mean: Sequence[Any]) -> None:
-        assert self.update is not None
+    def _apply(self, update: _Update, mean: Sequence[Any]) -> None:
         try:
-            self.start(self.update.handles, [*self.update.before, *mean, *self.update.after], self._updated)
+            self.start(update.handles, [*update.before, *mean, *update.after], self._updated)
         except Exception as error:
             self._updated(error)
 
     def _updated(self, error: BaseException | None) -> None:
-        self.handle(rounds.Updated("" if error is None else f"{type(error).__name__}: {error}"))
+        if error is None:
+            self.handle(rounds.Updated())
+            return
+        is_lost = isinstance(error, TaskLost | TransportClosed)
+        text = f"{type(error).__name__}: {error}"
+        self.handle(rounds.Updated(text, "TaskLost" if is_lost else "RemoteError"))
+
+    def _rest(self) -> None:
+        """Free everything but the numbers of the run."""
+        cancel, self._cancel_take = self._cancel_take, None
+        if cancel is not None:
+            cancel(StepCancelled(f"no worker takes part in {self.name!r}"))
+        name, self.accumulator = self.accumulator, ""
+        if name:
+            self.accumulators.release(name, self.key or name)

@@ -4,23 +4,35 @@ In a round each worker gives a gradient, the first `wanted` of them are averaged
 Here it is decided who may begin which round, how many gradients are still to be waited for, and what each waits for.
 
 Invariants:
-- one round is open at a time; the next opens when the update of this one has ended;
-- a worker is told of a round after that of the one it is done with, and once for each time it asks;
+- one round is open at a time; the next opens when the update of this one has ended. Each opening has a number of its
+  own, greater than those before, with which gradients are tagged: a round whose update failed is opened again under the
+  next number;
+- each ask of a worker gets one answer: an opening later than the one that the worker has completed, or an error;
 - as many gradients are waited for as are wanted, or as can come: from the workers that have not left, from those that
   left after they had given theirs, and, until all others have given theirs, from those that died and may have; so none
   of a worker that lives is left out for one of a worker that died; but one at least;
-- after the last round, or once an update has failed, every ask is answered at once.
+- after a failed update each worker that took part gets the error once, and the run goes on when it is opened again;
+- after the last round every ask is answered immediately;
+- the run holds nothing but numbers from each Rest to the next Began; a Rest comes as soon as no worker takes part and
+  no gradient is left to apply.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
+class Began:
+    """A worker takes part from now on, until it leaves; it is about to open the run unless the run is open."""
+
+    worker: str
+
+
+@dataclass(frozen=True)
 class Opened:
-    """The run of `rounds` rounds is known, of `wanted` gradients each; `workers` take part unless they left before."""
+    """A run of `rounds` rounds can go on, of `wanted` gradients each; `workers` take part unless they left before."""
 
     rounds: int
     wanted: int
@@ -29,7 +41,7 @@ class Opened:
 
 @dataclass(frozen=True)
 class Came:
-    """A worker is done with the round `done` (-1: with none yet), and asks for the next."""
+    """A worker is done with the opening `done` (-1: with none yet), and asks for the next."""
 
     ask: int
     worker: str
@@ -45,25 +57,31 @@ class GaveUp:
 
 @dataclass(frozen=True)
 class Left:
-    """A worker takes part no more: it gave its gradients of the rounds to `done`. None: it has died and cannot say."""
+    """A worker takes part no more: it gave its gradients of the openings to `done`. None: it died and cannot say."""
 
     worker: str
     done: int | None = None
 
 
 @dataclass(frozen=True)
+class Taken:
+    """The accumulator gave the average of enough gradients, which is about to be applied."""
+
+
+@dataclass(frozen=True)
 class Updated:
-    """The update of the open round has ended, and failed if there is an `error`."""
+    """The update of the open round has ended, and failed if there is an `error`, which is of the class `kind`."""
 
     error: str = ""
+    kind: str = "RemoteError"
 
 
-Event = Opened | Came | GaveUp | Left | Updated
+Event = Began | Opened | Came | GaveUp | Left | Taken | Updated
 
 
 @dataclass(frozen=True)
 class OpenRound:
-    """Apply the average of the first gradients of this round, as soon as there are enough."""
+    """Apply the average of the first gradients with this number, as soon as there are enough."""
 
     number: int
 
@@ -77,10 +95,11 @@ class SetEnough:
 
 @dataclass(frozen=True)
 class Tell:
-    """Answer the ask: the round `number` is open. The run's number of rounds says that it is over."""
+    """Answer the ask: the opening `number` is there, after `done` rounds. All rounds done says that the run is over."""
 
     ask: int
     number: int
+    done: int
 
 
 @dataclass(frozen=True)
@@ -93,7 +112,12 @@ class Refuse:
     kind: str = "RemoteError"
 
 
-Command = OpenRound | SetEnough | Tell | Refuse
+@dataclass(frozen=True)
+class Rest:
+    """Free all that the run holds but its numbers, and cancel the take that still waits."""
+
+
+Command = OpenRound | SetEnough | Tell | Refuse | Rest
 
 
 @dataclass
@@ -101,26 +125,39 @@ class Rounds:
     """The rounds of one run, called `name` in errors."""
 
     name: str
-    number: int = -1
+    #: Number of the newest opening, and count of the openings whose update failed.
+    number: int = 0
+    failed: int = 0
     rounds: int | None = None
     wanted: int = 0
+    is_open: bool = False
+    is_updating: bool = False
+    #: Whether a Rest would free anything.
+    is_held: bool = False
     #: Who may still give gradients.
     workers: set[str] = field(default_factory=set)
-    #: Who has given one in the open round, and waits for the next or has left.
+    #: Workers that have begun and have not left.
+    taking_part: set[str] = field(default_factory=set)
+    #: Workers that gave a gradient for the opening, and wait for the next or have left.
     given: set[str] = field(default_factory=set)
-    #: Who died in the open round, and may have given one.
+    #: Workers that died since the opening, and may have given one.
     lost: set[str] = field(default_factory=set)
-    #: Who left before the run was opened here.
-    left_early: set[str] = field(default_factory=set)
+    #: Workers that left of their own accord, and have not come back.
+    left: set[str] = field(default_factory=set)
+    #: Workers that have yet to get the error of the failed update.
+    untold: set[str] = field(default_factory=set)
     #: By worker: the ask that waits.
     asks: dict[str, int] = field(default_factory=dict)
-    error: str = ""
+    #: The last failed update.
+    failure: Updated = Updated()
     #: What was last commanded.
     enough: int = 0
 
     def handle(self, event: Event) -> list[Command]:
         """Take note of the event, and say what to do, in order."""
         match event:
+            case Began(worker):
+                return self._began(worker)
             case Opened():
                 return self._open(event)
             case Came(ask, worker, done):
@@ -128,40 +165,66 @@ class Rounds:
             case GaveUp(ask):
                 return self._give_up(ask)
             case Left(worker, done):
-                return self._left(worker, done)
-            case Updated(error):
-                return self._updated(error)
+                return [*self._left(worker, done), *self._rest()]
+            case Taken():
+                self.is_updating = True
+                return []
+            case Updated():
+                return [*self._updated(event), *self._rest()]
+
+    @property
+    def done(self) -> int:
+        """How many rounds are done."""
+        return self.number - self.failed
 
     @property
     def is_over(self) -> bool:
         """Whether all rounds are done."""
-        return self.rounds is not None and self.number >= self.rounds
+        return self.rounds is not None and self.done >= self.rounds
 
     def missing(self) -> Sequence[str]:
-        """Who has not given a gradient in the open round, as far as is known here."""
+        """Workers that have given no gradient for the opening, as far as is known here."""
         return sorted(self.workers - self.given)
 
+    def _began(self, worker: str) -> list[Command]:
+        if not self.is_over:
+            self.taking_part.add(worker)
+            self.is_held = True
+        self.untold.discard(worker)
+        return []
+
     def _open(self, event: Opened) -> list[Command]:
-        if self.rounds is not None:
+        if self.rounds is None:
+            self.rounds, self.wanted = event.rounds, event.wanted
+        if self.is_open or self.is_over:
             return []
-        self.rounds, self.wanted, self.number = event.rounds, event.wanted, 0
-        self.workers |= {*event.workers} - self.left_early
-        return [] if self.is_over else [OpenRound(0), *self._enough()]
+        self.is_open = self.is_held = True
+        self.workers |= {*event.workers} - self.left
+        return [OpenRound(self.number), *self._enough()]
 
     def _came(self, ask: int, worker: str, done: int) -> list[Command]:
         before: list[Command] = []
         if worker in self.asks:
             before = [Refuse(self.asks.pop(worker), f"a later ask of {worker} has taken the place of this one")]
-        if self.error:
-            return [*before, Refuse(ask, self.error)]
+        if self.is_over:
+            return [*before, Tell(ask, self.number, self.done)]
+        if worker in self.untold or not self.is_open:
+            self.untold.discard(worker)
+            return [*before, self._refusal(ask)]
         self.workers.add(worker)
-        if done < self.number or self.is_over:
-            # One that is new here, or was given up for dead, has given nothing in this round.
+        self.taking_part.add(worker)
+        self.left.discard(worker)
+        if done < self.number:
+            # A worker that is new here, or was taken for dead, has given nothing for this opening.
             self.given.discard(worker)
-            return [*before, Tell(ask, self.number), *self._enough()]
+            return [*before, Tell(ask, self.number, self.done), *self._enough()]
         self.asks[worker] = ask
         self.given.add(worker)
         return [*before, *self._enough()]
+
+    def _refusal(self, ask: int) -> Refuse:
+        error = self.failure.error or f"{self.name!r} is not open; run it again"
+        return Refuse(ask, error, self.failure.kind)
 
     def _give_up(self, ask: int) -> list[Command]:
         worker = next((worker for worker, waiting in self.asks.items() if waiting == ask), None)
@@ -172,40 +235,65 @@ class Rounds:
         return [
             Refuse(
                 ask,
-                f"round {self.number} of {self.name!r} has not ended: {self.enough} gradients are enough for it, "
+                f"round {self.done} of {self.name!r} has not ended: {self.enough} gradients are enough for it, "
                 f"{', '.join(sorted(self.given)) or 'nobody'} gave one and {missing} did not",
                 "DeadlineExceeded",
             )
         ]
 
     def _left(self, worker: str, done: int | None) -> list[Command]:
-        if self.rounds is None:
-            self.left_early.add(worker)
-            return []
-        ask = self.asks.pop(worker, None)
-        if done is None:
+        self.taking_part.discard(worker)
+        self.untold.discard(worker)
+        if self.is_open and done is None:
             self.lost |= {worker} & self.workers
-        elif done >= self.number:
+        elif self.is_open and done is not None and done >= self.number:
             self.given.add(worker)
+        if self.rounds is None or (self.is_open and done is not None):
+            # A worker that leaves because an update failed is expected back.
+            self.left.add(worker)
         self.workers.discard(worker)
+        ask = self.asks.pop(worker, None)
         told = [] if ask is None else [Refuse(ask, f"{worker} has left {self.name!r}")]
         return [*told, *self._enough()]
 
-    def _updated(self, error: str) -> list[Command]:
+    def _updated(self, event: Updated) -> list[Command]:
+        self.is_updating = False
         asks, self.asks = self.asks, {}
-        if error:
-            self.error = f"the update of round {self.number} of {self.name!r} failed: {error}"
-            return [Refuse(ask, self.error) for ask in asks.values()]
         self.number += 1
         self.given.clear()
         self.lost.clear()
         self.enough = 0
-        told: list[Command] = [Tell(ask, self.number) for ask in asks.values()]
+        if event.error:
+            return self._fail(event, asks)
+        told: list[Command] = [Tell(ask, self.number, self.done) for ask in asks.values()]
+        self.is_open = not self.is_over
         # The round is open before anyone hears of it.
         return told if self.is_over else [OpenRound(self.number), *self._enough(), *told]
 
+    def _fail(self, event: Updated, asks: Mapping[str, int]) -> list[Command]:
+        self.failed += 1
+        error = (
+            f"the update of round {self.done} of {self.name!r} failed: {event.error}\n"
+            "  run it again under this name, and it goes on with this round"
+        )
+        self.failure = Updated(error, event.kind)
+        self.is_open = False
+        self.untold = self.taking_part - {*asks}
+        return [self._refusal(ask) for ask in asks.values()]
+
+    def _rest(self) -> list[Command]:
+        if self.taking_part or self.is_updating or self.given or not self.is_held:
+            return []
+        self.is_open = self.is_held = False
+        self.lost.clear()
+        self.enough = 0
+        if self.is_over:
+            self.workers.clear()
+            self.left.clear()
+        return [Rest()]
+
     def _enough(self) -> list[Command]:
-        if self.is_over or self.error:
+        if self.is_over or not self.is_open:
             return []
         all_gave = self.workers <= self.given
         can_come = self.given if all_gave else self.workers | self.given | self.lost

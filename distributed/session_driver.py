@@ -90,9 +90,11 @@ class SessionDriver:
         self._name = name
         self._clock = clock
         self._settings = settings or SessionSettings()
+        #: What tells this process from all others that join under the name.
+        self.process = secrets.token_hex(8)
         self._session = CoordinatorSession(
             who=f"the coordinator at {address}",
-            incarnation=secrets.token_hex(8),
+            incarnation=self.process,
             settings=self._settings,
             seed=secrets.randbits(64),
         )

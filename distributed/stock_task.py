@@ -51,6 +51,7 @@ class StockTask:
         self.server = TaskServer(
             task,
             transport,
+            process=self.client.process,
             address=address,
             recorder=recorder,
             flights=self.flights,

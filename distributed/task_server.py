@@ -55,9 +55,9 @@ from dflow.distributed.messages import (
     ReadVariable,
     Registered,
     RegisterPlan,
+    ReleasePlan,
     ResourceCreated,
     Roster,
-    RoundsAgreed,
     RunPlan,
     StartTrace,
     StopTrace,
@@ -132,6 +132,7 @@ class TaskStatistics:
 class TaskServer:
     """The task `name`, listening at `address` from construction on.
 
+    process          identity of this process; state that the coordinator placed on another one is not created here
     pool, deadlines  where its work is done and its waits end, instead of on threads of its own
     recorder         what keeps its newest events
     flights          what writes them down when a wait has lasted too long, and is asked to
@@ -145,6 +146,7 @@ class TaskServer:
         name: str,
         transport: Transport,
         *,
+        process: str = "",
         store: Store | None = None,
         address: str = LOCAL_ADDRESS,
         settings: TaskSettings | None = None,
@@ -155,7 +157,7 @@ class TaskServer:
         on_stall: Callable[[str], None] = lambda why: None,
         described: Callable[[str], str] = short_task_name,
     ) -> None:
-        self.name = name
+        self.name, self._process = name, process
         self._flights, self._on_stall = flights, on_stall
         self.recorder = recorder or Recorder()
         self.store = store or Store()
@@ -266,6 +268,10 @@ class TaskServer:
         """Keep a plan of this task's own; returns its handle. Raises WireError if plan and programs do not fit."""
         return self._plans.add(plan, programs)
 
+    def release(self, handle: int) -> None:
+        """Undo one registration of a plan, and drop the plan with the last."""
+        self._plans.release(handle)
+
     def run(self, handle: int, step: StepId, feeds: Sequence[Any], on_done: Callable[[Outcome], None]) -> None:
         """Run a registered plan as this task's part of `step`; `on_done` is called once, from any thread.
 
@@ -297,9 +303,10 @@ class TaskServer:
         for task, info in gone.items():
             # The rest has been given up before, and nothing came of it since.
             if task != self.name and (task in before or not self._channel.has_left(task)):
-                self.task_left(task, info.left or "it said no reason")
+                self.task_left(task, info.left or "no reason given")
         # After the cancelled steps of those who left were answered, over connections that end here.
-        self._peers.set_addresses({task: info.address for task, info in live.items()})
+        left = {task: info.left or "no reason given" for task, info in gone.items()}
+        self._peers.set_addresses({task: info.address for task, info in live.items()}, left)
         if self.name in live:
             self._peers.set_life(live[self.name].life)
         for task, info in live.items():
@@ -381,6 +388,8 @@ class TaskServer:
             case CancelStep():
                 _refuse_for_another(peer, message)
                 self._cancel_as_told(message)
+            case ReleasePlan(handle):
+                self.release(handle)
             case _:
                 raise NotImplementedError(f"{type(message).__name__} is a request; use `call`")
 
@@ -445,9 +454,10 @@ class TaskServer:
                 self.store.write(name, _on_device(dtype, shape, payload))
                 return Ok(), _NOTHING
             case CreateResource():
+                self._refuse_for_another_process(message.name, message.process)
                 return ResourceCreated(self._resources.create(message)), _NOTHING
             case ProposeRounds():
-                return RoundsAgreed(self._rounds.agree(message)), _NOTHING
+                return self._rounds.agree(message), _NOTHING
             case OpenRounds():
                 self._rounds.open(message, payload)
                 return Ok(), _NOTHING
@@ -470,7 +480,16 @@ class TaskServer:
         else:
             self._resources.forget(message.key, message.reason, message.remedy)
 
+    def _refuse_for_another_process(self, name: str, process: str) -> None:
+        """Raise TaskLost when the coordinator placed `name` on another process of this task."""
+        if process not in ("", self._process):
+            raise TaskLost(
+                f"{name!r} is placed on an earlier process of {short_task_name(self.name)}, which has been started "
+                "again since\n  start the whole cluster again: what a parameter task held is not restored yet"
+            )
+
     def _create(self, message: CreateVariable, payload: memoryview) -> bool:
+        self._refuse_for_another_process(message.name, message.process)
         make: Callable[[], jax.Array]
         if message.program:
             make = partial(_initial_value, message.name, payload)
@@ -492,6 +511,7 @@ _SPEAKERS: Mapping[type[AnyMessage], str] = {
     RunPlan: "origin",
     CancelStep: "origin",
     CallResource: "origin",
+    ProposeRounds: "worker",
     NextRound: "worker",
     LeaveRounds: "worker",
 }

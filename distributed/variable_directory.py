@@ -1,4 +1,4 @@
-"""Which task holds which variable, queue or accumulator, decided once per name.
+"""The task that holds each variable, queue or accumulator, and the task's process, decided once per name.
 
 Invariants:
 - a name is placed once; every later asker with the same dtype and shape gets the same task;
@@ -6,18 +6,22 @@ Invariants:
   requests in the same order give the same placement;
 - `near` overrides the spreading: the variable shares the task of the one named, and its bytes count there; so does a
   stated task;
-- a name that was given up is free.
+- an abandoned name is free;
+- the state of a process is lost when another process joins under its task's name: each later request for it is refused
+  until the name is abandoned, since the new process would create it from its initial value.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
+from typing import Protocol
 
 import msgspec
 
 from dflow.distributed.durable_records import DurableRecords
 from dflow.distributed.messages import Failure, Placed, PlaceVariable, VariableInfo
+from dflow.tracing.task_name import short_task_name
 
 
 class _Placement(msgspec.Struct, frozen=True):
@@ -27,16 +31,31 @@ class _Placement(msgspec.Struct, frozen=True):
     info: VariableInfo
 
 
+class Processes(Protocol):
+    """The processes of the tasks; see `Membership`."""
+
+    def process(self, task: str) -> str:
+        """The process of a live task; empty when the task is not there."""
+        ...
+
+    def end_of_process(self, task: str, process: str) -> str:
+        """When and why a process of the task left last; empty when it is there, or its end is no longer known."""
+        ...
+
+
 class VariableDirectory:
     """The placed variables of one cluster, which last as `records`."""
 
-    def __init__(self, records: DurableRecords | None = None) -> None:
+    def __init__(self, processes: Processes, records: DurableRecords | None = None) -> None:
+        self._processes = processes
         self._records = records or DurableRecords()
-        self._placed: dict[str, VariableInfo] = {}
+        self._placements: dict[str, _Placement] = {}
         self._load_bytes: Counter[str] = Counter()
+        #: Names placed on a task that has not joined yet, by task.
+        self._before_joining: defaultdict[str, list[str]] = defaultdict(list)
         known = [placement for _, placement in self._records.load(_PLACED, _Placement)]
         for placement in sorted(known, key=lambda placement: placement.number):
-            self._add(placement.info)
+            self._add(placement)
         self._next_number = 1 + max((placement.number for placement in known), default=-1)
 
     def place(self, request: PlaceVariable, tasks: Sequence[str], jobs: Sequence[str]) -> Placed | Failure:
@@ -44,47 +63,69 @@ class VariableDirectory:
 
         `tasks`  those of `request.job` that may hold it, by index
         `jobs`   the jobs there are, for the error
-        Answers with Failure of kind VariableError when the name has another type or `near` is unknown, and of kind
-        DeviceError when there is no task to place it on, or it is on another than the one stated.
+        Answers with Failure of kind VariableError when the name has another type or `near` is unknown, of kind
+        DeviceError when there is no task to place it on, or it is on another than the one stated, and of kind TaskLost
+        when the process that held it, or the variable `near`, has left.
         """
-        known = self._placed.get(request.name)
+        known = self._placements.get(request.name)
         if known is not None:
-            return self._found(known, request)
-        if request.near and request.near not in self._placed:
+            return self._found(known.info, request)
+        near = self._placements.get(request.near)
+        if request.near and near is None:
             return Failure("VariableError", _NEAR_UNKNOWN.format(what=_what(request), near=request.near))
+        if near is not None and (lost := self._loss(near.info)):
+            return Failure("TaskLost", lost)
         if not request.near and not tasks:
             there = ", ".join(jobs) if jobs else "none"
             return Failure("DeviceError", _NO_TASKS.format(what=_what(request), job=request.job, jobs=there))
         if request.on and request.on not in tasks:
             there = ", ".join(tasks)
             return Failure("DeviceError", _NOT_THERE.format(what=_what(request), task=request.on, tasks=there))
-        task = request.on or self._near(request) or min(tasks, key=lambda t: self._load_bytes[t])
-        info = VariableInfo(request.name, request.dtype, request.shape, request.size_bytes, task, request.kind)
-        self._records.put(_PLACED + info.name, _Placement(self._next_number, info))
+        task = request.on or (near.info.task if near else "") or min(tasks, key=lambda t: self._load_bytes[t])
+        process = self._processes.process(task)
+        info = VariableInfo(request.name, request.dtype, request.shape, request.size_bytes, task, request.kind, process)
+        placement = _Placement(self._next_number, info)
+        self._records.put(_PLACED + info.name, placement)
         self._next_number += 1
-        self._add(info)
-        return Placed(task)
+        self._add(placement)
+        return Placed(task, process)
+
+    def joined(self, task: str) -> None:
+        """Note that a task has joined; its first process is the holder of everything placed on the task before."""
+        for name in self._before_joining.pop(task, ()):
+            placement = self._placements.get(name)
+            if placement is not None and (placement.info.task, placement.info.process) == (task, ""):
+                info = msgspec.structs.replace(placement.info, process=self._processes.process(task))
+                self._placements[name] = bound = msgspec.structs.replace(placement, info=info)
+                self._records.put(_PLACED + name, bound)
 
     def give_up(self, name: str) -> None:
         """What had this name is gone; nothing happens when nothing had."""
-        info = self._placed.pop(name, None)
-        if info is not None:
-            self._load_bytes[info.task] -= info.size_bytes
+        placement = self._placements.pop(name, None)
+        if placement is not None:
+            self._load_bytes[placement.info.task] -= placement.info.size_bytes
             self._records.drop(_PLACED + name)
 
-    def _near(self, request: PlaceVariable) -> str:
-        return self._placed[request.near].task if request.near else ""
-
-    def _add(self, info: VariableInfo) -> None:
-        self._placed[info.name] = info
+    def _add(self, placement: _Placement) -> None:
+        info = placement.info
+        self._placements[info.name] = placement
         self._load_bytes[info.task] += info.size_bytes
+        if not info.process:
+            self._before_joining[info.task].append(info.name)
 
     def variables(self) -> tuple[VariableInfo, ...]:
         """Every placed variable, in order of placement."""
-        return tuple(self._placed.values())
+        return tuple(placement.info for placement in self._placements.values())
 
-    @staticmethod
-    def _found(known: VariableInfo, request: PlaceVariable) -> Placed | Failure:
+    def _loss(self, known: VariableInfo) -> str:
+        """Return the error for a variable whose process has left; empty while the process is there."""
+        now = self._processes.process(known.task)
+        if known.process in ("", now):
+            return ""
+        end = self._processes.end_of_process(known.task, known.process)
+        return lost_text([_what(known)], known.task, end, is_replaced=bool(now))
+
+    def _found(self, known: VariableInfo, request: PlaceVariable) -> Placed | Failure:
         if (known.kind, known.dtype, known.shape) != (request.kind, request.dtype, request.shape):
             return Failure(
                 "VariableError",
@@ -97,7 +138,28 @@ class VariableDirectory:
                 f"{_what(known)} is on {known.task} and was asked for on {request.on}; say the same place in each "
                 "process",
             )
-        return Placed(known.task)
+        lost = self._loss(known)
+        return Failure("TaskLost", lost) if lost else Placed(known.task, known.process)
+
+
+def lost_text(names: Sequence[str], task: str, end: str, *, is_replaced: bool) -> str:
+    """Return the error for variables that a process of `task` held, which has left.
+
+    `end`          when and why it left, or empty
+    `is_replaced`  whether another process has joined as the task
+    """
+    holder, verb, them = short_task_name(task), *(("is", "it") if len(names) == 1 else ("are", "them"))
+    left = end or f"the process of {holder} that held {them} has left"
+    if not is_replaced:
+        return f"{_listed(names)} {verb} on {holder}, which is not there: {left}"
+    return (
+        f"{_listed(names)} {verb} lost: {left}, and {holder} has been started again without {them}\n"
+        "  start the whole cluster again: what a parameter task held is not restored yet"
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:MOST_NAMED]) + (f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else "")
 
 
 def _what(one: VariableInfo | PlaceVariable) -> str:
@@ -109,6 +171,8 @@ def _type(one: VariableInfo | PlaceVariable) -> str:
     return f"{one.dtype}{list(one.shape)}" if one.kind == "variable" else one.dtype
 
 
+#: An error names at most this many lost variables.
+MOST_NAMED = 5
 _PLACED = "placed/"
 _NEAR_UNKNOWN = "{what} was to share the task of {near!r}, which is not placed; place {near!r} first"
 _NO_TASKS = (

@@ -83,7 +83,7 @@ class TransportClosed(DflowError, ConnectionError):
 
 
 class TaskLost(DflowError, ConnectionError):
-    """A task that a step or a wait needs has left the cluster; the message names it, when, and why."""
+    """A task that a step or a wait needs has left, or was started again empty; the message names it, when, and why."""
 
 
 class DeadlineExceeded(DflowError, TimeoutError):

@@ -24,7 +24,7 @@ import msgspec
 from dflow.distributed.codec import decode_message
 from dflow.distributed.simulation.faults import COORDINATOR
 from dflow.distributed.simulation.network import Network, Process
-from dflow.distributed.transport.base import Handler, Limits, Peer
+from dflow.distributed.transport.base import Handler, Limits, Peer, always_wanted
 from dflow.distributed.transport.exchange import Exchange, Frame, Kind
 from dflow.distributed.transport.session import Session
 from dflow.tracing.errors import DeadlineExceeded, TransportClosed, WireError
@@ -309,7 +309,16 @@ class SimulatedTransport:
         address = address or f"{process.host}#{process.life}.{len(process.listeners)}"
         return SimulatedListener(process, address, name, handler)
 
-    def connect(self, address: str, *, name: str, handler: Handler, who: str, timeout_s: float) -> Exchange:
+    def connect(
+        self,
+        address: str,
+        *,
+        name: str,
+        handler: Handler,
+        who: str,
+        timeout_s: float,
+        is_wanted: Callable[[], bool] = always_wanted,
+    ) -> Exchange:
         """Connect now or not at all: the script says when to try again.
 
         raises  DeadlineExceeded when what listens at `address` cannot be reached now

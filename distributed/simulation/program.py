@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from dflow.distributed.simulation.script import Script
 
-#: Steps over all tasks, claimed from the coordinator; synchronous training by rounds; a queue that all share.
-STEPS, ROUNDS, QUEUE = PROGRAMS = ("steps", "rounds", "queue")
+#: Steps over all tasks, claimed from the coordinator; synchronous training by rounds; a queue, and variables, that all
+#: share.
+STEPS, ROUNDS, QUEUE, VARIABLES = PROGRAMS = ("steps", "rounds", "queue", "variables")
 
 
 class Program(Protocol):

@@ -32,7 +32,7 @@ from dflow.distributed.simulation.script import Script, sleep
 from dflow.distributed.simulation.tasks import AGAIN_S, Member, Tasks, programs
 from dflow.lowering.plan import Call, Item, Plan, Recv, Send
 from dflow.lowering.program import Program
-from dflow.tracing.errors import DeadlineExceeded, DflowError, RemoteError
+from dflow.tracing.errors import DeadlineExceeded, DflowError
 
 #: How long the host lets a worker wait for a round, and how much longer the worker waits for that.
 ROUND_S = 12.0
@@ -44,24 +44,24 @@ PLACES = 2048
 
 @dataclass
 class _Gradient:
-    """What a worker gave in one round. `is_fresh` is what it was told of it, if it was told."""
+    """A worker's gradient for one opening; `is_fresh` is the accumulator's answer, None until it reaches the worker."""
 
     number: int
     worker: str
     run: str
-    round: int
+    opening: int
     is_fresh: bool | None = None
     sums: int = 0
 
 
 @dataclass
 class _RunSeen:
-    """One run as a life of its host has it: the attempts in each sum, and those in each update of each task."""
+    """One run in these lives of its tasks: the attempts in the sum of each opening, and the sums each task applied."""
 
     rounds: int
     wanted: int
-    sums: list[tuple[int, ...]] = field(default_factory=list)
-    updates: dict[str, list[tuple[int, ...]]] = field(default_factory=dict)
+    sums: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    updates: dict[str, list[int]] = field(default_factory=dict)
     #: Who has been told of a round and has never left, and who has: it may have come back, or not be missed.
     takes_part: set[str] = field(default_factory=set)
     left: set[str] = field(default_factory=set)
@@ -70,12 +70,13 @@ class _RunSeen:
 class RoundChecks:
     """What must hold of rounds; `require` notes what does not.
 
-    - `counted once`   a gradient is in one sum at most, once, and in that of its own round; its worker was told so;
+    - `counted once`   a gradient is in at most one sum, once, that of its opening, and its worker knows;
     - `first m`        a sum is of no more gradients than are wanted, and of fewer only when fewer workers take part;
     - `applied once`   each task applies the sums of a run once, in order;
-    - `later rounds`   who is done with a round is told of a later one;
+    - `later rounds`   a worker that has completed an opening gets a later one;
     - `the dead`       nobody waits for a worker that the host has long known to be gone, or when all have given;
-    - `none lost`      a run of which a worker is told that it is over has had all of its rounds, on all tasks.
+    - `none lost`      a run that is reported to be over has had all of its rounds, on all tasks; all other openings
+                       are ones whose update failed, which some tasks may have applied.
     """
 
     def __init__(self, require: Require, tasks: Sequence[str]) -> None:
@@ -89,30 +90,30 @@ class RoundChecks:
         """A worker opens a run."""
         self._runs.setdefault(run, _RunSeen(rounds, wanted))
 
-    def gives(self, worker: str, run: str, round: int) -> _Gradient:
+    def gives(self, worker: str, run: str, opening: int) -> _Gradient:
         """A worker is about to give a gradient."""
-        gradient = _Gradient(len(self._gradients), worker, run, round)
+        gradient = _Gradient(len(self._gradients), worker, run, opening)
         self._gradients.append(gradient)
         return gradient
 
-    def told(self, run: str, worker: str, done: int, round: int) -> None:
-        """The host has told a worker that is done with one round which one is open."""
-        seen = self._runs[run]
-        text = f"{worker} is done with round {done} of {run} and told of round {round}"
-        self._require(round > done, "later rounds", text)
+    def told(self, run: str, worker: str, done: int, opening: RoundOpen) -> None:
+        """The host has answered a worker that completed one opening with another."""
+        seen, number = self._runs[run], opening.number
+        text = f"{worker} has completed opening {done} of {run} and gets {number}"
+        self._require(number > done, "later rounds", text)
         if worker not in seen.left:
             seen.takes_part.add(worker)
-        if round >= seen.rounds:
-            text = f"{worker} is told that {run} is over, and it had {len(seen.sums)} of {seen.rounds} rounds"
-            self._require(len(seen.sums) == seen.rounds, "none lost", text)
-            for task in self._tasks:
-                text = f"{worker} is told that {run} is over, and {task} did not apply all of its sums"
-                self._require(len(seen.updates.get(task, ())) == seen.rounds, "none lost", text)
+        text = f"{worker} gets opening {number} of {run} after {opening.done} rounds, and there were"
+        # Until the run is over, more openings may follow while the answer is on its way.
+        most = number if opening.done >= seen.rounds else len(seen.sums)
+        self._require(opening.done <= len(seen.sums) <= most, "none lost", f"{text} {len(seen.sums)} sums")
+        for task in self._tasks:
+            applied = len(seen.updates.get(task, ()))
+            self._require(opening.done <= applied <= most, "none lost", f"{text} {applied} updates of {task}")
 
-    def overdue(self, run: str, worker: str, error: str, asked_s: float) -> None:
-        """The host has let a worker wait since then, and says for whom."""
-        sums = len(self._runs[run].sums)
-        is_vain = f"round {sums} of" in error and "and none did not" in error
+    def overdue(self, run: str, worker: str, done: int, error: str, asked_s: float) -> None:
+        """The host has let a worker wait that completed an opening, and its error names the missing workers."""
+        is_vain = done not in self._runs[run].sums and "and none did not" in error
         self._require(not is_vain, "the dead", f"all have given, and {worker} waits: {error}")
         _, _, missing = error.partition("gave one and ")
         for name, since_s in self._gone.items():
@@ -137,36 +138,39 @@ class RoundChecks:
     def summed(self, run: str, total: Any) -> None:
         """The host has taken a sum, and is about to apply it."""
         seen, total = self._runs[run], np.asarray(total)
-        number, numbers = len(seen.sums), _places(total)
+        numbers = _places(total)
+        number = self._gradients[numbers[0]].opening
+        self._require(number not in seen.sums, "counted once", f"opening {number} of {run} has a second sum")
         for place in numbers:
             gradient = self._gradients[place]
             gradient.sums += 1
-            text = f"the gradient of {gradient.worker} of round {gradient.round} of {gradient.run}"
+            text = f"the gradient of {gradient.worker} for opening {gradient.opening} of {gradient.run}"
             self._require(gradient.sums == 1, "counted once", f"{text} is in a second sum")
             self._require(total[place] == 1, "counted once", f"{text} is in a sum {total[place]} times")
-            is_of_it = (gradient.run, gradient.round) == (run, number)
-            self._require(is_of_it, "counted once", f"{text} is in the sum of round {number} of {run}")
+            is_of_it = (gradient.run, gradient.opening) == (run, number)
+            self._require(is_of_it, "counted once", f"{text} is in the sum of opening {number} of {run}")
             self._require(gradient.is_fresh is not False, "counted once", f"{text} is in its sum and was called stale")
-        text = f"round {number} of {run} has {len(numbers)} gradients, {seen.wanted} are wanted"
+        text = f"opening {number} of {run} has {len(numbers)} gradients, {seen.wanted} are wanted"
         self._require(len(numbers) <= seen.wanted, "first m", text)
         least = max(1, min(seen.wanted, len(seen.takes_part)))
         self._require(len(numbers) >= least, "first m", f"{text}, and {sorted(seen.takes_part)} take part")
-        seen.sums.append(numbers)
+        seen.sums[number] = numbers
 
     def updated(self, run: str, task: str, total: Any) -> None:
         """A task applies a sum."""
         seen, numbers = self._runs[run], _places(total)
-        updates = seen.updates.setdefault(task, [])
-        text = f"{task} applies a sum of {numbers} as update {len(updates)} of {run}"
-        self._require(seen.sums[len(updates) : len(updates) + 1] == [numbers], "applied once", text)
-        updates.append(numbers)
+        updates, number = seen.updates.setdefault(task, []), self._gradients[numbers[0]].opening
+        text = f"{task} applies a sum of {numbers} of opening {number} of {run} after those of {updates}"
+        is_next = seen.sums.get(number) == numbers and number > (updates[-1] if updates else -1)
+        self._require(is_next, "applied once", text)
+        updates.append(number)
 
     def end(self) -> None:
         """Nothing more is to happen."""
         for gradient in self._gradients:
             sums = self._runs[gradient.run].sums
-            text = f"the gradient of {gradient.worker} of round {gradient.round} of {gradient.run}"
-            is_there = gradient.sums == 1 or gradient.round >= len(sums) or not gradient.is_fresh
+            text = f"the gradient of {gradient.worker} for opening {gradient.opening} of {gradient.run}"
+            is_there = gradient.sums == 1 or gradient.opening not in sums or not gradient.is_fresh
             self._require(is_there, "counted once", f"{text} was called fresh and is in no sum")
 
 
@@ -183,21 +187,15 @@ class RoundsWorker:
         self._done = -1
 
     def script(self) -> Script:
-        """Join, take part in one run after another until one is over, and leave."""
+        """Join, take part in the run of the tasks' present lives until a run is over, and leave."""
         yield from self._member.join()
-        failed = 0
         while not self.is_complete:
             run = ""
             try:
-                life = self._tasks.life_of(self._host)
-                run = f"run {failed} on {self._host} in life {life}"
+                # State is lost with the life of its task, so that a user begins again, from a checkpoint.
+                run = f"run of {', '.join(f'{host} in life {self._tasks.life_of(host)}' for host in self._ps)}"
                 yield from self._take_part(run)
                 self.is_complete = True
-            except RemoteError as error:
-                # As a user begins again from what was saved.
-                self._member.say(f"sees {run} fail: {error}")
-                failed += "the update of round" in str(error)
-                yield sleep(AGAIN_S)
             except DflowError as error:
                 self._member.say(f"failed: {type(error).__name__}: {error}")
                 yield sleep(AGAIN_S)
@@ -209,23 +207,26 @@ class RoundsWorker:
 
     def _take_part(self, run: str) -> Script:
         self._done = -1
-        agreed = yield self._ask(ProposeRounds(run, self._wanted))
-        wanted = _expected(agreed, RoundsAgreed).wanted
+        proposal = ProposeRounds(run, self._member.name, self._rounds, self._wanted, run)
+        agreed = _expected((yield self._ask(proposal)), RoundsAgreed)
+        if agreed.is_over:
+            return
+        wanted, accumulator = agreed.wanted, agreed.accumulator
         settings = AccumulatorInfo("sum", wanted)
-        yield self._ask(CreateResource(run, f"accumulator<i32[{PLACES}]>", settings))
+        yield self._ask(CreateResource(accumulator, f"accumulator<i32[{PLACES}]>", settings))
         names = {host: name_of(host) for host in self._ps}
         made = partial(update_plans, names, partial(self._checks.summed, run), partial(self._checks.updated, run))
         handles = self._tasks.handles(run, self._ps, made)
         workers = self._tasks.live_workers(self._member)
         self._checks.opened(run, self._rounds, wanted)
-        yield self._ask(OpenRounds(run, self._rounds, wanted, workers, run, dict(handles)))
-        number = yield from self._next(run)
-        while number < self._rounds:
+        yield self._ask(OpenRounds(run, self._rounds, wanted, workers, accumulator, dict(handles)))
+        opening = yield from self._next(run)
+        while opening.done < self._rounds:
             yield sleep(COMPUTE_S)
-            yield from self._give(run, number)
-            self._done = number
+            yield from self._give(run, accumulator, opening.number)
+            self._done = opening.number
             self._data -= 1
-            number = yield from self._next(run)
+            opening = yield from self._next(run)
             if self._data == 0:
                 self._member.say("has no more data")
                 return
@@ -236,21 +237,21 @@ class RoundsWorker:
 
         def told(reply: Any) -> None:
             if isinstance(reply, DeadlineExceeded):
-                self._checks.overdue(run, self._who, str(reply), asked_s)
+                self._checks.overdue(run, self._who, self._done, str(reply), asked_s)
 
         reply = yield self._member.ask(self._host, message, on_reply=told, timeout_s=ROUND_S + REQUEST_S)
-        number = int(_expected(reply, RoundOpen).number)
-        self._checks.told(run, self._who, self._done, number)
-        self._member.say(f"is told of round {number}")
-        return number
+        opening = _expected(reply, RoundOpen)
+        self._checks.told(run, self._who, self._done, opening)
+        self._member.say(f"gets opening {opening.number} after {opening.done} rounds")
+        return opening
 
-    def _give(self, run: str, number: int) -> Script:
+    def _give(self, run: str, accumulator: str, number: int) -> Script:
         gradient = self._checks.gives(str(self._member.process), run, number)
         one = np.zeros(PLACES, np.int32)
         one[gradient.number] = 1
         infos, payload = encode_arrays([one, np.asarray(number, np.int32)])
         step = next(self._member.numbers)
-        message = CallResource(run, "accumulator.apply", self._member.name, step, infos, timeout_s=REQUEST_S)
+        message = CallResource(accumulator, "accumulator.apply", self._member.name, step, infos, timeout_s=REQUEST_S)
 
         def told(reply: Any) -> None:
             if not isinstance(reply, BaseException):
@@ -259,7 +260,7 @@ class RoundsWorker:
 
         yield self._member.ask(self._host, message, payload, on_reply=told, timeout_s=REQUEST_S)
         said = "counts" if gradient.is_fresh else "came too late"
-        self._member.say(f"gave gradient {gradient.number} in round {number}, which {said}")
+        self._member.say(f"gave gradient {gradient.number} for opening {number}, which {said}")
 
     def _leave(self, run: str) -> Script:
         try:

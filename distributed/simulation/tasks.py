@@ -48,6 +48,7 @@ class Member:
         self.server = TaskServer(
             self.name,
             transport,
+            process=str(process),
             address="",
             settings=TaskSettings(wait_timeout_s=WAIT_S),
             pool=SimulatedPool(process),

@@ -28,6 +28,7 @@ from dflow.distributed.simulation.queue_program import QueueChecks, QueueWorker,
 from dflow.distributed.simulation.rounds_program import RoundChecks, RoundsWorker
 from dflow.distributed.simulation.script import Running
 from dflow.distributed.simulation.tasks import AGAIN_S, Member, Tasks
+from dflow.distributed.simulation.variables_program import VariableChecks, VariablesWorker
 from dflow.distributed.simulation.worker import Worker
 from dflow.lowering.timers import timers_started_by
 
@@ -46,7 +47,7 @@ QUIET_S = 30.0
 class Schedule:
     """What is simulated; the same value gives the same events. `faults` None draws them from the seed.
 
-    `program`  what the workers do, of `PROGRAMS`; `steps` are rounds, or what each does with the queue, in others
+    `program`  what the workers do, of `PROGRAMS`; `steps` are rounds, or what each does with the queue or variables
     """
 
     seed: int
@@ -119,6 +120,7 @@ class _World:
         self.checks = Checks(ps, schedule.steps if schedule.program == STEPS else 0)
         self._round_checks = RoundChecks(self.checks.require, ps)
         self._queue_checks = QueueChecks(self.checks.require)
+        self._variable_checks = VariableChecks(self.checks.require)
         self._first_ps = ps[0]
         self._faults = schedule.script
         self._network = Network(self.events, schedule.seed, self._faults)
@@ -289,6 +291,9 @@ class _World:
             case "queue":
                 ops = 2 * schedule.steps
                 return QueueWorker(member, self._tasks, self._queue_checks, ps[0], ops, str(schedule.seed))
+            case "variables":
+                ops = 3 * schedule.steps
+                return VariablesWorker(member, self._tasks, self._variable_checks, ops, str(schedule.seed))
             case _:
                 return Worker(member, self._tasks, self.checks, schedule.steps, ps)
 

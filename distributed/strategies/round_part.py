@@ -7,6 +7,7 @@ accumulator, tagged by the round.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import logging
 import time
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +27,7 @@ from dflow.distributed.messages import (
     LeaveRounds,
     NextRound,
     OpenRounds,
+    Placed,
     ProposeRounds,
     RoundOpen,
     RoundsAgreed,
@@ -74,7 +77,7 @@ class Tasks(Protocol):
         """The tasks of this one's job that are alive or yet to come, and how many there are with those that left."""
         ...
 
-    def place_resource(self, name: str, kind: str, said: str, size_bytes: int, *, job: str, on: str) -> str:
+    def place_resource(self, name: str, kind: str, said: str, size_bytes: int, *, job: str, on: str) -> Placed:
         """The task that holds, or shall hold, what has this name."""
         ...
 
@@ -100,20 +103,40 @@ class Part:
 
     def __init__(self, cluster: Tasks, run: str, job: str) -> None:
         self._cluster, self._run, self._job = cluster, run, job
-        self._host = cluster.place_resource(f"{run}/rounds", "run", "synchronous training", 0, job=job, on="")
+        self._host = cluster.place_resource(f"{run}/rounds", "run", "synchronous training", 0, job=job, on="").task
 
-    def open(self, step: Callable[..., Any], batch: Any, steps: int, wanted: int) -> Gradients:
-        """Make the accumulator, and have the host apply what it gives; or find that another worker has."""
-        answer, _ = self._cluster.request(self._host, ProposeRounds(self._run, wanted))
-        wanted = expect(answer, RoundsAgreed, short_task_name(self._host)).wanted
-        found = _Found(f"{self._run}, looked at {next(_serials)}")
-        with applying(found):
-            stage = _traced(step, _arguments(batch))
-        optimizer, spec = found.only(step, *closed_parts(stage.jaxpr))
+    def open(self, step: Callable[..., Any], batch: Any, steps: int, wanted: int) -> Gradients | None:
+        """Open the run, or find it open; None when it is over."""
+        optimizer, spec = _looked_at(step, _arguments(batch))
         _refuse_own_variables(optimizer)
+        rows = jax.tree_util.tree_map(lambda part: _widened(part, wanted), spec, is_leaf=is_row_gradient)
+        # The name fixes the type and the task, so that later runs can use the accumulator again.
+        name = f"{optimizer.name}/gradients/{short_task_name(self._host)}/{_digest(rows, wanted)}"
+        message = ProposeRounds(self._run, self._cluster.task, steps, wanted, name)
+        answer, _ = self._cluster.request(self._host, message)
+        agreed = expect(answer, RoundsAgreed, short_task_name(self._host))
+        if agreed.is_over:
+            return None
+        gradients = self._gradients_for(optimizer, spec, agreed)
+        self._be_hosted(optimizer, gradients.accumulator, steps, agreed.wanted)
+        return gradients
+
+    def _gradients_for(self, optimizer: GivenOptimizer, spec: Any, agreed: RoundsAgreed) -> Gradients:
+        """Return the applier for the run's accumulator; an earlier run's, when there is one, has the step traced."""
+        kept = _kept.setdefault(optimizer, {})
+        known = kept.get(agreed.accumulator)
+        if known is not None:
+            known.renew()
+            return known
+        rows = jax.tree_util.tree_map(lambda part: _widened(part, agreed.wanted), spec, is_leaf=is_row_gradient)
         with self._cluster.parameter_servers(self._job), device(self._host):
-            rows = jax.tree_util.tree_map(lambda part: _widened(part, wanted), spec, is_leaf=is_row_gradient)
-            accumulator = ConditionalAccumulator(rows, name=f"{self._run}/gradients", limit=wanted)
+            accumulator = ConditionalAccumulator(rows, name=agreed.accumulator, limit=agreed.wanted)
+        return kept.setdefault(agreed.accumulator, Gradients(accumulator))
+
+    def _be_hosted(
+        self, optimizer: GivenOptimizer, accumulator: ConditionalAccumulator, steps: int, wanted: int
+    ) -> None:
+        """Have the host apply what the accumulator gives; nothing changes when another worker has."""
         traced = trace(
             lambda *mean: optimizer.apply_mean(accumulator.structured(mean)), tuple(_arrays(accumulator)), {}
         )
@@ -130,10 +153,9 @@ class Part:
             infos[len(before) :],
         )
         self._cluster.request(self._host, message, payload)
-        return Gradients(self._run, accumulator)
 
-    def next(self, done: int) -> int:
-        """The number of the round that is open, after the one that this worker is `done` with."""
+    def next(self, done: int) -> RoundOpen:
+        """The opening after that which this worker is `done` with."""
         began_at, timeout_s = time.monotonic(), self._cluster.step_timeout_s
         wait_s = min(NOTICE_AFTER_S, timeout_s)
         while True:
@@ -147,10 +169,10 @@ class Part:
                 LOGGER.warning("%s waits, for %.0f s: %s", short_task_name(self._cluster.task), waited_s, whole)
                 wait_s = min(2 * wait_s, timeout_s - waited_s)
 
-    def _asked(self, done: int, wait_s: float) -> int:
+    def _asked(self, done: int, wait_s: float) -> RoundOpen:
         message = NextRound(self._run, self._cluster.task, done, wait_s)
         answer, _ = self._cluster.request_for(self._host, message, wait_s)
-        return expect(answer, RoundOpen, short_task_name(self._host)).number
+        return expect(answer, RoundOpen, short_task_name(self._host))
 
     def _yet_to_come(self) -> str:
         """Who is expected and has not joined, as the end of a message."""
@@ -198,25 +220,60 @@ class _Found:
         return optimizer, tree.unflatten(map(_by_rows, leaves, rows))
 
 
-class Gradients:
-    """Gives the gradients of steps to the accumulator, with the number of the round that this worker is in."""
+#: By step and types of its arguments: its optimizer, and the types of its gradients, which take a trace to find.
+_looks: WeakKeyDictionary[Any, dict[Any, tuple[GivenOptimizer, Any]]] = WeakKeyDictionary()
+#: By optimizer and name of the accumulator: the applier that gives it the gradients.
+_kept: WeakKeyDictionary[GivenOptimizer, dict[str, Gradients]] = WeakKeyDictionary()
 
-    def __init__(self, run: str, accumulator: ConditionalAccumulator) -> None:
-        self.name = f"{run} {next(_serials)}"
-        self._accumulator = accumulator
+
+def _looked_at(step: Callable[..., Any], arguments: Sequence[Any]) -> tuple[GivenOptimizer, Any]:
+    """The one optimizer of a step, and the types of the gradients that it is given."""
+    leaves, tree = jax.tree_util.tree_flatten(arguments)
+    key = tree, tuple(_kind(leaf) for leaf in leaves)
+    looks = _looks.setdefault(step, {})
+    if key not in looks:
+        found = _Found(f"looked at {next(_serials)}")
+        with applying(found):
+            stage = _traced(step, arguments)
+        looks[key] = found.only(step, *closed_parts(stage.jaxpr))
+    return looks[key]
+
+
+def _kind(leaf: Any) -> Any:
+    """Return the shape and dtype of an array, or the leaf itself: a trace depends on these."""
+    return (leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else leaf
+
+
+def _digest(spec: Any, wanted: int) -> str:
+    """Return a digest of an accumulator's type, the same in each process."""
+    leaves, tree = jax.tree_util.tree_flatten(spec)
+    said = [(str(leaf.dtype), tuple(leaf.shape)) for leaf in leaves]
+    return hashlib.sha256(repr((said, str(tree), wanted)).encode()).hexdigest()[:8]
+
+
+class Gradients:
+    """Gives the gradients of steps to the accumulator, with the number of the worker's present opening."""
+
+    def __init__(self, accumulator: ConditionalAccumulator) -> None:
+        self.name = f"{accumulator.name} {next(_serials)}"
+        self.accumulator = accumulator
         with home(default_home()):
-            self._round = Variable(lambda: jnp.zeros((), jnp.int32), name=f"{run}/round")
-            self._is_fresh = Variable(lambda: jnp.zeros((), bool), name=f"{run}/is fresh")
+            self._round = Variable(lambda: jnp.zeros((), jnp.int32), name=f"{self.name}/round")
+            self._is_fresh = Variable(lambda: jnp.zeros((), bool), name=f"{self.name}/is fresh")
+
+    def renew(self) -> None:
+        """Create the accumulator again, which its task frees at the end of each run."""
+        self.accumulator.home.create_resource(self.accumulator)
 
     def apply(self, optimizer: GivenOptimizer, gradients: Any) -> None:
         """Add them to the average of the round, unless they come too late."""
         tree: Any
         leaves, tree = jax.tree_util.tree_flatten(gradients, is_leaf=is_row_gradient)
-        fitting = map(_fitting, leaves, self._accumulator.type.components)
-        self._is_fresh.assign(self._accumulator.apply(tree.unflatten(fitting), self._round.read()))
+        fitting = map(_fitting, leaves, self.accumulator.type.components)
+        self._is_fresh.assign(self.accumulator.apply(tree.unflatten(fitting), self._round.read()))
 
     def call(self, step: Callable[..., Any], batch: Any, number: int) -> tuple[Any, bool]:
-        """What the step gives in a round, and whether its gradients are in the round's average."""
+        """What the step gives under the number of an opening, and whether its gradients are in the round's average."""
         self._round.assign(jnp.int32(number))
         with applying(self):
             outcome = step(*_arguments(batch))

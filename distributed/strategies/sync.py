@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from dflow.distributed.messages import RoundsDone
+from dflow.distributed.messages import RoundOpen, RoundsDone
 from dflow.distributed.strategies.async_ import Async, StepSource, first_not_finite, real_scalars, refuse_negative
 
 _runs = itertools.count()
@@ -27,19 +27,19 @@ class Stepping(Protocol):
     """Does steps whose gradients go to the average of a round."""
 
     def call(self, step: Callable[..., Any], batch: Any, number: int) -> tuple[Any, bool]:
-        """What the step gives in a round, and whether its gradients are in the round's average."""
+        """What the step gives under the number of an opening, and whether its gradients are in the round's average."""
         ...
 
 
 class TakesPart(Protocol):
     """A worker's part in a run; see `round_part.Part`."""
 
-    def open(self, step: Callable[..., Any], batch: Any, steps: int, wanted: int) -> Stepping:
-        """Begin the run, or find that another worker has."""
+    def open(self, step: Callable[..., Any], batch: Any, steps: int, wanted: int) -> Stepping | None:
+        """Open the run, or find it open; None when it is over."""
         ...
 
-    def next(self, done: int) -> int:
-        """The number of the round that is open, after the one that this worker is `done` with."""
+    def next(self, done: int) -> RoundOpen:
+        """The opening after that which this worker is `done` with."""
         ...
 
     def leave(self, done: int) -> None:
@@ -118,18 +118,20 @@ class Sync:
             if batch is _END:
                 return
             gradients = part.open(step, batch, steps, self._wanted)
-            number = part.next(done)
-            while number < steps:
+            if gradients is None:
+                return
+            opening = part.next(done)
+            while opening.done < steps:
                 started = time.perf_counter()
-                outcome, is_fresh = gradients.call(step, batch, number)
-                step_s, done = time.perf_counter() - started, number
+                outcome, is_fresh = gradients.call(step, batch, opening.number)
+                step_s, done = time.perf_counter() - started, opening.number
                 self.accepted += is_fresh
                 self.dropped += not is_fresh
-                progress.note(number + 1, step_s, real_scalars(outcome), not is_fresh)
+                progress.note(opening.done + 1, step_s, real_scalars(outcome), not is_fresh)
                 yield outcome
                 batch = batch if self._requeue and not is_fresh else next(supply, _END)
                 # Also when there is no more: who reads the variables after the loop finds this round's update in them.
-                number = part.next(done)
+                opening = part.next(done)
                 if batch is _END:
                     return
         finally:

@@ -177,6 +177,11 @@ class Listener(Protocol):
         ...
 
 
+def always_wanted() -> bool:
+    """Yes: a connection is tried until its deadline."""
+    return True
+
+
 class Transport(Protocol):
     """A way to reach other tasks."""
 
@@ -187,11 +192,21 @@ class Transport(Protocol):
         """
         ...
 
-    def connect(self, address: str, *, name: str, handler: Handler, who: str, timeout_s: float) -> Peer:
+    def connect(
+        self,
+        address: str,
+        *,
+        name: str,
+        handler: Handler,
+        who: str,
+        timeout_s: float,
+        is_wanted: Callable[[], bool] = always_wanted,
+    ) -> Peer:
         """Connect as `name`, retrying until the deadline; `who` says in errors whom this should reach.
 
-        raises  SecurityError if the address may not be used; WireError if the other side speaks another protocol;
-                DeadlineExceeded naming `who`, the address and the time
+        `is_wanted`  asked between attempts; once it says no, the last attempt's error is raised without waiting longer
+        raises       SecurityError if the address may not be used; WireError if the other side speaks another protocol;
+                     DeadlineExceeded naming `who`, the address and the time
         """
         ...
 

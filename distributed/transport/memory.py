@@ -11,13 +11,17 @@ import contextlib
 import queue
 import threading
 import time
+from collections.abc import Callable
 
 import msgspec
 
-from dflow.distributed.transport.base import MIN_ALIGNED_BYTES, Handler, Limits
+from dflow.distributed.transport.base import MIN_ALIGNED_BYTES, Handler, Limits, always_wanted
 from dflow.distributed.transport.buffers import RECEIVED
 from dflow.distributed.transport.exchange import LOGGER, Exchange, Frame, become_reader
 from dflow.tracing.errors import DeadlineExceeded, TransportClosed, WireError
+
+#: How often one that connects looks whether that is still wanted.
+_LOOK_S = 0.02
 
 
 class MemoryNetwork:
@@ -42,12 +46,22 @@ class MemoryNetwork:
             self._changed.notify_all()
         return listener
 
-    def connect(self, address: str, *, name: str, handler: Handler, who: str, timeout_s: float) -> Exchange:
+    def connect(
+        self,
+        address: str,
+        *,
+        name: str,
+        handler: Handler,
+        who: str,
+        timeout_s: float,
+        is_wanted: Callable[[], bool] = always_wanted,
+    ) -> Exchange:
         """Connect to the listener at `address`, waiting for it to appear; see `base.Transport.connect`."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
             while (listener := self._listeners.get(address)) is None:
-                if not self._changed.wait(deadline - time.monotonic()):
+                left_s = deadline - time.monotonic()
+                if not self._changed.wait(min(left_s, _LOOK_S)) and (left_s <= _LOOK_S or not is_wanted()):
                     raise DeadlineExceeded(
                         f"{who} at {address} could not be reached within {timeout_s:g} s: nothing listens there; "
                         "check that it runs and that the address is right"

@@ -13,12 +13,12 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dflow.distributed.messages import Hello
 from dflow.distributed.transport.addresses import Address, Endpoints, UnixAddress, parse_endpoints
-from dflow.distributed.transport.base import Handler, Limits
+from dflow.distributed.transport.base import Handler, Limits, always_wanted
 from dflow.distributed.transport.connection import Connection, Renewed
 from dflow.distributed.transport.exchange import Exchange
 from dflow.distributed.transport.families import Bound, bind, dial, send_at_once
@@ -34,6 +34,8 @@ from dflow.tracing.errors import DeadlineExceeded, SecurityError, TransportClose
 
 _FIRST_RETRY_S = 0.02
 _LONGEST_RETRY_S = 0.5
+#: Of one attempt at a host that does not answer at all, after which the next is made.
+_DIAL_S = 3.0
 
 
 class SocketTransport:
@@ -61,7 +63,16 @@ class SocketTransport:
             raise
         return SocketListener(bounds, name, handler, self._limits, self._security, self._reactor)
 
-    def connect(self, address: str, *, name: str, handler: Handler, who: str, timeout_s: float) -> Exchange:
+    def connect(
+        self,
+        address: str,
+        *,
+        name: str,
+        handler: Handler,
+        who: str,
+        timeout_s: float,
+        is_wanted: Callable[[], bool] = always_wanted,
+    ) -> Exchange:
         """Connect to `address`, retrying while nothing answers there; see `base.Transport.connect`."""
         give_way()
         places = _ways_from_here(parse_endpoints(address))
@@ -76,7 +87,7 @@ class SocketTransport:
             except (WireError, SecurityError) as error:
                 raise type(error)(f"{who} at {address} cannot be spoken to: {error}") from error
             except (OSError, TransportClosed, DeadlineExceeded) as error:
-                if time.monotonic() + retry_s >= deadline:
+                if time.monotonic() + retry_s >= deadline or not is_wanted():
                     raise DeadlineExceeded(
                         f"{who} at {address} could not be reached within {timeout_s:g} s: {_reason(error)}"
                         f"{_remedy(error)}"
@@ -115,7 +126,7 @@ class _Way:
     def greet(self, hello: Hello, timeout_s: float) -> tuple[Secured, Hello, SharedMemory | None]:
         """A stream over which both sides have said `Hello`, and the memory they have agreed to share."""
         deadline = Deadline.after(min(timeout_s, self.limits.hello_timeout_s))
-        sock = dial(self.place, timeout_s)
+        sock = dial(self.place, min(timeout_s, _DIAL_S))
         try:
             send_at_once(sock)
             secured = self.security.secure_client(sock, self.place, deadline.left_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -37,6 +38,7 @@ from dflow.tracing.errors import (
 )
 from dflow.tracing.task_name import short_task_name
 from dflow.tracing.updates import ASSIGNS, KINDS
+from tests.distributed.waiting import until
 
 HERE = Path(__file__).name
 DEADLINE_S = 60.0
@@ -254,6 +256,27 @@ def test_a_step_leaves_nothing_behind(memory: MemoryCluster, worker: Cluster) ->
 
 
 # Who is not there.
+
+
+def test_the_plans_of_functions_that_are_gone_are_released_on_every_task(
+    memory: MemoryCluster, worker: Cluster
+) -> None:
+    with worker.parameter_servers():
+        w = dflow.Variable(jnp.zeros(3), name="w")
+    servers = [worker.server, *(task.server for task in memory.tasks.values())]
+
+    def train(number: int) -> None:
+        @dflow.jit
+        def step(x: Any) -> None:
+            w.assign_add(number * x)
+
+        step(jnp.ones(3))
+
+    for number in range(8):
+        train(number)
+        gc.collect()
+    until(lambda: max(server.statistics().plans for server in servers) <= 2)
+    np.testing.assert_array_equal(w.read(), [28, 28, 28])
 
 
 def test_a_coordinator_nobody_answers_for() -> None:
@@ -670,7 +693,7 @@ def test_a_task_that_dies_in_a_step_ends_it_with_its_name(memory: MemoryCluster,
         task.client.close("killed")
         leave.set()
     gone.wait(DEADLINE_S)
-    with pytest.raises(TaskLost, match=f"{task.server.name} is not in the cluster"):
+    with pytest.raises(TaskLost, match=f"{task.server.name} has left the cluster: killed"):
         step(jnp.ones(3))
 
 

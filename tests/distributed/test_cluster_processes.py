@@ -111,3 +111,64 @@ def test_the_rounds_go_on_without_a_worker_that_is_killed(tmp_path: Path) -> Non
     assert re.search(r"\n worker:0 +20 +\d", output), output
     assert re.search(r"\n first +20 ", output), output
     assert re.search(r"\n second +20 ", output), output
+
+
+#: Worker 0 kills ps:0 at its fifth step, and no step is done until that has been started again, empty.
+TRAIN_WITHOUT_PS = """
+import os, signal, threading
+from pathlib import Path
+import jax.numpy as jnp
+import dflow
+
+cluster = dflow.connect()
+with cluster.parameter_servers():
+    a = dflow.Variable(lambda: jnp.zeros(64), name="a")
+    b = dflow.Variable(lambda: jnp.zeros(64), name="b")
+assert (a.device, b.device) == ("/job:ps/task:0", "/job:ps/task:1")
+
+@dflow.jit
+def step(x):
+    a.assign_add(x * jnp.ones(64))
+    b.assign_add(x * jnp.ones(64))
+
+again = threading.Event()
+
+def note(roster):
+    if len([info for info in roster.tasks if info.task == "/job:ps/task:0"]) == 2:
+        again.set()
+
+cluster._client.call_on_roster(note)
+
+def batches():
+    for number in range(1000):
+        if number == 5 and cluster.index == 0 and not Path("killed").exists():
+            Path("killed").touch()
+            siblings = open(f"/proc/{os.getppid()}/task/{os.getppid()}/children").read().split()
+            words = {pid: open(f"/proc/{pid}/cmdline", "rb").read().split(bytes(1)) for pid in siblings}
+            [ps] = [pid for pid in siblings if words[pid][-4:-1] == [b"ps", b"--index", b"0"]]
+            os.kill(int(ps), signal.SIGKILL)
+        if number == 5:
+            assert again.wait(60)
+        yield jnp.float32(1.0)
+
+for _ in dflow.distributed.Async(cluster).run(step, batches(), steps=300):
+    pass
+cluster.report("a", float(a[0]))
+cluster.report("b", float(b[0]))
+cluster.close()
+"""
+
+
+def test_a_run_whose_variables_were_lost_with_a_ps_task_fails_and_names_them(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAIN_WITHOUT_PS)
+    options = ("--ps", "2", "--workers", "2", "--restart", "on-failure:1", "--restart", "ps=on-failure")
+    with Spawned("-m", "dflow", "launch", *options, "train.py", cwd=tmp_path) as launched:
+        status, output = launched.finish()
+    assert status == 1, output
+    assert "ps:0 ended: killed by SIGKILL; it is started again" in output
+    lost = r"ps:0 left at \d+\.\d s: .*, and ps:0 has been started again without it"
+    # The first process of worker:0 used the variable; the second ones of both ask where it is.
+    assert re.search(rf"\[worker:0\] .*TaskLost: 'a' is lost: {lost}", output), output
+    for worker in ("worker:0", "worker:1"):
+        assert re.search(rf"\[{worker}\] .*TaskLost: coordinator: variable 'a' is lost: {lost}", output), output
+    assert not re.search(r"\n b +\d", output), output

@@ -113,8 +113,8 @@ def test_a_second_task_of_one_name_gets_both_addresses(cluster: Cluster) -> None
 
 def test_placement_and_its_errors_reach_the_asker(cluster: Cluster) -> None:
     first, second = cluster.task(WORKER0), cluster.task(WORKER1)
-    assert first.place("w", "float32", (2,), 8) == PS0
-    assert second.place("w", "float32", (2,), 8) == PS0
+    assert first.place("w", "float32", (2,), 8).task == PS0
+    assert second.place("w", "float32", (2,), 8).task == PS0
     with pytest.raises(VariableError, match=r"'w' is float32\[2\] and was asked for as float32\[3\]"):
         second.place("w", "float32", (3,), 12)
 

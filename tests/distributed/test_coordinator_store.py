@@ -136,7 +136,7 @@ def test_a_file_that_is_something_else_is_refused_and_left_as_it_is(tmp_path: Pa
     with sqlite3.connect(other) as database:
         database.execute("CREATE TABLE things (name TEXT)")
     database.close()
-    with pytest.raises(ConfigError, match="no coordinator's state of this version of dflow: its format is 0, and 1"):
+    with pytest.raises(ConfigError, match="no coordinator's state of this version of dflow: its format is 0, and 2"):
         SqliteStore(other)
     with pytest.raises(ConfigError, match="unable to open database file"):
         SqliteStore(tmp_path / "no such folder" / "state")

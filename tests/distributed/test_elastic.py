@@ -65,7 +65,7 @@ def place() -> Iterator[Place]:
 def test_a_variable_whose_creator_died_after_it_was_placed_is_created_by_the_next(place: Place) -> None:
     place.ps(0)
     dead = place.client("/job:worker/task:7")
-    assert dead.place("w", "float32", (2,), 8) == "/job:ps/task:0"
+    assert dead.place("w", "float32", (2,), 8).task == "/job:ps/task:0"
     dead.close("killed")
     worker = place.worker(0)
     with worker.parameter_servers():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dflow.distributed.messages import RegisterPlan
-from dflow.distributed.plan_registry import PlanRegistry
+from dflow.distributed.plan_registry import MOST_UNUSED, PlanRegistry
 from dflow.lowering.plan import Branch, Call, Item, Plan, Scalar, Scan, Send, UseResource, While
 from dflow.lowering.program import Program, export_program, lower_program
 from dflow.tracing import errors
@@ -101,7 +101,7 @@ def test_a_program_that_cannot_be_loaded_is_tried_again(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("handle", [-1, 0, 7])
 def test_a_handle_that_names_no_plan_is_refused(handle: int) -> None:
-    with pytest.raises(errors.InternalError, match=f"{PS} was asked for plan {handle}, which is none of its 0"):
+    with pytest.raises(errors.TaskLost, match=f"ps:0 was asked for plan {handle}, which is none of its 0"):
         PlanRegistry(PS).get(handle)
 
 
@@ -170,7 +170,7 @@ def test_a_handle_of_a_registry_that_is_gone_names_no_plan_of_another() -> None:
     old, new = PlanRegistry(PS), PlanRegistry(PS)
     stale = old.add(Plan(PS, 0, ()), ())
     assert new.add(Plan(PS, 0, ()), ()) != stale
-    with pytest.raises(errors.InternalError, match="was it started anew"):
+    with pytest.raises(errors.TaskLost, match="it has been started again since, and what it held before is lost"):
         new.get(stale)
 
 
@@ -213,3 +213,25 @@ def test_a_program_of_another_donation_is_another(loaded: list[tuple[bytes, int]
 def test_fingerprints_that_do_not_fit_are_refused(message: RegisterPlan, payload: bytes, text: str) -> None:
     with pytest.raises(errors.WireError, match=text):
         PlanRegistry(PS).add_encoded(message, memoryview(payload))
+
+
+def test_a_plan_is_gone_when_it_was_released_as_often_as_it_was_registered(loaded: list[tuple[bytes, int]]) -> None:
+    registry = PlanRegistry(PS)
+    call = Call(0, ("w",), (), (0,), (1,))
+    handle = add(registry, call, programs=(b"one",))
+    assert add(registry, call, programs=(b"one",)) == handle
+    for left in (1, 0):
+        registry.get(handle)
+        registry.release(handle)
+        assert len(registry) == left
+    with pytest.raises(errors.InternalError, match=f"asked for plan {handle} after that had been released"):
+        registry.get(handle)
+    registry.release(handle)
+    assert registry.wanted(named((b"one",), (0,))) == (), "another plan may need it soon"
+    again = add(registry, call, programs=(b"one",))
+    assert again != handle
+    registry.release(again)
+    for number in range(MOST_UNUSED):
+        registry.release(add(registry, call, programs=(b"%d" % number,)))
+    assert registry.wanted(named((b"one",), (0,))) == (0,), "only the newest are kept"
+    assert len(loaded) == 1 + MOST_UNUSED

@@ -11,10 +11,19 @@ import numpy as np
 import pytest
 
 from dflow.distributed.array_lists import encode_arrays
-from dflow.distributed.messages import AnyMessage, LeaveRounds, NextRound, OpenRounds, RoundOpen
+from dflow.distributed.messages import (
+    AnyMessage,
+    LeaveRounds,
+    NextRound,
+    OpenRounds,
+    ProposeRounds,
+    RoundOpen,
+    RoundsAgreed,
+)
 from dflow.distributed.round_host import RoundHost
 from dflow.lowering.resource_use import OnResults, ResourceUse
-from dflow.tracing.errors import DflowError, TaskLost
+from dflow.lowering.waiters import Cancel
+from dflow.tracing.errors import DflowError, RemoteError, TaskLost
 
 PS, A, B = "/job:ps/task:0", "/job:worker/task:0", "/job:worker/task:1"
 Done = Callable[[BaseException | None], None]
@@ -26,6 +35,8 @@ class ByHand:
     def __init__(self) -> None:
         self.enough: list[int] = []
         self.averages: list[OnResults] = []
+        self.steps: list[int] = []
+        self.forgotten: list[str] = []
         self.updates: list[tuple[weakref.ref[Any], Done]] = []
         self.answers: list[AnyMessage | BaseException] = []
         self.gone: set[str] = set()
@@ -43,8 +54,15 @@ class ByHand:
     def set_enough(self, count: int) -> None:
         self.enough.append(count)
 
-    def start(self, use: ResourceUse, operands: Sequence[Any], on_results: OnResults) -> None:
-        self.averages.append(on_results)
+    def start(self, use: ResourceUse, operands: Sequence[Any], on_results: OnResults) -> Cancel:
+        if use.op == "accumulator.set_step":
+            self.steps.append(operands[0])
+        else:
+            self.averages.append(on_results)
+        return on_results
+
+    def forget(self, name: str, reason: str, remedy: str) -> None:
+        self.forgotten.append(name)
 
     def update(self, handles: Mapping[str, int], feeds: Sequence[Any], on_done: Done) -> None:
         self.updates.append((weakref.ref(feeds[0]), on_done))
@@ -55,7 +73,9 @@ class ByHand:
     def fail(self, error: BaseException) -> None:
         self.answers.append(error)
 
-    def open(self, rounds: int = 1) -> None:
+    def open(self, rounds: int = 1, workers: Sequence[str] = (A, B)) -> None:
+        for worker in workers:
+            self.host.agree(ProposeRounds("run", worker, rounds, 2, "sums"))
         infos, payload = encode_arrays([np.ones(1000, np.float32)])
         self.host.open(OpenRounds("run", rounds, 2, (A, B), "sums", {PS: 0}, before=infos), memoryview(payload))
 
@@ -66,7 +86,7 @@ class ByHand:
 def test_who_left_before_the_run_was_opened_is_not_waited_for() -> None:
     run = ByHand()
     run.gone.add(B)
-    run.open()
+    run.open(workers=[A])
     assert run.enough == [1]
 
 
@@ -90,9 +110,36 @@ def test_what_a_run_was_fed_is_let_go_of_at_its_end(error: BaseException | None)
     del on_done
     gc.collect()
     assert feed() is None
-    run.open()
     run.ask(A, 0)
-    assert isinstance(run.answers[-1], RoundOpen if error is None else DflowError)
+    if error is None:
+        assert run.answers == [RoundOpen(1, 1)]
+    else:
+        [answer] = run.answers
+        assert str(answer).startswith(
+            "rounds: the update of round 0 of 'run' failed: DflowError: no room\n  run it again"
+        )
+        run.open()
+        run.ask(A, -1)
+        assert (run.answers[1:], run.steps) == ([RoundOpen(1, 0)], [0, 1])
+
+
+def test_an_accumulator_is_of_one_run_at_a_time_and_released_when_all_have_left_it() -> None:
+    run = ByHand()
+    run.open()
+    assert run.host.agree(ProposeRounds("another", A, 3, 5, "sums")) == RoundsAgreed(5, "sums 1", False)
+    assert run.host.agree(ProposeRounds("another", B, 3, 1, "others")) == RoundsAgreed(5, "sums 1", False)
+    run.host.leave(LeaveRounds("run", A, -1))
+    assert run.forgotten == []
+    run.host.task_left(B)
+    assert run.forgotten == ["sums"]
+    run.host.leave(LeaveRounds("another", A, -1))
+    assert run.forgotten == ["sums", "sums 1"]
+    assert run.host.agree(ProposeRounds("run", A, 1, 2, "sums")) == RoundsAgreed(2, "sums", False)
+    run.gone.add(B)
+    with pytest.raises(TaskLost, match=f"{B} has left the cluster, and cannot take part in a run"):
+        run.host.agree(ProposeRounds("run", B, 1, 2, "sums"))
+    with pytest.raises(RemoteError, match="run 'run' has 1 rounds and was asked for with 2"):
+        run.host.agree(ProposeRounds("run", A, 2, 2, "sums"))
 
 
 def test_who_waits_is_answered_when_the_task_closes_and_not_again() -> None:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflow.distributed.rounds import (
+    Began,
     Came,
     Command,
     Event,
@@ -17,8 +18,10 @@ from dflow.distributed.rounds import (
     Opened,
     OpenRound,
     Refuse,
+    Rest,
     Rounds,
     SetEnough,
+    Taken,
     Tell,
     Updated,
 )
@@ -37,6 +40,8 @@ def after(rounds: Rounds, *events: Event) -> list[Command]:
 
 def opened(rounds: int = 10, wanted: int = 3, workers: tuple[str, ...] = (A, B, C)) -> Rounds:
     run = Rounds("run")
+    for worker in (A, B, C):
+        assert run.handle(Began(worker)) == []
     assert run.handle(Opened(rounds, wanted, workers))[0] == OpenRound(0)
     return run
 
@@ -45,21 +50,21 @@ def test_the_first_to_open_a_run_says_what_it_is_and_others_change_nothing() -> 
     run = Rounds("run")
     assert run.handle(Opened(10, 2, (A, B, C))) == [OpenRound(0), SetEnough(2)]
     assert run.handle(Opened(10, 2, (A, B))) == []
-    assert run.handle(Came(1, A, -1)) == [Tell(1, 0)]
+    assert run.handle(Came(1, A, -1)) == [Tell(1, 0, 0)]
 
 
 def test_who_has_given_a_gradient_waits_for_the_update_and_who_is_late_does_not() -> None:
     run = opened(wanted=2)
     assert after(run, Came(1, A, -1), Came(2, B, -1), Came(3, C, -1), Came(4, A, 0), Came(5, B, 0)) == []
-    assert run.handle(Updated()) == [OpenRound(1), SetEnough(2), Tell(4, 1), Tell(5, 1)]
-    assert run.handle(Came(6, C, 0)) == [Tell(6, 1)]
+    assert run.handle(Updated()) == [OpenRound(1), SetEnough(2), Tell(4, 1, 1), Tell(5, 1, 1)]
+    assert run.handle(Came(6, C, 0)) == [Tell(6, 1, 1)]
 
 
 def test_a_worker_that_died_is_waited_for_no_longer_than_those_that_live() -> None:
     run = opened()
     assert after(run, Came(1, A, -1), Came(2, B, -1), Came(3, A, 0), Left(C)) == []
     assert run.handle(Came(4, B, 0)) == [SetEnough(2)]
-    assert run.handle(Updated()) == [OpenRound(1), SetEnough(2), Tell(3, 1), Tell(4, 1)]
+    assert run.handle(Updated()) == [OpenRound(1), SetEnough(2), Tell(3, 1, 1), Tell(4, 1, 1)]
 
 
 def test_what_a_worker_gave_before_it_died_leaves_out_none_of_those_that_live() -> None:
@@ -93,15 +98,15 @@ def test_backup_workers_are_used_up_before_fewer_are_waited_for() -> None:
     run = opened(wanted=2)
     assert run.handle(Left(A, -1)) == []
     assert run.handle(Left(B, -1)) == [SetEnough(1)]
-    assert run.handle(Left(C, -1)) == []
+    assert run.handle(Left(C, -1)) == [Rest()]
 
 
 def test_a_worker_that_comes_late_or_again_is_waited_for_from_then_on() -> None:
     run = opened(wanted=3, workers=(A, B))
     assert run.enough == 2
-    assert run.handle(Came(1, C, -1)) == [Tell(1, 0), SetEnough(3)]
+    assert run.handle(Came(1, C, -1)) == [Tell(1, 0, 0), SetEnough(3)]
     assert run.handle(Left(A, -1)) == [SetEnough(2)]
-    assert run.handle(Came(2, A, -1)) == [Tell(2, 0), SetEnough(3)]
+    assert run.handle(Came(2, A, -1)) == [Tell(2, 0, 0), SetEnough(3)]
 
 
 def test_who_left_before_the_run_was_opened_is_not_waited_for() -> None:
@@ -112,16 +117,43 @@ def test_who_left_before_the_run_was_opened_is_not_waited_for() -> None:
 
 def test_after_the_last_round_all_are_told_at_once() -> None:
     run = opened(rounds=1)
-    assert after(run, Came(1, A, -1), Came(2, A, 0), Updated()) == [Tell(2, 1)]
-    assert run.handle(Came(3, B, -1)) == [Tell(3, 1)]
+    assert after(run, Came(1, A, -1), Came(2, A, 0), Updated()) == [Tell(2, 1, 1)]
+    assert run.handle(Came(3, B, -1)) == [Tell(3, 1, 1)]
     assert Rounds("none").handle(Opened(0, 1, (A,))) == []
 
 
-def test_a_failed_update_fails_all_who_ask() -> None:
-    run = opened()
-    [refusal] = after(run, Came(1, A, -1), Came(2, A, 0), Updated("TaskLost: ps:1"))
-    assert refusal == Refuse(2, "the update of round 0 of 'run' failed: TaskLost: ps:1")
-    assert run.handle(Came(3, B, -1)) == [Refuse(3, refusal.text)]
+def test_a_failed_update_is_told_once_to_each_and_the_round_is_done_again_when_the_run_is_opened_again() -> None:
+    run = opened(wanted=2)
+    refusals = after(run, Left(C, -1), Came(1, A, -1), Came(3, A, 0), Taken(), Updated("ps:1", "TaskLost"))
+    text = "the update of round 0 of 'run' failed: ps:1\n  run it again under this name, and it goes on with this round"
+    assert refusals == [Refuse(3, text, "TaskLost")]
+    assert after(run, Left(A, 0), Began(A)) == []
+    assert run.handle(Came(4, A, -1)) == [Refuse(4, text, "TaskLost")], "it has not been opened again"
+    # B still computes, and is waited for once it has heard of the failure; C left before, by its own will.
+    assert run.handle(Opened(10, 2, (A, B, C))) == [OpenRound(1), SetEnough(2)]
+    assert run.handle(Came(5, A, -1)) == [Tell(5, 1, 0)]
+    assert run.handle(Came(6, B, 0)) == [Refuse(6, text, "TaskLost")]
+    assert after(run, Left(B, 0), Began(B), Opened(10, 2, (A, B)), Came(7, B, -1)) == [Tell(7, 1, 0), SetEnough(2)]
+    assert after(run, Came(8, A, 1), Came(9, B, 1)) == []
+    assert run.handle(Updated()) == [OpenRound(2), SetEnough(2), Tell(8, 2, 1), Tell(9, 2, 1)]
+
+
+def test_what_a_run_holds_is_released_when_nobody_takes_part_and_held_again_for_the_next() -> None:
+    run = opened(rounds=2)
+    assert after(run, Came(1, A, -1), Left(A, -1), Left(B, -1)) == [SetEnough(1)]
+    assert run.handle(Left(C)) == [Rest()]
+    assert run.handle(Left(B)) == []
+    assert after(run, Began(B)) == []
+    assert run.handle(Opened(2, 3, (B,))) == [OpenRound(0), SetEnough(1)]
+    assert after(run, Came(2, B, -1), Taken(), Left(B, 0)) == []
+    assert run.handle(Updated()) == [OpenRound(1), SetEnough(1), Rest()]
+    assert run.handle(Began(A)) == []
+    assert run.handle(Opened(2, 3, (A,))) == [OpenRound(1), SetEnough(1)]
+    assert after(run, Came(3, A, -1), Came(4, A, 1), Taken(), Updated()) == [Tell(4, 2, 2)]
+    assert run.handle(Left(A, 1)) == [Rest()]
+    assert after(run, Began(B), Opened(2, 3, (B,))) == []
+    assert run.handle(Came(5, B, -1)) == [Tell(5, 2, 2)]
+    assert run.handle(Left(B, -1)) == []
 
 
 def test_a_wait_that_is_given_up_names_who_gave_no_gradient() -> None:
@@ -138,7 +170,7 @@ def test_a_second_ask_takes_the_place_of_the_first() -> None:
     [refusal] = after(run, Came(1, A, -1), Came(2, A, 0), Came(3, A, 0))
     assert isinstance(refusal, Refuse)
     assert refusal.ask == 2
-    assert Tell(3, 1) in run.handle(Updated())
+    assert Tell(3, 1, 1) in run.handle(Updated())
 
 
 class World:

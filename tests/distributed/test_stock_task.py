@@ -72,7 +72,7 @@ def test_launched_ps_tasks_end_well_after_the_workers(tmp_path: Path) -> None:
         CONNECT
         + """
 client.wait_for_tasks(["/job:ps/task:0", "/job:ps/task:1"], timeout_s=60)
-print("placed on", client.place("w", "float32", (3, 3, 1, 16), 576))
+print("placed on", client.place("w", "float32", (3, 3, 1, 16), 576).task)
 client.leave()
 """
     )

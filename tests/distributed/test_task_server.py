@@ -18,9 +18,11 @@ import pytest
 
 from dflow.distributed.codec import decode_array, encode_array
 from dflow.distributed.messages import (
+    AccumulatorInfo,
     AnyMessage,
     CallResource,
     CancelStep,
+    CreateResource,
     CreateVariable,
     ForgetState,
     GetStatus,
@@ -29,6 +31,7 @@ from dflow.distributed.messages import (
     LeaveRounds,
     NextRound,
     Ok,
+    OpenRounds,
     ProposeRounds,
     ReadVariable,
     Registered,
@@ -187,8 +190,8 @@ REFUSED: list[tuple[AnyMessage, Callable[[], bytes], type[Exception], str]] = [
     (
         RunPlan(0, CLIENT, 1),
         bytes,
-        errors.InternalError,
-        f"{PS} was asked for plan 0, which is none of its 0; was it started anew",
+        errors.TaskLost,
+        "ps:0 was asked for plan 0, which is none of its 0: it has been started again since",
     ),
     (GetStatus(), bytes, errors.RemoteError, "a task does not answer GetStatus"),
 ]
@@ -361,6 +364,7 @@ def test_one_plan_runs_in_a_step_at_a_time(cluster: Cluster) -> None:
         RunPlan(0, WORKER, 1),
         CancelStep(WORKER, 1, "meant ill"),
         CallResource("q", "queue.size", WORKER, 1),
+        ProposeRounds("run", WORKER, 2, 2, "sums"),
         NextRound("run", WORKER, 0, 1.0),
         LeaveRounds("run", WORKER, 0),
     ],
@@ -381,8 +385,28 @@ def test_a_step_is_not_cancelled_by_another_task(cluster: Cluster) -> None:
     assert pending.wait(DEADLINE_S).message == Ok()
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        CreateVariable("v", "float32", (1,), False, process="an earlier one"),
+        CreateResource("v", "accumulator<f32[3]>", AccumulatorInfo("mean", 2), process="an earlier one"),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_what_an_earlier_process_shall_hold_is_not_created_here(cluster: Cluster, message: AnyMessage) -> None:
+    with pytest.raises(errors.TaskLost, match="'v' is placed on an earlier process of ps:0, which has been started"):
+        cluster.ask(message, bytes(4))
+    with pytest.raises(errors.VariableError, match="no variable 'v'"):
+        cluster.ask(ReadVariable("v"))
+
+
 def test_who_waits_for_a_round_is_answered_when_the_task_closes(cluster: Cluster) -> None:
-    waits = cluster.client.start(NextRound("run", CLIENT, -1, math.inf))
+    with pytest.raises(errors.RemoteError, match="'run' is not open; run it again"):
+        cluster.ask(NextRound("run", CLIENT, -1, math.inf))
+    cluster.ask(ProposeRounds("run", CLIENT, 2, 2, "sums"))
+    cluster.ask(CreateResource("sums", "accumulator<f32[3]>", AccumulatorInfo("mean", 2)))
+    cluster.ask(OpenRounds("run", 2, 2, (CLIENT, WORKER), "sums", {PS: 0}))
+    waits = cluster.client.start(NextRound("run", CLIENT, 0, math.inf))
     cluster.ask(LeaveRounds("another run", CLIENT, 0))
     cluster.ps.close()
     with pytest.raises(errors.TaskLost, match="it closes"):

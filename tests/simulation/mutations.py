@@ -31,14 +31,14 @@ from dflow.distributed import (
 from dflow.distributed.coordinator_events import Disconnect, Reply
 from dflow.distributed.messages import Claimed
 from dflow.distributed.simulation.faults import parse_faults
-from dflow.distributed.simulation.program import QUEUE, ROUNDS, STEPS
+from dflow.distributed.simulation.program import QUEUE, ROUNDS, STEPS, VARIABLES
 from dflow.distributed.simulation.world import Ended, Schedule, simulate
 from dflow.distributed.transport import session as transport_session
 from dflow.lowering import accumulator_machine, accumulators, queue_machine
 from dflow.lowering.accumulator_machine import EnoughSet
 
 #: How much is done in a schedule of each program.
-STEPS_OF = {STEPS: 9, ROUNDS: 4, QUEUE: 4}
+STEPS_OF = {STEPS: 9, ROUNDS: 4, QUEUE: 4, VARIABLES: 4}
 #: Within so many schedules each has to be found.
 SCHEDULES = 150
 
@@ -244,6 +244,22 @@ def _done_before(original: Any) -> Any:
     return lambda run, ask, worker, done: original(run, ask, worker, done - 1)
 
 
+def _once_failed(original: Any) -> Any:
+    return lambda run, event: [] if run.failed else original(run, event)
+
+
+def _not_counted(original: Any) -> Any:
+    def fail(run: Any, event: Any, asks: Any) -> Any:
+        commands = original(run, event, asks)
+        run.failed -= 1
+        return commands
+
+    return fail
+
+
+#: The host of the rounds and another task cannot reach each other for a while, and both live.
+_APART = "cut=ps:0/ps:1@0.6+14"
+
 #: Workers die, and come back when the rounds should be over.
 _DIES = "kill=worker:1@0.6+60,kill=worker:2@1+60"
 
@@ -311,6 +327,9 @@ MUTATIONS = (
     Mutation("who died is waited for", _ROUNDS, "_left", _doing_nothing, "the dead", _DIES, ROUNDS),
     Mutation("fewer are not enough", _ACCUMULATOR, "handle", _deaf_to(EnoughSet), "the dead", _DIES, ROUNDS),
     Mutation("a round is told of again", _ROUNDS, "_came", _done_before, "later rounds", program=ROUNDS),
+    Mutation("a failed update fails the run for ever", _ROUNDS, "_open", _once_failed, "none lost", _APART, ROUNDS),
+    Mutation("no process is recorded", membership.Membership, "process", _giving(""), "one life", program=VARIABLES),
+    Mutation("a failed update counts as a round", _ROUNDS, "_fail", _not_counted, "none lost", _APART, ROUNDS),
 )
 
 

@@ -19,13 +19,13 @@ from dflow.distributed.simulation.faults import (
     drawn_faults,
     parse_faults,
 )
-from dflow.distributed.simulation.program import PROGRAMS, QUEUE, ROUNDS, STEPS
+from dflow.distributed.simulation.program import PROGRAMS, QUEUE, ROUNDS, STEPS, VARIABLES
 from dflow.distributed.simulation.world import Schedule, simulate
 from tests.effort import examples
 
 #: How many schedules there are of each program, and how much is done in one.
-SCHEDULES = {STEPS: 1000, ROUNDS: 800, QUEUE: 1200}
-SHORT = {STEPS: 6, ROUNDS: 3, QUEUE: 3}
+SCHEDULES = {STEPS: 1000, ROUNDS: 800, QUEUE: 1200, VARIABLES: 400}
+SHORT = {STEPS: 6, ROUNDS: 3, QUEUE: 3, VARIABLES: 3}
 PARTS = 10
 HOSTS = Schedule(0).hosts
 
@@ -144,7 +144,7 @@ def test_a_fault_that_cannot_be_is_refused(text: str, why: str) -> None:
 
 
 def test_a_program_that_there_is_not_is_refused() -> None:
-    with pytest.raises(ValueError, match="there is no program 'dance'; there are steps, rounds, queue"):
+    with pytest.raises(ValueError, match="there is no program 'dance'; there are steps, rounds, queue, variables"):
         simulate(Schedule(0, program="dance"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import threading
@@ -20,6 +21,7 @@ import dflow
 from dflow.distributed.alone import Alone
 from dflow.distributed.cluster import Cluster, ClusterSettings
 from dflow.distributed.strategies import round_part
+from dflow.lowering.channel import StepId
 from dflow.testing import MemoryCluster, memory_cluster
 from dflow.tracing.errors import DeadlineExceeded, DflowError, RemoteError, StrategyError, TaskLost, VariableError
 from dflow.tracing.types import ArrayType
@@ -226,7 +228,7 @@ def slow_third(workers: list[Cluster], *, requeue: bool) -> tuple[list[Any], Any
 
                 calls = 0
                 __name__ = "late"
-                eval_shape = staticmethod(inner.eval_shape)
+                trace = staticmethod(inner.trace)
 
                 def __call__(self, x: Any) -> Any:
                     self.calls += 1
@@ -305,7 +307,7 @@ def test_a_batch_whose_gradient_was_dropped_is_used_again_if_that_is_wanted(
                 turns.wait("0", "1")
             return step(x)
 
-        late.eval_shape = step.eval_shape  # type: ignore[attr-defined]
+        late.trace = step.trace  # type: ignore[attr-defined]
         strategy = Sync(cluster, backup_workers=1, requeue=requeue)
         supply = itertools.count(1.0) if index == 2 else itertools.repeat(0.0)
         for number, _ in enumerate(strategy.run(late if index == 2 else step, supply, steps=6, name="run")):
@@ -473,6 +475,70 @@ def test_a_lost_parameter_task_ends_the_run_of_every_worker(memory: MemoryCluste
             list(run)
 
     together(workers, work)
+
+
+def test_a_run_goes_on_after_a_failed_update_when_every_process_is_back(
+    memory: MemoryCluster, workers: list[Cluster]
+) -> None:
+    host, other = memory.tasks["ps:0"].server, memory.tasks["ps:1"].server
+    run_part, failed = other.run, itertools.count()
+
+    def run(handle: int, step: StepId, feeds: Sequence[Any], on_done: Callable[[Any], None]) -> None:
+        if step.origin == host.name and next(failed) in (1, 3):
+            raise TaskLost("the connection broke")
+        run_part(handle, step, feeds, on_done)
+
+    other.run = run  # type: ignore[method-assign]
+
+    def work(index: int, cluster: Cluster) -> Any:
+        model, step = pair(cluster)
+        # By its own will, so that none of the others waits for it in the end.
+        supply, seen, errors = itertools.repeat(1.0, 1000), [], []
+        while True:
+            try:
+                for each in Sync(cluster).run(step, supply, steps=6, name="run"):
+                    seen.append(float(each["second"]))
+            except TaskLost as error:
+                errors.append(str(error))
+            else:
+                return seen, errors, [float(variable.read()[0]) for variable in model.values()]
+
+    for seen, errors, (first, second) in together(workers, work):
+        assert 6 <= len(seen) <= 8
+        assert seen == sorted(seen)
+        assert 1 <= len(errors) <= 2
+        assert all("failed: TaskLost: " in error and "the connection broke" in error for error in errors)
+        # A task that had applied the average of a failed update has done so once more.
+        assert (second, first) in [(6.0, 6.0 + twice) for twice in range(3)]
+
+
+def test_finished_runs_leave_nothing_but_their_numbers_on_any_task(
+    memory: MemoryCluster, workers: list[Cluster]
+) -> None:
+    steps = [pair(cluster)[1] for cluster in workers]
+
+    def do(name: str) -> None:
+        together(
+            workers, lambda index, one: list(Sync(one).run(steps[index], itertools.repeat(1.0), steps=3, name=name))
+        )
+
+    def held() -> Any:
+        gc.collect()
+        servers = [task.server for task in memory.tasks.values()] + [cluster.server for cluster in workers]
+        return (
+            [(server.statistics().plans, [depth.name for depth in server.state().depths]) for server in servers],
+            [len(step.trace_log()) for step in steps],
+            [info.name for info in memory.coordinator.status().variables],
+            len(jax.live_arrays()),
+        )
+
+    for number in range(3):  # on each of the two hosts, and once more
+        do(f"early {number}")
+    before = held()
+    assert [depths for _, depths in before[0]] == [[]] * 5
+    for number in range(3):
+        do(f"late {number}")
+    assert held() == before
 
 
 # The same function.

@@ -1,0 +1,123 @@
+"""Variables on ps tasks as a schedule has them: workers that place, create, write and read them, as `ClusterHome` does.
+
+A worker asks the coordinator where a variable is, or uses an earlier answer, which may be out of date.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from dflow.distributed.codec import decode_array, encode_array
+from dflow.distributed.messages import AnyMessage, CreateVariable, Placed, PlaceVariable, ReadVariable, WriteVariable
+from dflow.distributed.simulation.checks import Require
+from dflow.distributed.simulation.script import Script, sleep
+from dflow.distributed.simulation.tasks import AGAIN_S, ASK_S, Member, Tasks
+from dflow.tracing.errors import DflowError
+from dflow.tracing.task_name import short_task_name
+
+NAMES = ("a", "b", "c")
+PAUSE_S = 1.5
+ANSWER_S = 8.0
+_INITIAL = np.zeros((), np.int32)
+
+
+@dataclass
+class _Seen:
+    """A variable: the process that answered for it, the numbers written, and whether a write was answered."""
+
+    process: str = ""
+    written: set[int] = field(default_factory=set)
+    is_written: bool = False
+
+
+class VariableChecks:
+    """What must hold of variables; `require` notes what does not.
+
+    - `one life`   one process answers for a variable, so that no other creates it again;
+    - `none lost`  a read gives a number that was written, and not the initial value after a write was answered.
+    """
+
+    def __init__(self, require: Require) -> None:
+        self._require = require
+        self._seen = {name: _Seen() for name in NAMES}
+        self._numbers = 0
+
+    def writes(self, name: str) -> int:
+        """Return the number for a worker to write, which no other write has."""
+        self._numbers += 1
+        self._seen[name].written.add(self._numbers)
+        return self._numbers
+
+    def wrote(self, name: str) -> None:
+        """The answer to a write has reached its worker."""
+        self._seen[name].is_written = True
+
+    def is_written(self, name: str) -> bool:
+        """Whether some write was answered by now."""
+        return self._seen[name].is_written
+
+    def read(self, name: str, number: int, was_written: bool) -> None:
+        """A worker has read a number; `was_written` is whether a write was answered before it asked."""
+        text = f"{name!r} is read as {number}"
+        self._require(number in self._seen[name].written or not number, "none lost", f"{text}, which no worker wrote")
+        self._require(number > 0 or not was_written, "none lost", f"{text}, the initial value, after a write")
+
+    def answered(self, name: str, process: str) -> None:
+        """A process has created, written or read the variable."""
+        seen = self._seen[name]
+        seen.process = seen.process or process
+        text = f"{process} answers for {name!r}, which {seen.process} held"
+        self._require(process == seen.process, "one life", text)
+
+
+class VariablesWorker:
+    """Uses variables at random, `ops` times in all."""
+
+    def __init__(self, member: Member, tasks: Tasks, checks: VariableChecks, ops: int, seed: str) -> None:
+        self.is_complete = False
+        self._member, self._tasks, self._checks, self._ops = member, tasks, checks, ops
+        self._random = random.Random(f"variables {seed} {member.process}")
+        self._placed: dict[str, Placed] = {}
+
+    def script(self) -> Script:
+        """Join, use the variables, and leave."""
+        yield from self._member.join()
+        for _ in range(self._ops):
+            try:
+                yield sleep(PAUSE_S * self._random.random())
+                yield from self._use(self._random.choice(NAMES))
+            except DflowError as error:
+                self._member.say(f"failed: {type(error).__name__}: {error}")
+                yield sleep(AGAIN_S)
+        self.is_complete = True
+        yield from self._member.leave()
+
+    def _use(self, name: str) -> Script:
+        if name not in self._placed or self._random.random() < 0.3:
+            request = PlaceVariable(name, "int32", (), 4, "ps")
+            placed = self._placed[name] = yield self._member.coordinator.ask(request, ASK_S)
+            message = CreateVariable(name, "int32", (), False, placed.process)
+            yield from self._ask(name, message, encode_array(_INITIAL))
+            self._member.say(f"has created or found {name!r}")
+        if self._random.random() < 0.5:
+            number = self._checks.writes(name)
+            yield from self._ask(name, WriteVariable(name, "int32", ()), encode_array(np.asarray(number, np.int32)))
+            self._checks.wrote(name)
+            self._member.say(f"wrote {number} to {name!r}")
+            return
+        was_written = self._checks.is_written(name)
+        answer = yield from self._ask(name, ReadVariable(name))
+        number = int(decode_array("int32", (), answer.payload))
+        self._member.say(f"read {number} from {name!r}")
+        self._checks.read(name, number, was_written)
+
+    def _ask(self, name: str, message: AnyMessage, payload: Any = b"") -> Script:
+        host = short_task_name(self._placed[name].task)
+        process = self._tasks.connections.far(self._member.server.peer(self._placed[name].task))
+        answer = yield self._member.ask(host, message, payload, timeout_s=ANSWER_S)
+        self._checks.answered(name, process)
+        return answer
