@@ -270,7 +270,10 @@ class Diverging:
     __name__ = "diverging"
 
     def __init__(self, step: Any) -> None:
-        self.step, self.eval_shape, self.calls = step, step.eval_shape, 0
+        self.step, self.calls = step, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.step, name)
 
     def __call__(self, x: Any) -> Any:
         self.calls += 1
