@@ -3,8 +3,8 @@
 Why: plans and messages name tasks; only this file knows where they are. Invariants: one connection per task, opened
 when it is first needed, or taken over from the task that opened it to run plans here, and kept; one that has ended is
 opened again when next needed; a task that is not in the address book is not tried, and no longer tried from the
-moment that it is taken out; whatever the reason why a task cannot be reached, that is a TaskLost. The first
-message over a connection opened here, and the next one after this task has another life, is `Introduce`.
+moment that it is taken out; whatever the reason why a task cannot be reached, that is a TaskLost. The first message
+over a connection opened here, and the next one after this task has another life, is `Introduce`.
 """
 
 from __future__ import annotations
@@ -101,9 +101,7 @@ class Peers:
                 peer = self._introduce(place, self._connect(task, place))
             else:
                 peer = place.peer
-        with self._lock:
-            is_there = self._places.get(task) is place
-        if not is_there:
+        if self._places.get(task) is not place:
             peer.close(_GONE)
             raise self._gone_meanwhile(task, place)
         return peer
@@ -166,7 +164,10 @@ class Peers:
         while place.peer is not peer or told != self._life:
             told = self._life
             if told is not None:
-                peer.start(Introduce(told), on_reply=_need_no_reply)
+                try:
+                    peer.start(Introduce(told), on_reply=_need_no_reply)
+                except TransportClosed as error:
+                    raise TaskLost(f"the connection to {peer.name} at {place.address} has ended: {error}") from error
             place.peer = peer
         return peer
 

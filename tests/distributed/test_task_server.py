@@ -616,7 +616,7 @@ def test_values_go_back_over_the_connection_that_the_step_came_by(cluster: Clust
         WriteVariable("w", "float32", (3,)),
         ForgetState("w", True, "its program ended", "make it again"),
         RegisterPlan(b"", ()),
-        ProposeRounds("run", 1),
+        ProposeRounds("run", CLIENT, 1, 1, "gradients"),
     ],
     ids=lambda message: type(message).__name__,
 )
