@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from dflow.tracing.jax_frontend import ShardingTypeError
 from dflow.tracing.loops import NOT_REVERSED, REVERSED
 from dflow.tracing.near_names import near_keywords
 from dflow.tracing.source import at, caller, raised_at
@@ -39,6 +40,17 @@ _NOT_MAPPED = (
 )
 
 
+_TABLE_SPREAD = (
+    "  for a variable: variable.read().at[indices].get(out_sharding=sharding), with a sharding, or with a spec within\n"
+    "  jax.set_mesh(mesh)"
+)
+
+_NOT_ON_MESH = (
+    "  for a gradient: it is spread as its variable is; make a variable that all devices are to hold by\n"
+    "  dflow.Variable(..., sharding=jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))"
+)
+
+
 #: What JAX says of an argument that is neither an array nor static, with where it was passed.
 _NO_ARGUMENT = re.compile(
     r"^Error interpreting argument to .* was passed to the function at path ([\w.\[\]']+)\.", re.DOTALL
@@ -50,7 +62,7 @@ def advised_trace() -> Iterator[None]:
     """Add to an error of traced code that JAX raised, where something can be said of it."""
     try:
         yield
-    except (TypeError, ValueError, IndexError) as error:
+    except (TypeError, ValueError, IndexError, ShardingTypeError) as error:
         remedy = next((remedy for is_meant, remedy in _REMEDIES if is_meant(error)), None)
         if remedy is not None and not any(remedy in note for note in getattr(error, "__notes__", ())):
             error.add_note(f"{at(raised_at(error) or caller()).lstrip(chr(10))}\n{remedy}")
@@ -62,6 +74,8 @@ _REMEDIES: tuple[tuple[Callable[[Exception], bool], str], ...] = (
     (lambda error: isinstance(error, _CONCRETE), _NOT_KNOWN),
     (lambda error: str(error).startswith("Shapes must be 1D sequences of concrete values"), _NOT_KNOWN),
     (lambda error: str(error).startswith(NOT_REVERSED), REVERSED),
+    (lambda error: str(error).startswith("Use `.at[...].get(out_sharding=)`"), _TABLE_SPREAD),
+    (lambda error: str(error).startswith("Contracting dimensions are sharded"), _NOT_ON_MESH),
 )
 
 

@@ -37,7 +37,9 @@ class Exported:
         for name, one in self._made.items():
             self._add_variables(name, one.variables)
             signatures[name] = msgspec.structs.replace(one.signature, constants=self._add_constants(name, one))
-        entries = {name: Entry(str(variable.type), variable.trainable) for name, variable in self.variables.items()}
+        entries = {
+            name: Entry(str(variable.type.strong), variable.trainable) for name, variable in self.variables.items()
+        }
         constants = {name: str(array_type_of(value).strong) for name, value in self._constants.items()}
         self._manifest = Manifest(FORMAT, __version__, jax.__version__, entries, constants, signatures)
 

@@ -315,7 +315,8 @@ class Function(Generic[P, R]):
         if any(self._options.get(name) is not None for name in ("in_shardings", "out_shardings")):
             stage = constrained(self.fn, self._options).trace(*args, **kwargs)
         names = argument_names(self.fn, args, kwargs, self._static.test_of(args))
-        return traced_from(stage, names, self._options.get("compiler_options"))
+        leaves = jax.tree_util.tree_leaves((args, kwargs))
+        return traced_from(stage, names, self._options.get("compiler_options"), leaves)
 
 
 @overload

@@ -12,8 +12,13 @@ from typing import Any
 
 import jax
 from jax import jit as jax_jit
+from jax.sharding import NamedSharding
 
 from dflow.static_arguments import StaticArguments, static_arguments
+from dflow.tracing.errors import DeviceError
+from dflow.tracing.explicit_sharding import explicit_sharding, with_sharding
+from dflow.tracing.source import at, caller
+from dflow.tracing.types import array_type_of
 
 
 def constrained(fn: Callable[..., Any], options: Mapping[str, Any]) -> Any:
@@ -23,7 +28,7 @@ def constrained(fn: Callable[..., Any], options: Mapping[str, Any]) -> Any:
 
     @functools.wraps(fn)
     def within(*args: Any, **kwargs: Any) -> Any:
-        return _held(fn(*_arrived(args, static, arriving), **kwargs), leaving)
+        return _held(fn(*_arrived(args, static, arriving), **kwargs), leaving, with_sharding)
 
     held = jax_jit(within, **others)
     static = static_arguments(held)
@@ -33,15 +38,37 @@ def constrained(fn: Callable[..., Any], options: Mapping[str, Any]) -> Any:
 def _arrived(args: tuple[Any, ...], static: StaticArguments, shardings: Any) -> tuple[Any, ...]:
     """The positional arguments, the traced ones held to their shardings: one tree for all, or one for each."""
     traced = sorted(set(range(len(args))) - static.among(args))
-    held = _held(tuple(args[index] for index in traced), shardings)
+    held = _held(tuple(args[index] for index in traced), shardings, _checked)
     by_place = dict(zip(traced, held, strict=True))
     return tuple(by_place.get(index, arg) for index, arg in enumerate(args))
 
 
-def _held(tree: Any, shardings: Any) -> Any:
-    """The tree with each array held to the sharding that stands for it in a prefix of the tree; None is any."""
+def _held(tree: Any, shardings: Any, typed: Callable[[Any, NamedSharding], Any]) -> Any:
+    """The tree with each array held to the sharding that stands for it in a prefix of the tree; None is any.
+
+    `typed` brings a value whose type has a sharding over explicit axes to the one that is asked for.
+    """
+
+    def hold_one(value: Any, sharding: Any) -> Any:
+        wanted = explicit_sharding(sharding, value.shape)
+        if wanted is None:
+            return jax.lax.with_sharding_constraint(value, sharding)
+        moved = value if array_type_of(value).sharding is None else typed(value, wanted)
+        # A constraint may name no explicit axis, and the type of a value that has none in it stays so, as in JAX.
+        return jax_jit(lambda held: held, in_shardings=sharding)(moved)
 
     def hold(sharding: Any, part: Any) -> Any:
-        return part if sharding is None else jax.lax.with_sharding_constraint(part, sharding)
+        return part if sharding is None else jax.tree_util.tree_map(lambda value: hold_one(value, sharding), part)
 
     return jax.tree_util.tree_map(hold, shardings, tree, is_leaf=lambda sharding: sharding is None)
+
+
+def _checked(value: Any, wanted: NamedSharding) -> Any:
+    """An argument, which JAX does not move where its type says another sharding."""
+    given = array_type_of(value)
+    if given.sharding != wanted:
+        raise DeviceError(
+            f"an argument is {given}, and its sharding does not match in_shardings, {wanted.spec}{at(caller())}\n"
+            "  pass jax.device_put(value, sharding), or leave this argument's in_shardings None"
+        )
+    return value

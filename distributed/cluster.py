@@ -24,6 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import msgspec
+from jax.sharding import AbstractMesh, Mesh
 
 from dflow.distributed.answers import expect
 from dflow.distributed.cluster_home import ClusterHome
@@ -379,15 +380,18 @@ class Cluster:
         keys = {ref: variable.key for ref, variable in zip(graph.refs, traced.variables, strict=True)}
         compiled = make_plans(graph, self.task, keys)
         given_up = [len(traced.constants) + leaf for leaf in traced.donated]
-        handles = self._register(compiled, given_up)
+        handles = self._register(compiled, given_up, traced.meshes)
         step = _Step(self, handles, traced.constants, compiled)
         self._unused_plans.release_after(step, handles)
         return step
 
-    def _register(self, compiled: Compiled, given_up: Sequence[int]) -> Mapping[str, int]:
+    def _register(
+        self, compiled: Compiled, given_up: Sequence[int], meshes: Mapping[AbstractMesh, Mesh]
+    ) -> Mapping[str, int]:
         self._unused_plans.release(self._server, self.tasks)
         handles = {task: self._register_remote(task, plan) for task, plan in compiled.remote.items()}
-        programs = [program.compile() for program in lower_programs(compiled.local, self._server.store, given_up)]
+        lowered = lower_programs(compiled.local, self._server.store, given_up, meshes=meshes)
+        programs = [program.compile() for program in lowered]
         handles[self.task] = self._server.register(compiled.local.plan, programs)
         return handles
 

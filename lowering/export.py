@@ -87,7 +87,7 @@ class PureProgram:
     @property
     def structs(self) -> tuple[list[Any], dict[str, Any]]:
         """The types of its arguments, as JAX's functions take them."""
-        state = {variable.name: variable.type.struct for variable in self.variables}
+        state = {variable.name: variable.type.strong.struct for variable in self.variables}
         constants = {name: array_type_of(value).strong.struct for name, value in self.constants.items()}
         args, kwargs = self.arguments.plain(type.strong.struct for type in self.types)
         return [state, constants, *args], kwargs
@@ -238,7 +238,8 @@ def _refusal(equation: Equation) -> tuple[str, str] | None:
             f"{primitive} is placed on {short_device_name(device)}, and an export is for one device",
             "export it without dflow.device",
         )
-    mesh = params.get("mesh") if primitive == "shard_map" else getattr(params.get("sharding"), "mesh", None)
+    sharding = params.get("sharding") or params.get("dst_sharding")
+    mesh = params.get("mesh") if primitive == "shard_map" else getattr(sharding, "mesh", None)
     if mesh is not None and mesh.size > 1:
         return (
             f"{primitive} spreads over {mesh.size} devices ({_axes(mesh)}), and an export is for one",

@@ -1,8 +1,11 @@
-"""What a step writes stays spread over the devices as its variable is, whatever XLA would make of it."""
+"""What a step writes stays spread over the devices as its variable is, whatever XLA would make of it.
+
+A variable that is on no mesh takes no value whose type has axes of one: its reads would not have them in their type.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeGuard
 
@@ -10,23 +13,44 @@ import jax
 from jax import jit as jax_jit
 from jax.sharding import AxisType, NamedSharding, Sharding
 
+from dflow.lowering.held_value import shown
+from dflow.tracing.errors import VariableShapeError
+from dflow.tracing.explicit_sharding import is_explicit, is_split
+from dflow.tracing.source import at, caller
+from dflow.tracing.types import array_type_of
+
 
 def is_spread(place: Sharding | None) -> TypeGuard[Sharding]:
-    """Whether it is over several devices, where XLA has choices to make."""
-    return place is not None and len(place.device_set) > 1
+    """Whether it is over several devices, where XLA has choices to make, or on a mesh that types name."""
+    return place is not None and (len(place.device_set) > 1 or is_explicit(place))
 
 
-def kept_places(fn: Callable[..., Sequence[Any]], places: Sequence[Sharding | None]) -> Callable[..., list[Any]]:
-    """`fn`, to be traced, with the first of its results held to these places, other than None and a single device."""
-    held = {number: place for number, place in enumerate(places) if is_spread(place)}
+def kept_places(fn: Callable[..., Sequence[Any]], places: Mapping[str, Sharding | None]) -> Callable[..., list[Any]]:
+    """`fn`, to be traced, with its first results, the values of these variables, held to their places.
+
+    None and a single device hold nothing, and raise VariableShapeError for a value divided over explicit axes.
+    """
 
     def kept(*args: Any) -> list[Any]:
         results = list(fn(*args))
-        for number, place in held.items():
-            results[number] = _at(place, results[number])
+        for number, (key, place) in enumerate(places.items()):
+            if is_spread(place):
+                results[number] = _at(place, results[number])
+            else:
+                refuse_divided(key, results[number])
         return results
 
     return kept
+
+
+def refuse_divided(key: str, value: Any) -> None:
+    """Raise VariableShapeError for a value to be written to a variable on no mesh, if explicit axes divide it."""
+    type = array_type_of(value)
+    if is_split(type.sharding):
+        raise VariableShapeError(
+            f"variable {shown(key)!r} is spread over no mesh, but is written a value of {type}{at(caller())}\n"
+            "  make it spread so, dflow.Variable(..., sharding=jax.sharding.NamedSharding(mesh, spec))"
+        )
 
 
 def _at(place: Sharding, value: Any) -> Any:

@@ -8,11 +8,12 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import AbstractMesh, Mesh, Sharding, SingleDeviceSharding
 
 from dflow.lowering.accumulators import HeldAccumulator
 from dflow.lowering.channel import Deliver, Sent, StepId
@@ -20,7 +21,7 @@ from dflow.lowering.compile import Compiled, TaskPlan, make_plans
 from dflow.lowering.devices import device_named, devices_in_order, local_name
 from dflow.lowering.execute import Execution, Outcome
 from dflow.lowering.host_values import on_device
-from dflow.lowering.kept_places import kept_places
+from dflow.lowering.kept_places import is_spread, kept_places
 from dflow.lowering.passes.base import Observer, run_passes
 from dflow.lowering.passes.choose import BUDGET_S
 from dflow.lowering.pipeline import ALONE, pipeline
@@ -43,7 +44,7 @@ from dflow.tracing.jax_frontend import jit_disabled
 from dflow.tracing.resources import Variable
 from dflow.tracing.source import at, caller
 from dflow.tracing.trace import Traced
-from dflow.tracing.types import AccumulatorType
+from dflow.tracing.types import AccumulatorType, array_type_of
 
 #: Runs a step on the leaves of its arguments; gives the leaves of its result.
 Runner = Callable[[Sequence[Any]], Sequence[Any]]
@@ -77,7 +78,7 @@ class LocalHome:
         self.store.create(key, variable.type, make, self._place(variable, near))
         self._named[variable.name] = variable
         weakref.finalize(variable, self.store.drop, key).atexit = False
-        return Slot(self._device(key), key)
+        return Slot(self._device(key), key, array_type_of(self.store.buffer(key)).sharding)
 
     def _place(self, variable: Variable, near: Variable | None) -> Sharding | None:
         """Where a new variable is to live: as its sharding says, beside another, or as the scope says."""
@@ -87,7 +88,7 @@ class LocalHome:
             return variable.sharding
         if near is not None:
             place = self.store.place(near.key)
-            is_alike = place is None or len(place.device_set) == 1 or near.shape == variable.shape
+            is_alike = not is_spread(place) or near.shape == variable.shape
             return place if is_alike else None
         if scope is None or not is_within_task(scope):
             if choices_in(scope) is not None:
@@ -113,7 +114,7 @@ class LocalHome:
     def _device(self, key: str) -> str | None:
         """The name of the one device that a value is to stay on."""
         place = self.store.place(key)
-        if place is None or len(place.device_set) > 1:
+        if place is None or is_spread(place):
             return None
         return device_name("", local_name(next(iter(place.device_set))))
 
@@ -203,8 +204,8 @@ class PlannedStep:
         ) -> tuple[list[Any], list[Any]]:
             slots = dict(zip(plan.feeds, [*constants, *leaves, *literals], strict=True))
             # Looked up in each trace, of which there is another when the places of the variables are others.
-            places = list(store.shardings(call.writes).values())
-            results = kept_places(programs[0].fn, places)(*written, *read, *(slots[slot] for slot in call.takes))
+            kept = kept_places(programs[0].fn, store.shardings(call.writes))
+            results = kept(*written, *read, *(slots[slot] for slot in call.takes))
             slots.update(zip(call.gives, results[len(written) :], strict=True))
             return results[: len(written)], [slots[slot] for slot in plan.fetches]
 
@@ -214,7 +215,9 @@ class PlannedStep:
         """Lower the programs, for other platforms than this process's if they are named."""
         traced, local = self.traced, self.compiled.local
         donated = [len(traced.constants) + leaf for leaf in traced.donated]
-        programs = lower_programs(local, self.store, donated, traced.name, traced.compiler_options, platforms)
+        programs = lower_programs(
+            local, self.store, donated, traced.name, traced.compiler_options, platforms, traced.meshes
+        )
         literals = [literal.array for literal in self.compiled.literals]
         return LoweredStep(local.plan, programs, self.store, traced.constants, literals, donated)
 
@@ -336,12 +339,13 @@ def lower_programs(
     name: str = "step",
     compiler_options: dict[str, Any] | None = None,
     platforms: tuple[str, ...] | None = None,
+    meshes: Mapping[AbstractMesh, Mesh] = MappingProxyType({}),
 ) -> list[LoweredProgram]:
     """Lower a plan's programs, under a name that compilation logs and profiles show.
 
     What they write stays spread as the variables in the `store` are.
     They are for this process, or for other platforms if they are named. Feeds numbered in `given_up` are the caller's
-    to lose: they are donated to the one call that takes them.
+    to lose: they are donated to the one call that takes them. `meshes` are those of the feeds.
     """
     plan = task_plan.plan
     uses = Counter([*plan.fetches, *(slot for item in plan.items for slot in takes(item))])
@@ -365,7 +369,8 @@ def lower_programs(
             devices.get(number),
             platforms,
             number in keeping,
-            list(store.shardings(variables[number]).values()),
+            store.shardings(variables[number]),
+            meshes,
         )
         for number, (pure, lost) in enumerate(zip(task_plan.programs, donated, strict=True))
     ]

@@ -6,17 +6,20 @@ new values of the written ones, then its results. The written ones' buffers are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from types import MappingProxyType
 from typing import Any
 
 import jax
 from jax import export
 from jax import jit as jax_jit
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import AbstractMesh, Mesh, Sharding, SingleDeviceSharding
 
 from dflow.lowering.foreign_program import read_program, write_program
 from dflow.lowering.kept_places import is_spread, kept_places
+from dflow.tracing.explicit_sharding import meshes_of, on_devices
 from dflow.tracing.jax_frontend import passes_handles, uninterrupted, without_callers
 from dflow.tracing.types import ArrayType
 from dflow.tracing.variable_trees import handles
@@ -122,23 +125,26 @@ def lower_program(
     device: jax.Device | None = None,
     platforms: tuple[str, ...] | None = None,
     keeps: bool = False,
-    places: Sequence[Sharding | None] = (),
+    places: Mapping[str, Sharding | None] = MappingProxyType({}),
+    meshes: Mapping[AbstractMesh, Mesh] = MappingProxyType({}),
 ) -> LoweredProgram:
     """Lower `fn` for this process, or for `platforms`.
 
     The written arguments are donated, unless it `keeps` them, and so are those numbered in `given_up`. On a `device` it
     runs there, wherever its arguments lie; given none, where they lie. Of the first arguments, which are variables,
-    `places` says where they are; those over several devices are left there.
+    `places` says where they are; those over several devices are left there. `meshes` are the meshes of devices that the
+    abstract meshes in `types` stand for.
     """
-    fn = kept_places(fn, places[:writes])
+    fn = kept_places(fn, dict(islice(places.items(), writes)))
     fn.__name__ = name
     donated = (*(() if keeps else range(writes)), *given_up)
     options: dict[str, Any] = {"compiler_options": compiler_options}
     if device is not None:
         options["in_shardings" if types else "out_shardings"] = SingleDeviceSharding(device)
     jitted = jax_jit(fn, donate_argnums=donated, keep_unused=True, **options)
-    structs = [type.struct for type in types]
-    for number, place in enumerate(places):
+    known = {**meshes_of(places.values()), **meshes}
+    structs = [on_devices(type.struct, known) for type in types]
+    for number, place in enumerate(places.values()):
         if is_spread(place):
             structs[number] = jax.ShapeDtypeStruct(structs[number].shape, structs[number].dtype, sharding=place)
     stage = jitted.trace(*structs).lower(lowering_platforms=platforms)

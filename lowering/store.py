@@ -26,6 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from dflow.lowering.computed import wait_until_computed
 from dflow.lowering.first_value import Making, first_value
 from dflow.lowering.held_value import READ, HeldValue, Owner, lost_value, owner_of, shown, within_the_step
+from dflow.lowering.kept_places import is_spread, refuse_divided
 from dflow.lowering.program import Program
 from dflow.lowering.resource_use import Held
 from dflow.lowering.step_state import StepState
@@ -33,7 +34,7 @@ from dflow.lowering.turns import LOOK_S, STEP_S, Found, Turns
 from dflow.tracing.errors import DeadlineExceeded, DflowError, VariableError, VariableShapeError
 from dflow.tracing.source import at, caller
 from dflow.tracing.types import ArrayType, array_type_of
-from dflow.tracing.updates import looked_up, operand_types, updated
+from dflow.tracing.updates import ASSIGNS, looked_up, operand_types, updated
 
 #: How often a value is looked at that others write meanwhile, before it is lent instead.
 MOST_LOOKS = 5
@@ -235,7 +236,7 @@ class Store:
         """Replace the value. Raises VariableShapeError when the type is another."""
         held = self._find(key)
         _check_type(key, held.type, value)
-        self.replace({key: _placed(jnp.array(value, copy=True), self.buffer(key))})
+        self.replace({key: _placed(key, jnp.array(value, copy=True), self.buffer(key))})
 
     def update(self, key: str, kind: str, *operands: Any) -> None:
         """Change the value in place; `kind` is a key of `updates.KINDS`. Raises VariableShapeError."""
@@ -246,7 +247,15 @@ class Store:
         given = [array_type_of(operand) for operand in operands]
         for wanted, operand in zip(operand_types(kind, held.type, given), operands, strict=True):
             _check_type(key, wanted.strong, operand)
-        self.call(_in_place(kind), [key], [], [_beside(operand, self.buffer(key)) for operand in operands])
+        value = self.buffer(key)
+        place = value.sharding if value.committed and is_spread(value.sharding) else None
+        if not value.committed:
+            for operand in operands:
+                refuse_divided(key, operand)
+        moved = [_beside(operand, value) for operand in operands]
+        if place is not None and kind in ASSIGNS:
+            moved = [jax.device_put(operand, place) for operand in operands]
+        self.call(_in_place(kind, place), [key], [], moved)
 
     def call(
         self, program: Program, writes: Sequence[str], reads: Sequence[str], operands: Sequence[Any]
@@ -406,9 +415,13 @@ def _check_again(key: str, held: HeldValue, type: ArrayType) -> None:
         )
 
 
-def _placed(value: jax.Array, before: jax.Array) -> jax.Array:
-    """The value where the one before it is to stay."""
-    return jax.device_put(value, before.sharding) if before.committed else value
+def _placed(key: str, value: jax.Array, before: jax.Array) -> jax.Array:
+    """The value where the one before it is to stay. Raises as `refuse_divided`."""
+    if not before.committed:
+        refuse_divided(key, value)
+        return value
+    placed: jax.Array = jax.device_put(value, before.sharding)
+    return placed
 
 
 def _beside(operand: Any, value: jax.Array) -> Any:
@@ -423,8 +436,13 @@ def _beside(operand: Any, value: jax.Array) -> Any:
 
 
 @cache
-def _in_place(kind: str) -> Program:
-    return Program(jax_jit(lambda value, *operands: [updated(kind, value, *operands)], donate_argnums=0))
+def _in_place(kind: str, place: Sharding | None) -> Program:
+    """An update whose result is spread as `place` says, if that is over several devices."""
+
+    def update(value: Any, *operands: Any) -> list[Any]:
+        return [updated(kind, value, *operands)]
+
+    return Program(jax_jit(update, donate_argnums=0, out_shardings=place))
 
 
 def _is_of_cpu(value: jax.Array) -> bool:

@@ -15,6 +15,7 @@ from dflow.tracing.errors import InternalError
 
 if TYPE_CHECKING:
     import jax
+    from jax.sharding import NamedSharding
 
     from dflow.tracing.given_value import Initial
     from dflow.tracing.host_resource import HostResource
@@ -22,10 +23,14 @@ if TYPE_CHECKING:
 
 
 class Slot(NamedTuple):
-    """Where a variable's value is: the task (None: this process) and its key in that task's store."""
+    """Where a variable's value is: the task (None: this process) and its key in that task's store.
+
+    `sharding` says how it is spread over the explicit axes of a mesh, if there is one, as the value's type has it.
+    """
 
     device: str | None
     key: str
+    sharding: NamedSharding | None = None
 
 
 class Home(Protocol):

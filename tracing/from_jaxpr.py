@@ -47,7 +47,7 @@ from dflow.tracing.lookups import CALLS
 from dflow.tracing.op import OpDef, numeric
 from dflow.tracing.source import at
 from dflow.tracing.state_primitives import gather_p, name_p, read_p, split_p, update_p
-from dflow.tracing.types import HOST_HANDLES, ArrayType, RefType, TokenType, Type, array_type_of
+from dflow.tracing.types import HOST_HANDLES, ArrayType, RefType, TokenType, Type, array_type_of, type_of_aval
 from dflow.tracing.wire_codecs import wire_p
 
 _INLINED = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
@@ -161,7 +161,7 @@ class _Builder:
         self.nodes: list[Node] = []
 
     def argument(self, name: str, var: Any) -> Value:
-        return Value(self._fresh(clean_name(name)), _type(var.aval))
+        return Value(self._fresh(clean_name(name)), type_of_aval(var.aval))
 
     def taken(self, type: Type) -> Value:
         """An argument of a body, which has no name of its own."""
@@ -195,7 +195,7 @@ class _Builder:
         }
 
         def operand(atom: Any) -> Operand:
-            return Literal(atom.val, _type(atom.aval)) if is_literal(atom) else env[atom]
+            return Literal(atom.val, type_of_aval(atom.aval)) if is_literal(atom) else env[atom]
 
         for equation in jaxpr.eqns:
             inputs = [operand(atom) for atom in equation.invars]
@@ -213,7 +213,7 @@ class _Builder:
         if primitive in (read_p, gather_p, update_p):
             ref = self.refs[params["handle"].variable]
             op = {read_p: ops.var_read, gather_p: ops.var_gather}.get(primitive) or ops.UPDATES[params["kind"]]
-            outputs = [Value(self._name(names[0], ref.name), _type(var.aval)) for var in equation.outvars]
+            outputs = [Value(self._name(names[0], ref.name), type_of_aval(var.aval)) for var in equation.outvars]
             return self._node(op, (ref, *inputs), outputs, {}, origin, origin_of(equation).device)
         if primitive is host_p:
             return self._use_resource(equation, inputs, names, origin)
@@ -240,7 +240,7 @@ class _Builder:
         if touches_state(equation.effects):
             return self._discharged(equation, inputs, names, origin)
         op = numeric(primitive, unknown_effects=has_other_effects(equation.effects))
-        outputs = [Value(self._name(name), _type(var.aval)) for name, var in zip(names, equation.outvars, strict=True)]
+        outputs = self._results(names, equation)
         # What is not taken apart runs where the one device in it says.
         return self._node(op, inputs, outputs, params, origin, next(iter(scopes), origin_of(equation).device))
 
@@ -250,7 +250,7 @@ class _Builder:
         attributes = dict(equation.params)
         ref, op = self.refs[attributes.pop("handle").variable], ops.RESOURCE_OPS[attributes.pop("op")]
         outputs = [
-            Value(self._name(name, ref.name), _type(var.aval))
+            Value(self._name(name, ref.name), type_of_aval(var.aval))
             for name, var in zip(names, equation.outvars, strict=True)
         ]
         return self._node(op, (ref, *inputs), outputs, attributes, origin, origin_of(equation).device)
@@ -281,7 +281,7 @@ class _Builder:
         bodies, constants = _bodies_of(control, touched)
         own, handed = inputs[: control.op.own_operands], inputs[control.op.own_operands :]
         operands = (*own, *(self.refs[resource] for resource in touched), *map(self.captured, constants), *handed)
-        outputs = [Value(self._name(name), _type(var.aval)) for name, var in zip(names, equation.outvars, strict=True)]
+        outputs = self._results(names, equation)
         return self._node(control.op, operands, outputs, attributes, origin, None, bodies)
 
     def _discharged(
@@ -332,6 +332,11 @@ class _Builder:
         self.nodes.append(Node(op, tuple(inputs), tuple(named), attributes, bodies, device, (), origin))
         return outputs
 
+    def _results(self, names: Sequence[str | None], equation: Equation) -> list[Value]:
+        return [
+            Value(self._name(name), type_of_aval(var.aval)) for name, var in zip(names, equation.outvars, strict=True)
+        ]
+
     def _name(self, wanted: str | None, otherwise: str | None = None) -> str:
         if wanted is not None:
             return self._fresh(clean_name(wanted))
@@ -372,7 +377,7 @@ def _scan(params: Mapping[str, Any], inputs: Sequence[Operand]) -> _Control:
         "reverse": params["reverse"],
     }
     types = [_array(operand) for operand in inputs]
-    rows = [ArrayType(type.dtype, type.shape[1:]) for type in types[consts + carry :]]
+    rows = [type_of_aval(taken.aval) for taken in closed_parts(params["jaxpr"])[0].invars[consts + carry :]]
     return _Control(
         ops.ctrl_scan, attributes, [*types[: consts + carry], *rows], [(params["jaxpr"], range(len(inputs)))]
     )
@@ -415,10 +420,6 @@ def _constants(builder: _Builder, builders: Sequence[_Builder]) -> Iterator[Valu
 def _array(operand: Operand) -> ArrayType:
     assert isinstance(operand.type, ArrayType)
     return operand.type
-
-
-def _type(aval: Any) -> ArrayType:
-    return ArrayType(aval.dtype, tuple(aval.shape), bool(getattr(aval, "weak_type", False)))
 
 
 def _struct(operand: Operand) -> jax.ShapeDtypeStruct:

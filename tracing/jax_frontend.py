@@ -12,6 +12,7 @@ derivatives let them through. What is taken from `jax._src`, and the public form
 - how an object is read where it is an operand: the tables that JAX's own key arrays are in have no public form;
 - lowering without the lines of callers: the public setting is of the whole process;
 - whether a backend is up: every public function that would tell starts one;
+- the class of errors about shardings in types;
 - the table of lowerings and the PRNG implementations, to read a graph's text: `jax.extend` lists part of the
   primitives, and no implementation.
 """
@@ -68,6 +69,10 @@ def is_backend_up() -> bool:
     """Whether JAX has looked for devices, and so read its settings of them."""
     up: bool = xla_bridge.backends_are_initialized()
     return up
+
+
+#: What JAX raises where the shardings in types do not decide that of a result. It has no public name.
+ShardingTypeError: type[Exception] = jax_core.ShardingTypeError
 
 
 class Access(Enum):

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.lax import GatherScatterMode
 
+from dflow.tracing.explicit_sharding import sharding_of_aval
 from dflow.tracing.jax_frontend import Equation, Jaxpr, accesses, closed_parts, inner_parts, is_literal, origin_of
 from dflow.tracing.rows_to_dense import LARGE_BYTES, DenseGradientWarning
 from dflow.tracing.source import at
@@ -44,8 +45,12 @@ class Site:
 
 
 def lookup_sites(jaxpr: Jaxpr, variables: Sequence[Any]) -> list[Site]:
-    """Every lookup of the variables that `jaxpr` uses by lookups alone, in the order it runs them."""
+    """Every lookup of the variables that `jaxpr` uses by lookups alone, in the order it runs them.
+
+    A lookup in a table with an explicit sharding, which says how its result is spread, is a use like any other.
+    """
     search = _Search()
+    variables = [variable for variable in variables if variable.type.sharding is None]
     search.walk(jaxpr, {})
     for variable in variables:
         _warn_of_lookups_inside(variable, search)
@@ -85,7 +90,7 @@ class _Search:
     def _look(self, equation: Equation, tables: dict[Any, Any]) -> None:
         if equation.primitive is read_p:
             tables[equation.outvars[0]] = equation.params["handle"].variable
-        elif equation.primitive is gather_p:
+        elif equation.primitive is gather_p and sharding_of_aval(equation.outvars[0].aval) is None:
             self._found(equation.params["handle"].variable, equation)
         elif equation.primitive.name in CALLS:
             inner = closed_parts(equation.params[CALLS[equation.primitive.name]])[0]
@@ -120,6 +125,8 @@ class _Search:
 def is_row_gather(equation: Equation) -> bool:
     """Whether an equation takes whole rows along the first dimension of its first operand, and nothing else."""
     if equation.primitive.name not in ("gather", "dynamic_slice") or is_literal(equation.invars[0]):
+        return False
+    if sharding_of_aval(equation.outvars[0].aval) is not None:
         return False
     shape = equation.invars[0].aval.shape
     takes_rows = bool(shape) and tuple(equation.params["slice_sizes"]) == (1, *shape[1:])

@@ -16,6 +16,7 @@ import numpy as np
 from dflow.tracing.attributes import Body, Opaque, Record, Symbol, restored
 from dflow.tracing.effects import Effect
 from dflow.tracing.errors import ParseError
+from dflow.tracing.explicit_sharding import TEXT
 from dflow.tracing.graph import Graph, Literal, Node, Operand, Value, Written
 from dflow.tracing.op import OPS, OpDef, numeric
 from dflow.tracing.source import Loc
@@ -25,9 +26,7 @@ T = TypeVar("T")
 
 _BLANK = re.compile(r"(?:\s|#[^\n]*)*")
 _NAME = re.compile(r"%([\w./]+)")
-_TYPE = re.compile(
-    r"ref<[^\[>]*(?:<\w+>)?\[[0-9,]*\]>|(?:queue|accumulator)<[^<>\n]*>|token\b|~?[a-z]\w*(?:<\w+>)?\[[0-9,]*\]"
-)
+_TYPE = re.compile(rf"ref<[^\[>]*(?:<\w+>)?{TEXT}>|(?:queue|accumulator)<[^<>\n]*>|token\b|~?[a-z]\w*(?:<\w+>)?{TEXT}")
 _DEVICE = re.compile(r"@([\w:/-]+)")
 _LOC = re.compile(r"[ \t]*#[ \t]*([^\n]*\S):(\d+)[ \t]*(?=\n|$)")
 _KEY = re.compile(r"([A-Za-z_]\w*)=")

@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ import numpy as np
 from dflow.tracing.container import contained, join
 from dflow.tracing.context import Home, current_home
 from dflow.tracing.errors import VariableError, VariableShapeError
+from dflow.tracing.explicit_sharding import with_sharding
 from dflow.tracing.given_value import Initial, given_array, initial_type
 from dflow.tracing.jax_frontend import Handle, is_tracing
 from dflow.tracing.near_names import suggests_keywords
@@ -136,12 +138,13 @@ class Variable(jax.Array):
         self.sharding = sharding
         self.loc = caller()
         self.home: Home = near.home if near is not None else current_home()
-        self.handle = Handle(self)
         #: Where the value lives: a task, `/job:ps/task:0`, or a device of this process, `/device:cpu:1`; None is
         #: wherever in this process JAX puts it.
         self.device: str | None = None
         slot = self.home.create(self, first, near)
         self.device = slot.device
+        self.type = replace(self.type, sharding=slot.sharding)
+        self.handle = Handle(self)
         #: What the value is called in that task's store.
         self.key = slot.key
         join(self)
@@ -293,7 +296,7 @@ class Variable(jax.Array):
                 f"variable {self.name!r} holds {self.type}{why} but {method} was given {given}{at(caller())}\n"
                 f"  {_remedy(wanted, given)}"
             )
-        return array
+        return with_sharding(array, wanted.sharding) if is_tracing() else array
 
     def _no_array(self, method: str) -> Callable[[str], VariableShapeError]:
         return lambda what: VariableShapeError(

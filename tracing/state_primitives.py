@@ -12,6 +12,7 @@ that the batch does not agree on is refused: JAX runs both branches then, and an
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from jax.extend.core import primitives as jax_primitives
 from jax.interpreters import ad, batching, mlir
 
 from dflow.tracing.errors import LostWriteError, PlainJitError, VariableError
+from dflow.tracing.explicit_sharding import axes_split_over, manual_axes, sharding_here
 from dflow.tracing.jax_frontend import (
     Access,
     Handle,
@@ -31,14 +33,34 @@ from dflow.tracing.jax_frontend import (
     line_of_program,
     wrap_differentiation,
 )
-from dflow.tracing.source import at
-from dflow.tracing.types import ArrayType, array_type_of
-from dflow.tracing.updates import lookup_type
+from dflow.tracing.source import as_code, at, caller
+from dflow.tracing.types import ArrayType, type_of_aval
+from dflow.tracing.updates import lookup_sharding, lookup_type
 from dflow.tracing.watched_primitive import BATCHED, WatchedPrimitive
 
 
 def _aval(type: ArrayType) -> Any:
-    return jax.core.ShapedArray(type.shape, type.dtype)
+    return jax.core.ShapedArray(type.shape, type.dtype, sharding=type.sharding)
+
+
+def _type_here(handle: Handle) -> ArrayType:
+    """The type of a variable's value in the trace that runs now."""
+    _refuse_whole_in_shards(handle)
+    held: ArrayType = handle.type
+    return replace(held, sharding=sharding_here(held.sharding, held.shape))
+
+
+def _refuse_whole_in_shards(handle: Handle) -> None:
+    """Raise VariableError where a variable that is divided along an axis is used inside a `shard_map` over it."""
+    if handle.type.sharding is None or not (axes := axes_split_over(handle.type.sharding) & manual_axes()):
+        return
+    names = ", ".join(sorted(map(repr, axes)))
+    raise VariableError(
+        f"variable {handle.name!r} holds {handle.type} and is used inside a shard_map over {names}, where each shard "
+        f"would need the whole of it{at(caller())}\n"
+        f"  pass its value to the shard_map, {as_code(handle.name)}.read() with its own spec in in_specs, and write "
+        "what it returns"
+    )
 
 
 def _refuse_plain_jit(*_: Any, handle: Handle, **__: Any) -> Any:
@@ -70,7 +92,7 @@ def _update_now(*operands: Any, handle: Handle, kind: str, reduce: str | None) -
 
 
 def _read_type(*, handle: Handle) -> Any:
-    return _aval(handle.type), {ResourceEffect(Access.READ, handle)}
+    return _aval(_type_here(handle)), {ResourceEffect(Access.READ, handle)}
 
 
 def value_type(handle: Handle) -> Any:
@@ -79,7 +101,8 @@ def value_type(handle: Handle) -> Any:
 
 
 def _gather_type(indices: Any, *, handle: Handle) -> Any:
-    rows = lookup_type(handle.type, array_type_of(jax.ShapeDtypeStruct(indices.shape, indices.dtype)))
+    held, places = _type_here(handle), type_of_aval(indices)
+    rows = replace(lookup_type(held, places), sharding=lookup_sharding(held, places))
     return _aval(rows), {ResourceEffect(Access.READ, handle)}
 
 
@@ -87,6 +110,7 @@ _ADDS = ("assign_add", "assign_sub", "scatter_add")
 
 
 def _update_type(*_: Any, handle: Handle, kind: str, reduce: str | None) -> Any:
+    _refuse_whole_in_shards(handle)
     touches: tuple[Access, ...]
     if kind in _ADDS:
         touches = (Access.SUM if reduce == "sum" else Access.ADD,)

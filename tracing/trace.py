@@ -7,14 +7,16 @@ the leaves of the arguments.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+from jax.sharding import AbstractMesh, Mesh
 
 from dflow.tracing.captured import captured
 from dflow.tracing.effects import Effect
+from dflow.tracing.explicit_sharding import meshes_of
 from dflow.tracing.from_jaxpr import graph_of
 from dflow.tracing.graph import Graph
 from dflow.tracing.jax_frontend import closed_parts, make_jaxpr
@@ -39,6 +41,8 @@ class Traced:
     donated: tuple[int, ...] = ()
     name: str = "step"
     compiler_options: dict[str, Any] | None = None
+    #: The meshes with explicit axes that the arguments and constants are spread over, by their abstract forms.
+    meshes: Mapping[AbstractMesh, Mesh] = field(default_factory=dict)
 
 
 def trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
@@ -59,8 +63,10 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
     return Traced(graph, variables, constants, out_tree)
 
 
-def traced_from(looked: Any, names: Sequence[str], compiler_options: dict[str, Any] | None = None) -> Traced:
-    """The bound graph of what `jax.jit(fn).trace(...)` gave; `names` are those of its argument leaves."""
+def traced_from(
+    looked: Any, names: Sequence[str], compiler_options: dict[str, Any] | None = None, leaves: Sequence[Any] = ()
+) -> Traced:
+    """The bound graph of a stage that `jax.jit(fn).trace(...)` gave; the arguments have these `leaves` and `names`."""
     jaxpr, consts = closed_parts(looked.jaxpr)
     if len(jaxpr.invars) > len(names):
         error = jax.errors.UnexpectedTracerError(
@@ -76,7 +82,8 @@ def traced_from(looked: Any, names: Sequence[str], compiler_options: dict[str, A
     constants = tuple(map(captured, constants))
     infos = jax.tree_util.tree_leaves(handles(looked.args_info))
     donated = tuple(index for index, info in enumerate(infos) if info.donated)
-    return Traced(graph, variables, constants, looked.out_tree, donated, looked.fun_name, compiler_options)
+    meshes = meshes_of(getattr(value, "sharding", None) for value in (*constants, *leaves))
+    return Traced(graph, variables, constants, looked.out_tree, donated, looked.fun_name, compiler_options, meshes)
 
 
 def written_keys(traced: Traced) -> frozenset[str]:

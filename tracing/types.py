@@ -3,22 +3,25 @@
 `f32[2,3]` is an array, `~f32[]` one whose dtype gives way in promotion (JAX's weak type), `ref<f32[3]>` a handle
 to a variable, `queue<f32[3], i32[]>` one to a queue of pairs, `accumulator<f32[3], 8 rows of f32[100,3]>` one to an
 accumulator of gradients, of which one is row-sparse, `token` the result of an op that gives nothing else. The
-short dtype names are JAX's.
+short dtype names are JAX's. An array that is spread over the explicit axes of a mesh has them in its type,
+`f32[8@x,2]{x=4}`.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jax.sharding import NamedSharding
 
 from dflow.tracing.errors import ParseError
+from dflow.tracing.explicit_sharding import TEXT, explicit_sharding, parse_sizes, sharding_of_aval, sizes_text
 
 _EXTENDED = {f"key<{impl}>": impl for impl in ("fry", "rbg", "urbg")}
 _KEY_IMPLEMENTATIONS = {"fry": "threefry2x32", "rbg": "rbg", "urbg": "unsafe_rbg"}
@@ -73,15 +76,19 @@ def parse_dtype(name: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class ArrayType:
-    """The dtype and shape of an array. `weak` is JAX's weak type: a Python scalar's."""
+    """The dtype and shape of an array. `weak` is JAX's weak type: a Python scalar's.
+
+    Types that differ in `sharding` alone are equal: a value is resharded where another sharding is expected.
+    """
 
     dtype: Any
     shape: tuple[Any, ...]
     weak: bool = False
+    #: How the array is spread over the explicit axes of a mesh; None for an array that no such mesh has.
+    sharding: NamedSharding | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
-        dims = ",".join("?" if dim is None else str(dim) for dim in self.shape)
-        return f"{'~' if self.weak else ''}{dtype_name(self.dtype)}[{dims}]"
+        return f"{'~' if self.weak else ''}{dtype_name(self.dtype)}{sizes_text(self.shape, self.sharding)}"
 
     @property
     def size_bytes(self) -> int:
@@ -90,13 +97,13 @@ class ArrayType:
 
     @property
     def strong(self) -> ArrayType:
-        """The same type, not weak."""
+        """The dtype and shape alone: not weak, and without a sharding."""
         return ArrayType(self.dtype, self.shape)
 
     @property
     def struct(self) -> jax.ShapeDtypeStruct:
         """The same type as JAX's functions take it."""
-        return jax.ShapeDtypeStruct(self.shape, self.dtype, weak_type=self.weak)
+        return jax.ShapeDtypeStruct(self.shape, self.dtype, weak_type=self.weak, sharding=self.sharding)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,13 +183,17 @@ def strong(type: Type) -> Type:
 def array_type_of(value: Any) -> ArrayType:
     """The type of anything that has JAX's abstract value: an array, a scalar, a tracer, a ShapeDtypeStruct."""
     if isinstance(value, jax.ShapeDtypeStruct):
-        return ArrayType(value.dtype, tuple(value.shape), bool(value.weak_type))
-    aval: Any = jax.typeof(value)
-    return ArrayType(aval.dtype, tuple(aval.shape), bool(getattr(aval, "weak_type", False)))
+        shape = tuple(value.shape)
+        return ArrayType(value.dtype, shape, bool(value.weak_type), explicit_sharding(value.sharding, shape))
+    return type_of_aval(jax.typeof(value))
 
 
-_DIM = r"(?:[0-9]{1,19}|\?)"
-_ARRAY = re.compile(rf"(~?)([a-z]\w*(?:<\w+>)?)\[({_DIM}(?:,{_DIM})*)?\]")
+def type_of_aval(aval: Any) -> ArrayType:
+    """The type of JAX's abstract value of an array."""
+    return ArrayType(aval.dtype, tuple(aval.shape), bool(getattr(aval, "weak_type", False)), sharding_of_aval(aval))
+
+
+_ARRAY = re.compile(rf"(~?)([a-z]\w*(?:<\w+>)?)({TEXT})")
 
 
 def parse_type(text: str) -> Type:
@@ -205,9 +216,9 @@ def _parse_array(text: str) -> ArrayType:
             f"{text!r} is not a type; a type looks like f32[2,3], ~f32[], ref<f32[3]>, queue<f32[3]>, "
             "accumulator<f32[3], 2 rows of f32[5,3]> or token"
         )
-    weak, dtype, dims = match.groups()
-    shape = tuple(None if dim == "?" else int(dim) for dim in dims.split(",")) if dims else ()
-    return ArrayType(parse_dtype(dtype), shape, bool(weak))
+    weak, dtype, sizes = match.groups()
+    shape, sharding = parse_sizes(sizes)
+    return ArrayType(parse_dtype(dtype), shape, bool(weak), sharding)
 
 
 def _parse_part(text: str) -> ArrayType | RowsType:

@@ -14,8 +14,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
-from dflow.tracing.types import ArrayType
+from dflow.tracing.types import ArrayType, array_type_of
 
 #: From the old value and the operand to the new value.
 ASSIGNS: Mapping[str, Callable[[Any, Any], Any]] = {
@@ -29,12 +30,19 @@ ASSIGNS: Mapping[str, Callable[[Any, Any], Any]] = {
 
 #: From the old value, indices and rows to the new value.
 SCATTERS: Mapping[str, Callable[[Any, Any, Any], Any]] = {
-    "scatter_update": lambda old, indices, rows: old.at[indices].set(rows),
-    "scatter_add": lambda old, indices, rows: old.at[indices].add(rows),
-    "scatter_mul": lambda old, indices, rows: old.at[indices].multiply(rows),
-    "scatter_max": lambda old, indices, rows: old.at[indices].max(rows),
-    "scatter_min": lambda old, indices, rows: old.at[indices].min(rows),
+    "scatter_update": lambda old, indices, rows: old.at[indices].set(rows, **_spread_as(old)),
+    "scatter_add": lambda old, indices, rows: old.at[indices].add(rows, **_spread_as(old)),
+    "scatter_mul": lambda old, indices, rows: old.at[indices].multiply(rows, **_spread_as(old)),
+    "scatter_max": lambda old, indices, rows: old.at[indices].max(rows, **_spread_as(old)),
+    "scatter_min": lambda old, indices, rows: old.at[indices].min(rows, **_spread_as(old)),
 }
+
+
+def _spread_as(value: Any) -> Mapping[str, Any]:
+    """The option of JAX's scatters for a result that is spread as `value` over the explicit axes of a mesh."""
+    sharding = array_type_of(value).sharding
+    return {} if sharding is None else {"out_sharding": sharding}
+
 
 #: Every kind of update.
 KINDS: Mapping[str, Callable[..., Any]] = {**ASSIGNS, **SCATTERS}
@@ -51,8 +59,15 @@ def looked_up(value: Any, indices: Any) -> Any:
 
 
 def lookup_type(held: ArrayType, indices: ArrayType) -> ArrayType:
-    """The type of a lookup's result, and of the rows that an update of rows takes."""
+    """The dtype and shape of a lookup's result, and of the rows that an update of rows takes."""
     return ArrayType(held.dtype, indices.shape + held.shape[1:])
+
+
+def lookup_sharding(held: ArrayType, indices: ArrayType) -> NamedSharding | None:
+    """How a lookup's result is spread over explicit axes. Raises JAX's ShardingTypeError where that is not decided."""
+    if held.sharding is None and indices.sharding is None:
+        return None
+    return array_type_of(jax.eval_shape(looked_up, held.struct, indices.struct)).sharding
 
 
 def indices_refusal(held: ArrayType, indices: ArrayType) -> str | None:

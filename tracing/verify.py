@@ -127,7 +127,8 @@ class _Applied:
     def __init__(self, node: Node, types: tuple[ArrayType, ...]) -> None:
         self._node = node
         self._types = types
-        self._key: Any = (node.op.primitive, tuple(sorted(node.attributes.items(), key=lambda item: item[0])), types)
+        attributes = tuple(sorted(node.attributes.items(), key=lambda item: item[0]))
+        self._key: Any = (node.op.primitive, attributes, types, tuple(type.sharding for type in types))
 
     @property
     def is_hashable(self) -> bool:

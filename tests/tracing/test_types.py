@@ -9,14 +9,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from dflow.tracing.device import device
 from dflow.tracing.effects import Effect, commute
 from dflow.tracing.errors import DeviceError, GraphTypeError, InternalError, ParseError
+from dflow.tracing.explicit_sharding import explicit_sharding
 from dflow.tracing.op import OPS, op
 from dflow.tracing.source import Loc, caller, is_user_file
 from dflow.tracing.trace import trace
 from dflow.tracing.types import DTYPES, ArrayType, RefType, array_type_of, dtype_name, parse_dtype, parse_type
+from tests.effort import examples
 
 
 @pytest.mark.parametrize("name", sorted(DTYPES))
@@ -51,6 +56,57 @@ def test_what_is_no_type_is_refused(text: str) -> None:
         ParseError,
         match=r"is not a type; a type looks like f32\[2,3\], ~f32\[\], ref<f32\[3\]>, queue<f32\[3\]>, accumulator",
     ):
+        parse_type(text)
+
+
+KINDS = st.sampled_from(list(AxisType))
+
+
+@given(
+    parts=st.lists(st.none() | st.sampled_from(["x", "y", "z"]) | st.just(("x", "z")), max_size=3),
+    kinds=st.tuples(KINDS, KINDS, KINDS),
+    unreduced=st.booleans(),
+)
+@settings(max_examples=examples(100))
+def test_a_type_with_a_sharding_reads_back(parts: list[Any], kinds: tuple[AxisType, ...], unreduced: bool) -> None:
+    mesh = AbstractMesh((2, 4, 2), ("x", "y", "z"), axis_types=kinds)
+    named = [axis for part in parts for axis in (part if isinstance(part, tuple) else (part,)) if axis]
+    assume(len(set(named)) == len(named))
+    left = {axis for axis in mesh.explicit_axes if axis not in named} if unreduced else set()
+    shape = tuple(8 for _ in parts)
+    sharding = explicit_sharding(NamedSharding(mesh, PartitionSpec(*parts, unreduced=left)), shape)
+    type = ArrayType(np.dtype("float32"), shape, sharding=sharding)
+    for text in (str(type), f"ref<{type}>"):
+        again = parse_type(text)
+        assert str(again) == text
+        assert (again.of if isinstance(again, RefType) else again).sharding == sharding  # type: ignore[union-attr]
+    assert (sharding is None) == (AxisType.Explicit not in kinds)
+
+
+def test_the_text_of_a_sharding() -> None:
+    mesh = AbstractMesh((2, 4, 2), ("x", "y", "z"), axis_types=(AxisType.Explicit, AxisType.Auto, AxisType.Explicit))
+    struct = jax.ShapeDtypeStruct((8, 8, 8), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec(("x", "z"), "y")))
+    assert str(array_type_of(struct)) == "bf16[8@(x,z),8,8]{x=2 y=4:auto z=2}"
+    assert str(array_type_of(struct).strong) == "bf16[8,8,8]"
+    assert array_type_of(struct) == array_type_of(struct).strong
+    assert array_type_of(array_type_of(struct).struct).sharding == array_type_of(struct).sharding
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("f32[8@x]", r"is spread over the axes of a mesh and does not say which"),
+        ("f32[8@x]{x}", r"has a mesh that does not fit; a type on a mesh looks like f32\[8@x,2\]\{x=4 y=2:auto\}"),
+        ("f32[8@x]{x=2 y}", r"has a mesh that does not fit"),
+        ("f32[8@x]{y=2}", r"has a mesh that does not fit"),
+        ("f32[8@x]{x=2:strange}", r"has a mesh that does not fit"),
+        ("f32[8@x]{x=a}", r"has a mesh that does not fit"),
+        ("f32[8@x]{}", r"has a mesh that does not fit"),
+        ("f32[9@x]{x=2}", r"has a mesh that does not fit"),
+    ],
+)
+def test_a_sharding_that_cannot_be_read_is_refused(text: str, why: str) -> None:
+    with pytest.raises(ParseError, match=why):
         parse_type(text)
 
 
