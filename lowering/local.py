@@ -44,7 +44,7 @@ from dflow.tracing.jax_frontend import jit_disabled
 from dflow.tracing.resources import Variable
 from dflow.tracing.source import at, caller
 from dflow.tracing.trace import Traced
-from dflow.tracing.types import AccumulatorType, array_type_of
+from dflow.tracing.types import AccumulatorType
 
 #: Runs a step on the leaves of its arguments; gives the leaves of its result.
 Runner = Callable[[Sequence[Any]], Sequence[Any]]
@@ -78,7 +78,8 @@ class LocalHome:
         self.store.create(key, variable.type, make, self._place(variable, near))
         self._named[variable.name] = variable
         weakref.finalize(variable, self.store.drop, key).atexit = False
-        return Slot(self._device(key), key, array_type_of(self.store.buffer(key)).sharding)
+        place = self.store.place(key)
+        return Slot(self._device(key), key, place if is_spread(place) else None)
 
     def _place(self, variable: Variable, near: Variable | None) -> Sharding | None:
         """Where a new variable is to live: as its sharding says, beside another, or as the scope says."""

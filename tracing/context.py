@@ -15,7 +15,7 @@ from dflow.tracing.errors import InternalError
 
 if TYPE_CHECKING:
     import jax
-    from jax.sharding import NamedSharding
+    from jax.sharding import Sharding
 
     from dflow.tracing.given_value import Initial
     from dflow.tracing.host_resource import HostResource
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 class Slot(NamedTuple):
     """Where a variable's value is: the task (None: this process) and its key in that task's store.
 
-    `sharding` says how it is spread over the explicit axes of a mesh, if there is one, as the value's type has it.
+    `sharding` says how it is spread over several devices or an explicit mesh; None for one device or for no place.
     """
 
     device: str | None
     key: str
-    sharding: NamedSharding | None = None
+    sharding: Sharding | None = None
 
 
 class Home(Protocol):

@@ -23,7 +23,7 @@ import numpy as np
 from dflow.tracing.container import contained, join
 from dflow.tracing.context import Home, current_home
 from dflow.tracing.errors import VariableError, VariableShapeError
-from dflow.tracing.explicit_sharding import with_sharding
+from dflow.tracing.explicit_sharding import explicit_sharding, with_sharding
 from dflow.tracing.given_value import Initial, given_array, initial_type
 from dflow.tracing.jax_frontend import Handle, is_tracing
 from dflow.tracing.near_names import suggests_keywords
@@ -134,7 +134,7 @@ class Variable(jax.Array):
         self.type = initial_type(first, name)
         self.trainable = trainable
         self.gradient = gradient
-        #: How the value was asked to be spread over devices; None is one device, or as the first value is.
+        #: How the value is spread over devices; None is one device, or wherever in this process JAX puts it.
         self.sharding = sharding
         self.loc = caller()
         self.home: Home = near.home if near is not None else current_home()
@@ -143,7 +143,9 @@ class Variable(jax.Array):
         self.device: str | None = None
         slot = self.home.create(self, first, near)
         self.device = slot.device
-        self.type = replace(self.type, sharding=slot.sharding)
+        # JAX asks where an argument lies, so a variable passed to its functions goes there as it is spread.
+        self.sharding = slot.sharding
+        self.type = replace(self.type, sharding=explicit_sharding(slot.sharding, self.shape))
         self.handle = Handle(self)
         #: What the value is called in that task's store.
         self.key = slot.key

@@ -158,6 +158,16 @@ def test_shard_map_takes_a_read_by_its_own_spec() -> None:
     same(w.read(), jax.device_put(X / 4, ROWS))
 
 
+@every_sharding
+def test_a_variable_passed_to_jax_is_spread_as_it_is(sharding: NamedSharding) -> None:
+    value = jax.device_put(X, sharding)
+    for w in (dflow.Variable(value), dflow.Variable(X, sharding=sharding)):
+        assert w.sharding is not None
+        assert w.sharding.is_equivalent_to(sharding, 2)
+        same(jax.jit(lambda x: x * 2)(w), jax.jit(lambda x: x * 2)(value))
+        same(jnp.sin(w), jnp.sin(value))
+
+
 @pytest.mark.parametrize("spec", [None, P(), P("m"), P("d"), P(None, "d")], ids=str)
 def test_a_read_after_an_assign_has_the_sharding_of_the_variable(spec: Any) -> None:
     place = spread(P("d"), EXPLICIT, EXPLICIT)
