@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
@@ -78,6 +79,15 @@ class LocalHome:
         self._named[variable.name] = variable
         weakref.finalize(variable, self.store.drop, key).atexit = False
         return Slot(self._device(key), key)
+
+    def prepared(self, initial: Initial, name: str | None) -> Initial:
+        return initial
+
+    def settle(self, variable: Variable) -> None:
+        raise InternalError(f"variable {variable.name!r} could not be created, and is used")
+
+    def together(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def _place(self, variable: Variable, near: Variable | None) -> Sharding | None:
         """Where a new variable is to live: as its sharding says, beside another, or as the scope says."""
