@@ -4,8 +4,8 @@ Why: a question and its answer take longer than the creation of a small variable
 `parameter_servers()` are created when the block ends, or when one of them is used, whichever is first.
 
 Invariants: tasks are asked first which variables they have, so that a process that joins late computes and sends
-nothing; a variable that a task cannot create keeps no other from being created; what is not created stays in the batch,
-and its next use asks again.
+nothing; a variable that a task cannot create keeps no other from being created; each use of a variable that is not
+created asks again.
 """
 
 from __future__ import annotations
@@ -119,6 +119,7 @@ class VariableBatch:
         self._lock = threading.RLock()
         self._wanted: list[Wanted] = []
         self._size_bytes = 0
+        self._failed: dict[Variable, Wanted] = {}
 
     def add(self, wanted: Wanted) -> None:
         """Have a variable created when the batch is, which is now if it is full."""
@@ -133,12 +134,20 @@ class VariableBatch:
     def create(self) -> None:
         """Create the variables that are not created yet; raises the error of the first that fails, with its line."""
         with self._lock:
-            failed = _Creation(self.tasks).create(self._wanted)
-            self._wanted = [wanted for wanted in self._wanted if wanted.variable in failed]
-            self._size_bytes = 0
-            for wanted in self._wanted:
-                error = failed[wanted.variable]
-                raise type(error)(f"{error}{at(wanted.variable.loc)}") from None
+            wanted, self._wanted, self._size_bytes = self._wanted, [], 0
+            try:
+                failed = _Creation(self.tasks).create(wanted)
+            finally:
+                self._failed.update((each.variable, each) for each in wanted if "device" not in vars(each.variable))
+            for variable, error in failed.items():
+                raise type(error)(f"{error}{at(variable.loc)}") from None
+
+    def create_again(self, variable: Variable) -> None:
+        """Like `create`, with a variable that failed before."""
+        with self._lock:
+            failed = self._failed.pop(variable, None)
+            self._wanted += [] if failed is None else [failed]
+            self.create()
 
 
 _batches: WeakKeyDictionary[Variable, VariableBatch] = WeakKeyDictionary()
@@ -170,7 +179,7 @@ def create(tasks: CreatingTasks, wanted: Wanted) -> None:
 def settle(variable: Variable) -> None:
     """Create a variable that waits for its batch, and the batch with it."""
     if "device" not in vars(variable):
-        _batches[variable].create()
+        _batches[variable].create_again(variable)
 
 
 def _batch_of(tasks: CreatingTasks) -> VariableBatch:

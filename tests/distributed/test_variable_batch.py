@@ -355,10 +355,8 @@ def test_a_task_that_is_gone_is_said_at_the_line(memory: MemoryCluster, worker: 
         v, w = dflow.Variable(jnp.zeros(2), name="v"), dflow.Variable(jnp.zeros(2), name="w")
     memory.tasks["ps:1"].close()
     made = []
-    with (
-        pytest.raises(TaskLost, match="variable 'w' is on ps:1, which is not there") as caught,
-        worker.parameter_servers(),
-    ):  # noqa: PT012
+    text = "variable 'w' is on ps:1, which is not there"
+    with pytest.raises(TaskLost, match=text) as caught, worker.parameter_servers():  # noqa: PT012
         made.append(dflow.Variable(jnp.ones(2), name="there", near=v))
         made.append(dflow.Variable(jnp.ones(2), name="gone", near=w))
     assert line_of(caught.value) == 'made.append(dflow.Variable(jnp.ones(2), name="gone", near=w))'
