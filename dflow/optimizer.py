@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -11,14 +13,12 @@ import optax
 
 from dflow.distributed.strategies.applying import current_applier
 from dflow.function import jit
-from dflow.lowering.discharge import discharge
-from dflow.lowering.passes.prune import Prune
 from dflow.optimizer_name import derived_name
+from dflow.slot_initials import initials_of
 from dflow.tracing.container import uncontained
 from dflow.tracing.device import with_state
 from dflow.tracing.errors import GraphTypeError, VariableError
 from dflow.tracing.given_value import Initial
-from dflow.tracing.graph import Graph, Literal
 from dflow.tracing.jax_frontend import is_tracing
 from dflow.tracing.near_names import suggests_keywords
 from dflow.tracing.resources import Variable, is_variable, path_name, read
@@ -186,10 +186,13 @@ class Optimizer:
         owners = self._slot_owners = self._owners(state)
         initials = self._initials()
         flat, _ = jax.tree_util.tree_flatten_with_path(state)
-        slots = [
-            Variable(initial, name=f"{self.name}/{self._slot_name(path, owner)}", near=owner)
-            for (path, _), owner, initial in zip(flat, owners, initials, strict=True)
-        ]
+        with contextlib.ExitStack() as stack:
+            for home in {variable.home for variable in self._variables}:
+                stack.enter_context(home.together())
+            slots = [
+                Variable(initial, name=f"{self.name}/{self._slot_name(path, owner)}", near=owner)
+                for (path, _), owner, initial in zip(flat, owners, initials, strict=True)
+            ]
         for slot, owner in zip(slots, owners, strict=True):
             slot.is_named = self.is_named and (owner is None or owner.is_named)
         return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(state), slots)
@@ -198,7 +201,7 @@ class Optimizer:
         """The path in the transformation's state, with the variable's name for its own path: `0/mu/dense/kernel`."""
         if owner is None:
             return path_name(path)
-        inner = next(inner for inner, variable in self._paths() if variable is owner)
+        inner = next(end for end in _ends(path) if self._at.get(end) is owner)
         return path_name((*path[: len(path) - len(inner)], jax.tree_util.DictKey(uncontained(owner.name))))
 
     def _owners(self, state: Any) -> list[Variable | None]:
@@ -211,25 +214,22 @@ class Optimizer:
 
     def _owner(self, path: _Path) -> Variable | None:
         """The variable whose own path ends `path`; the longest, where several do."""
-        ends = [(inner, variable) for inner, variable in self._paths() if path[len(path) - len(inner) :] == inner]
-        return max(ends, key=lambda end: len(end[0]))[1] if ends else None
+        return next((self._at[end] for end in _ends(path) if end in self._at), None)
 
-    def _paths(self) -> list[tuple[_Path, Variable]]:
+    @functools.cached_property
+    def _at(self) -> dict[_Path, Variable]:
+        """The variables by their paths."""
         flat, _ = jax.tree_util.tree_flatten_with_path(self._tree.unflatten(range(len(self._variables))))
-        return [(path, self._variables[place]) for path, place in flat]
+        return {path: self._variables[place] for path, place in flat}
 
     def _initials(self) -> list[Initial]:
         """How each array of the state begins.
 
-        One that does not depend on the parameters, such as a zero momentum, is a function of nothing that runs
-        where the slot lives; another is computed here.
+        One that does not depend on the parameters, such as a zero momentum, is made by ops; another is computed from
+        their values, unless the slot exists.
         """
         graph = trace(self._initial_state, (), {}).graph
-        initials: list[Initial] = [_independent(graph, index) for index in range(len(graph.outputs))]
-        if None in initials:
-            values = jax.tree_util.tree_leaves(self._initial_state())
-            return [value if initial is None else initial for initial, value in zip(initials, values, strict=True)]
-        return initials
+        return [*initials_of(graph, lambda: jax.tree_util.tree_leaves(self._initial_state()))]
 
     def _initial_state(self) -> Any:
         return self._transformation.init(self._tree.unflatten([variable.read() for variable in self._variables]))
@@ -259,13 +259,6 @@ def _touched_rows(gradient: Any) -> Any:
     return jnp.any(gradient != 0, axis=tuple(range(1, jnp.ndim(gradient))), keepdims=True)
 
 
-def _independent(graph: Graph, index: int) -> Callable[[], Any] | None:
-    output = graph.outputs[index]
-    if isinstance(output, Literal):
-        return lambda: jnp.asarray(output.value, output.type.dtype)
-    part = Prune()(Graph(graph.inputs, graph.nodes, (output,)))
-    used = {output, *(value for node in part.nodes for value in node.values)}
-    if used.intersection(graph.inputs):
-        return None
-    pure = discharge(Graph((), part.nodes, part.outputs))
-    return lambda: pure.fn()[0]
+def _ends(path: _Path) -> Iterator[_Path]:
+    """All that a path ends with, the longest first."""
+    return (path[first:] for first in range(len(path) + 1))

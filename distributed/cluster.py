@@ -8,7 +8,6 @@ its error names who is missing. What fails anywhere is cancelled everywhere.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import logging
 import os
@@ -26,22 +25,21 @@ import jax.numpy as jnp
 import msgspec
 from jax.sharding import AbstractMesh, Mesh
 
-from dflow.distributed.answers import expect
 from dflow.distributed.cluster_home import ClusterHome
-from dflow.distributed.coordinator_client import ANSWER_S, CoordinatorClient
+from dflow.distributed.coordinator_client import CoordinatorClient
 from dflow.distributed.flight_recorder import FlightRecorder
 from dflow.distributed.messages import (
     AnyMessage,
     EdgeTraffic,
+    Failure,
     NotFinite,
     Placed,
-    Registered,
-    RegisterPlan,
+    PlaceVariable,
     RoundsDone,
     RunPlan,
-    Wanted,
 )
 from dflow.distributed.metrics import MetricsEndpoint, task_metrics
+from dflow.distributed.plan_registration import PlanRegistration
 from dflow.distributed.rendezvous import describe
 from dflow.distributed.run_folder import run_folder
 from dflow.distributed.step_numbers import first_of_a_life
@@ -51,7 +49,7 @@ from dflow.distributed.strategies.round_part import Part
 from dflow.distributed.task_server import TaskServer, TaskSettings
 from dflow.distributed.tracer import Here, Observed, Tracer
 from dflow.distributed.transport.addresses import LOCAL_ADDRESS
-from dflow.distributed.transport.base import Peer, Reply, Transport
+from dflow.distributed.transport.base import Peer, PendingReply, Reply, Transport
 from dflow.distributed.unused_plans import UnusedPlans
 from dflow.distributed.used_state import UsedState
 from dflow.lowering.channel import StepId
@@ -61,7 +59,6 @@ from dflow.lowering.execute import Outcome
 from dflow.lowering.local import Runner, fetched, lower_programs, refuse_spread
 from dflow.lowering.passes.base import Observer, run_passes
 from dflow.lowering.pipeline import pipeline
-from dflow.lowering.program import export_program
 from dflow.lowering.recorder import STEP_BEGAN, STEP_ENDED, Recorder, described_end
 from dflow.lowering.store import Store
 from dflow.tracing.context import home
@@ -72,7 +69,6 @@ from dflow.tracing.errors import (
     TransportClosed,
     VariableError,
 )
-from dflow.tracing.resources import Variable
 from dflow.tracing.source import at, caller
 from dflow.tracing.task_name import short_task_name, split_task_name, task_name
 from dflow.tracing.trace import Traced
@@ -207,9 +203,12 @@ class Cluster:
     def parameter_servers(self, job: str = "ps") -> Iterator[None]:
         """Spread the variables made inside over the tasks of `job`, by size.
 
-        The coordinator decides where, and says the same to every worker; whoever asks first creates the variable.
+        The coordinator decides where, the same for every worker; the first worker to ask creates the variable. All are
+        created together when the block ends, or before, when one of them is used. An error names the line on which its
+        variable was made.
         """
-        with home(ClusterHome(self, job)):
+        variables = ClusterHome(self, job)
+        with home(variables), variables.together():
             yield
 
     def claim(
@@ -321,20 +320,36 @@ class Cluster:
         with self._used.explained([task]):
             return self._server.peer(task).call(message, payload, timeout_s=wait_s + self._settings.request_timeout_s)
 
-    def place(self, variable: Variable, job: str, near: Variable | None) -> Placed:
-        """The task that holds, or shall hold, the variable. Raises TaskLost when the process that held it has left."""
-        type = variable.type
-        placed = self._client.place(
-            variable.name,
-            str(jnp.dtype(type.dtype).name),
-            type.shape,
-            type.size_bytes,
-            job=job,
-            near=near.name if near is not None else "",
-            timeout_s=ANSWER_S,
-        )
-        self._used.note(variable.name, placed)
-        return placed
+    def request_all(self, requests: Sequence[tuple[str, AnyMessage, Any]]) -> list[Reply | DflowError]:
+        """Ask tasks, all at a time; of each the answer, or why there is none."""
+        started = [self._started(*request) for request in requests]
+        return [self._answer(task, wait) for (task, _, _), wait in zip(requests, started, strict=True)]
+
+    def _started(self, task: str, message: AnyMessage, payload: Any) -> PendingReply | DflowError:
+        try:
+            with self._used.explained([task]):
+                return self._server.peer(task).start(message, payload)
+        except DflowError as error:
+            return error
+
+    def _answer(self, task: str, started: PendingReply | DflowError) -> Reply | DflowError:
+        if isinstance(started, DflowError):
+            return started
+        try:
+            with self._used.explained([task]):
+                return started.wait(self._settings.request_timeout_s)
+        except DeadlineExceeded as error:
+            return DeadlineExceeded(f"{error}; {self._client.describe(task)}")
+        except DflowError as error:
+            return error
+
+    def place_all(self, requests: Sequence[PlaceVariable]) -> list[Placed | Failure]:
+        """The task that holds, or shall hold, each of the variables; or why there is none."""
+        answers = self._client.place_all(requests)
+        for request, answer in zip(requests, answers, strict=True):
+            if isinstance(answer, Placed):
+                self._used.note(request.name, answer)
+        return answers
 
     def place_resource(self, name: str, kind: str, said: str, size_bytes: int, *, job: str, on: str) -> Placed:
         """The task that holds, or shall hold, a queue or an accumulator; see `CoordinatorClient.place`."""
@@ -389,22 +404,25 @@ class Cluster:
         self, compiled: Compiled, given_up: Sequence[int], meshes: Mapping[AbstractMesh, Mesh]
     ) -> Mapping[str, int]:
         self._unused_plans.release(self._server, self.tasks)
-        handles = {task: self._register_remote(task, plan) for task, plan in compiled.remote.items()}
+        # The tasks compile all at a time, and so does this one.
+        asked = self._registrations(compiled.remote)
         lowered = lower_programs(compiled.local, self._server.store, given_up, meshes=meshes)
         programs = [program.compile() for program in lowered]
-        handles[self.task] = self._server.register(compiled.local.plan, programs)
-        return handles
+        return {**self._handles(asked), self.task: self._server.register(compiled.local.plan, programs)}
 
-    def _register_remote(self, task: str, task_plan: TaskPlan) -> int:
-        blobs = [export_program(pure.fn, pure.types) for pure in task_plan.programs]
-        names = tuple(hashlib.sha256(blob).digest() for blob in blobs)
-        plan = _ENCODER.encode(task_plan.plan)
-        # Another worker, or an earlier trace, has most often sent the same programs.
-        answer, _ = self.request(task, RegisterPlan(plan, (0,) * len(blobs), names))
-        if isinstance(answer, Wanted):
-            sent = [blob if place in answer.programs else b"" for place, blob in enumerate(blobs)]
-            answer, _ = self.request(task, RegisterPlan(plan, tuple(map(len, sent)), names), b"".join(sent))
-        return expect(answer, Registered, short_task_name(task)).handle
+    def _registrations(self, parts: Mapping[str, TaskPlan]) -> dict[str, PlanRegistration]:
+        with self._used.explained([*parts]):
+            return {task: PlanRegistration(self._server.peer(task), part) for task, part in parts.items()}
+
+    def _handles(self, asked: Mapping[str, PlanRegistration]) -> dict[str, int]:
+        found = {}
+        for task, registration in asked.items():
+            try:
+                with self._used.explained([task]):
+                    found[task] = registration.handle(self._settings.request_timeout_s)
+            except DeadlineExceeded as error:
+                raise DeadlineExceeded(f"{error}; {self._client.describe(task)}") from error
+        return found
 
     def register_hosted(self, traced: Traced, host: str) -> tuple[Mapping[str, int], Sequence[Any], Sequence[Any]]:
         """Register a traced function that the task `host` is to run as a step of its own.
@@ -415,7 +433,7 @@ class Cluster:
         keys = {ref: variable.key for ref, variable in zip(graph.refs, traced.variables, strict=True)}
         compiled = make_plans(graph, host, keys)
         parts = {**compiled.remote, host: compiled.local}
-        handles = {task: self._register_remote(task, part) for task, part in parts.items()}
+        handles = self._handles(self._registrations(parts))
         return handles, traced.constants, [literal.array for literal in compiled.literals]
 
     def run_step(self, handles: Mapping[str, int], feeds: Sequence[Any]) -> tuple[jax.Array, ...]:

@@ -7,24 +7,27 @@ read or a write is one message and its answer; another op on a variable is a ste
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
 
 from dflow.distributed.answers import expect
 from dflow.distributed.cluster_resources import ClusterResources, Tasks, task_of_resource
 from dflow.distributed.codec import decode_array, encode_array
-from dflow.distributed.messages import CreateVariable, Placed, ReadVariable, Value, VariableCreated, WriteVariable
+from dflow.distributed.messages import ReadVariable, Value, WriteVariable
+from dflow.distributed.variable_batch import CreatingTasks, Wanted, create, created_together, settle
+from dflow.lowering.initial_ops import InitialOps
 from dflow.lowering.local import Runner
 from dflow.lowering.passes.base import Observer
-from dflow.lowering.program import export_program
 from dflow.tracing.context import Slot
 from dflow.tracing.device import scope_here
-from dflow.tracing.errors import DeviceError, TaskLost, VariableError
-from dflow.tracing.given_value import Initial
+from dflow.tracing.errors import DeviceError, VariableError
+from dflow.tracing.given_value import Initial, TypedInitial
 from dflow.tracing.host_resource import HostResource
-from dflow.tracing.jax_frontend import make_jaxpr, touches_state
 from dflow.tracing.resources import Variable
 from dflow.tracing.source import at
 from dflow.tracing.task_name import short_task_name
@@ -32,12 +35,8 @@ from dflow.tracing.trace import Traced, trace
 from dflow.tracing.types import array_type_of
 
 
-class HomeTasks(Tasks, Protocol):
+class HomeTasks(Tasks, CreatingTasks, Protocol):
     """What is needed of a cluster."""
-
-    def place(self, variable: Variable, job: str, near: Variable | None) -> Placed:
-        """The task that holds, or shall hold, the variable."""
-        ...
 
     def runner(self, traced: Traced, *, check: bool, observe: Observer | None) -> Runner:
         """Place, cut and register a traced function; the result runs one step of it."""
@@ -59,7 +58,7 @@ class ClusterHome:
     def __hash__(self) -> int:
         return hash(id(self._cluster))
 
-    def create(self, variable: Variable, initial: Initial, near: Variable | None) -> Slot:
+    def create(self, variable: Variable, initial: Initial, near: Variable | None) -> None:
         if not variable.is_named:
             raise VariableError(
                 f"a variable of {variable.type} is created among the parameter servers without a name, by which the "
@@ -76,24 +75,17 @@ class ClusterHome:
                 f"variable {variable.name!r} holds {variable.type}, and keys do not travel between tasks yet"
                 f"{at(variable.loc)}\n  hold jax.random.key_data(key), and wrap what you read with wrap_key_data"
             )
-        try:
-            placed = self._cluster.place(variable, self._job, near)
-            self._create_on(placed, variable, initial)
-        except (VariableError, DeviceError, TaskLost) as error:
-            raise type(error)(f"{error}{at(variable.loc)}") from None
-        return Slot(placed.task, variable.name)
+        create(self._cluster, Wanted(variable, self._job, near, _first_value(variable, initial)))
 
-    def _create_on(self, placed: Placed, variable: Variable, initial: Initial) -> None:
-        dtype, shape = jnp.dtype(variable.dtype).name, variable.shape
-        program = callable(initial) and not _reads_state(initial)
-        if program:
-            payload: Any = export_program(lambda: [initial()], ())
-        else:
-            value = jnp.asarray(initial() if callable(initial) else initial, variable.dtype)
-            payload = encode_array(value)
-        message = CreateVariable(variable.name, dtype, shape, program, placed.process)
-        answer, _ = self._cluster.request(placed.task, message, payload)
-        expect(answer, VariableCreated, short_task_name(placed.task))
+    def prepared(self, initial: Initial, name: str | None) -> Initial:
+        is_ready = isinstance(initial, TypedInitial) or not callable(initial)
+        return initial if is_ready else InitialOps(initial, name)
+
+    def settle(self, variable: Variable) -> None:
+        settle(variable)
+
+    def together(self) -> AbstractContextManager[None]:
+        return created_together(self._cluster)
 
     def read(self, variable: Variable) -> jax.Array:
         task = task_of_resource(variable)
@@ -143,7 +135,8 @@ class ClusterHome:
         return self._cluster.runner(traced, check=check, observe=observe)
 
 
-def _reads_state(initial: Any) -> bool:
-    """Whether an initialiser reads variables, so that it cannot run on its own elsewhere."""
-    jaxpr, _, _ = make_jaxpr(initial)
-    return touches_state(jaxpr.effects)
+def _first_value(variable: Variable, initial: Initial) -> TypedInitial | npt.NDArray[Any]:
+    """An initialiser that can run later; the value of one that reads variables, whose values it is to have now."""
+    if isinstance(initial, TypedInitial) and not (isinstance(initial, InitialOps) and initial.reads_state):
+        return initial
+    return np.array(jnp.asarray(initial() if callable(initial) else initial, variable.dtype))

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from dflow.distributed.coordinator_session import SessionSettings
 from dflow.distributed.membership import FINISHED
@@ -25,6 +25,7 @@ from dflow.distributed.messages import (
     EdgeTraffic,
     Elected,
     ElectOnce,
+    Failure,
     GetHealth,
     GetStatus,
     Health,
@@ -34,7 +35,9 @@ from dflow.distributed.messages import (
     NotFinite,
     Ok,
     Placed,
+    PlacedAll,
     PlaceVariable,
+    PlaceVariables,
     Report,
     Roster,
     RoundsDone,
@@ -52,6 +55,8 @@ from dflow.tracing.task_name import short_task_name
 
 #: How long a call waits for an answer that the coordinator gives at once.
 ANSWER_S = 30.0
+#: The most variables that one message asks for.
+MOST_PLACED = 256
 #: The coordinator ends a wait at a barrier by itself; a client that hears nothing gives it this much more.
 BARRIER_GRACE_S = 5.0
 #: How long an error waits for what the coordinator knows of a task.
@@ -245,6 +250,14 @@ class CoordinatorClient:
         """
         request = PlaceVariable(name, dtype, shape, size_bytes, job, near, kind, on)
         return self._driver.ask(request, Placed, timeout_s)
+
+    def place_all(self, requests: Sequence[PlaceVariable], *, timeout_s: float = ANSWER_S) -> list[Placed | Failure]:
+        """The task of each of these variables, as `place` has it, or why there is none."""
+        answers: list[Placed | Failure] = []
+        for first in range(0, len(requests), MOST_PLACED):
+            part = PlaceVariables(tuple(requests[first : first + MOST_PLACED]))
+            answers += self._driver.ask(part, PlacedAll, timeout_s).answers
+        return answers
 
     def unplace(self, name: str, *, timeout_s: float = ANSWER_S) -> None:
         """Free a name whose state is gone."""

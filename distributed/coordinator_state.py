@@ -64,7 +64,10 @@ from dflow.distributed.messages import (
     Leave,
     Marked,
     Ok,
+    Placed,
+    PlacedAll,
     PlaceVariable,
+    PlaceVariables,
     Report,
     RosterChange,
     RoundsDone,
@@ -255,12 +258,13 @@ class CoordinatorState:
                 ]
             case AwaitBarrier(task=task) as request:
                 return self._from_task(event, task) or self._arrive(event, request)
-            case PlaceVariable() | Unplace() | Report() if not self._membership.is_of_a_task(event.peer):
+            case PlaceVariable() | PlaceVariables() | Unplace() | Report() if not self._is_of_a_task(event):
                 text = f"{type(event.message).__name__} is taken from tasks alone, and this connection is of none"
                 return [Reply(event.ask, Failure("TaskLost", f"{text}; join first"))]
-            case PlaceVariable(job=job) as request:
-                members = self._membership
-                return [Reply(event.ask, self._directory.place(request, members.available(job), members.jobs()))]
+            case PlaceVariable() as request:
+                return [Reply(event.ask, self._place(request))]
+            case PlaceVariables(requests):
+                return [Reply(event.ask, PlacedAll(tuple(map(self._place, requests))))]
             case Unplace(name):
                 self._directory.give_up(name)
                 return [Reply(event.ask, Ok())]
@@ -274,6 +278,13 @@ class CoordinatorState:
             case other:
                 text = f"the coordinator answers no {type(other).__name__}; ask a task"
                 return [Reply(event.ask, Failure("RemoteError", text))]
+
+    def _is_of_a_task(self, event: Asked) -> bool:
+        return self._membership.is_of_a_task(event.peer)
+
+    def _place(self, request: PlaceVariable) -> Placed | Failure:
+        members = self._membership
+        return self._directory.place(request, members.available(request.job), members.jobs())
 
     def _from_task(self, event: Asked, task: str) -> list[Command]:
         """A refusal when the message does not come from the live task in whose name it speaks, else nothing."""

@@ -63,24 +63,59 @@ class Introduce(Message, frozen=True):
     life: int
 
 
-class CreateVariable(Message, frozen=True):
-    """Create the variable unless it is there; answered by `VariableCreated`.
+class ArrayInfo(msgspec.Struct, frozen=True):
+    """The dtype and shape of one of the arrays in a payload, which holds them one after the other."""
 
-    The payload is the initial value (`program` false) or an exported initialiser without arguments (`program` true).
-    `process` is the process of the task that shall hold it, by `Placed`; another one of the same name refuses.
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class ProgramCall(msgspec.Struct, frozen=True):
+    """The program number `program` on the values of these numbers."""
+
+    program: int
+    takes: tuple[int, ...]
+
+
+class CreateVariable(msgspec.Struct, frozen=True):
+    """A variable to create unless it is there.
+
+    `arrays`  number of the message's arrays that its first value takes, after those of the variables before it
+    `calls`   programs to run, in order
+    `result`  number of the first value: values are numbered, these arrays first, then the results of each call
+    `process` process of the task that shall hold it, by `Placed`; another one of the same name refuses
+
+    Without arrays and calls there is no first value.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    program: bool
+    arrays: int = 0
+    calls: tuple[ProgramCall, ...] = ()
+    result: int = 0
     process: str = ""
 
 
-class VariableCreated(Message, frozen=True):
-    """`created` is false when the variable was there already, with the same dtype and shape."""
+class CreateVariables(Message, frozen=True):
+    """Create each of the variables unless it is there; answered by `VariablesCreated`.
 
-    created: bool
+    The payload holds the `arrays`, then exported programs, of `program_sizes` bytes, for the calls.
+    """
+
+    variables: tuple[CreateVariable, ...]
+    arrays: tuple[ArrayInfo, ...] = ()
+    program_sizes: tuple[int, ...] = ()
+
+
+class VariablesCreated(Message, frozen=True):
+    """The variables are there, except the `missing`, sent without a first value, and the `failures`, by their places.
+
+    A variable that was there before, with the same dtype and shape, is unchanged.
+    """
+
+    missing: tuple[int, ...] = ()
+    failures: dict[int, Failure] = {}
 
 
 class ReadVariable(Message, frozen=True):
@@ -141,13 +176,6 @@ class RunPlan(Message, frozen=True):
     handle: int
     origin: str
     step: int
-
-
-class ArrayInfo(msgspec.Struct, frozen=True):
-    """The dtype and shape of one of the arrays in a payload, which holds them one after the other."""
-
-    dtype: str
-    shape: tuple[int, ...]
 
 
 class QueueInfo(msgspec.Struct, frozen=True, tag="queue"):
@@ -551,6 +579,18 @@ class Placed(Message, frozen=True):
     mark: Mark = Mark()
 
 
+class PlaceVariables(Message, frozen=True):
+    """Several questions, in order; answered by `PlacedAll`."""
+
+    requests: tuple[PlaceVariable, ...]
+
+
+class PlacedAll(Message, frozen=True):
+    """The answer to each."""
+
+    answers: tuple[Placed | Failure, ...]
+
+
 class Unplace(Message, frozen=True):
     """The state of this name is gone from its task: the name is free. Answered by `Ok`."""
 
@@ -768,8 +808,8 @@ AnyMessage = (
     | Packed
     | Failure
     | Introduce
-    | CreateVariable
-    | VariableCreated
+    | CreateVariables
+    | VariablesCreated
     | ReadVariable
     | WriteVariable
     | Value
@@ -811,6 +851,8 @@ AnyMessage = (
     | Heartbeat
     | PlaceVariable
     | Placed
+    | PlaceVariables
+    | PlacedAll
     | Unplace
     | ClaimSteps
     | Claimed

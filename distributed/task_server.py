@@ -26,7 +26,7 @@ from typing import Any
 import jax
 
 from dflow.distributed.array_lists import decode_arrays, encode_arrays
-from dflow.distributed.codec import decode_array, encode_array, parse_dtype
+from dflow.distributed.codec import decode_array, encode_array
 from dflow.distributed.deadlines import Deadlines, MakeDeadlines
 from dflow.distributed.flight_recorder import FlightRecorder
 from dflow.distributed.member_gate import Arrived, MemberGate
@@ -36,7 +36,7 @@ from dflow.distributed.messages import (
     CallResource,
     CancelStep,
     CreateResource,
-    CreateVariable,
+    CreateVariables,
     Credit,
     Dumped,
     DumpEvents,
@@ -65,7 +65,6 @@ from dflow.distributed.messages import (
     TaskState,
     Tensor,
     Value,
-    VariableCreated,
     Wanted,
     WriteVariable,
 )
@@ -81,9 +80,9 @@ from dflow.distributed.task_observer import Observation, TaskObserver
 from dflow.distributed.task_resources import TaskResources
 from dflow.distributed.transport.addresses import LOCAL_ADDRESS
 from dflow.distributed.transport.base import Peer, Responder, Transport
+from dflow.distributed.variable_creation import VariableCreation
 from dflow.lowering.channel import StepId
 from dflow.lowering.execute import Outcome
-from dflow.lowering.foreign_program import read_program
 from dflow.lowering.plan import Plan
 from dflow.lowering.program import Program
 from dflow.lowering.recorder import (
@@ -93,15 +92,12 @@ from dflow.lowering.recorder import (
 )
 from dflow.lowering.store import Store
 from dflow.tracing.errors import (
-    DflowError,
     SecurityError,
     StepCancelled,
     TaskLost,
-    VariableError,
     WireError,
 )
 from dflow.tracing.task_name import short_task_name
-from dflow.tracing.types import ArrayType
 
 
 @dataclass(frozen=True)
@@ -166,6 +162,7 @@ class TaskServer:
         self._live: dict[str, TaskInfo] = {}
         self._plans = PlanRegistry(name)
         self._resources = TaskResources(name, self.store)
+        self._creation = VariableCreation(self.store, self._plans.program, self._refuse_for_another_process)
         self._pool = pool or ThreadPoolExecutor(settings.threads, thread_name_prefix=f"dflow {name}")
         #: The steps that this task has started.
         self.steps = StepCounts()
@@ -445,8 +442,8 @@ class TaskServer:
 
     def _carry_out(self, message: AnyMessage, payload: memoryview) -> tuple[AnyMessage, memoryview]:
         match message:
-            case CreateVariable():
-                return VariableCreated(self._create(message, payload)), _NOTHING
+            case CreateVariables():
+                return self._creation.create(message, payload), _NOTHING
             case ReadVariable(name):
                 value = self.store.read(name)
                 return Value(value.dtype.name, tuple(value.shape)), encode_array(value)
@@ -487,15 +484,6 @@ class TaskServer:
                 f"{name!r} is placed on an earlier process of {short_task_name(self.name)}, which has been started "
                 "again since\n  start the whole cluster again: what a parameter task held is not restored yet"
             )
-
-    def _create(self, message: CreateVariable, payload: memoryview) -> bool:
-        self._refuse_for_another_process(message.name, message.process)
-        make: Callable[[], jax.Array]
-        if message.program:
-            make = partial(_initial_value, message.name, payload)
-        else:
-            make = partial(_on_device, message.dtype, message.shape, payload)
-        return self.store.create(message.name, ArrayType(parse_dtype(message.dtype), message.shape), make)
 
 
 _NOTHING = memoryview(b"")
@@ -562,18 +550,4 @@ def _answer_arrays(responder: Responder, outcome: Outcome) -> None:
 
 def _on_device(dtype: str, shape: tuple[int, ...], payload: memoryview) -> jax.Array:
     value: jax.Array = jax.device_put(decode_array(dtype, shape, payload))
-    return value
-
-
-def _initial_value(name: str, program: memoryview) -> jax.Array:
-    """Run an exported initialiser on this task."""
-    try:
-        results = jax.tree.leaves(read_program(program).call())
-    except DflowError:
-        raise
-    except Exception as error:
-        raise VariableError(f"the initialiser of variable {name!r} cannot be run here: {error}") from error
-    if len(results) != 1:
-        raise VariableError(f"the initialiser of variable {name!r} gave {len(results)} arrays; it has to give one")
-    value: jax.Array = results[0]
     return value

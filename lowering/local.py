@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from queue import SimpleQueue
 from types import MappingProxyType
@@ -80,6 +81,15 @@ class LocalHome:
         weakref.finalize(variable, self.store.drop, key).atexit = False
         place = self.store.place(key)
         return Slot(self._device(key), key, place if is_spread(place) else None)
+
+    def prepared(self, initial: Initial, name: str | None) -> Initial:
+        return initial
+
+    def settle(self, variable: Variable) -> None:
+        raise InternalError(f"variable {variable.name!r} could not be created, and is used")
+
+    def together(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def _place(self, variable: Variable, near: Variable | None) -> Sharding | None:
         """Where a new variable is to live: as its sharding says, beside another, or as the scope says."""

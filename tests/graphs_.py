@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,12 @@ class DictHome:
     def __init__(self, devices: Sequence[str | None] = (None,)) -> None:
         self.values: dict[Variable, Any] = {}
         self._devices = [None if device is None else full_device_name(device) for device in devices]
+
+    def prepared(self, initial: Any, name: str | None) -> Any:
+        return initial
+
+    def together(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def create(self, variable: Variable, initial: Any, near: Variable | None) -> Slot:
         self.values[variable] = jnp.asarray(initial() if callable(initial) else initial)

@@ -7,7 +7,7 @@ default home, this process, is set once by the layer that has a store.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -36,11 +36,26 @@ class Slot(NamedTuple):
 class Home(Protocol):
     """Keeps the values of variables, queues and accumulators, and serves ops on them that run outside a graph."""
 
-    def create(self, variable: Variable, initial: Initial, near: Variable | None) -> Slot:
-        """Create the variable's value, or find it; returns where it is.
+    def create(self, variable: Variable, initial: Initial, near: Variable | None) -> Slot | None:
+        """Create the variable's value, or find it; returns where it is, or None if `settle` is to say that later.
 
         Raises VariableError when a variable of that name but another type is there.
         """
+        ...
+
+    def prepared(self, initial: Initial, name: str | None) -> Initial:
+        """What `create` is to be given for a first value; `initial_type` says its type.
+
+        Raises VariableError for a function that is no initialiser.
+        """
+        ...
+
+    def settle(self, variable: Variable) -> None:
+        """Create a variable that `create` left for later, unless it is created by now; set its device and key."""
+        ...
+
+    def together(self) -> AbstractContextManager[None]:
+        """Create the variables made inside together, at the latest at the end."""
         ...
 
     def read(self, variable: Variable) -> jax.Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,16 @@ from dflow.tracing.types import ArrayType, array_type_of
 
 #: A first value, or a function without arguments that gives it, run where the variable lives.
 Initial = Any | Callable[[], Any]
+
+
+class TypedInitial(ABC):
+    """A function without arguments that gives a first value of a known type."""
+
+    type: ArrayType
+
+    @abstractmethod
+    def __call__(self) -> Any:
+        """The value."""
 
 
 def given_array(value: Any, refusal: Callable[[str], Exception]) -> Any:
@@ -32,15 +43,18 @@ def initial_type(initial: Initial, name: str | None) -> ArrayType:
 
     Raises VariableError for what is no array and no function without arguments that returns one.
     """
+    if isinstance(initial, TypedInitial):
+        return initial.type
     if callable(initial):
-        _check_needs_nothing(initial, name)
-        return _struct_type(jax.eval_shape(initial), name)
+        check_needs_nothing(initial, name)
+        return struct_type(jax.eval_shape(initial), name)
     if hasattr(initial, "dtype"):
         return array_type_of(initial).strong
     return array_type_of(given_array(initial, lambda what: _no_beginning(what, name))).strong
 
 
-def _struct_type(struct: Any, name: str | None) -> ArrayType:
+def struct_type(struct: Any, name: str | None) -> ArrayType:
+    """The type that a variable has whose initialiser gives what this struct says; raises VariableError for a tree."""
     if not isinstance(struct, jax.ShapeDtypeStruct):
         raise _no_beginning(f"a {type(struct).__name__}, which is no array", name)
     return array_type_of(struct).strong
@@ -54,7 +68,8 @@ def _no_beginning(what: str, name: str | None) -> VariableError:
     )
 
 
-def _check_needs_nothing(initial: Callable[..., Any], name: str | None) -> None:
+def check_needs_nothing(initial: Callable[..., Any], name: str | None) -> None:
+    """Raise VariableError for a function that cannot be called without arguments."""
     try:
         parameters = inspect.signature(initial).parameters.values()
     except (TypeError, ValueError):

@@ -7,6 +7,7 @@ derivatives let them through. What is taken from `jax._src`, and the public form
 - the effect allow-lists: none is public, and without them JAX refuses our effects inside control flow;
 - `Effect`: its only public name is in `jax.extend.core`, which warns that it may go;
 - a trace's context and source lines of an equation: needed to bind it again as it was traced; no public form;
+- `Trace`: records each program that JAX would dispatch; the public `make_jaxpr` inlines small jitted functions;
 - whether a trace is running: `jax.core.trace_state_clean` was removed from the public names;
 - how a call is lowered for several platforms: the public form cannot keep a platform to its own function;
 - how an object is read where it is an operand: the tables that JAX's own key arrays are in have no public form;
@@ -559,6 +560,56 @@ def retraced(
     if not is_open(param):
         return closed
     return param if closed.consts else closed.jaxpr
+
+
+def dispatched(fn: Callable[[], Any]) -> tuple[Jaxpr, list[Any], Any]:
+    """Trace `fn` like `make_jaxpr`, with one equation for each program that JAX would dispatch if `fn` ran now.
+
+    Evaluated one by one they give the bits that `fn` gives. `make_jaxpr` differs: it inlines small jitted functions,
+    whose ops XLA would have fused.
+    """
+
+    def recorded() -> Any:
+        with jax_core.set_current_trace(_AsDispatched(jax_core.trace_ctx.trace)):
+            return fn()
+
+    return make_jaxpr(recorded)
+
+
+#: How a jitted function says that it is not inlined; older JAX has no kinds of inlining.
+_KEPT_CALL: Any = jax.Inline.AUTO if hasattr(jax, "Inline") else False
+
+
+class _AsDispatched(jax_core.Trace):
+    """Hands everything to the trace around it, with no jitted function inlined and no derivative rule kept."""
+
+    def __init__(self, outer: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._outer = outer
+        self.requires_low = outer.requires_low
+
+    def process_primitive(self, primitive: Any, values: Any, params: Any, /) -> Any:
+        kept = {**params, "inline": _KEPT_CALL} if "inline" in params else params
+        with jax_core.set_current_trace(self._outer):
+            return self._outer.process_primitive(primitive, values, kept)
+
+    def process_call(self, primitive: Any, fn: Any, values: Any, params: Any, /) -> Any:
+        with jax_core.set_current_trace(self._outer):
+            return self._outer.process_call(primitive, fn, values, params)
+
+    def process_custom_jvp_call(self, primitive: Any, fn: Any, jvp: Any, values: Any, /, **_: Any) -> Any:
+        return fn.call_wrapped(*values)
+
+    def process_custom_vjp_call(self, primitive: Any, fn: Any, fwd: Any, bwd: Any, values: Any, /, **_: Any) -> Any:
+        return fn.call_wrapped(*values)
+
+    def stage_value(self, value: Any) -> Any:
+        with jax_core.set_current_trace(self._outer):
+            return self._outer.stage_value(value)
+
+    def __getattr__(self, name: str) -> Any:
+        # What few primitives ask of a trace, such as process_shard_map.
+        return getattr(self._outer, name)
 
 
 def closed_tracers(traced: Any) -> list[Any]:

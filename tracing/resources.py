@@ -70,8 +70,9 @@ _ELSEWHERE = {
 class Variable(jax.Array):
     """A mutable array that traced code reads and writes.
 
-    `initial`  the first value (array or scalar), or a function without arguments that returns it; a function runs
-               where the variable lives, and only when nobody has created the variable before
+    `initial`  the first value (array or scalar), or a function without arguments that returns it. On a cluster its ops
+               run only if the variable is new: those of a large value on the variable's task. The value has the same
+               bits as in one process
     `name`     names the variable in graphs, messages, checkpoints and across the tasks of a cluster; given none, a
                name is made up
     `dtype`    converts the initial value; given none, it keeps its own
@@ -84,16 +85,19 @@ class Variable(jax.Array):
 
     In one process each `Variable` is its own state, and a new one takes over the name. On a cluster the name is the
     variable: the first to ask creates it and the others get it. Either way a second variable of the same name but
-    another type raises VariableError. A variable cannot be made inside traced code.
+    another type raises VariableError, on a cluster when the variable is created: at the end of the block of
+    `cluster.parameter_servers()`, or at its first use within. A variable cannot be made inside traced code.
     """
 
     # Over properties of `jax.Array`, which cannot be set.
     sharding = None  # type: ignore[assignment]
-    device: str | None = None
     weak_type = False
 
     # NumPy gives way to our reflected operators instead of looping over an object.
     __array_ufunc__ = None
+
+    #: Key of the value in the store of its task.
+    key: str
 
     @suggests_keywords
     def __init__(
@@ -131,24 +135,20 @@ class Variable(jax.Array):
         #: Whether the name was given, and not made up.
         self.is_named = name is not None
         self.name = contained(name or f"variable_{self.serial}")
+        self.home: Home = near.home if near is not None else current_home()
+        first = self.home.prepared(first, name)
         self.type = initial_type(first, name)
         self.trainable = trainable
         self.gradient = gradient
         #: How the value is spread over devices; None is one device, or wherever in this process JAX puts it.
         self.sharding = sharding
         self.loc = caller()
-        self.home: Home = near.home if near is not None else current_home()
-        #: Where the value lives: a task, `/job:ps/task:0`, or a device of this process, `/device:cpu:1`; None is
-        #: wherever in this process JAX puts it.
-        self.device: str | None = None
-        slot = self.home.create(self, first, near)
-        self.device = slot.device
-        # JAX asks where an argument lies, so a variable passed to its functions goes there as it is spread.
-        self.sharding = slot.sharding
-        self.type = replace(self.type, sharding=explicit_sharding(slot.sharding, self.shape))
         self.handle = Handle(self)
-        #: What the value is called in that task's store.
-        self.key = slot.key
+        slot = self.home.create(self, first, near)
+        if slot is not None:
+            # JAX asks where an argument lies, so a variable passed to its functions goes there as it is spread.
+            self.device, self.key, self.sharding = slot
+            self.type = self.handle.type = replace(self.type, sharding=explicit_sharding(slot.sharding, self.shape))
         join(self)
 
     @property
@@ -175,6 +175,22 @@ class Variable(jax.Array):
     def aval(self) -> Any:
         """The type of the value, as JAX has it."""
         return value_type(self.handle)
+
+    @property
+    def device(self) -> str | None:
+        """The task that holds the value, `/job:ps/task:0`, or a device of this process, `/device:cpu:1`.
+
+        None is wherever in this process JAX puts it. To ask for it, or the key, creates a variable that is yet to be
+        created.
+        """
+        if "device" not in self.__dict__:
+            self.home.settle(self)
+        device: str | None = self.__dict__["device"]
+        return device
+
+    @device.setter
+    def device(self, device: str | None) -> None:
+        self.__dict__["device"] = device
 
     def forget(self, reason: str) -> None:
         """Let go of the value: whoever uses the variable afterwards gets VariableError, which gives the reason."""
@@ -331,6 +347,9 @@ class Variable(jax.Array):
         )
 
     def __getattr__(self, name: str) -> Any:
+        if name == "key" and "home" in self.__dict__:
+            self.home.settle(self)
+            return self.__dict__[name]
         remedy = _ELSEWHERE[name].format(as_code(self.name)) if name in _ELSEWHERE else ""
         raise AttributeError(f"'Variable' object has no attribute {name!r}{remedy}", name=name, obj=self)
 
@@ -394,7 +413,8 @@ class Variable(jax.Array):
         return format(self.read(), spec) if spec else repr(self)
 
     def __repr__(self) -> str:
-        place = f" on {self.device}" if self.device else ""
+        device = self.__dict__.get("device")
+        place = f" on {device}" if device else ""
         return f"<Variable {self.name!r}: {self.type}{place}>"
 
 

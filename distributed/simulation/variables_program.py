@@ -12,7 +12,17 @@ from typing import Any
 import numpy as np
 
 from dflow.distributed.codec import decode_array, encode_array
-from dflow.distributed.messages import AnyMessage, CreateVariable, Placed, PlaceVariable, ReadVariable, WriteVariable
+from dflow.distributed.failures import error_from
+from dflow.distributed.messages import (
+    AnyMessage,
+    ArrayInfo,
+    CreateVariable,
+    CreateVariables,
+    Placed,
+    PlaceVariable,
+    ReadVariable,
+    WriteVariable,
+)
 from dflow.distributed.simulation.checks import Require
 from dflow.distributed.simulation.script import Script, sleep
 from dflow.distributed.simulation.tasks import AGAIN_S, ASK_S, Member, Tasks
@@ -100,8 +110,11 @@ class VariablesWorker:
         if name not in self._placed or self._random.random() < 0.3:
             request = PlaceVariable(name, "int32", (), 4, "ps")
             placed = self._placed[name] = yield self._member.coordinator.ask(request, ASK_S)
-            message = CreateVariable(name, "int32", (), False, placed.process)
-            yield from self._ask(name, message, encode_array(_INITIAL))
+            variable = CreateVariable(name, "int32", (), arrays=1, process=placed.process)
+            message = CreateVariables((variable,), (ArrayInfo("int32", ()),))
+            answer = yield from self._ask(name, message, encode_array(_INITIAL))
+            for failure in answer.message.failures.values():
+                raise error_from(failure)
             self._member.say(f"has created or found {name!r}")
         if self._random.random() < 0.5:
             number = self._checks.writes(name)

@@ -344,17 +344,20 @@ def test_one_name_with_two_types_is_refused_from_one_worker_and_from_two(memory:
         with first.parameter_servers():
             dflow.Variable(zeros(2), name="taken")
         for cluster in (first, second):
+            with (
+                pytest.raises(VariableError, match=r"variable 'taken' is float32\[2\] and was asked") as caught,
+                cluster.parameter_servers(),
+            ):
+                dflow.Variable(zeros(3), name="taken")
+            assert "float32[3]" in str(caught.value)
+            assert line_of(caught.value) == 'dflow.Variable(zeros(3), name="taken")'
             with cluster.parameter_servers():
-                with pytest.raises(VariableError, match=r"variable 'taken' is float32\[2\] and was asked") as caught:
-                    dflow.Variable(zeros(3), name="taken")
-                assert "float32[3]" in str(caught.value)
-                assert line_of(caught.value) == 'dflow.Variable(zeros(3), name="taken")'
                 dflow.Variable(zeros(2), name="taken")
 
 
 def test_a_job_without_tasks(worker: Cluster) -> None:
     text = "job 'gpu', which has no task that is live or expected"
-    with worker.parameter_servers("gpu"), pytest.raises(DeviceError, match=text) as caught:
+    with pytest.raises(DeviceError, match=text) as caught, worker.parameter_servers("gpu"):
         dflow.Variable(zeros(2), name="v")
     assert line_of(caught.value) == 'dflow.Variable(zeros(2), name="v")'
 

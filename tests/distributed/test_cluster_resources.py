@@ -183,8 +183,8 @@ def test_another_thing_of_one_name_is_refused(
 ) -> None:
     fifo(workers[0])
     with (
-        workers[1].parameter_servers(),
         pytest.raises((QueueError, AccumulatorError, VariableError), match=text) as got,
+        workers[1].parameter_servers(),
     ):
         make()
     assert "test_cluster_resources.py" in str(got.value)

@@ -19,7 +19,13 @@ from dflow.tracing.errors import WireError
 MESSAGES = (
     messages.Hello("/job:ps/task:0"),
     messages.Failure("VariableError", "no variable 'w'"),
-    messages.CreateVariable("w", "float32", (2, 3), program=False),
+    messages.CreateVariables(
+        (messages.CreateVariable("w", "float32", (2, 3), 1, (messages.ProgramCall(0, (0,)),), 1),),
+        (messages.ArrayInfo("uint32", (2,)),),
+        (77,),
+    ),
+    messages.VariablesCreated((1,), {2: messages.Failure("VariableError", "no variable 'w'")}),
+    messages.PlacedAll((messages.Placed("/job:ps/task:0"), messages.Failure("DeviceError", "no tasks"))),
     messages.RegisterPlan(b"\x00plan", (3, 4)),
     messages.RegisterPlan(b"\x00plan", (0, 4), (bytes(range(32)), b"\xff" * 32)),
     messages.Wanted((0, 3)),

@@ -87,7 +87,7 @@ def test_the_next_process_of_a_task_is_not_filled_from_initialisers(memory: Memo
                 use(w, queue)
         with worker.parameter_servers():
             with pytest.raises(TaskLost, match=f"variable 'w' is {LOST}"):
-                dflow.Variable(np.zeros(2, np.float32), name="w")
+                dflow.Variable(np.zeros(2, np.float32), name="w").read()
             with pytest.raises(TaskLost, match=f"fifo queue 'q' is {LOST}|queue 'q' is {LOST}"):
                 dflow.FIFOQueue(4, jnp.float32(0), name="q")
             with pytest.raises(TaskLost, match=f"variable 'w' is {LOST}"):
@@ -98,7 +98,7 @@ def test_the_next_process_of_a_task_is_not_filled_from_initialisers(memory: Memo
     with closing(memory.worker(1, SOON)) as late, late.parameter_servers():
         for one in (w, *slots):
             with pytest.raises(TaskLost, match=f"variable '{one.name}' is {LOST}"):
-                dflow.Variable(np.zeros(one.shape, one.dtype), name=one.name)
+                dflow.Variable(np.zeros(one.shape, one.dtype), name=one.name).read()
     assert "w" not in memory.tasks["ps:0"].server.store
 
 

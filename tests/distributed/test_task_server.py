@@ -20,10 +20,12 @@ from dflow.distributed.codec import decode_array, encode_array
 from dflow.distributed.messages import (
     AccumulatorInfo,
     AnyMessage,
+    ArrayInfo,
     CallResource,
     CancelStep,
     CreateResource,
     CreateVariable,
+    CreateVariables,
     ForgetState,
     GetStatus,
     GetTaskState,
@@ -42,7 +44,7 @@ from dflow.distributed.messages import (
     TaskState,
     Tensor,
     Value,
-    VariableCreated,
+    VariablesCreated,
     WriteVariable,
 )
 from dflow.distributed.task_server import TaskServer, TaskSettings
@@ -128,10 +130,14 @@ def cluster(make_cluster: MakeCluster) -> Cluster:
 # Variables.
 
 
-def create(cluster: Cluster, name: str = "w", value: np.ndarray[Any, Any] = ONES) -> bool:
-    reply = cluster.ask(CreateVariable(name, value.dtype.name, value.shape, False), encode_array(value)).message
-    assert isinstance(reply, VariableCreated)
-    return reply.created
+def creation(value: np.ndarray[Any, Any], name: str = "w") -> CreateVariables:
+    dtype = value.dtype.name
+    variable = CreateVariable(name, dtype, value.shape, arrays=1)
+    return CreateVariables((variable,), (ArrayInfo(dtype, value.shape),))
+
+
+def create(cluster: Cluster, name: str = "w", value: np.ndarray[Any, Any] = ONES) -> None:
+    assert cluster.ask(creation(value, name), encode_array(value)).message == VariablesCreated()
 
 
 def read(cluster: Cluster, name: str = "w") -> list[float]:
@@ -142,8 +148,8 @@ def read(cluster: Cluster, name: str = "w") -> list[float]:
 
 
 def test_a_variable_is_created_read_and_written(cluster: Cluster) -> None:
-    assert create(cluster)
-    assert not create(cluster, value=np.zeros(3, np.float32))
+    create(cluster)
+    create(cluster, value=np.zeros(3, np.float32))
     assert read(cluster) == [1, 1, 1]
     assert cluster.ask(WriteVariable("w", "float32", (3,)), encode_array(2 * ONES)).message == Ok()
     assert read(cluster) == [2, 2, 2]
@@ -152,20 +158,15 @@ def test_a_variable_is_created_read_and_written(cluster: Cluster) -> None:
 def test_the_first_to_create_wins_and_the_rest_find_it(cluster: Cluster) -> None:
     clients = [cluster.reach_ps(name) for name in CLIENTS[1:]]
 
-    def ask(client: Peer) -> AnyMessage:
-        return client.call(
-            CreateVariable("w", "float32", (3,), False), encode_array(ONES), timeout_s=DEADLINE_S
-        ).message
+    def ask(client: Peer, number: int) -> AnyMessage:
+        return client.call(creation(ONES), encode_array(number * ONES), timeout_s=DEADLINE_S).message
 
     with ThreadPoolExecutor(8) as pool:
-        replies = list(pool.map(ask, clients))
-    assert sorted(reply.created for reply in replies if isinstance(reply, VariableCreated)) == [False] * 7 + [True]
-
-
-def test_an_initialiser_runs_on_the_task(cluster: Cluster) -> None:
-    exported = export_program(lambda: jnp.arange(4.0), ())
-    cluster.ask(CreateVariable("w", "float32", (4,), program=True), bytes(exported))
-    assert read(cluster) == [0, 1, 2, 3]
+        assert list(pool.map(ask, clients, range(8))) == [VariablesCreated()] * 8
+    first = read(cluster)
+    assert first in [[number] * 3 for number in range(8)]
+    create(cluster, value=9 * ONES)
+    assert read(cluster) == first
 
 
 def test_bfloat16_variables_travel(cluster: Cluster) -> None:
@@ -173,20 +174,12 @@ def test_bfloat16_variables_travel(cluster: Cluster) -> None:
     assert read(cluster) == [1.5, -2.0]
 
 
-def two_arrays() -> bytes:
-    return export_program(lambda: (jnp.zeros(3), jnp.zeros(3)), ())
-
-
 REFUSED: list[tuple[AnyMessage, Callable[[], bytes], type[Exception], str]] = [
     (ReadVariable("v"), bytes, errors.VariableError, "no variable 'v'"),
     (WriteVariable("v", "float32", (1,)), lambda: bytes(4), errors.VariableError, "no variable 'v'"),
     (WriteVariable("w", "float32", (2,)), lambda: bytes(8), errors.VariableShapeError, r"holds f32\[3\]"),
     (WriteVariable("w", "float32", (3,)), lambda: bytes(8), errors.WireError, "takes 12 bytes but the payload has 8"),
-    (CreateVariable("v", "object", (), False), lambda: bytes(8), errors.WireError, "'object' does not travel"),
-    (CreateVariable("v", "float32", (3,), False), lambda: bytes(11), errors.WireError, "payload has 11"),
-    (CreateVariable("w", "float32", (4,), False), lambda: bytes(16), errors.VariableError, "exists and holds"),
-    (CreateVariable("v", "float32", (3,), True), lambda: b"not a program", errors.WireError, "no exported program"),
-    (CreateVariable("v", "float32", (3,), True), two_arrays, errors.VariableError, "gave 2 arrays; it has to give one"),
+    (creation(ONES, "v"), lambda: bytes(11), errors.WireError, "do not fill a payload of 11 bytes"),
     (
         RunPlan(0, CLIENT, 1),
         bytes,

@@ -146,7 +146,13 @@ def program(rng: random.Random) -> bytes:
             "program_sizes": [len(data)],
         }
     else:
-        message = {"type": "CreateVariable", "name": "fuzz", "dtype": "float32", "shape": [3], "program": True}
+        message = {
+            "type": "CreateVariables",
+            "variables": [_good_variable()],
+            "arrays": [{"dtype": "float32", "shape": [3]}],
+            "program_sizes": [len(data)],
+        }
+        data = bytes(12) + data
     return packed(ENCODER.encode(message), data, Kind.REQUEST, 9)
 
 
@@ -155,6 +161,11 @@ def _flipped(data: bytes, rng: random.Random) -> bytearray:
     for _ in range(rng.choice((1, 2, 5))):
         changed[rng.randrange(len(changed))] = rng.choice((0, 1, 0x7F, 0x80, 0xFF, rng.randrange(256)))
     return changed
+
+
+def _good_variable() -> dict[str, Any]:
+    call = {"program": 0, "takes": [0]}
+    return {"name": "fuzz", "dtype": "float32", "shape": [3], "arrays": 1, "calls": [call], "result": 1}
 
 
 def _good_plan() -> dict[str, Any]:

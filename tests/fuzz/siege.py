@@ -19,7 +19,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dflow.distributed.messages import CreateVariable, GetStatus, Introduce, ReadVariable, Status, Value
+from dflow.distributed.messages import (
+    ArrayInfo,
+    CreateVariable,
+    CreateVariables,
+    GetStatus,
+    Introduce,
+    ReadVariable,
+    Status,
+    Value,
+)
 from dflow.distributed.transport.addresses import TcpAddress, UnixAddress, parse_address
 from dflow.distributed.transport.base import RefuseAll
 from dflow.distributed.transport.sockets import SocketTransport
@@ -124,7 +133,8 @@ class Victim:
                 assert isinstance(status, Status), f"the coordinator answered {status}"
                 return
             peer.call(Introduce(0), timeout_s=HANG_S)
-            peer.call(CreateVariable(HEALTH, "float32", (2,), False), bytes(8), timeout_s=HANG_S)
+            variables = (CreateVariable(HEALTH, "float32", (2,), arrays=1),)
+            peer.call(CreateVariables(variables, (ArrayInfo("float32", (2,)),)), bytes(8), timeout_s=HANG_S)
             reply, payload = peer.call(ReadVariable(HEALTH), timeout_s=HANG_S)
             assert (reply, payload) == (Value("float32", (2,)), bytes(8)), f"{TASK} answered {reply}"
         finally:

@@ -1,0 +1,129 @@
+"""How long is it from a script's start to the end of its first step, on a cluster?
+
+The script (`_startup_worker.py`) makes variables of 64 x 64 random numbers on 2 ps tasks, with Adam's slots, and does
+one step on all of them. Each task is a process of this machine. *first* is the worker that finds an empty cluster;
+*late* is another worker, which joins when the variables are there; *restarted* is the first one once more. *alone* is
+the same script in one process without a cluster. `after imports` is the time from the end of the imports on.
+
+`--beside PYTHON` names an environment with TensorFlow, whose own runtime (graph mode, gRPC) then starts the same model
+beside ours in each round; its graph and initialisation create the variables. `--variables` measures one size.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks._paired import in_turn, options, publish
+
+ROOT = Path(__file__).parents[1]
+ROUNDS = 3
+RUN_S = 900
+SIZES = (100, 300, 1000)
+PS = 2
+#: How long each part took, in s, by part.
+Times = dict[str, float]
+
+
+def main() -> None:
+    given = options(__doc__, variables=0, rounds=ROUNDS, beside=None)
+    rows = [row for size in ([given.variables] if given.variables else SIZES) for row in measured(size, given)]
+    publish("startup", rows, as_json=given.json)
+
+
+def measured(size: int, given: Any) -> list[dict[str, Any]]:
+    """The lines of the table for `size` variables: of each way the round that took least after its imports."""
+    ways: dict[str, Any] = {"dflow": lambda: by_dflow(size), "alone": lambda: {"alone": worker(size, {})}}
+    if given.beside:
+        ways["TensorFlow"] = lambda: {"TensorFlow": by_tensorflow(size, str(given.beside))}
+    rounds = [times for found in in_turn(ways, given.rounds).values() for times in found]
+    whose = list(dict.fromkeys(who for times in rounds for who in times))
+    best = {who: min((times[who] for times in rounds if who in times), key=after_imports) for who in whose}
+    return [{"variables": size, "who": who, **line(best[who])} for who in whose]
+
+
+def line(times: Times) -> dict[str, float]:
+    """The parts by their columns."""
+    created = sum(times.get(part, 0.0) for part in ("variables", "slots", "graph", "initialisation"))
+    parts = {"imports s": times["imports"], "join s": times["join"], "variables and slots s": created}
+    return {**parts, "first step s": times["first step"], "after imports s": after_imports(times)}
+
+
+def after_imports(times: Times) -> float:
+    """All but the imports."""
+    return sum(times.values()) - times["imports"]
+
+
+def by_dflow(size: int) -> dict[str, Times]:
+    """The times of three workers on one cluster."""
+    coordinator = f"127.0.0.1:{free_port()}"
+    joins = {"DFLOW_COORDINATOR": coordinator, "DFLOW_JOB": "worker"}
+    jobs = ["--job", f"ps={PS}", "--job", "worker=2"]
+    tasks = [["task", "--job", "ps", "--index", str(index), "--coordinator", coordinator] for index in range(PS)]
+    with ExitStack() as stack:
+        for words in (["coordinator", *jobs, "--address", coordinator], *tasks):
+            stack.enter_context(running([sys.executable, "-m", "dflow", *words]))
+        lives = (("first", 0), ("late", 1), ("restarted", 0))
+        return {who: worker(size, {**joins, "DFLOW_INDEX": str(index)}) for who, index in lives}
+
+
+def worker(size: int, place: dict[str, str]) -> Times:
+    """Run the script as the worker that these environment variables configure; standalone without any."""
+    mine = {name: value for name, value in os.environ.items() if not name.startswith("DFLOW_")}
+    script = str(ROOT / "benchmarks" / "_startup_worker.py")
+    return times_of([sys.executable, script, "--variables", str(size)], mine | place)
+
+
+def by_tensorflow(size: int, python: str) -> Times:
+    """The times of one worker, on a cluster of TensorFlow's whose ps tasks are up."""
+    addresses = [f"localhost:{free_port()}" for _ in range(PS + 1)]
+    spec = ["--ps", *addresses[:PS], "--workers", *addresses[PS:]]
+    script = [python, str(ROOT / "benchmarks" / "_startup_tensorflow.py")]
+    with ExitStack() as stack:
+        for index in range(PS):
+            task = stack.enter_context(running([*script, "--job", "ps", "--index", str(index), *spec]))
+            assert task.stdout is not None
+            task.stdout.readline()
+        words = [*script, "--job", "worker", "--index", "0", "--variables", str(size), *spec]
+        return times_of(words, dict(os.environ))
+
+
+@contextmanager
+def running(words: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
+    """A process that is ended at the end."""
+    task = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        yield task
+    finally:
+        task.kill()
+        task.communicate()
+
+
+def times_of(words: Sequence[str], variables: dict[str, str]) -> Times:
+    """What a worker prints that is started now."""
+    began = [*words, "--began", str(time.time())]
+    ended = subprocess.run(began, env=variables, capture_output=True, text=True, timeout=RUN_S, check=False)
+    lines = [text for text in ended.stdout.splitlines() if text.startswith("times ")]
+    if not lines:
+        raise SystemExit(f"a worker failed:\n{ended.stdout}{ended.stderr}")
+    found: Times = json.loads(lines[0].removeprefix("times "))
+    return found
+
+
+def free_port() -> int:
+    """A port without a listener."""
+    with socket.create_server(("localhost", 0)) as listener:
+        port: int = listener.getsockname()[1]
+    return port
+
+
+if __name__ == "__main__":
+    main()
