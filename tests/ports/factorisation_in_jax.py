@@ -11,12 +11,13 @@ USERS, ITEMS, RANK, BATCH, STEPS, PENALTY = 60, 40, 6, 64, 50, 1e-3
 
 
 def initial_parameters():
-    keys = jax.random.split(jax.random.key(0), 2)
-    return {
-        "users": {"rows": jax.random.normal(keys[0], (USERS, RANK)) / 2, "bias": jnp.zeros(USERS)},
-        "items": {"rows": jax.random.normal(keys[1], (ITEMS, RANK)) / 2, "bias": jnp.zeros(ITEMS)},
-        "mean": jnp.zeros(()),
-    }
+    drawn = np.random.default_rng(0)
+
+    def table(count):
+        rows = drawn.normal(size=(count, RANK)) / 2
+        return {"rows": jnp.asarray(rows, jnp.float32), "bias": jnp.zeros(count)}
+
+    return {"users": table(USERS), "items": table(ITEMS), "mean": jnp.zeros(())}
 
 
 def loss_of(params, users, items, ratings):

@@ -12,10 +12,11 @@ DISCOUNT, TRACE, CLIP = 0.98, 0.95, 0.2
 
 
 def initial_parameters():
-    keys = iter(jax.random.split(jax.random.key(0), 3))
+    drawn = np.random.default_rng(0)
 
     def layer(size_in, size_out, scale):
-        return {"w": jax.random.normal(next(keys), (size_in, size_out)) * scale, "b": jnp.zeros(size_out)}
+        w = drawn.normal(size=(size_in, size_out)) * scale
+        return {"w": jnp.asarray(w, jnp.float32), "b": jnp.zeros(size_out)}
 
     return {
         "hidden": layer(4, HIDDEN, 0.5),

@@ -24,7 +24,7 @@ def test_a_port_alone_reports_what_its_twin_does(port: ModuleType) -> None:
 
 @each_port
 def test_a_port_with_microbatches_reports_what_its_twin_does(port: ModuleType) -> None:
-    assert_alike(port_metrics(port, dflow.connect(), 4), twin_metrics(port, 4))
+    assert_alike(port_metrics(port, dflow.connect(), 2), twin_metrics(port, 2))
 
 
 @pytest.fixture

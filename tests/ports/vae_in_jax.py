@@ -11,10 +11,11 @@ SIDE, HIDDEN, LATENT, BATCH, STEPS, FADED_IN = 8, 32, 4, 32, 50, 25
 
 
 def initial_parameters():
-    keys = iter(jax.random.split(jax.random.key(0), 4))
+    drawn = np.random.default_rng(0)
 
     def layer(size_in, size_out):
-        return {"w": jax.random.normal(next(keys), (size_in, size_out)) / np.sqrt(size_in), "b": jnp.zeros(size_out)}
+        w = drawn.normal(size=(size_in, size_out)) / np.sqrt(size_in)
+        return {"w": jnp.asarray(w, jnp.float32), "b": jnp.zeros(size_out)}
 
     return {
         "encoder": [layer(SIDE * SIDE, HIDDEN), layer(HIDDEN, 2 * LATENT)],
