@@ -1,4 +1,4 @@
-"""The extra arguments of `Optimizer.apply`: those that a transformation takes beside the gradients.
+"""The extra arguments of `Optimizer.apply`, which a transformation takes beside the gradients.
 
 optax gives every extra argument to every part of a chain, and a part ignores what it does not use: a misspelt argument
 changes nothing. Here an argument that no part uses is an error, found by tracing the update once.
@@ -21,7 +21,7 @@ from dflow.tracing.near_names import keywords_of
 from dflow.tracing.source import at, caller
 from dflow.tracing.types import array_type_of
 
-#: What optax and Python say of an argument that is missing or that nothing takes.
+#: The words of optax and Python for an argument that is missing or that no function takes.
 _REFUSAL = re.compile(r"missing \d+ required|must be provided|[Uu]nexpected keyword")
 
 
@@ -70,7 +70,7 @@ def _used(update: Callable[..., Any], extra: Mapping[str, Any], structs: tuple[A
 
 
 def _watched(leaf: Any, name: str, arrays: Iterator[Any], used: set[str]) -> Any:
-    """What stands for a leaf of an extra argument: the next array, or a function that notes that it was called."""
+    """Replace a leaf of an extra argument by the next array, or by a function that notes that it was called."""
     if _is_array(leaf):
         return next(arrays)
     if not callable(leaf):
@@ -103,7 +103,7 @@ def naming_extra(extra: Mapping[str, Any]) -> Iterator[None]:
 
 
 def as_averaged(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """The extra arguments of one worker's step as arrays, of which a synchronous step takes the workers' mean.
+    """Return the extra arguments of one worker's step as arrays. A synchronous step averages them over the workers.
 
     Raises StrategyError for an argument that has no mean, such as a function.
     """
@@ -119,7 +119,7 @@ def as_averaged(extra: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_examples(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
-    """Raise StrategyError for gradients of single examples, of which the workers' mean would mix different examples."""
+    """Raise StrategyError for gradients of single examples: the workers' mean would mix different examples."""
     for gradient, variable in zip(gradients, variables, strict=True):
         shape: tuple[int, ...] = getattr(gradient, "shape", ())
         if shape != variable.shape:

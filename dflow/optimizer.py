@@ -127,7 +127,7 @@ class Optimizer:
         self._update(given, extra)
 
     def apply_mean(self, given: Any) -> None:
-        """Update the variables by the mean of what `apply` has handed to a strategy: gradients and extra arguments.
+        """Update the variables by the mean of the gradients and extra arguments that `apply` has handed to a strategy.
 
         They have lost to the codec on their way to the mean what there is to lose, and lose no more on the way from it.
         """

@@ -149,7 +149,7 @@ CASES: dict[str, Case] = {
     "contrib.split_real_and_imaginary": Case(lambda: contrib.split_real_and_imaginary(optax.adam(_RATE))),
 }
 
-#: What is made of optax and has no case, and why.
+#: Transformations without a case, and the reason.
 LEFT_OUT = {
     "lookahead": "its parameters are a pair of fast and slow ones, and its gradients are of the fast ones alone",
     "monitor": "its update gives its state another structure than its init",

@@ -1,4 +1,4 @@
-"""Holds a port, step by step, to its twin in plain JAX: the same metrics to what float32 can keep."""
+"""Compare the metrics of a port and of its twin in plain JAX, step by step, to float32 tolerance."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import numpy as np
 
 import dflow
 
-#: How far the metrics of a step may be apart, and by how much more where they are near zero.
+#: The largest relative and absolute difference of a metric.
 RELATIVE, ABSOLUTE = 2e-4, 2e-5
 
 
 @functools.cache
 def twin_metrics(port: ModuleType, microbatches: int) -> list[dict[str, float]]:
-    """What the twin reports of each step."""
+    """Return the metrics of each step of the twin."""
     return _as_floats(port.train(microbatches))
 
 
 def port_metrics(port: ModuleType, cluster: Any, microbatches: int) -> list[dict[str, float]]:
-    """What the port reports of each step, trained on `cluster` as a user's program would be."""
+    """Return the metrics of each step of the port, trained on `cluster` as a user's program would be."""
     step = port.build(cluster, microbatches)
     batches = list(port.batches())
     strategy = dflow.distributed.Async(cluster)
@@ -30,7 +30,7 @@ def port_metrics(port: ModuleType, cluster: Any, microbatches: int) -> list[dict
 
 
 def assert_alike(got: list[dict[str, float]], wanted: list[dict[str, float]]) -> None:
-    """Every metric of every step, and no other; of those that have moved at all."""
+    """Assert that both have the same metrics in every step, and that each metric changes from step to step."""
     assert len(got) == len(wanted)
     for name in wanted[0]:
         found, right = ([metrics.pop(name) for metrics in steps] for steps in (map(dict, got), map(dict, wanted)))

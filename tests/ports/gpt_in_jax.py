@@ -68,7 +68,7 @@ def transformation():
 
 
 def batches():
-    """Sequences in which nine of ten tokens are three times the last one and one more."""
+    """Sequences with a rule: nine of ten tokens are three times the last token plus one."""
     drawn = np.random.default_rng(0)
     for _ in range(STEPS):
         sequence = [drawn.integers(0, VOCABULARY, BATCH)]

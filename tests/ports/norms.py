@@ -1,4 +1,4 @@
-"""What every program here reports of a step beside its own metrics."""
+"""The norms that every program here reports of a step."""
 
 import jax
 import jax.numpy as jnp

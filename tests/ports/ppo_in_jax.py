@@ -30,7 +30,7 @@ def initial_carts():
 
 
 def rolled(carts, actions, key):
-    """The carts after a push to either side; one that has lost its pole begins anew. Also which have."""
+    """Push each cart left or right. Return where the carts are and which lost their pole; these start again."""
     _, speed, angle, turning = carts.T
     push = jnp.where(actions == 1, 10.0, -10.0)
     sine, cosine = jnp.sin(angle), jnp.cos(angle)
@@ -39,8 +39,8 @@ def rolled(carts, actions, key):
     sped = pushed - 0.05 * turned * cosine / 1.1
     after = carts + 0.02 * jnp.stack([speed, sped, turning, turned], axis=1)
     lost = (jnp.abs(after[:, 0]) > 2.4) | (jnp.abs(after[:, 2]) > 0.2)
-    anew = jax.random.uniform(key, carts.shape, minval=-0.05, maxval=0.05)
-    return jnp.where(lost[:, None], anew, after), lost
+    again = jax.random.uniform(key, carts.shape, minval=-0.05, maxval=0.05)
+    return jnp.where(lost[:, None], again, after), lost
 
 
 def network(params, carts):
