@@ -108,6 +108,7 @@ def assert_same_bits(got: Any, wanted: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:step was compiled 50 times:dflow.RetraceWarning")  # a step for each case
 @pytest.mark.parametrize("name", CASES)
 def test_training_has_the_bits_of_optax(name: str) -> None:
     wanted, got = with_optax(CASES[name]), with_dflow(CASES[name])

@@ -62,7 +62,7 @@ def batches() -> list[tuple[Any, Any]]:
     [
         optax.polyak_sgd,
         lambda: optax.chain(optax.sgd(0.5), contrib.reduce_on_plateau(0.5, patience=1, rtol=0.2)),
-        lambda: contrib.momo(learning_rate=0.1),
+        lambda: contrib.momo(learning_rate=1.0),
     ],
     ids=["polyak_sgd", "reduce_on_plateau", "momo"],
 )
