@@ -53,6 +53,7 @@ SMALL: dict[str, tuple[dict[str, Callable[[Any], Any]], tuple[str, ...]]] = {
     "saving": ({}, (*ONE_ROUND, "--mib", "1")),
     "scaling": ({}, ("--steps", "2")),
     "soak": ({}, ("--steps", "80")),
+    "startup": ({}, (*ONE_ROUND, "--variables", "4")),
     "tls": ({}, ONE_ROUND),
     "trace_time": ({"LAYERS": to(1)}, (*ONE_ROUND, "--short", "1")),
     "transport": ({}, ONE_ROUND),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import jit as jax_jit
-from jax.sharding import Sharding
+from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 
 from dflow.lowering.held_value import HeldValue
 from dflow.tracing.errors import DeadlineExceeded, DflowError, VariableError
@@ -57,6 +58,15 @@ def first_value(key: str, type: ArrayType, make: Callable[[], Any], place: Shard
     return HeldValue(jax.lax.convert_element_type(value, type.dtype), type)
 
 
+def _within_mesh(place: Sharding) -> AbstractContextManager[Any]:
+    """The context of an explicit mesh, which ops recorded over its axes ask for."""
+    mesh = place.mesh if isinstance(place, NamedSharding) else None
+    if not isinstance(mesh, Mesh) or AxisType.Explicit not in mesh.axis_types:
+        return nullcontext()
+    context: AbstractContextManager[Any] = jax.set_mesh(mesh)
+    return context
+
+
 def _made_at(place: Sharding, make: Callable[[], Any]) -> jax.Array:
     """What `make` gives, at a place; over several devices it is made in its parts, where JAX can trace `make`."""
     made: jax.Array
@@ -65,7 +75,8 @@ def _made_at(place: Sharding, make: Callable[[], Any]) -> jax.Array:
             made = jax.device_put(jnp.array(make(), copy=True), place)
         return made
     try:
-        made = jax_jit(lambda: jnp.asarray(make()), out_shardings=place)()
+        with _within_mesh(place):
+            made = jax_jit(lambda: jnp.asarray(make()), out_shardings=place)()
     except (DflowError, jax.errors.JAXTypeError):  # it reads variables, or is no traceable function
         made = jax.device_put(jnp.array(make(), copy=True), place)
     return made

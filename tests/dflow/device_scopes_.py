@@ -333,7 +333,9 @@ def test_an_argument_may_lie_anywhere(place: int) -> None:
         v.assign_add(x)
         return v + x, w * x, w - z
 
-    spread = jax.sharding.NamedSharding(jax.make_mesh((2,), ("d",)), jax.sharding.PartitionSpec("d"))
+    # Over explicit axes it would have a type of its own, which a variable on no mesh refuses.
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d"))
     for x in (X, jax.device_put(X, jax.devices()[place]), jax.device_put(X, spread)):
         before = np.asarray(v)
         one, other, third = f(x, x)

@@ -170,5 +170,5 @@ def test_a_run_whose_variables_were_lost_with_a_ps_task_fails_and_names_them(tmp
     # The first process of worker:0 used the variable; the second ones of both ask where it is.
     assert re.search(rf"\[worker:0\] .*TaskLost: 'a' is lost: {lost}", output), output
     for worker in ("worker:0", "worker:1"):
-        assert re.search(rf"\[{worker}\] .*TaskLost: coordinator: variable 'a' is lost: {lost}", output), output
+        assert re.search(rf"\[{worker}\] .*TaskLost: variable 'a' is lost: {lost}", output), output
     assert not re.search(r"\n b +\d", output), output

@@ -295,18 +295,22 @@ def test_many_turns_are_kept_nowhere(memory: MemoryCluster, worker: Cluster) -> 
     assert held_by(memory, worker) == NOTHING
 
 
-def test_programs_are_sent_to_a_task_once_whoever_registers_them(memory: MemoryCluster, worker: Cluster) -> None:
+def test_programs_are_sent_to_a_task_once_whoever_registers_them(
+    memory: MemoryCluster, worker: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def registered_by(cluster: Cluster) -> list[int]:
-        sizes, request = [], cluster.request
-
-        def noted(task: str, message: Any, payload: Any = b"") -> Any:
-            if isinstance(message, RegisterPlan):
-                sizes.append(len(payload))
-            return request(task, message, payload)
-
-        cluster.request = noted  # type: ignore[method-assign]
+        sizes: list[int] = []
         with cluster.parameter_servers():
             w = dflow.Variable(lambda: jnp.ones(3), name="w")
+        peer = cluster._server.peer(str(w.device))
+        start = peer.start
+
+        def noted(message: Any, payload: Any = b"", on_reply: Any = None) -> Any:
+            if isinstance(message, RegisterPlan):
+                sizes.append(len(payload))
+            return start(message, payload, on_reply)
+
+        monkeypatch.setattr(peer, "start", noted)
 
         @dflow.jit
         def step(x: Any) -> Any:

@@ -378,15 +378,8 @@ def test_a_step_is_not_cancelled_by_another_task(cluster: Cluster) -> None:
     assert pending.wait(DEADLINE_S).message == Ok()
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        CreateVariable("v", "float32", (1,), False, process="an earlier one"),
-        CreateResource("v", "accumulator<f32[3]>", AccumulatorInfo("mean", 2), process="an earlier one"),
-    ],
-    ids=lambda message: type(message).__name__,
-)
-def test_what_an_earlier_process_shall_hold_is_not_created_here(cluster: Cluster, message: AnyMessage) -> None:
+def test_a_resource_that_an_earlier_process_shall_hold_is_not_created_here(cluster: Cluster) -> None:
+    message = CreateResource("v", "accumulator<f32[3]>", AccumulatorInfo("mean", 2), process="an earlier one")
     with pytest.raises(errors.TaskLost, match="'v' is placed on an earlier process of ps:0, which has been started"):
         cluster.ask(message, bytes(4))
     with pytest.raises(errors.VariableError, match="no variable 'v'"):
@@ -604,7 +597,7 @@ def test_values_go_back_over_the_connection_that_the_step_came_by(cluster: Clust
 @pytest.mark.parametrize(
     "message",
     [
-        CreateVariable("v", "float32", (3,), False),
+        creation(np.ones(3, np.float32), "v"),
         ReadVariable("w"),
         WriteVariable("w", "float32", (3,)),
         ForgetState("w", True, "its program ended", "make it again"),

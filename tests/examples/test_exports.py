@@ -57,9 +57,9 @@ class Example:
 
 
 def _called(fn: Callable[..., Any], types: list[Any], *args: Any) -> Any:
-    """Call `fn` with what is fixed, which has no leaves, and with arguments in the places of types."""
+    """Call `fn` with its variables and other fixed arguments, and with arguments in the places of types."""
     given = iter(args)
-    return fn(*(next(given) if jax.tree.leaves(type) else type for type in types))
+    return fn(*(type if all(map(dflow.is_variable, jax.tree.leaves(type))) else next(given) for type in types))
 
 
 @pytest.fixture(scope="module")
