@@ -155,7 +155,9 @@ class Optimizer:
                 **extra,
             )
             slots = self._slots_of(state)
-            touched = dict(zip(self._variables, map(_touched_rows, arrays), strict=True)) if self._lazy_rows else {}
+            touched = {}
+            if self._lazy_rows:
+                touched = {v: _touched_rows(v, gradient) for v, gradient in zip(self._variables, arrays, strict=True)}
             flat = self._tree.flatten_up_to(updates)
             for variable, update in zip(self._variables, flat, strict=True):
                 add_update(variable, jnp.where(touched[variable], update, 0) if touched else update)
@@ -330,9 +332,12 @@ def _flattened(tree: Any) -> tuple[list[Any], Any]:
     return jax.tree_util.tree_flatten(tree, is_leaf=is_variable)
 
 
-def _touched_rows(gradient: Any) -> Any:
-    """Which rows of a gradient are not all zero, in a shape that broadcasts with it."""
-    return jnp.any(gradient != 0, axis=tuple(range(1, jnp.ndim(gradient))), keepdims=True)
+def _touched_rows(variable: Variable, gradient: Any) -> Any:
+    """Which rows of a gradient, or of any of the gradients of examples, are not all zero; it broadcasts with them."""
+    is_moved = gradient != 0
+    if is_moved.ndim > variable.ndim:
+        is_moved = is_moved.any(axis=0)
+    return jnp.any(is_moved, axis=tuple(range(1, variable.ndim)), keepdims=True)
 
 
 def _ends(path: _Path) -> Iterator[_Path]:

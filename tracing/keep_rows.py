@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from dflow.tracing.jax_frontend import (
@@ -38,7 +39,7 @@ from dflow.tracing.jax_frontend import (
     scan_counts,
 )
 from dflow.tracing.lookups import CALLS
-from dflow.tracing.row_sums import carried_sums, summed_over
+from dflow.tracing.row_sums import carried_sums, of_rows, summed_over
 from dflow.tracing.row_values import Fill, Index, Made, Rowwise, Stored, computed_now, is_zero
 from dflow.tracing.row_wise import ELEMENTWISE, row_by_row
 from dflow.tracing.rows_to_dense import dense_to_rows_p, note_p, rows_to_dense_p, warn_of_dense
@@ -91,10 +92,10 @@ class _Frame:
     last_use: dict[Any, int]
     position: int = 0
 
-    def live(self) -> list[Rowwise]:
-        """The symbolic values that are needed after this equation."""
+    def live(self) -> list[tuple[Any, Rowwise]]:
+        """The symbolic values that are needed after this equation, by their variables of the jaxpr."""
         return [
-            value
+            (var, value)
             for var, value in self.env.items()
             if isinstance(value, Rowwise) and self.last_use.get(var, -1) > self.position
         ]
@@ -107,6 +108,8 @@ class _Pass:
         self._note = note
         self._frames: list[_Frame] = []
         self._writes: dict[Any, int] = {}
+        #: Number of ops after which another program may have written any variable.
+        self._foreign_writes = 0
         #: The numbers of rows that gradients have; only values with as many are followed.
         self._counts: set[int] = set()
 
@@ -186,7 +189,7 @@ class _Pass:
     def _read(self, equation: Equation, operands: list[Any]) -> Sequence[Any] | None:
         variable = equation.params["handle"].variable
         if variable.shape[:1] and variable.shape[0] in self._counts:
-            return [Rowwise(equation, (), Stored(variable, self._writes.get(variable, 0)))]
+            return [Rowwise(equation, (), self._stored(variable))]
         return None
 
     def _spread(self, equation: Equation, operands: list[Any]) -> Sequence[Any] | None:
@@ -207,16 +210,17 @@ class _Pass:
         if value.index is None:
             is_nothing = kind in ("assign_add", "assign_sub", "assign_add_rounded") and is_zero(value.rest)
             return [] if is_nothing else None
-        stored = Stored(variable, self._writes.get(variable, 0))
         if kind in ("assign_add", "assign_sub") and value.is_sparse:
-            rows = value.rows if kind == "assign_add" else -value.rows
-            update, index = "scatter_add", value.index
+            # What a narrow dtype loses in a sum depends on the order, which is to be that of the dense gradient.
+            index = value.index if variable.dtype.itemsize >= 4 else value.index.unique
+            rows = value.rows if index is value.index else value.index.summed(value.rows)
+            update, rows = "scatter_add", rows if kind == "assign_add" else -rows
         elif kind == "assign_add_rounded" and value.is_sparse:
             # Each row is rounded once, after the sum of all its updates.
             update, index = "scatter_update", value.index.unique
             old = gather_p.bind(index.places, handle=variable.handle)
             rows = updated(kind, old, value.index.summed(value.rows))
-        elif kind == "assign" and value.rest == stored:
+        elif kind == "assign" and value.rest == self._stored(variable):
             update, rows, index = "scatter_update", value.rows, value.index
         else:
             return None
@@ -255,7 +259,10 @@ class _Pass:
         (value,) = operands
         if not isinstance(value, Rowwise) or value.index is None or not value.is_sparse:
             return None
-        return [value.index.places, value.rows]
+        # A take counts places, so those left over name a row that there is, and add zero to it.
+        is_there = value.index.is_there
+        places = jnp.where(is_there, value.index.places, value.index.places[:1])
+        return [places, jnp.where(is_there.reshape((-1,) + (1,) * (value.rows.ndim - 1)), value.rows, 0)]
 
     def _named(self, equation: Equation, operands: list[Any]) -> Sequence[Any] | None:
         """A value under another name, or as it is to travel."""
@@ -269,15 +276,21 @@ class _Pass:
         )
         return [Rowwise(equation, operands, value.rest, value.index, rows)]
 
+    def _stored(self, variable: Any) -> Stored:
+        """What a variable holds at this point of the program."""
+        return Stored(variable, (self._foreign_writes, self._writes.get(variable, 0)))
+
     def _settle(self, variables: Sequence[Any], *, everything: bool = False) -> None:
         """Before variables are written, make values dense that depend on the old value and are needed later.
 
         `everything` is for an op that may let another program write them.
         """
         for frame in self._frames:
-            for value in frame.live():
-                if value.dense is None and (value.variables if everything else value.variables.intersection(variables)):
-                    self._dense(value, None)
+            for var, value in frame.live():
+                if value.variables if everything else value.variables.intersection(variables):
+                    frame.env[var] = of_rows(value) if value.is_sparse else self._dense(value, None)
+        if everything:
+            self._foreign_writes += 1
 
     def _wrote(self, variables: Sequence[Any]) -> None:
         for variable in variables:
@@ -300,7 +313,8 @@ def _is_known_number(value: Any) -> bool:
 
 
 def _counts(jaxpr: Jaxpr) -> set[int]:
-    found = {equation.params["shape"][0] for equation in jaxpr.eqns if equation.primitive is rows_to_dense_p}
+    sources = [equation for equation in jaxpr.eqns if equation.primitive is rows_to_dense_p]
+    found = {each.params["shape"][0] for each in sources if each.invars[1].aval.shape[0] < each.params["shape"][0]}
     return found.union(*(_counts(inner) for equation in jaxpr.eqns for inner in _inner(equation)))
 
 

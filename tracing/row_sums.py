@@ -83,6 +83,15 @@ def summed_over(
     return [*totals, *ys]
 
 
+def of_rows(value: Rowwise) -> Rowwise:
+    """The same array, zero elsewhere, whose dense form is made from its rows."""
+    assert value.index is not None
+    made_dense = value.equation.replace(
+        primitive=rows_to_dense_p, params={"shape": value.aval.shape, "table": "a table"}, effects=set()
+    )
+    return Rowwise(made_dense, [value.index.places, value.rows], value.rest, value.index, value.rows)
+
+
 def _zero_like(value: Rowwise) -> Rowwise:
     return Rowwise(value.equation, value.operands, value.rest)
 

@@ -3,8 +3,8 @@
 `Rowwise` is such an array: `rows` at the places of an `Index`, and a `Rest`, a formula for every other row that nothing
 computes. The rest of a gradient of lookups is zero; the rest of a variable's value is the stored value. An op that
 computes each row from the same row of its operands maps `Rowwise` to `Rowwise`: the op runs on the rows, and the rest
-is derived symbolically. In the rest, `0 * x` is 0, so a row without a gradient stays as it is where x is infinite or
-NaN.
+is derived symbolically. In the rest, `0 * x` and `0 / x` are 0, so a row without a gradient stays as it is where x is
+infinite or NaN.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class Fill:
 
 @dataclass(frozen=True)
 class Stored:
-    """The value of a variable after `writes` of the writes in this program."""
+    """The value of a variable after `writes`: the numbers of ops that let others write it, and of writes here."""
 
     variable: Any
-    writes: int
+    writes: tuple[int, int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,6 +86,11 @@ class Index:
             return rows
         sums = jnp.zeros_like(rows).at[self._sorted[1]]
         return sums.max(rows) if rows.dtype == bool else sums.add(rows)
+
+    @cached_property
+    def memo(self) -> dict[int, tuple[Rest, Any]]:
+        """The rows of rests at these places, by the identity of the rest."""
+        return {}
 
     @cached_property
     def is_there(self) -> Any:
@@ -156,6 +161,12 @@ class Rowwise:
 
 def rows_of(rest: Rest, index: Index, aval: Any) -> Any:
     """The rows at an index of an array of type `aval` that holds `rest`."""
+    if id(rest) not in index.memo:
+        index.memo[id(rest)] = rest, _rows_of(rest, index, aval)
+    return index.memo[id(rest)][1]
+
+
+def _rows_of(rest: Rest, index: Index, aval: Any) -> Any:
     match rest:
         case Fill(value):
             shape = (index.places.shape[0], *aval.shape[1:]) if aval.shape else ()
@@ -163,7 +174,7 @@ def rows_of(rest: Rest, index: Index, aval: Any) -> Any:
         case Stored(variable, _):
             return gather_p.bind(index.places, handle=variable.handle)
         case Whole(array):
-            return array.at[index.places].get(mode="clip")
+            return jnp.asarray(array).at[index.places].get(mode="clip")
         case Made(equation, operands):
             inner = [
                 rows_of(operand, index, atom.aval) if isinstance(operand, Fill | Stored | Whole | Made) else operand
@@ -184,6 +195,8 @@ def on_rows(equation: Equation, operands: Sequence[Any], size: int) -> Any:
 
 def made(equation: Equation, rests: Sequence[Any]) -> Rest:
     """The rest of the result of an elementwise equation, simplified."""
+    if all(isinstance(rest, Fill) and rest.is_known for rest in rests):
+        return _filled(equation, rests)
     simple = _SIMPLE.get(equation.primitive.name)
     found = simple(equation, rests) if simple is not None else None
     if found is not None:
@@ -239,7 +252,7 @@ def _mul(equation: Equation, rests: Sequence[Any]) -> Rest | None:
 
 
 def _div(equation: Equation, rests: Sequence[Any]) -> Rest | None:
-    return rests[0] if is_zero(rests[0]) or _is_one(rests[1]) else None
+    return rests[0] if (is_zero(rests[0]) and not is_zero(rests[1])) or _is_one(rests[1]) else None
 
 
 def _select(equation: Equation, rests: Sequence[Any]) -> Rest | None:
@@ -257,7 +270,10 @@ def _convert(equation: Equation, rests: Sequence[Any]) -> Rest | None:
     if not isinstance(rest, Made) or rest.equation.primitive.name != "convert_element_type":
         return None
     was, between = rest.equation.invars[0].aval.dtype, rest.equation.outvars[0].aval.dtype
-    return rest.operands[0] if was == dtype and jnp.promote_types(was, between) == between else None
+    is_wider = jnp.promote_types(was, between) == between and any(
+        jnp.issubdtype(was, kind) and jnp.issubdtype(between, kind) for kind in (jnp.floating, jnp.integer)
+    )
+    return rest.operands[0] if was == dtype and is_wider else None
 
 
 _SIMPLE: dict[str, Callable[[Equation, Sequence[Any]], Rest | None]] = {

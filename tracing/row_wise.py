@@ -30,8 +30,8 @@ _RESHAPES = ("broadcast_in_dim", "reshape", "squeeze")
 #: Reductions, with what an element that has no part in them is taken for.
 _NEUTRAL: Mapping[str, Callable[[Any], Any]] = {
     "reduce_sum": lambda dtype: 0,
-    "reduce_max": lambda dtype: -np.inf if jnp.issubdtype(dtype, jnp.floating) else np.iinfo(dtype).min,
-    "reduce_min": lambda dtype: np.inf if jnp.issubdtype(dtype, jnp.floating) else np.iinfo(dtype).max,
+    "reduce_max": lambda dtype: _limits(dtype)[0],
+    "reduce_min": lambda dtype: _limits(dtype)[1],
     "reduce_or": lambda dtype: False,
     "reduce_and": lambda dtype: True,
 }
@@ -91,7 +91,7 @@ def _rest(value: Any) -> Any:
 def _rows(value: Any, index: Index) -> Any:
     if isinstance(value, Rowwise):
         return value.at(index)
-    return value if np.shape(value) == () else value.at[index.places].get(mode="clip")
+    return value if np.shape(value) == () else jnp.asarray(value).at[index.places].get(mode="clip")
 
 
 def _aligned(equation: Equation, operands: Sequence[Any]) -> list[Any] | None:
@@ -133,6 +133,8 @@ def _is_linear(equation: Equation, operands: Sequence[Any]) -> bool:
         return False
     if name in ("neg", "copy", "copy_p"):
         return True
+    if any(operand.rows.dtype.itemsize < 4 for operand, has in zip(operands, has_rows, strict=True) if has):
+        return False  # a sum of few bits is to be rounded, or to overflow, as that of the dense gradient
     if name == "convert_element_type":
         was, will_be = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
         return bool(jnp.issubdtype(was, jnp.number) and jnp.promote_types(was, will_be) == will_be)
@@ -147,7 +149,7 @@ def _reduced(equation: Equation, operand: Rowwise) -> Any:
     name, axes = equation.primitive.name, tuple(equation.params["axes"])
     if operand.index is None:
         return None
-    if name != "reduce_sum":
+    if name != "reduce_sum" or operand.rows.dtype.itemsize < 4:
         operand = operand.unique
     if 0 not in axes:
         return _reduced_within_rows(equation, operand)
@@ -160,7 +162,7 @@ def _reduced(equation: Equation, operand: Rowwise) -> Any:
         return None
     assert operand.index is not None
     is_there = operand.index.is_there.reshape((-1,) + (1,) * (operand.rows.ndim - 1))
-    result = _REDUCE[name](jnp.where(is_there, operand.rows, neutral))
+    result = _REDUCE[name](jnp.where(is_there, operand.rows, np.asarray(neutral, operand.rows.dtype)))
     return _COMBINE[name](result, operand.rest.value) if has_part else result
 
 
@@ -184,4 +186,12 @@ def _keeps_rows(equation: Equation) -> bool:
     """Whether a change of shape leaves the first dimension first."""
     given, result = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
     dims = equation.params.get("broadcast_dimensions")
-    return bool(given) and given[0] == result[0] and (dims is None or dims[0] == 0)
+    is_permuted = equation.primitive.name == "reshape" and equation.params["dimensions"] is not None
+    return bool(given and result) and given[0] == result[0] and (dims is None or dims[0] == 0) and not is_permuted
+
+
+def _limits(dtype: Any) -> tuple[Any, Any]:
+    """The least and the largest value of a dtype."""
+    if jnp.issubdtype(dtype, jnp.floating):
+        return -np.inf, np.inf
+    return (False, True) if dtype == np.dtype(bool) else (np.iinfo(dtype).min, np.iinfo(dtype).max)

@@ -121,7 +121,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tupl
 def _transpose(cotangent: Any, indices: Any, rows: Any, **_: Any) -> list[Any]:
     if type(cotangent) is ad.Zero:
         return [None, ad.Zero(rows.aval)]
-    return [None, cotangent.at[indices].get(mode="fill", fill_value=0)]
+    return [None, jnp.asarray(cotangent).at[indices].get(mode="fill", fill_value=0)]
 
 
 def _batched(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[Any, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -101,6 +102,12 @@ USES: dict[str, Callable[[Any, Any], Any]] = {
     "in a vmap": lambda g, h: jax.vmap(lambda s: s * g + h)(jnp.arange(3.0)),
     "differentiated": lambda g, h: jax.grad(lambda s: ((s * g + h) ** 2).sum())(2.0),
     "summed in a loop": lambda g, h: jax.lax.fori_loop(0, 3, lambda i, acc: acc + g, jnp.zeros_like(g)),
+    "with a NumPy array": lambda g, h: g * np.ones(SHAPE, np.float32) + jnp.where(np.ones(SHAPE) > 0, h, g),
+    "largest of booleans": lambda g, h: jnp.max(g > 0) & jnp.min(g != 0) & jnp.any(h != 0),
+    "least of whole numbers": lambda g, h: jnp.min(jnp.abs(g * 10).astype(jnp.uint32)),
+    "permuted": lambda g, h: jnp.sum(jax.lax.reshape(g, SHAPE, dimensions=(1, 0)) * TABLE),
+    "zero over zero": lambda g, h: g / jnp.abs(g),
+    "sign of zero": lambda g, h: jnp.min(1 / (g * -1.0)),
     "relu": lambda g, h: jax.nn.relu(g) - jax.nn.softplus(h),
 }
 
@@ -316,6 +323,118 @@ def test_a_value_that_is_needed_after_its_variable_was_written_is_of_before(tabl
     np.testing.assert_allclose(both, TABLE + 1 + g, rtol=1e-5)
     np.testing.assert_array_equal(before, TABLE + 1)
     np.testing.assert_allclose(after, TABLE + 1 + g * g, rtol=1e-5)
+
+
+def old_times(write: Callable[[Any, Any], None], made: Callable[[Any], Any]) -> Any:
+    """What is made of a slot's value before a write, times a gradient after it; and the same by JAX."""
+    table, slot = dflow.Variable(TABLE, name="table"), dflow.Variable(TABLE + 1, name="slot")
+
+    @dflow.jit
+    def step(ids: Any) -> Any:
+        old, g = made(slot.read()), dflow.grad(lambda: loss_of(table, ids), table)()
+        write(slot, ids)
+        table.assign_add(old * g)
+        return jnp.sum(old * g)
+
+    got, g = step(IDS), jax.grad(loss_of)(TABLE, IDS)
+    np.testing.assert_allclose(table.read(), TABLE + made(TABLE + 1) * g, rtol=1e-5)
+    return got, jnp.sum(made(TABLE + 1) * g)
+
+
+WRITES: dict[str, Callable[[Any, Any], Any]] = {
+    "assign": lambda slot, ids: slot.assign(0 * TABLE),
+    "assign_add": lambda slot, ids: slot.assign_add(TABLE),
+    "in a cond": lambda slot, ids: jax.lax.cond(ids[0] > 0, lambda: slot.assign(0 * TABLE), lambda: None),
+    "in a jit": lambda slot, ids: jax.jit(lambda: slot.scatter_update(ids, jnp.zeros((5, 2))))(),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("made", [lambda x: x, lambda x: 2 * x + 1], ids=["read", "made of a read"])
+def test_what_was_read_before_a_write_is_old_after_it(write: str, made: Callable[[Any], Any]) -> None:
+    got, wanted = old_times(WRITES[write], made)
+    np.testing.assert_allclose(got, wanted, rtol=1e-5)
+
+
+def test_a_value_is_assigned_whole_after_another_program_may_have_written(table: Variable) -> None:
+    slot = dflow.Variable(TABLE + 1, name="slot")
+    asks, answers = dflow.FIFOQueue(1, jnp.float32(0)), dflow.FIFOQueue(1, jnp.float32(0))
+
+    @dflow.jit
+    def step(ids: Any) -> None:
+        old, g = slot.read(), dflow.grad(lambda: loss_of(table, ids), table)()
+        asks.enqueue(old.sum())
+        answers.dequeue()
+        slot.assign(old + g * g)
+
+    def other() -> None:
+        asks.dequeue()
+        slot.assign(0 * TABLE)
+        answers.enqueue(jnp.float32(1))
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    step(IDS)
+    thread.join()
+    np.testing.assert_allclose(slot.read(), TABLE + 1 + jax.grad(loss_of)(TABLE, IDS) ** 2, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_many_lookups_of_one_row_of_few_bits_are_summed_as_in_the_dense_gradient(dtype: Any) -> None:
+    values, ids = jnp.ones((2000, 2), dtype), jnp.zeros(1000, jnp.int32)
+    table = dflow.Variable(values, name="table")
+    optimizer = dflow.Optimizer(optax.sgd(0.001), [table])
+
+    def loss(t: Any) -> Any:
+        return jnp.sum(jnp.asarray(t)[ids].astype(jnp.float32))
+
+    def seen(g: Any) -> list[Any]:
+        return [jnp.sum(g.astype(jnp.float32) ** 2), jnp.max(g * dtype(0.001)), jnp.isfinite(g * dtype(1000)).all()]
+
+    @dflow.jit
+    def step() -> list[Any]:
+        gradients = dflow.grad(lambda: loss(table), [table])()
+        optimizer.apply(gradients)
+        return seen(gradients[0])
+
+    got, gradient = step(), jax.jit(jax.grad(loss))(values)
+    for one, wanted in zip(got, jax.jit(seen)(gradient), strict=True):
+        np.testing.assert_allclose(np.asarray(one, np.float32), np.asarray(wanted, np.float32))
+    updates, _ = optax.sgd(0.001).update([gradient], optax.sgd(0.001).init([values]))
+    wanted = optax.apply_updates([values], updates)[0]
+    np.testing.assert_allclose(np.asarray(table.read(), np.float32), np.asarray(wanted, np.float32), rtol=1e-2)
+
+
+def test_whole_numbers_that_a_float_cannot_hold_are_rounded_in_every_row(table: Variable) -> None:
+    numbers = dflow.Variable(jnp.full(SHAPE, 257), name="numbers")
+
+    @dflow.jit
+    def step(ids: Any) -> None:
+        g = dflow.grad(lambda: loss_of(table, ids), table)()
+        numbers.assign((numbers.read().astype(jnp.bfloat16) + 0 * g.astype(jnp.bfloat16)).astype(jnp.int32))
+
+    step(IDS)
+    np.testing.assert_array_equal(numbers.read(), np.full(SHAPE, 256))
+
+
+def test_a_table_of_one_row(table: Variable) -> None:
+    row, slot = dflow.Variable(jnp.ones((1, 4)), name="row"), dflow.Variable(jnp.ones(1), name="slot")
+    step = dflow.jit(lambda i: slot.read().squeeze() * dflow.grad(lambda: jnp.sum(row[i]), row)().sum())
+    assert step(jnp.array([0, 0])) == 8.0
+
+
+def test_a_long_formula_of_a_read_is_computed_once(table: Variable) -> None:
+    @dflow.jit
+    def step(ids: Any) -> Any:
+        x = table.read()
+        for _ in range(40):
+            x = x * 0.5 + jnp.sin(x)
+        return jnp.sum(x * dflow.grad(lambda: loss_of(table, ids), table)())
+
+    x = TABLE
+    for _ in range(40):
+        x = x * 0.5 + jnp.sin(x)
+    np.testing.assert_allclose(step(IDS), jnp.sum(x * jax.grad(loss_of)(TABLE, IDS)), rtol=1e-4)
 
 
 def test_an_old_value_is_not_assigned_by_rows_over_a_newer_one(table: Variable) -> None:
