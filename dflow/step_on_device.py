@@ -6,6 +6,7 @@ that were put on another device.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from dflow.lowering.devices import device_named
 from dflow.lowering.local import PureStep
 from dflow.lowering.store import Store
 from dflow.tracing.jax_frontend import forget_failed_dispatch
-from dflow.whole_step import WholeStep
+from dflow.whole_step import LoweredWhole, WholeStep
 
 
 class StepOnDevice(WholeStep):
@@ -45,6 +46,14 @@ class StepOnDevice(WholeStep):
     def enter(self, step: PureStep, out_tree: Any, args: Any, kwargs: Any) -> Any:
         """Compile the step of the types of these arguments, and run it."""
         return super().enter(step, out_tree, *self._brought(args, kwargs))
+
+    def lower(self, step: PureStep, out_tree: Any, args: Any, kwargs: Any) -> LoweredWhole:
+        """The program of the step of the types of these arguments, which calls have too."""
+        return super().lower(step, out_tree, *self._brought(args, kwargs))
+
+    def run_compiled(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The result of a program of this step, without the static ones of its arguments."""
+        return super().run_compiled(call, *self._brought(args, kwargs))
 
     def _brought(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return tuple(map(self._argument, args)), {name: self._argument(value) for name, value in kwargs.items()}

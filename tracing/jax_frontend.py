@@ -12,6 +12,9 @@ derivatives let them through. What is taken from `jax._src`, and the public form
 - which of JAX's transforms asks for leaves: it has no hook, so the frame that asks is looked at;
 - lowering without the lines of callers: the public setting is of the whole process;
 - whether a backend is up: every public function that would tell starts one;
+- what a compiled function does for types that it has no program for: `jax.jit` compiles at once, and has no hook;
+- the traces that are alive: no public form;
+- a second array over the same buffers: the public forms commit it to its device;
 - the table of lowerings and the PRNG implementations, to read a graph's text: `jax.extend` lists part of the
   primitives, and no implementation.
 """
@@ -37,14 +40,19 @@ from jax._src import api as jax_api
 from jax._src import config as jax_config
 from jax._src import core as jax_core
 from jax._src import effects as jax_effects
-from jax._src import source_info_util, traceback_util, xla_bridge
+from jax._src import pjit as jax_pjit
+from jax._src import source_info_util, traceback_util, tree_util, xla_bridge
+from jax._src.array import ArrayImpl
 from jax._src.export import _export as jax_export
 from jax._src.export import serialization_generated as export_tables
 from jax._src.interpreters import ad as jax_ad
 from jax._src.interpreters import mlir as jax_mlir
+from jax._src.interpreters import partial_eval as jax_partial_eval
+from jax._src.interpreters import pxla
 from jax._src.random.prng import PRNGImpl
 from jax.extend import core as jex
 from jax.extend.core import primitives as jax_primitives
+from jaxlib import _jax
 
 from dflow.tracing.device import METADATA_KEY
 from dflow.tracing.errors import InternalError
@@ -91,6 +99,11 @@ class Handle:
         if variable is None:
             raise InternalError(f"variable {self.name!r} was deleted while a trace still uses it")
         return variable
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether the variable has been deleted."""
+        return self._variable() is None
 
     def __repr__(self) -> str:
         return f"<{self.name}>"
@@ -228,9 +241,31 @@ def is_tracing() -> bool:
     return not jax_core.trace_state_clean()
 
 
-def running_trace() -> weakref.ref[Any]:
-    """The trace that runs now, weakly: once it has ended it is gone, unless a value of it is kept."""
-    return weakref.ref(jax_core.trace_ctx.trace)
+class LivingTraces:
+    """The traces of functions that are alive: those that run, and ended ones of which a value is kept.
+
+    A trace holds a reference to its class, so the class's reference count tells at once when none is alive.
+    """
+
+    _cls = jax_partial_eval.DynamicJaxprTrace
+
+    def __init__(self) -> None:
+        self._others = 0
+
+    def found(self) -> list[weakref.ref[Any]]:
+        """The traces that are alive."""
+        references = sys.getrefcount(self._cls)
+        if references == self._others:
+            return []
+        found = [weakref.ref(holder) for holder in gc.get_referrers(self._cls) if type(holder) is self._cls]
+        self._others = references - len(found)
+        return found
+
+
+def source_of_trace(trace: Any) -> str:
+    """The function that a trace is of, with its line."""
+    source: str = trace.frame.debug_info.func_src_info
+    return source
 
 
 def tracers_of(trace: Any) -> list[Any]:
@@ -292,6 +327,34 @@ def forget_failed_dispatch(jitted: Any) -> None:
     The public `clear_cache` would drop the traces too.
     """
     jitted._clear_cache()
+
+
+def dispatcher(jitted: Any, on_miss: Callable[..., Any]) -> Any:
+    """A function that calls the programs of the `jax.jit` function `jitted` as fast as that does.
+
+    For arguments without a program `on_miss` is called with them; it gives what `compiled_by_jax` gives, or raises.
+    As with `jax.jit`, all functions of one Python function and the same options share programs.
+    """
+    info = jitted._jit_info
+    fields = [field.name for field in dataclasses.fields(pxla.JitGlobalCppCacheKeys)]
+    key = pxla.JitGlobalCppCacheKeys(**{name: getattr(info, name) for name in fields})
+    programs = jax_pjit._get_cpp_global_cache(key.contains_explicit_attributes)
+    static = info.static_argnums, info.static_argnames
+    registry, placed = tree_util.dispatch_registry, pxla.cc_shard_arg
+    found = _jax.pjit(jitted.__name__, jitted._fun, on_miss, *static, key, registry, placed, programs)
+    found._fun = jitted._fun  # called op by op where a result is no number
+    return found
+
+
+def compiled_by_jax(jitted: Any, args: Any, kwargs: Any) -> Any:
+    """Have JAX compile and run a `jax.jit` function for these arguments; what a dispatcher's `on_miss` gives."""
+    return jitted._cache_miss(*args, **kwargs)
+
+
+def options_of(jitted: Any) -> tuple[Any, ...]:
+    """The options of a `jax.jit` function, as something to compare, and to hash where their values can be hashed."""
+    options = jitted._jit_info._asdict()
+    return tuple(value for name, value in options.items() if name not in ("fun_sourceinfo", "fun_signature"))
 
 
 def uninterrupted(compiled: Any) -> Callable[..., Any]:
@@ -460,6 +523,23 @@ def touches_state(effects: Any) -> bool:
     return any(isinstance(effect, (ResourceEffect, HostEffect)) for effect in effects)
 
 
+def names_the_dead(effects: Any) -> bool:
+    """Whether any of the effects is on a variable, a queue or an accumulator that is gone."""
+    handles = (effect.handle for effect in effects if isinstance(effect, (ResourceEffect, HostEffect)))
+    return any(handle.is_dead for handle in handles)
+
+
+def abstract(value: Any) -> Any:
+    """The type by which a function is traced for an argument: an array, a number, a ShapeDtypeStruct."""
+    return jax_core.shaped_abstractify(value)
+
+
+def source_of(jaxpr: Jaxpr) -> str:
+    """The function that a jaxpr is of, with its line, as `source_of_trace` tells it."""
+    source: str = jaxpr.debug_info.func_src_info
+    return source
+
+
 def is_array_type(aval: Any) -> bool:
     """Whether a JAX type is of arrays: not of a `jax.Ref`, and not one that a library brought."""
     return isinstance(aval, jax_core.ShapedArray)
@@ -534,6 +614,18 @@ def inner_parts(params: Mapping[str, Any]) -> list[tuple[Jaxpr, list[Any]]]:
 def is_open(jaxpr: Any) -> bool:
     """Whether a jaxpr is one that has no place for constants; newer JAX has none of these."""
     return not hasattr(jaxpr, "consts")
+
+
+def same_buffers(array: jax.Array) -> jax.Array | None:
+    """An array over the same memory, which stays valid when `array` is deleted; donated memory is copied first then.
+
+    None for an array whose memory cannot be shared so: a PRNG key, numbers of less than a byte.
+    """
+    try:
+        parts = [jax.dlpack.from_dlpack(shard.data, copy=False) for shard in array.addressable_shards]
+    except (AttributeError, TypeError, BufferError, jax.errors.JaxRuntimeError):
+        return None
+    return ArrayImpl(array.aval, array.sharding, parts, committed=array.committed)
 
 
 def is_key_implementation(value: Any) -> bool:
