@@ -50,16 +50,11 @@ _NO_ARGUMENT = re.compile(
 )
 
 
-@contextmanager
-def advised_trace() -> Iterator[None]:
+def advise_on_trace(error: TypeError | ValueError | IndexError) -> None:
     """Add to an error of traced code that JAX raised, where something can be said of it."""
-    try:
-        yield
-    except (TypeError, ValueError, IndexError) as error:
-        remedy = next((remedy for is_meant, remedy in _REMEDIES if is_meant(error)), None)
-        if remedy is not None and not any(remedy in note for note in getattr(error, "__notes__", ())):
-            error.add_note(f"{at(raised_at(error) or caller()).lstrip(chr(10))}\n{remedy}")
-        raise
+    remedy = next((remedy for is_meant, remedy in _REMEDIES if is_meant(error)), None)
+    if remedy is not None and not any(remedy in note for note in getattr(error, "__notes__", ())):
+        error.add_note(f"{at(raised_at(error) or caller()).lstrip(chr(10))}\n{remedy}")
 
 
 def _of_variables(error: Exception) -> bool:

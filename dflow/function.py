@@ -35,10 +35,12 @@ from dflow.static_arguments import static_arguments
 from dflow.trace_log import TraceLog
 from dflow.tracing.errors import PlainJitError
 from dflow.tracing.jax_frontend import (
+    call_staged,
     checks_numbers,
     closed_parts,
     dispatcher,
     forget_failed_dispatch,
+    is_staged,
     is_tracing,
     jit_disabled,
     runs_plainly,
@@ -157,15 +159,15 @@ class Function(Generic[P, R]):
             return cast(R, call_eagerly(self.fn, self._planner.shared.static, args, kwargs))
         if not is_tracing():
             return self._planned(args, kwargs)
-        stage = self._planner.trace(args, kwargs)
+        stage, static = self._planner.trace(args, kwargs), self._planner.shared.static
+        leaves = jax.tree_util.tree_leaves(static.split(args, kwargs)[:2])
         try:
-            return cast(R, self._jitted(*args, **kwargs))
+            return cast(R, call_staged(stage, leaves) if is_staged() else self._jitted(*args, **kwargs))
         except NotImplementedError as error:
             advise_on_mapping(error)
             raise
         except PlainJitError:
-            static = self._planner.shared.static
-            return cast(R, hoisted(stage, jax.tree_util.tree_leaves(static.split(args, kwargs)[:2])))
+            return cast(R, hoisted(stage, leaves))
 
     def _planned(self, args: Any, kwargs: Any) -> R:
         plan, leaves = self._planner.plan(args, kwargs)

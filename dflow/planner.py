@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from dflow.advice import advise_on_arguments, advised_trace
+from dflow.advice import advise_on_arguments, advise_on_trace
 from dflow.config import CONFIG
 from dflow.graph_dump import dumper
 from dflow.homes import LOCAL, home_of
@@ -58,14 +58,17 @@ class Planner:
 
     def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What `jax.jit`'s `trace` gives; a trace that was not there before is logged."""
-        started = time.perf_counter()
-        with advised_trace():
+        started, shared = time.perf_counter(), self.shared
+        try:
             stage = self.jitted.trace(*args, **kwargs)
-            if names_the_dead(closed_parts(stage.jaxpr)[0].effects):
+            jaxpr, _ = closed_parts(stage.jaxpr)
+            if jaxpr.effects and names_the_dead(jaxpr.effects):
                 self.jitted.clear_cache()  # of variables that are gone, in whose place there may be others
                 stage = self.jitted.trace(*args, **kwargs)
-        jaxpr, _ = closed_parts(stage.jaxpr)
-        shared = self.shared
+                jaxpr, _ = closed_parts(stage.jaxpr)
+        except (TypeError, ValueError, IndexError) as error:
+            advise_on_trace(error)
+            raise
         if jaxpr not in shared.jaxprs:
             shared.jaxprs.add(jaxpr)
             if touches_state(jaxpr.effects):

@@ -588,6 +588,20 @@ def closed_tracers(traced: Any) -> list[Any]:
     return list(traced._consts)
 
 
+def is_staged() -> bool:
+    """Whether the trace that runs now only notes what is called in it."""
+    return isinstance(jax_core.trace_ctx.trace, jax_partial_eval.DynamicJaxprTrace)
+
+
+def call_staged(traced: Any, leaves: Sequence[Any]) -> Any:
+    """The result of a call of what `jax.jit(fn).trace(...)` gave, in a trace that notes it.
+
+    The public call of the function would look up the trace once more.
+    """
+    results = jax_pjit.jit_p.bind(*traced._consts, *leaves, **traced._params)
+    return jax.tree_util.tree_unflatten(traced.out_tree, results)
+
+
 def devices_of_shardings(traced: Any) -> int:
     """The most devices that `in_shardings` or `out_shardings` of what `jax.jit(fn).trace(...)` gave spread over.
 
@@ -616,14 +630,17 @@ def is_open(jaxpr: Any) -> bool:
     return not hasattr(jaxpr, "consts")
 
 
-def same_buffers(array: jax.Array) -> jax.Array | None:
-    """An array over the same memory, which stays valid when `array` is deleted; donated memory is copied first then.
+def same_buffers(array: Any) -> Any:
+    """An array over the same memory, which stays valid when `array` is deleted; XLA copies what is donated meanwhile.
 
-    None for an array whose memory cannot be shared so: a PRNG key, numbers of less than a byte.
+    None for an array whose memory cannot be shared so: a PRNG key, numbers of less than a byte; and one on a device
+    other than the CPU, where a donation was not tried.
     """
+    if not isinstance(array, ArrayImpl) or {device.platform for device in array.devices()} != {"cpu"}:
+        return None
     try:
         parts = [jax.dlpack.from_dlpack(shard.data, copy=False) for shard in array.addressable_shards]
-    except (AttributeError, TypeError, BufferError, jax.errors.JaxRuntimeError):
+    except (TypeError, BufferError, jax.errors.JaxRuntimeError):
         return None
     return ArrayImpl(array.aval, array.sharding, parts, committed=array.committed)
 
