@@ -219,8 +219,8 @@ def _forget_method(function: weakref.ref[Function[..., Any]], number: int, _: An
 
 def _shareable(fn: Any) -> Any:
     """The function, or one of this object's own where JAX's caches, whose keys are functions, cannot hold it."""
-    if not callable(fn) or may_share(fn):
-        return fn
+    if not callable(fn) or isinstance(fn, staticmethod) or may_share(fn):
+        return fn  # or JAX refuses it
 
     @functools.wraps(fn)
     def own(*args: Any, **kwargs: Any) -> Any:

@@ -21,7 +21,7 @@ import jax
 from jax import jit as jax_jit
 
 from dflow.lowering.local import CompiledStep, PureStep
-from dflow.lowering.program import Program, awaited
+from dflow.lowering.program import Program, awaited, lie_apart
 from dflow.lowering.step_state import StepState
 from dflow.lowering.store import Store
 from dflow.static_arguments import StaticArguments, static_arguments
@@ -112,7 +112,15 @@ class WholeStep:
         with self._entered(step, out_tree):
             stage = self.jitted.lower(*self._state.values(), self._constants, *args, **kwargs)
         traced_args, traced_kwargs, _ = self._static.split(args, kwargs)
-        return LoweredWhole(self, stage, jax.tree_util.tree_structure((traced_args, traced_kwargs)))
+        join = self._static.joined(args, kwargs)
+
+        def run(args: Any, kwargs: Any) -> Any:
+            args, kwargs = join(args, kwargs)
+            with suppress(NotEntered):
+                return self(args, kwargs)
+            return self.enter(step, out_tree, args, kwargs)
+
+        return LoweredWhole(self, stage, jax.tree_util.tree_structure((traced_args, traced_kwargs)), run)
 
     def run_compiled(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The result of a program of this step, without the static ones of its arguments."""
@@ -132,11 +140,15 @@ class WholeStep:
 
 @dataclass(frozen=True)
 class LoweredWhole:
-    """A step that is one XLA call, lowered for arguments of the structure `in_tree`."""
+    """A step that is one XLA call, lowered for arguments of the structure `in_tree`.
+
+    `anywhere` runs it on arguments that lie elsewhere than where its program takes them.
+    """
 
     whole: WholeStep
     stage: jax.stages.Lowered
     in_tree: Any
+    anywhere: Callable[[Any, Any], Any]
 
     @property
     def programs(self) -> list[LoweredWhole]:
@@ -149,7 +161,12 @@ class LoweredWhole:
 
         def run(leaves: Sequence[Any]) -> Sequence[Any]:
             args, kwargs = jax.tree_util.tree_unflatten(self.in_tree, leaves)
-            return jax.tree_util.tree_leaves(self.whole.run_compiled(compiled, args, kwargs))
+            try:
+                return jax.tree_util.tree_leaves(self.whole.run_compiled(compiled, args, kwargs))
+            except ValueError:
+                if not lie_apart(leaves, compiled):
+                    raise
+            return jax.tree_util.tree_leaves(self.anywhere(args, kwargs))
 
         return CompiledStep(run, [Program(compiled, keeps=self.whole.keeps)])
 

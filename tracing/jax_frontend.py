@@ -263,9 +263,8 @@ class LivingTraces:
 
 
 def source_of_trace(trace: Any) -> str:
-    """The function that a trace is of, with its line."""
-    source: str = trace.frame.debug_info.func_src_info
-    return source
+    """The function that a trace is of, with its line; empty for a trace by which JAX changes a jaxpr."""
+    return getattr(trace.frame.debug_info, "func_src_info", "")
 
 
 def tracers_of(trace: Any) -> list[Any]:
@@ -633,16 +632,17 @@ def is_open(jaxpr: Any) -> bool:
 def same_buffers(array: Any) -> Any:
     """An array over the same memory, which stays valid when `array` is deleted; XLA copies what is donated meanwhile.
 
-    None for an array whose memory cannot be shared so: a PRNG key, numbers of less than a byte; and one on a device
-    other than the CPU, where a donation was not tried.
+    None where the memory cannot be shared so: of a PRNG key, of numbers of less than a byte, of an array that is on
+    another device than the first, or on several. Only on the CPU, where it was seen what a donation does.
     """
-    if not isinstance(array, ArrayImpl) or {device.platform for device in array.devices()} != {"cpu"}:
+    if not isinstance(array, ArrayImpl) or jax.default_backend() != "cpu":
         return None
     try:
-        parts = [jax.dlpack.from_dlpack(shard.data, copy=False) for shard in array.addressable_shards]
+        part: Any = jax.dlpack.from_dlpack(array, copy=False)
     except (TypeError, BufferError, jax.errors.JaxRuntimeError):
         return None
-    return ArrayImpl(array.aval, array.sharding, parts, committed=array.committed)
+    is_alike = part.devices() == array.devices()
+    return ArrayImpl(array.aval, array.sharding, [part], committed=array.committed) if is_alike else None
 
 
 def is_key_implementation(value: Any) -> bool:
