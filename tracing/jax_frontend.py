@@ -338,6 +338,8 @@ def dispatcher(jitted: Any, on_miss: Callable[..., Any]) -> Any:
     fields = [field.name for field in dataclasses.fields(pxla.JitGlobalCppCacheKeys)]
     key = pxla.JitGlobalCppCacheKeys(**{name: getattr(info, name) for name in fields})
     programs = jax_pjit._get_cpp_global_cache(key.contains_explicit_attributes)
+    if (own := jax_config.jax_jit_cpp_cache_obj.value) is not None and jax_core.trace_state_clean():
+        programs = own
     static = info.static_argnums, info.static_argnames
     registry, placed = tree_util.dispatch_registry, pxla.cc_shard_arg
     found = _jax.pjit(jitted.__name__, jitted._fun, on_miss, *static, key, registry, placed, programs)
