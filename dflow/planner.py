@@ -1,7 +1,8 @@
 """How the calls of a function run, found out by tracing it.
 
 JAX traces the Python function itself, so that all its own ways to trace (`jax.eval_shape`, `jax.make_jaxpr`, another
-`jax.jit`) and ours share one trace. What the trace has in it decides: a graph with a plan, or JAX by itself.
+`jax.jit`) and ours share one trace. The content of a trace decides whether a
+graph with a plan runs the calls, or `jax.jit`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from dflow.tracing.source import at, caller
 from dflow.tracing.trace import Traced, argument_names, traced_from
 from dflow.whole_step import NotEntered, WholeStep
 
-#: Whether someone wants to see the passes, so that each function takes that way.
+#: Whether the passes are checked or dumped, so that every function goes through them.
 _LOOK_AT_GRAPHS = CONFIG.check or CONFIG.dump is not None
 
 
@@ -115,7 +116,7 @@ class Planner:
         key, _ = self.shared.key_of(args, kwargs)
         with self.shared.one_thread():
             plan = self._plan_of(stage, traced, args, kwargs)
-            # By a key of its own, since a call of these types is to be looked at too.
+            # Under another key than calls, whose arguments are checked when they first come.
             self.shared.plans.put(("lowered", key), plan, resources_in((args, kwargs)))
         if plan.lower is None:
             raise InternalError(f"the plan of {self.shared.log.name} is one of this process, and cannot be lowered")

@@ -92,7 +92,7 @@ class Plans:
         self._lock = threading.RLock()
         #: What calls every call so far, if one thing does.
         self.whole: WholeStep | None = None
-        #: Whether JAX runs every call so far.
+        #: Whether `jax.jit` runs the calls of all types seen.
         self.is_empty = True
 
     def get(self, key: Hashable) -> Any:

@@ -177,7 +177,7 @@ class _Type(str):
 
 
 def _types(tree: Any) -> Any:
-    """The tree with types in the place of what is traced."""
+    """The tree with a type instead of each traced leaf."""
     return jax.tree_util.tree_map(lambda leaf: leaf if is_resource(leaf) else _type(leaf), tree, is_leaf=is_resource)
 
 

@@ -38,7 +38,7 @@ def is_large(constant: Any) -> bool:
 
 
 def captured(constant: Any) -> jax.Array:
-    """A closed-over array as its trace holds it: over the same memory, or a copy of what can be written to."""
+    """A closed-over array as its trace holds it: over the same memory, or a copy where the memory may be written to."""
     if not isinstance(constant, jax.Array):
         return jnp.array(constant, copy=True)
     number = id(constant)

@@ -12,7 +12,7 @@ derivatives let them through. What is taken from `jax._src`, and the public form
 - which of JAX's transforms asks for leaves: it has no hook, so the frame that asks is looked at;
 - lowering without the lines of callers: the public setting is of the whole process;
 - whether a backend is up: every public function that would tell starts one;
-- what a compiled function does for types that it has no program for: `jax.jit` compiles at once, and has no hook;
+- a call of a compiled function for types without a program: `jax.jit` compiles it immediately, and has no hook;
 - the traces that are alive: no public form;
 - a second array over the same buffers: the public forms commit it to its device;
 - the table of lowerings and the PRNG implementations, to read a graph's text: `jax.extend` lists part of the
@@ -242,9 +242,9 @@ def is_tracing() -> bool:
 
 
 class LivingTraces:
-    """The traces of functions that are alive: those that run, and ended ones of which a value is kept.
+    """The living traces of functions: running traces, and ended traces of which a value is kept.
 
-    A trace holds a reference to its class, so the class's reference count tells at once when none is alive.
+    A trace holds a reference to its class, so the reference count of the class shows without a search if none lives.
     """
 
     _cls = jax_partial_eval.DynamicJaxprTrace
@@ -263,7 +263,7 @@ class LivingTraces:
 
 
 def source_of_trace(trace: Any) -> str:
-    """The function that a trace is of, with its line; empty for a trace by which JAX changes a jaxpr."""
+    """The function that a trace is of, with its line; empty where JAX traces a jaxpr instead."""
     return getattr(trace.frame.debug_info, "func_src_info", "")
 
 
@@ -531,7 +531,7 @@ def names_the_dead(effects: Any) -> bool:
 
 
 def abstract(value: Any) -> Any:
-    """The type by which a function is traced for an argument: an array, a number, a ShapeDtypeStruct."""
+    """The abstract value that JAX traces a function with, for an array, a number or a ShapeDtypeStruct."""
     return jax_core.shaped_abstractify(value)
 
 
@@ -595,7 +595,7 @@ def is_staged() -> bool:
 
 
 def call_staged(traced: Any, leaves: Sequence[Any]) -> Any:
-    """The result of a call of what `jax.jit(fn).trace(...)` gave, in a trace that notes it.
+    """Call a `jax.stages.Traced` inside a trace that stages it out, and return the result.
 
     The public call of the function would look up the trace once more.
     """

@@ -46,12 +46,12 @@ class _Watch(threading.local):
 
 _watch = _Watch()
 _living = LivingTraces()
-#: The traces that were looked at. Of a trace that stays alive the user is told once.
+#: The traces already examined, so that a living trace is reported once.
 _looked_at: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def note_trace(source: str, name: str) -> None:
-    """Say to whoever watches that the function at `source`, called `name`, was traced."""
+    """Note for the watch of this thread, if there is one, that the function `name` at `source` was traced."""
     if _watch.names is not None:
         _watch.names[source] = name
 

@@ -24,7 +24,7 @@ _WITHOUT_PARTS = (ModuleType, type, str, bytes, int, float, complex, np.ndarray,
 
 
 def reachable(fn: Any) -> list[Handle] | None:
-    """The handles of the resources in what `fn` closes over, its globals and defaults, and in the parts of these.
+    """The handles of the resources that `fn` reaches by its closure, globals and defaults, and by the parts of these.
 
     Parts are those of containers, the attributes of objects, and what functions reach. Not looked at are attributes of
     modules and classes, objects without a `__dict__`, and globals of installed libraries. None if there are too many

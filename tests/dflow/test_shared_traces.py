@@ -1,4 +1,4 @@
-"""One function has one trace, and one program, whoever asks for it: as with `jax.jit`."""
+"""One Python function has one trace and one program, shared by calls, `lower` and `eval_shape`, as with `jax.jit`."""
 
 from __future__ import annotations
 
