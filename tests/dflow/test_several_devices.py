@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import dflow
+from dflow.tracing.captured import captured
 from tests.several_devices import DEADLINE_S, DEVICES, HERE, run_there
 
 #: What needs several devices too: one process runs all of it.
@@ -375,3 +377,23 @@ else:
             match = "'v' has a sharding and " + ("near" if options else "a device scope")
             with dflow.device("cpu:1"), pytest.raises(dflow.DeviceError, match=match):
                 dflow.Variable(X, sharding=ROWS, name="v", **options)
+
+    @pytest.mark.parametrize("place", [WHOLE, ROWS, SingleDeviceSharding(jax.devices()[3])], ids=["whole", "rows", "3"])
+    def test_a_closed_over_array_stays_where_it_was_and_may_be_donated(place: Any) -> None:
+        table = jax.device_put(np.ones((1 << 13, 4), np.float32), place)
+        held = captured(table)
+        assert (held.sharding, held.committed) == (table.sharding, True)
+        jax.block_until_ready(jax.jit(lambda x: x * 0, donate_argnums=0)(table))
+        np.testing.assert_array_equal(held, np.ones((1 << 13, 4)))
+
+    def test_what_is_compiled_ahead_takes_arguments_from_any_device() -> None:
+        count = dflow.Variable(0.0, name="count")
+
+        @functools.partial(dflow.jit, static_argnums=0, static_argnames="by")
+        def fn(power: int, x: Any, *, by: int) -> Any:
+            count.assign_add(x.sum())
+            return x**power * by
+
+        compiled = fn.lower(1, jax.ShapeDtypeStruct(X.shape, X.dtype), by=2).compile()
+        for place in (None, jax.devices()[0], jax.devices()[3]):
+            np.testing.assert_array_equal(compiled(jax.device_put(X, place)), 2 * X)
