@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from dflow.distributed.strategies.applying import current_applier
+from dflow.extra_arguments import as_averaged, check_extra, naming_extra, refuse_examples
 from dflow.function import jit
 from dflow.optimizer_name import derived_name
 from dflow.slot_initials import initials_of
@@ -22,6 +23,7 @@ from dflow.tracing.given_value import Initial
 from dflow.tracing.jax_frontend import is_tracing
 from dflow.tracing.near_names import suggests_keywords
 from dflow.tracing.resources import Variable, is_variable, path_name, read
+from dflow.tracing.rounded_add import add_update
 from dflow.tracing.row_gradient import is_row_gradient
 from dflow.tracing.source import at, caller
 from dflow.tracing.trace import trace
@@ -90,9 +92,15 @@ class Optimizer:
         self.name = name or derived_name(self._variables)
         #: The transformation's state, with variables for arrays.
         self.slots = self._make_slots()
+        #: The names of extra arguments with which the transformation was tried.
+        self._checked: set[frozenset[str]] = set()
 
-    def apply(self, gradients: Any) -> None:
+    def apply(self, gradients: Any, **extra: Any) -> None:
         """Update the variables by `gradients`, a pytree of arrays and `RowGradient`s in their structure.
+
+        extra  further arguments of the transformation, by optax's names: `value` of `optax.polyak_sgd` and
+               `optax.contrib.reduce_on_plateau`; `value`, `grad` and `value_fn` of `optax.lbfgs`; `grad_fn` of
+               `optax.contrib.sam`. A function among them takes the parameters' values, structured as the variables
 
         In traced code the update is part of the graph, placed where the variables live. If the loss only looked up
         rows of a variable, and the transformation leaves a row without a gradient as it is (SGD, Adagrad, clipping,
@@ -100,57 +108,102 @@ class Optimizer:
         (momentum, Adam, weight decay) read and write every row, unless `lazy_rows` is set.
 
         In a step that a synchronous strategy runs, the gradients are given to that, and the variables are updated by
-        the average once the step has ended: what the step reads after `apply` is what it read before.
+        the average once the step has ended: what the step reads after `apply` is what it read before. Extra arguments
+        are averaged with the gradients.
 
-        Raises GraphTypeError when the structure, or the shape of a gradient, is another than the variables'.
+        Raises GraphTypeError when the structure, or the shape of a gradient, is another than the variables', and for
+        an extra argument that is missing or that nothing in the transformation uses; StrategyError in a synchronous
+        step for an extra argument that has no mean, such as a function.
         """
         given = wire(self._flat(gradients), self._codec) if self._codec != "none" else self._flat(gradients)
+        extra = read(extra)
         applier = current_applier()
+        if extra or applier is not None:
+            self._check_extra(extra)
         if applier is not None:
-            applier.apply(self, self._tree.unflatten(given))
+            refuse_examples(given, self._variables)
+            applier.apply(self, (self._tree.unflatten(given), as_averaged(extra)))
             return
-        self._update(given)
+        self._update(given, extra)
 
-    def apply_mean(self, gradients: Any) -> None:
-        """Update the variables by the mean of gradients that `apply` has handed to a strategy.
+    def apply_mean(self, given: Any) -> None:
+        """Update the variables by the mean of the gradients and extra arguments that `apply` has handed to a strategy.
 
         They have lost to the codec on their way to the mean what there is to lose, and lose no more on the way from it.
         """
-        self._update(self._flat(gradients))
+        gradients, extra = given
+        self._update(self._flat(gradients), extra)
 
-    def _update(self, given: list[Any]) -> None:
-        if not is_tracing() and any(map(is_row_gradient, given)):
+    def _update(self, given: list[Any], extra: dict[str, Any]) -> None:
+        if not is_tracing() and not extra and any(map(is_row_gradient, given)):
             self._update_compiled(given)
         else:
-            self._update_in_order(given)
+            self._update_in_order(given, extra)
 
     @jit
     def _update_compiled(self, given: list[Any]) -> None:
         """Outside of traced code, update the rows alone too."""
-        self._update_in_order(given)
+        self._update_in_order(given, {})
 
-    def _update_in_order(self, given: list[Any]) -> None:
-        with with_state():
+    def _update_in_order(self, given: list[Any], extra: dict[str, Any]) -> None:
+        with with_state(), naming_extra(extra):
             arrays = [gradient.dense() if is_row_gradient(gradient) else gradient for gradient in given]
             updates, state = self._transformation.update(
                 self._tree.unflatten(arrays),
                 read(self.slots),
                 self._tree.unflatten([v.read() for v in self._variables]),
+                **extra,
             )
+            slots = self._slots_of(state)
             touched = dict(zip(self._variables, map(_touched_rows, arrays), strict=True)) if self._lazy_rows else {}
             flat = self._tree.flatten_up_to(updates)
             for variable, update in zip(self._variables, flat, strict=True):
-                delta = jnp.asarray(update).astype(variable.dtype)
-                variable.assign_add(jnp.where(touched[variable], delta, 0) if touched else delta)
-            slots = jax.tree_util.tree_leaves(self.slots, is_leaf=is_variable)
+                add_update(variable, jnp.where(touched[variable], update, 0) if touched else update)
             for slot, owner, value in zip(slots, self._slot_owners, jax.tree_util.tree_leaves(state), strict=True):
                 is_by_row = owner is not None and owner in touched and slot.shape == owner.shape
                 slot.assign(jnp.where(touched[owner], value, slot.read()) if is_by_row else value)
+
+    def _slots_of(self, state: Any) -> list[Variable]:
+        """The slots in the order of the arrays of a new state, which has their structure, or GraphTypeError."""
+        slots, tree = _flattened(self.slots)
+        given = jax.tree_util.tree_structure(state)
+        if given != tree:
+            raise GraphTypeError(
+                f"the transformation's state: expected the structure that init gave it, {structure_text(tree)}, got "
+                f"{structure_text(given)}{at(caller())}\n"
+                "  give the optimizer a transformation whose update keeps the structure of its state"
+            )
+        return slots
 
     @property
     def variables(self) -> Any:
         """What it updates, as it was given."""
         return self._tree.unflatten(self._variables)
+
+    @functools.cached_property
+    def _takes_examples(self) -> bool:
+        """Whether the transformation takes a gradient for each example and gives one update, as `contrib.dpsgd`."""
+        structs = [variable.type.struct for variable in self._variables]
+        examples = [jax.ShapeDtypeStruct((2, *struct.shape), struct.dtype) for struct in structs]
+        parameters = self._tree.unflatten(structs)
+        try:
+            updates, _ = jax.eval_shape(
+                self._transformation.update, self._tree.unflatten(examples), self._state_structs(), parameters
+            )
+        except Exception:  # of any kind: each transformation has its own for shapes that it does not take
+            return False
+        return [update.shape for update in self._tree.flatten_up_to(updates)] == [struct.shape for struct in structs]
+
+    def _state_structs(self) -> Any:
+        return jax.tree_util.tree_map(lambda slot: slot.type.struct, self.slots, is_leaf=is_variable)
+
+    def _check_extra(self, extra: dict[str, Any]) -> None:
+        """Check the extra arguments of these names, once."""
+        names = frozenset(extra)
+        if names not in self._checked:
+            structs = self._tree.unflatten([variable.type.struct for variable in self._variables])
+            check_extra(self._transformation.update, extra, (structs, self._state_structs(), structs))
+            self._checked.add(names)
 
     def _flat(self, gradients: Any) -> list[Any]:
         """The gradients, one for each variable."""
@@ -173,7 +226,7 @@ class Optimizer:
         flat = jax.tree_util.tree_leaves(gradients, is_leaf=is_row_gradient)
         for variable, gradient in zip(self._variables, flat, strict=True):
             shape = gradient.shape if is_row_gradient(gradient) else jnp.shape(gradient)
-            if shape != variable.shape:
+            if shape != variable.shape and not (shape[1:] == variable.shape and self._takes_examples):
                 raise GraphTypeError(
                     f"the gradient of variable {variable.name!r} has the shape {shape}, but the variable "
                     f"{variable.shape}{at(caller())}\n{_REMEDY}"
@@ -206,11 +259,15 @@ class Optimizer:
 
     def _owners(self, state: Any) -> list[Variable | None]:
         """For each array of the state the variable it belongs to, as far as optax knows."""
-        marked = optax.tree_utils.tree_map_params(
-            self._transformation, lambda _: True, state, transform_non_params=lambda _: False
-        )
-        flat, _ = jax.tree_util.tree_flatten_with_path(marked)
-        return [self._owner(path) if is_of_variable else None for path, is_of_variable in flat]
+        flat, _ = jax.tree_util.tree_flatten_with_path(state)
+        marks = _parameter_marks(self._transformation, state)
+        if marks is None:
+            owners = [self._owner(path) for path, _ in flat]
+            return [
+                owner if owner is not None and leaf.shape[leaf.ndim - owner.ndim :] == owner.shape else None
+                for owner, (_, leaf) in zip(owners, flat, strict=True)
+            ]
+        return [self._owner(path) if marked else None for marked, (path, _) in zip(marks, flat, strict=True)]
 
     def _owner(self, path: _Path) -> Variable | None:
         """The variable whose own path ends `path`; the longest, where several do."""
@@ -252,6 +309,25 @@ def _check_transformation(given: Any, variables: Any) -> None:
 
 def _is_transformation(value: Any) -> bool:
     return callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))
+
+
+def _parameter_marks(transformation: Any, state: Any) -> list[bool] | None:
+    """For each array of the state whether it is like a parameter; None where optax cannot tell.
+
+    optax tells by calling `init` with placeholders. `init` of `optax.lbfgs` and `optax.flatten` needs arrays.
+    """
+    try:
+        marked = optax.tree_utils.tree_map_params(
+            transformation, lambda _: True, state, transform_non_params=lambda _: False
+        )
+    except Exception:  # of any kind: a foreign `init` fails in its own way
+        return None
+    marks: list[bool] = jax.tree_util.tree_leaves(marked)
+    return marks
+
+
+def _flattened(tree: Any) -> tuple[list[Any], Any]:
+    return jax.tree_util.tree_flatten(tree, is_leaf=is_variable)
 
 
 def _touched_rows(gradient: Any) -> Any:

@@ -6,7 +6,8 @@ read or a write is one message and its answer; another op on a variable is a ste
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -30,6 +31,7 @@ from dflow.tracing.given_value import Initial, TypedInitial
 from dflow.tracing.host_resource import HostResource
 from dflow.tracing.resources import Variable
 from dflow.tracing.source import at
+from dflow.tracing.state_primitives import record_update
 from dflow.tracing.task_name import short_task_name
 from dflow.tracing.trace import Traced, trace
 from dflow.tracing.types import array_type_of
@@ -95,23 +97,23 @@ class ClusterHome:
         return array
 
     def gather(self, variable: Variable, indices: Any) -> jax.Array:
-        rows: jax.Array = self._run_op(variable, "gather", indices)[0]
+        rows: jax.Array = self._run_op(variable, "gather", variable.gather, indices)[0]
         return rows
 
     def update(self, variable: Variable, kind: str, *operands: Any) -> None:
         if kind != "assign":
-            self._run_op(variable, kind, *operands)
+            self._run_op(variable, kind, functools.partial(record_update, variable, kind), *operands)
             return
         dtype = jnp.dtype(variable.dtype).name
         message = WriteVariable(variable.key, dtype, variable.shape)
         self._cluster.request(task_of_resource(variable), message, encode_array(jnp.asarray(operands[0])))
 
-    def _run_op(self, variable: Variable, method: str, *operands: Any) -> Sequence[Any]:
+    def _run_op(self, variable: Variable, name: str, op: Callable[..., Any], *operands: Any) -> Sequence[Any]:
         """Run one op on the variable as a step of its own; its plan is kept for operands of the same types."""
-        key = (variable.key, method, *map(array_type_of, operands))
+        key = (variable.key, name, *map(array_type_of, operands))
         step = self._ops.get(key)
         if step is None:
-            traced = trace(getattr(variable, method), operands, {})
+            traced = trace(op, operands, {})
             step = self._ops[key] = self.runner(traced, check=False, observe=None)
         return step(operands)
 

@@ -222,6 +222,7 @@ def _used(node: Node, model: HostModel, operands: Sequence[Any]) -> list[Any]:
 _ASSIGNED: Mapping[str, Callable[[Any, Any], Any]] = {
     "assign": lambda old, new: new,
     "assign_add": lambda old, new: old + new,
+    "assign_add_rounded": lambda old, delta: jnp.asarray(old + delta, old.dtype),
     "assign_sub": lambda old, new: old - new,
     "assign_mul": lambda old, new: old * new,
     "assign_max": jnp.maximum,

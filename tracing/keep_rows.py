@@ -42,7 +42,8 @@ from dflow.tracing.row_sums import carried_sums, summed_over
 from dflow.tracing.row_values import Fill, Index, Made, Rowwise, Stored, computed_now, is_zero
 from dflow.tracing.row_wise import ELEMENTWISE, row_by_row
 from dflow.tracing.rows_to_dense import dense_to_rows_p, note_p, rows_to_dense_p, warn_of_dense
-from dflow.tracing.state_primitives import name_p, read_p, update_p
+from dflow.tracing.state_primitives import gather_p, name_p, read_p, update_p
+from dflow.tracing.updates import updated
 from dflow.tracing.wire_codecs import wire_p
 
 #: These say how to differentiate, which was done before there is a program to pass over.
@@ -204,12 +205,17 @@ class _Pass:
         if not isinstance(value, Rowwise):
             return None
         if value.index is None:
-            is_nothing = kind in ("assign_add", "assign_sub") and is_zero(value.rest)
+            is_nothing = kind in ("assign_add", "assign_sub", "assign_add_rounded") and is_zero(value.rest)
             return [] if is_nothing else None
         stored = Stored(variable, self._writes.get(variable, 0))
         if kind in ("assign_add", "assign_sub") and value.is_sparse:
             rows = value.rows if kind == "assign_add" else -value.rows
             update, index = "scatter_add", value.index
+        elif kind == "assign_add_rounded" and value.is_sparse:
+            # Each row is rounded once, after the sum of all its updates.
+            update, index = "scatter_update", value.index.unique
+            old = gather_p.bind(index.places, handle=variable.handle)
+            rows = updated(kind, old, value.index.summed(value.rows))
         elif kind == "assign" and value.rest == stored:
             update, rows, index = "scatter_update", value.rows, value.index
         else:

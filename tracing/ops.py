@@ -15,7 +15,7 @@ from dflow.tracing.op import OpDef, Signature, op
 from dflow.tracing.queue_settings import DEFAULT_TIMEOUT_S
 from dflow.tracing.turns import PARALLEL_TURNS
 from dflow.tracing.types import AccumulatorType, ArrayType, QueueType, RefType, RowsType, TokenType, Type, strong
-from dflow.tracing.updates import ASSIGNS, KINDS, indices_refusal, kind_refusal, lookup_type
+from dflow.tracing.updates import ASSIGNS, KINDS, indices_refusal, kind_refusal, lookup_type, operand_types
 from dflow.tracing.wire_codecs import encoded_type
 
 
@@ -54,17 +54,17 @@ def _update(kind: str) -> OpDef:
         refusal = kind_refusal(kind, ref.of)
         if refusal is not None:
             raise GraphTypeError(f"{name}: {refusal}")
-        _check_value(name, ref, operands) if kind in ASSIGNS else _check_rows(name, ref, operands)
+        _check_value(kind, ref, operands) if kind in ASSIGNS else _check_rows(name, ref, operands)
         return (TokenType(),)
 
     # An assign gives what was there before to nobody; every other update makes its value of the old one.
     return op(name, *([] if kind == "assign" else [(Effect.READ, 0)]), (Effect.WRITE, 0))(rule)
 
 
-def _check_value(name: str, ref: RefType, operands: Sequence[Type]) -> None:
+def _check_value(kind: str, ref: RefType, operands: Sequence[Type]) -> None:
     (value,) = operands
-    if not isinstance(value, ArrayType) or value.strong != ref.of.strong:
-        raise GraphTypeError(f"{name}: the value is {value} but the variable holds {ref.of}")
+    if not isinstance(value, ArrayType) or value.strong != operand_types(kind, ref.of, [value])[0].strong:
+        raise GraphTypeError(f"var.{kind}: the value is {value} but the variable holds {ref.of}")
 
 
 def _check_rows(name: str, ref: RefType, operands: Sequence[Type]) -> None:

@@ -128,6 +128,11 @@ update_p = _state_primitive("var_update", _update_type, _update_now)
 update_p.multiple_results = True
 
 
+def record_update(variable: Any, kind: str, *operands: Any) -> None:
+    """Update a variable: `kind` is a key of `updates.KINDS`, and the operands fit it."""
+    update_p.bind(*operands, handle=variable.handle, kind=kind, reduce=None)
+
+
 def _update_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, handle: Handle, **params: Any) -> Any:
     if all(type(tangent) is ad.Zero for tangent in tangents):
         return update_p.bind(*primals, handle=handle, **params), []

@@ -22,6 +22,7 @@ from dflow.tracing.types import ArrayType, array_type_of
 ASSIGNS: Mapping[str, Callable[[Any, Any], Any]] = {
     "assign": lambda old, new: new,
     "assign_add": operator.add,
+    "assign_add_rounded": lambda old, delta: (old + delta).astype(old.dtype),
     "assign_sub": operator.sub,
     "assign_mul": operator.mul,
     "assign_max": jnp.maximum,
@@ -81,6 +82,8 @@ def indices_refusal(held: ArrayType, indices: ArrayType) -> str | None:
 
 def operand_types(kind: str, held: ArrayType, operands: Sequence[ArrayType]) -> tuple[ArrayType, ...]:
     """What the operands of an update should be, given what they are."""
+    if kind == "assign_add_rounded":
+        return (ArrayType(operands[0].dtype, held.shape),)
     return (held,) if kind in ASSIGNS else (operands[0], lookup_type(held, operands[0]))
 
 

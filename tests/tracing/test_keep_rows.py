@@ -345,6 +345,26 @@ def test_as_many_lookups_as_rows_are_no_fewer(table: Variable) -> None:
     np.testing.assert_allclose(table.read(), TABLE + updates, rtol=1e-5)
 
 
+def test_rows_of_a_bfloat16_table_are_rounded_once() -> None:
+    values = TABLE.astype(jnp.bfloat16)
+    table = dflow.Variable(values, name="table")
+    optimizer = dflow.Optimizer(optax.chain(optax.stateless(widened), optax.sgd(0.01)), [table])
+
+    @dflow.jit
+    def step(i: Any) -> None:
+        optimizer.apply(dflow.grad(lambda: loss_of(table, i).astype(jnp.float32), [table])())
+
+    assert grown(step, IDS) == []
+    step(IDS)
+    gradient = jax.grad(lambda t: loss_of(t, IDS).astype(jnp.float32))(values)
+    wanted = optax.apply_updates(values, -0.01 * gradient.astype(jnp.float32))
+    np.testing.assert_array_equal(np.asarray(table.read(), np.float32), np.asarray(wanted, np.float32))
+
+
+def widened(updates: Any, params: Any) -> Any:
+    return jax.tree.map(lambda update: update.astype(jnp.float32), updates)
+
+
 def test_no_lookups_change_nothing(table: Variable) -> None:
     optimizer = dflow.Optimizer(optax.chain(optax.clip_by_global_norm(1.0), optax.adagrad(0.1)), [table])
     none = jnp.zeros(0, jnp.int32)
