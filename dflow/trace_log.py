@@ -18,7 +18,7 @@ from dflow.tracing.captured import is_large
 from dflow.tracing.jax_frontend import abstract, is_array_type, is_resource
 from dflow.tracing.source import Loc
 from dflow.tracing.trace import argument_names
-from dflow.tracing.types import ArrayType, array_type_of
+from dflow.tracing.types import array_type_of, type_of_aval
 
 #: A function traced this often for changing arguments is warned about, once.
 WARN_AFTER = 6
@@ -184,7 +184,7 @@ def _types(tree: Any) -> Any:
 
 def _type(leaf: Any) -> _Type:
     aval = abstract(leaf)
-    return _Type(ArrayType(aval.dtype, tuple(aval.shape), bool(aval.weak_type)) if is_array_type(aval) else aval)
+    return _Type(type_of_aval(aval) if is_array_type(aval) else aval)
 
 
 def _described(leaf: Any) -> str:

@@ -105,6 +105,24 @@ else:
             np.testing.assert_array_equal(fn(x)["y"], X @ np.ones((4, 2), np.float32))
             assert float(count) == X.sum() * number
 
+    def test_a_variable_is_itself_after_an_array_from_another_device() -> None:
+        with dflow.device("cpu:1"):
+            bias = dflow.Variable(np.zeros(3, np.float32), name="bias")
+        with dflow.device("cpu:2"):
+            count = dflow.Variable(np.zeros(3, np.float32), name="count")
+
+        @dflow.jit
+        def step(total: Any, by: Any) -> Any:
+            if isinstance(total, dflow.Variable):
+                total.assign_add(by)
+            return bias + by
+
+        by = jnp.ones(3)
+        for _ in range(2):  # compiled, and then brought to the program
+            step(jax.device_put(by, jax.devices()[3]), by)
+        np.testing.assert_array_equal(step(count, by), by)
+        np.testing.assert_array_equal(count, by)
+
     def test_a_sharded_variable_keeps_its_sharding() -> None:
         w = dflow.Variable(jax.device_put(X, ROWS), name="w")
         opt_like = dflow.jit(lambda x: w.assign_sub(0.5 * x))

@@ -322,3 +322,100 @@ def test_what_cannot_be_referred_to_weakly_is_compiled_too() -> None:
             return x + 1
 
     assert float(dflow.jit(Slots())(1.0)) == 2.0
+
+
+def returning(variable: dflow.Variable) -> tuple[Callable[[Any], Any], list[Any]]:
+    """A function that returns a variable that it closes over, and the shapes it was traced for."""
+    seen: list[Any] = []
+
+    def fn(x: Any) -> Any:
+        seen.append(x.shape)
+        return {"variable": variable, "twice": x * 2}
+
+    return fn, seen
+
+
+ASKS: dict[str, Callable[[Any], Any]] = {
+    "called": lambda fn: dflow.jit(fn)(X),
+    "within another": lambda fn: dflow.jit(lambda x: {**dflow.jit(fn)(x), "x": x})(X),
+    "lowered": lambda fn: dflow.jit(fn).lower(X).compile()(X),
+    "eval_shape": lambda fn: dflow.jit(fn).eval_shape(X),
+    "options": lambda fn: dflow.jit(fn, donate_argnums=0, keep_unused=True)(jnp.ones(3)),
+    "sharded": lambda fn: dflow.jit(fn, out_shardings={"variable": None, "twice": None})(X),
+}
+
+
+@pytest.mark.parametrize("before", [None, jax.eval_shape, jax.make_jaxpr], ids=["", "eval_shape", "jaxpr"])
+@pytest.mark.parametrize("ask", ASKS.values(), ids=list(ASKS))
+def test_a_variable_that_is_returned_is_itself_whatever_jax_traced_before(ask: Any, before: Any) -> None:
+    v = dflow.Variable(jnp.ones(3), name="v")
+    fn, _ = returning(v)
+    if before is jax.eval_shape:
+        before(fn, X)
+    elif before is jax.make_jaxpr:
+        before(fn)(X)
+    assert ask(fn)["variable"] is v
+    v.assign(jnp.zeros(3))
+    assert ask(fn)["variable"] is v
+
+
+def test_a_variable_that_is_returned_from_within_a_transform_is_itself() -> None:
+    v = dflow.Variable(jnp.ones(3), name="v")
+    found: list[Any] = []
+
+    def summed(x: Any) -> Any:
+        result = dflow.jit(returning(v)[0])(x)
+        found.append(result["variable"])
+        return result["twice"].sum()
+
+    np.testing.assert_array_equal(jax.grad(summed)(X), [2, 2, 2])
+    np.testing.assert_array_equal(jax.vmap(summed)(X), 2 * X)
+    np.testing.assert_array_equal(jax.lax.scan(lambda _, x: (0, summed(x)), 0, X)[1], 2 * X)
+    assert all(one is v for one in found)
+
+
+def test_functions_that_return_a_variable_are_traced_for_it_again_and_then_call_one_program() -> None:
+    v = dflow.Variable(jnp.ones(3), name="v")
+    fn, seen = returning(v)
+    f = dflow.jit(fn)
+    f(X)
+    assert (len(seen), len(f.trace_log())) == (2, 1)
+    with compilations() as compiled:
+        assert f(X)["variable"] is v
+    assert (len(seen), compiled) == (2, [])
+    assert f(jnp.ones(5))["variable"] is v
+    assert (len(seen), len(f.trace_log())) == (3, 2)
+    assert dflow.jit(fn)(X)["variable"] is v
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'x'"):
+        f()  # type: ignore[call-arg]
+
+
+def test_deleting_a_function_that_returns_a_variable_frees_it_at_once() -> None:
+    def made() -> tuple[Any, weakref.ref[Any]]:
+        v = dflow.Variable(0.0, name="v")
+        return dflow.jit(returning(v)[0]), weakref.ref(v)
+
+    f, variable = made()
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(2):
+            assert f(X)["variable"] is variable()
+        del f
+        assert variable() is None
+    finally:
+        gc.enable()
+
+
+def test_functions_made_anew_take_and_return_a_variable_by_one_trace() -> None:
+    v, seen = dflow.Variable(jnp.ones(3), name="v"), []
+
+    def fn(variable: Any, by: Any) -> Any:
+        seen.append(by.shape)
+        variable.assign_add(by)
+        return variable
+
+    for _ in range(3):
+        assert dflow.jit(fn)(v, X) is v
+    assert len(seen) == 2  # once to find that it returns a variable
+    np.testing.assert_array_equal(v.read(), 1 + 3 * X)
