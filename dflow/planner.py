@@ -222,6 +222,6 @@ def _giving_handles(fn: Callable[..., Any], options: Mapping[str, Any], name: st
 
     giving_handles.__name__ = name  # which names the program; a partial has none to be copied
     with warnings.catch_warnings():
-        if {"backend", "device"} & options.keys():  # of which JAX warned when `fn` was given them
+        if {"backend", "device"} & options.keys():  # JAX warned when `fn` was compiled with them
             warnings.simplefilter("ignore", DeprecationWarning)
         return jax_jit(giving_handles, **options)

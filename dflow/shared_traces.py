@@ -32,7 +32,7 @@ class SharedTraces:
     """The traces of one function, and how calls run, by the types of their arguments.
 
     `jaxprs`  those of the traces in `log`
-    `returns_variables`  whether a result held a variable, so that each function is traced through one of its own
+    `returns_variables`  whether a result held a variable, so that each function is traced through a wrapper
     `state`   what the function reached when a trace first touched state; None before, and where it reaches too much
     """
 
