@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 
-from dflow.tracing.jax_frontend import ShardingTypeError
 from dflow.tracing.loops import NOT_REVERSED, REVERSED
 from dflow.tracing.near_names import near_keywords
 from dflow.tracing.source import at, caller, raised_at
@@ -57,16 +56,11 @@ _NO_ARGUMENT = re.compile(
 )
 
 
-@contextmanager
-def advised_trace() -> Iterator[None]:
+def advise_on_trace(error: Exception) -> None:
     """Add to an error of traced code that JAX raised, where something can be said of it."""
-    try:
-        yield
-    except (TypeError, ValueError, IndexError, ShardingTypeError) as error:
-        remedy = next((remedy for is_meant, remedy in _REMEDIES if is_meant(error)), None)
-        if remedy is not None and not any(remedy in note for note in getattr(error, "__notes__", ())):
-            error.add_note(f"{at(raised_at(error) or caller()).lstrip(chr(10))}\n{remedy}")
-        raise
+    remedy = next((remedy for is_meant, remedy in _REMEDIES if is_meant(error)), None)
+    if remedy is not None and not any(remedy in note for note in getattr(error, "__notes__", ())):
+        error.add_note(f"{at(raised_at(error) or caller()).lstrip(chr(10))}\n{remedy}")
 
 
 #: What is said of which errors, the first that is meant.

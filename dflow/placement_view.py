@@ -27,6 +27,7 @@ from dflow.lowering.placement.instance import runs_alone
 from dflow.lowering.placement.regions import alternatives
 from dflow.lowering.placement.score import predicted, scored
 from dflow.lowering.timeline import timeline
+from dflow.planner import Planner
 from dflow.tracing.context import home
 from dflow.tracing.device import WITH_STATE, choices_in, device_scope
 from dflow.tracing.device_name import split_device_name
@@ -280,27 +281,39 @@ def _reason(node: Node) -> str:
     return "stated" if node.device != WITH_STATE else "beside the variable that it updates"
 
 
+class _RehearsalPlanner(Planner):
+    """Plans the steps of a function on copies of its variables, where a decision puts its ops."""
+
+    followed: Traced | None = None
+
+    def traced(self, stage: Any, args: Any, kwargs: Any) -> Traced:
+        """The graph of a trace, or the one to follow."""
+        return self.followed or super().traced(stage, args, kwargs)
+
+
 class _Rehearsed(Function[..., Any]):
     """A function that is called as any is, but on copies of its variables, where a decision puts its ops."""
 
     def __init__(self, fn: Callable[..., Any], options: Mapping[str, Any]) -> None:
         # What the caller would lose at a call is needed for the next.
         super().__init__(fn, {name: given for name, given in options.items() if not name.startswith("donate")})
-        self._followed: Traced | None = None
         self._copies: tuple[Variable, ...] = ()
+
+    def _new_planner(self) -> _RehearsalPlanner:
+        # By itself, since no other function is to run on the copies.
+        self._rehearsal = _RehearsalPlanner(self.fn, self._options, self._jitted, self._new_traces())
+        return self._rehearsal
 
     def bound(self, args: Any, kwargs: Any) -> Traced:
         """The trace of a call."""
-        return super()._traced(self._inner.trace(*args, **kwargs), args, kwargs)
+        args, kwargs = self._with_handles(args, kwargs)
+        return self._rehearsal.traced(self._rehearsal.trace(args, kwargs), args, kwargs)
 
     def follow(self, traced: Traced, graph: Graph) -> None:
         """From now on run `graph`, the trace's with all devices settled, on the values that the variables have now."""
         with home(LOCAL):
             self._copies = tuple(map(_copy, traced.variables))
-        self._followed = replace(traced, graph=graph, variables=self._copies)
-
-    def _traced(self, stage: Any, args: Any, kwargs: Any) -> Traced:
-        return self._followed or super()._traced(stage, args, kwargs)
+        self._rehearsal.followed = replace(traced, graph=graph, variables=self._copies)
 
     def step_s(self, args: Any, kwargs: Any, rounds: int) -> float:
         """The time of a call in a loop of calls that waits for nothing, as one that trains: the median of `rounds`."""

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 
-from dflow.lowering.local import PureStep, Runner
+from dflow.lowering.local import LoweredStep, PureStep, Runner
+from dflow.stages import LoweredRun
 from dflow.tracing.trace import Traced, written_keys
 from dflow.whole_step import NotEntered, WholeStep
 
@@ -24,18 +26,24 @@ class Plan:
     """How calls of one set of argument types run.
 
     `run`        on the arguments, and on the leaves of the traced ones among them
-    `writes`     the keys of the variables it writes
-    `whole`      calls it, when it is one XLA call of this process
     `variables`  what it names that is no argument, kept alive with it
+    `writes`     the keys of the variables it writes
+    `jaxpr`      that of the trace
+    `whole`      calls it, when it is one XLA call of this process
+    `lower`      gives what calls run, lowered, for arguments of these types; None where another process runs it
     """
 
     run: Callable[[Any, Any, list[Any]], Any]
     variables: tuple[Any, ...]
     writes: frozenset[str]
+    jaxpr: weakref.ref[Any]
     whole: WholeStep | None = None
+    lower: Callable[[Any, Any], LoweredRun] | None = None
 
 
-def plan_of_whole(whole: WholeStep, step: PureStep, traced: Traced, variables: tuple[Any, ...]) -> Plan:
+def plan_of_whole(
+    whole: WholeStep, step: PureStep, traced: Traced, variables: tuple[Any, ...], jaxpr: weakref.ref[Any]
+) -> Plan:
     """The plan of a traced step that is one XLA call."""
     out_tree = traced.out_tree
 
@@ -45,17 +53,27 @@ def plan_of_whole(whole: WholeStep, step: PureStep, traced: Traced, variables: t
             return whole(args, kwargs)
         return whole.enter(step, out_tree, args, kwargs)
 
-    return Plan(run, variables, written_keys(traced), whole)
+    def lower(args: Any, kwargs: Any) -> LoweredRun:
+        return whole.lower(step, out_tree, args, kwargs)
+
+    return Plan(run, variables, written_keys(traced), jaxpr, whole, lower)
 
 
-def plan_of_runner(runner: Runner, traced: Traced, variables: tuple[Any, ...]) -> Plan:
-    """The plan of a traced step of several parts."""
+def plan_of_programs(lowered: LoweredStep, traced: Traced, variables: tuple[Any, ...], jaxpr: weakref.ref[Any]) -> Plan:
+    """The plan of a traced step of several programs of this process, which its first call compiles."""
+    compiled = functools.cache(lowered.compile)
+    runner = plan_of_runner(lambda leaves: compiled().run(leaves), traced, variables, jaxpr)
+    return replace(runner, lower=lambda args, kwargs: lowered)
+
+
+def plan_of_runner(runner: Runner, traced: Traced, variables: tuple[Any, ...], jaxpr: weakref.ref[Any]) -> Plan:
+    """The plan of a traced step of several parts, which cannot be lowered here."""
     out_tree = traced.out_tree
 
     def run(args: Any, kwargs: Any, leaves: list[Any]) -> Any:
         return jax.tree_util.tree_unflatten(out_tree, runner(leaves))
 
-    return Plan(run, variables, written_keys(traced))
+    return Plan(run, variables, written_keys(traced), jaxpr)
 
 
 class Plans:
@@ -74,9 +92,8 @@ class Plans:
         self._lock = threading.RLock()
         #: What calls every call so far, if one thing does.
         self.whole: WholeStep | None = None
-
-    def __bool__(self) -> bool:
-        return bool(self._by_key)
+        #: Whether `jax.jit` runs the calls of all types seen.
+        self.is_empty = True
 
     def get(self, key: Hashable) -> Any:
         """The plan, None, or UNKNOWN."""
@@ -84,6 +101,10 @@ class Plans:
             return self._by_key.get(key, UNKNOWN)
         except TypeError:  # a static argument that cannot be hashed, about which JAX says more
             return UNKNOWN
+
+    def of_trace(self, jaxpr: Any) -> Plan | None:
+        """The plan that was made of a trace."""
+        return next((plan for plan in self._made() if plan.jaxpr() is jaxpr), None)
 
     def put(self, key: Hashable, plan: Plan | None, passed: Iterable[Any] = ()) -> None:
         """Keep a plan as long as the variables and queues `passed` live."""
@@ -106,8 +127,11 @@ class Plans:
 
     def whole_like(self, step: PureStep) -> WholeStep | None:
         """What calls a step over the same variables and constants already."""
-        wholes = (plan.whole for plan in list(self._by_key.values()) if plan is not None and plan.whole is not None)
+        wholes = (plan.whole for plan in self._made() if plan.whole is not None)
         return next((whole for whole in wholes if whole.takes(step)), None)
+
+    def _made(self) -> list[Plan]:
+        return [plan for plan in list(self._by_key.values()) if plan is not None]
 
     def drop(self, key: Hashable) -> None:
         """Forget a plan, now or when a call on another thread that is about to keep or forget one has done so."""
@@ -131,8 +155,10 @@ class Plans:
     def _settle(self) -> WholeStep | None:
         """Say what calls every call now; what it was, for the caller to free."""
         before = self.whole
-        wholes = [None if plan is None else plan.whole for plan in list(self._by_key.values())]
+        plans = list(self._by_key.values())
+        wholes = [None if plan is None else plan.whole for plan in plans]
         self.whole = wholes[0] if wholes and all(whole is wholes[0] for whole in wholes) else None
+        self.is_empty = not any(plans)
         return before
 
 

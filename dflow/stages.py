@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import jax
 
-from dflow.lowering.local import CompiledStep, LoweredStep
+from dflow.lowering.local import CompiledStep
 from dflow.tracing.errors import PlainJitError
 from dflow.tracing.source import at, caller
 from dflow.tracing.trace import leaf_names
@@ -26,6 +26,19 @@ _KNOWN = (
     "out_info",
     "out_tree",
 )
+
+
+class LoweredRun(Protocol):
+    """What a function with state runs, as programs that are not compiled yet."""
+
+    @property
+    def programs(self) -> Sequence[Any]:
+        """The programs, each with JAX's `stage` of it."""
+        ...
+
+    def compile(self, compiler_options: dict[str, Any] | None = None) -> CompiledStep:
+        """Compile the programs."""
+        ...
 
 
 class _Stage:
@@ -46,7 +59,7 @@ class _Stage:
 class Traced(_Stage):
     """What `fn.trace(...)` gives for a function with state: JAX's `Traced`, lowered by dflow."""
 
-    def __init__(self, looked: Any, lower: Callable[[tuple[str, ...] | None], LoweredStep]) -> None:
+    def __init__(self, looked: Any, lower: Callable[[tuple[str, ...] | None], LoweredRun]) -> None:
         super().__init__(looked)
         self._lower = lower
 
@@ -70,7 +83,7 @@ class Lowered(_Stage):
     writes, then of those it reads, then its operands, and gives the new values first.
     """
 
-    def __init__(self, looked: Any, step: LoweredStep) -> None:
+    def __init__(self, looked: Any, step: LoweredRun) -> None:
         super().__init__(looked)
         self._step = step
 

@@ -40,6 +40,20 @@ class StaticArguments:
         static_kwargs = [(name, kwargs[name], type(kwargs[name])) for name in sorted(self.names & kwargs.keys())]
         return traced, traced_kwargs, (*static, *static_kwargs)
 
+    def joined(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]:
+        """What puts the static ones of these arguments among traced ones, as `split` gives them."""
+        fixed = {position: args[position] for position in self.among(args)}
+        fixed_kwargs = {name: kwargs[name] for name in self.names & kwargs.keys()}
+        count = len(args)
+
+        def join(traced: tuple[Any, ...], traced_kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            rest = iter(traced)
+            return tuple(fixed[i] if i in fixed else next(rest) for i in range(count)), traced_kwargs | fixed_kwargs
+
+        return join
+
 
 def static_arguments(jitted: Any) -> StaticArguments:
     """Which arguments a `jax.jit` function takes as static."""

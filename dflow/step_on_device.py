@@ -6,6 +6,7 @@ that were put on another device.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,8 +14,8 @@ import jax
 from dflow.lowering.devices import device_named
 from dflow.lowering.local import PureStep
 from dflow.lowering.store import Store
-from dflow.tracing.jax_frontend import forget_failed_dispatch
-from dflow.whole_step import WholeStep
+from dflow.tracing.jax_frontend import forget_failed_dispatch, is_resource
+from dflow.whole_step import LoweredWhole, WholeStep
 
 
 class StepOnDevice(WholeStep):
@@ -46,6 +47,14 @@ class StepOnDevice(WholeStep):
         """Compile the step of the types of these arguments, and run it."""
         return super().enter(step, out_tree, *self._brought(args, kwargs))
 
+    def lower(self, step: PureStep, out_tree: Any, args: Any, kwargs: Any) -> LoweredWhole:
+        """The program of the step of the types of these arguments, which calls have too."""
+        return super().lower(step, out_tree, *self._brought(args, kwargs))
+
+    def run_compiled(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The result of a program of this step, without the static ones of its arguments."""
+        return super().run_compiled(call, *self._brought(args, kwargs))
+
     def _brought(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return tuple(map(self._argument, args)), {name: self._argument(value) for name, value in kwargs.items()}
 
@@ -57,5 +66,7 @@ class StepOnDevice(WholeStep):
         return argument if is_same else jax.tree_util.tree_unflatten(tree, here)
 
     def _here(self, leaf: Any) -> Any:
-        is_elsewhere = isinstance(leaf, jax.Array) and leaf.committed and leaf.sharding.device_set != self._devices
+        if not isinstance(leaf, jax.Array) or is_resource(leaf):
+            return leaf
+        is_elsewhere = leaf.committed and leaf.sharding.device_set != self._devices
         return jax.device_put(leaf, self._device) if is_elsewhere else leaf

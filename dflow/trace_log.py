@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from threading import get_ident
 from types import CodeType
 from typing import Any
 
 import jax
 
 from dflow.tracing.captured import is_large
-from dflow.tracing.jax_frontend import is_array_type, is_resource
+from dflow.tracing.jax_frontend import abstract, is_array_type, is_resource
 from dflow.tracing.source import Loc
 from dflow.tracing.trace import argument_names
-from dflow.tracing.types import array_type_of
+from dflow.tracing.types import array_type_of, type_of_aval
 
 #: A function traced this often for changing arguments is warned about, once.
 WARN_AFTER = 6
@@ -70,6 +72,8 @@ class TraceLog:
     code: CodeType | None = None
     made: Loc | None = None
     records: list[TraceRecord] = field(default_factory=list)
+    #: Of each thread whose first call for some types is under way: the place of the trace, and when the call began.
+    _calls: dict[int, tuple[int, float]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.records)
@@ -80,10 +84,18 @@ class TraceLog:
     def __str__(self) -> str:
         return "\n".join(map(str, self.records)) or f"{self.name} has not been traced"
 
-    def finish(self, since: int, total_ms: float, captured: tuple[str, ...]) -> None:
-        """Say of the first trace after the first `since` what the whole call cost, and what it closed over."""
-        if len(self.records) > since:
-            self.records[since] = replace(self.records[since], total_ms=total_ms, captured=captured)
+    def begin(self, index: int, started: float, captured: tuple[str, ...]) -> None:
+        """Say of the trace at `index` that a call on this thread, `started` then, made it, and what it closed over."""
+        if len(self.records) > index:
+            self.records[index] = replace(self.records[index], captured=captured)
+            self._calls[get_ident()] = index, started
+
+    def finish(self) -> None:
+        """Note what the call cost that this thread began, if it began one."""
+        if self._calls and (call := self._calls.pop(get_ident(), None)) is not None:
+            index, started = call
+            total_ms = (time.perf_counter() - started) * 1e3
+            self.records[index] = replace(self.records[index], total_ms=total_ms)
 
     def add(self, arguments: Mapping[str, str], call: Loc | None, trace_ms: float) -> None:
         """Note a trace. Warns with RetraceWarning when the function is traced ever again for other types."""
@@ -146,19 +158,38 @@ def _difference(old: Mapping[str, str], new: Mapping[str, str]) -> tuple[str, ..
     )
 
 
-def described(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, str]:
+def described(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], is_static: Callable[[int | str], bool]
+) -> dict[str, str]:
     """Each argument leaf's type, or a static one's value, under its name. Variables and queues are leaves too."""
-    leaves = jax.tree_util.tree_leaves((args, kwargs), is_leaf=is_resource)
-    names = argument_names(fn, args, kwargs, is_leaf=is_resource)
+    shown_args = [arg if is_static(place) else _types(arg) for place, arg in enumerate(args)]
+    shown_kwargs = {name: arg if is_static(name) else _types(arg) for name, arg in kwargs.items()}
+    leaves = jax.tree_util.tree_leaves((shown_args, shown_kwargs), is_leaf=is_resource)
+    names = argument_names(fn, tuple(shown_args), shown_kwargs, is_leaf=is_resource)
+    leaves = [leaf.handle.variable if is_resource(leaf) else leaf for leaf in leaves]
     return {name: _described(leaf) for name, leaf in zip(names, leaves, strict=True)}
 
 
+class _Type(str):
+    """The type of an argument, shown as it is."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+def _types(tree: Any) -> Any:
+    """The tree with a type instead of each traced leaf."""
+    return jax.tree_util.tree_map(lambda leaf: leaf if is_resource(leaf) else _type(leaf), tree, is_leaf=is_resource)
+
+
+def _type(leaf: Any) -> _Type:
+    aval = abstract(leaf)
+    return _Type(type_of_aval(aval) if is_array_type(aval) else aval)
+
+
 def _described(leaf: Any) -> str:
-    if isinstance(leaf, jax.core.Tracer):
-        aval = jax.typeof(leaf)
-        return str(array_type_of(leaf) if is_array_type(aval) else aval)
     text = repr(leaf)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return text if len(text) <= 60 or isinstance(leaf, _Type) else text[:57] + "..."
 
 
 def captured_types(constants: Sequence[Any]) -> tuple[str, ...]:

@@ -11,20 +11,28 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 from jax import jit as jax_jit
 
-from dflow.lowering.local import PureStep
-from dflow.lowering.program import awaited
+from dflow.lowering.local import CompiledStep, PureStep
+from dflow.lowering.program import Program, awaited, lie_apart
 from dflow.lowering.step_state import StepState
 from dflow.lowering.store import Store
-from dflow.static_arguments import static_arguments
-from dflow.tracing.jax_frontend import donation_options, forget_failed_dispatch, passes_handles, static_options
+from dflow.static_arguments import StaticArguments, static_arguments
+from dflow.tracing.jax_frontend import (
+    compiled_for,
+    donation_options,
+    forget_failed_dispatch,
+    passes_handles,
+    static_options,
+    uninterrupted,
+)
 from dflow.tracing.variable_trees import handles
 
 #: The arguments of the compiled function that come before the user's: values written, values read, constants.
@@ -35,9 +43,21 @@ class NotEntered(BaseException):
     """Ends a trace for argument types whose step is not known yet."""
 
 
-class _Pending(threading.local):
-    step: PureStep | None = None
-    out_tree: Any = None
+class _Entering(threading.local):
+    """The step whose program this thread compiles."""
+
+    def __init__(self, static: StaticArguments) -> None:
+        self._static = static
+        self.step: PureStep | None = None
+        self.out_tree: Any = None
+
+    def traced(self, written: Any, read: Any, constants: Any, args: Any, kwargs: Any) -> Any:
+        """The new values, and the result. Raises NotEntered for a step that is not to be compiled."""
+        if self.step is None:
+            raise NotEntered
+        leaves = jax.tree_util.tree_leaves(handles(self._static.split(args, kwargs)[:2]))
+        after, results = self.step.fn(written, read, constants, leaves)
+        return after, handles(jax.tree_util.tree_unflatten(self.out_tree, results))
 
 
 class WholeStep:
@@ -50,12 +70,14 @@ class WholeStep:
         self._given = step.constants
         self._constants = step.constants
         self._place = step.device
-        self._keeps = step.keeps
+        self.keeps = step.keeps
         self._static = static_arguments(function)
-        self._entering = _Pending()
+        self._entering = entering = _Entering(self._static)
+        #: Two threads that enter steps would compile one program twice.
+        self._one_compiles = threading.RLock()
 
         def traced(written: Any, read: Any, constants: Any, /, *args: Any, **kwargs: Any) -> Any:
-            return self._traced(written, read, constants, args, kwargs)
+            return entering.traced(written, read, constants, args, kwargs)
 
         traced.__name__ = traced.__qualname__ = function.__name__
         with suppress(ValueError, TypeError):  # a builtin that tells nobody
@@ -68,7 +90,7 @@ class WholeStep:
     def takes(self, step: PureStep) -> bool:
         """Whether a step is over these variables and constants."""
         own = self._state
-        return (own.writes, own.reads, self._place, self._keeps, [*map(id, self._given)]) == (
+        return (own.writes, own.reads, self._place, self.keeps, [*map(id, self._given)]) == (
             step.writes,
             step.reads,
             step.device,
@@ -87,21 +109,75 @@ class WholeStep:
     def enter(self, step: PureStep, out_tree: Any, args: Any, kwargs: Any) -> Any:
         """Compile the step of the types of these arguments, and run it."""
         forget_failed_dispatch(self.jitted)  # that of the call which found it was to be entered
+        with self._entered(step, out_tree):
+            # Compiled first and without the lock of the store, for which other steps would wait.
+            values = self._state.values()
+            with self._one_compiles:
+                self.jitted.lower(*values, self._constants, *args, **kwargs).compile()
+            return self(args, kwargs)
+
+    def lower(self, step: PureStep, out_tree: Any, args: Any, kwargs: Any) -> LoweredWhole:
+        """The program of the step of the types of these arguments, which calls have too."""
+        with self._entered(step, out_tree):
+            stage = self.jitted.lower(*self._state.values(), self._constants, *args, **kwargs)
+        traced_args, traced_kwargs, _ = self._static.split(args, kwargs)
+        join = self._static.joined(args, kwargs)
+
+        def run(args: Any, kwargs: Any) -> Any:
+            args, kwargs = join(args, kwargs)
+            with suppress(NotEntered):
+                return self(args, kwargs)
+            return self.enter(step, out_tree, args, kwargs)
+
+        return LoweredWhole(self, stage, jax.tree_util.tree_structure((traced_args, traced_kwargs)), run)
+
+    def run_compiled(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The result of a program of this step, without the static ones of its arguments."""
+        call = partial(awaited(call) if self.keeps else uninterrupted(call), **kwargs)
+        if self._has_state:
+            return self._state.run(call, self._constants, args)
+        return call([], [], self._constants, *args)[1]
+
+    @contextmanager
+    def _entered(self, step: PureStep, out_tree: Any) -> Iterator[None]:
         self._entering.step, self._entering.out_tree = step, out_tree
         try:
-            # Compiled first and without the lock of the store, for which other steps would wait.
-            self.jitted.lower(*self._state.values(), self._constants, *args, **kwargs).compile()
-            return self(args, kwargs)
+            yield
         finally:
             self._entering.step = self._entering.out_tree = None
 
-    def _traced(self, written: Any, read: Any, constants: Any, args: Any, kwargs: Any) -> Any:
-        step = self._entering.step
-        if step is None:
-            raise NotEntered
-        leaves = jax.tree_util.tree_leaves(handles(self._static.split(args, kwargs)[:2]))
-        after, results = step.fn(written, read, constants, leaves)
-        return after, handles(jax.tree_util.tree_unflatten(self._entering.out_tree, results))
+
+@dataclass(frozen=True)
+class LoweredWhole:
+    """A step that is one XLA call, lowered for arguments of the structure `in_tree`.
+
+    `anywhere` runs it on arguments that lie elsewhere than where its program takes them.
+    """
+
+    whole: WholeStep
+    stage: jax.stages.Lowered
+    in_tree: Any
+    anywhere: Callable[[Any, Any], Any]
+
+    @property
+    def programs(self) -> list[LoweredWhole]:
+        """Itself, with JAX's `stage`."""
+        return [self]
+
+    def compile(self, compiler_options: dict[str, Any] | None = None) -> CompiledStep:
+        """Compile it."""
+        compiled = compiled_for(self.stage, handles(self.stage.args_info), compiler_options)
+
+        def run(leaves: Sequence[Any]) -> Sequence[Any]:
+            args, kwargs = handles(jax.tree_util.tree_unflatten(self.in_tree, leaves))
+            try:
+                return jax.tree_util.tree_leaves(handles(self.whole.run_compiled(compiled, args, kwargs)))
+            except ValueError:
+                if not lie_apart(leaves, compiled):
+                    raise
+            return jax.tree_util.tree_leaves(handles(self.anywhere(args, kwargs)))
+
+        return CompiledStep(run, [Program(compiled, keeps=self.whole.keeps)])
 
 
 def _signature(function: Any) -> inspect.Signature:

@@ -57,7 +57,7 @@ class Program:
         try:
             given.extend(map(call, *singles) if singles else [call()])
         except ValueError:
-            if given or elsewhere is None or call is elsewhere or not _lie_apart(args, self.compiled):
+            if given or elsewhere is None or call is elsewhere or not lie_apart(args, self.compiled):
                 raise
             self._call = elsewhere
             given.extend(map(elsewhere, *singles))
@@ -89,12 +89,12 @@ def _moving(compiled: Any, device: jax.Device) -> Callable[..., Any]:
     return run
 
 
-def _lie_apart(args: Sequence[Any], compiled: Any) -> bool:
-    """Whether an argument lies elsewhere than where the computation takes it."""
-    wanted, _ = compiled.input_shardings
+def lie_apart(args: Sequence[Any], compiled: Any) -> bool:
+    """Whether one of the last arguments of a computation lies elsewhere than where the computation takes it."""
+    wanted = jax.tree_util.tree_leaves(compiled.input_shardings)
     return any(
         isinstance(arg, jax.Array) and not arg.sharding.is_equivalent_to(sharding, arg.ndim)
-        for arg, sharding in zip(args, wanted, strict=True)
+        for arg, sharding in zip(args, wanted[len(wanted) - len(args) :], strict=True)
     )
 
 

@@ -13,15 +13,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dflow.tracing.jax_frontend import Jaxpr, closed_parts, is_array_type
+from dflow.tracing.jax_frontend import Jaxpr, closed_parts, is_array_type, same_buffers
 from dflow.tracing.lookups import CALLS
 from dflow.tracing.types import array_type_of
 
 #: Closed-over arrays of this size or more become inputs instead of constants of the program, and are reported.
 CAPTURE_BYTES = 1 << 16
 
-#: The copies in use, by the identity of the arrays they are of, so that traces of one array share one.
-_copies: weakref.WeakValueDictionary[int, jax.Array] = weakref.WeakValueDictionary()
+#: The arrays that traces hold, by the identity of the arrays closed over, so that traces of one array share one.
+_held: weakref.WeakValueDictionary[int, jax.Array] = weakref.WeakValueDictionary()
 
 
 def closed_over(jaxpr: Jaxpr, consts: Sequence[Any]) -> Iterator[Any]:
@@ -38,12 +38,13 @@ def is_large(constant: Any) -> bool:
 
 
 def captured(constant: Any) -> jax.Array:
-    """A copy of a closed-over array that is its trace's own."""
+    """A closed-over array as its trace holds it: over the same memory, or a copy where the memory may be written to."""
     if not isinstance(constant, jax.Array):
         return jnp.array(constant, copy=True)
     number = id(constant)
-    found = _copies.get(number)
+    found = _held.get(number)
     if found is None:
-        found = _copies[number] = jnp.copy(constant)
-        weakref.finalize(constant, _copies.pop, number, None).atexit = False
+        shared = same_buffers(constant)
+        found = _held[number] = jnp.copy(constant) if shared is None else shared
+        weakref.finalize(constant, _held.pop, number, None).atexit = False
     return found

@@ -14,6 +14,9 @@ derivatives let them through. What is taken from `jax._src`, and the public form
 - lowering without the lines of callers: the public setting is of the whole process;
 - whether a backend is up: every public function that would tell starts one;
 - the class of errors about shardings in types;
+- a call of a compiled function for types without a program: `jax.jit` compiles it immediately, and has no hook;
+- the traces that are alive: no public form;
+- a second array over the same buffers: the public forms commit it to its device;
 - the table of lowerings and the PRNG implementations, to read a graph's text: `jax.extend` lists part of the
   primitives, and no implementation.
 """
@@ -24,6 +27,7 @@ import dataclasses
 import functools
 import gc
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -31,7 +35,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cache, cached_property
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any, TypeVar
 
 import jax
@@ -39,17 +43,21 @@ from jax._src import config as jax_config
 from jax._src import core as jax_core
 from jax._src import dtypes as jax_dtypes
 from jax._src import effects as jax_effects
+from jax._src import pjit as jax_pjit
 from jax._src import source_info_util, traceback_util, xla_bridge
 from jax._src import tree_util as jax_tree_util
+from jax._src.array import ArrayImpl
 from jax._src.export import _export as jax_export
 from jax._src.export import serialization_generated as export_tables
 from jax._src.interpreters import ad as jax_ad
 from jax._src.interpreters import batching as jax_batching
 from jax._src.interpreters import mlir as jax_mlir
+from jax._src.interpreters import partial_eval as jax_partial_eval
 from jax._src.interpreters import pxla as jax_pxla
 from jax._src.random.prng import PRNGImpl
 from jax.extend import core as jex
 from jax.extend.core import primitives as jax_primitives
+from jaxlib import _jax
 
 from dflow.tracing.device import METADATA_KEY
 from dflow.tracing.errors import InternalError
@@ -106,6 +114,11 @@ class Handle:
     def handle(self) -> Handle:
         """Itself: a handle stands for its variable among the arguments of a compiled function."""
         return self
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether the variable has been deleted."""
+        return self._variable() is None
 
     def __repr__(self) -> str:
         return f"<{self.name}>"
@@ -248,9 +261,30 @@ def is_tracing() -> bool:
     return not jax_core.trace_state_clean()
 
 
-def running_trace() -> weakref.ref[Any]:
-    """The trace that runs now, weakly: once it has ended it is gone, unless a value of it is kept."""
-    return weakref.ref(jax_core.trace_ctx.trace)
+class LivingTraces:
+    """The living traces of functions: running traces, and ended traces of which a value is kept.
+
+    A trace holds a reference to its class, so the reference count of the class shows without a search if none lives.
+    """
+
+    _cls = jax_partial_eval.DynamicJaxprTrace
+
+    def __init__(self) -> None:
+        self._others = 0
+
+    def found(self) -> list[weakref.ref[Any]]:
+        """The traces that are alive."""
+        references = sys.getrefcount(self._cls)
+        if references == self._others:
+            return []
+        found = [weakref.ref(holder) for holder in gc.get_referrers(self._cls) if type(holder) is self._cls]
+        self._others = references - len(found)
+        return found
+
+
+def source_of_trace(trace: Any) -> str:
+    """The function that a trace is of, with its line; empty where JAX traces a jaxpr instead."""
+    return getattr(trace.frame.debug_info, "func_src_info", "")
 
 
 def tracers_of(trace: Any) -> list[Any]:
@@ -303,6 +337,45 @@ def passes_handles(caller: F) -> F:
     return caller
 
 
+#: The code of JAX's function that looks at the results of a function it has traced.
+_OF_TRACED_RESULTS = jax_partial_eval._check_returned_jaxtypes.__code__
+
+#: The functions that returned a resource when JAX traced them, as `source_of` tells them.
+_returning: set[str] = set()
+
+
+class _NotReturned(threading.local):
+    """The trace around the function whose results are to hold no resource."""
+
+    outer: Any = None
+
+
+_not_returned = _NotReturned()
+
+
+@contextmanager
+def variables_not_returned() -> Iterator[None]:
+    """Have a function that is traced directly within raise HandleNeeded where it returns a variable."""
+    before, _not_returned.outer = _not_returned.outer, jax_core.trace_ctx.trace
+    try:
+        yield
+    finally:
+        _not_returned.outer = before
+
+
+def returned_variables(jaxpr: Jaxpr) -> bool:
+    """Whether a function of this jaxpr's line returned a variable when JAX traced it."""
+    return source_of(jaxpr) in _returning
+
+
+def _look_at_returned(frame: FrameType) -> None:
+    """Note that the function whose results JAX looks at in this frame returned a resource."""
+    if frame.f_code is _OF_TRACED_RESULTS:
+        _returning.add(frame.f_locals["dbg"].func_src_info)
+        if jax_core.trace_ctx.trace is _not_returned.outer:
+            raise HandleNeeded
+
+
 def register_leaf(cls: type[Any], type_of: Callable[[Any], Any], read: Callable[[Any], Any]) -> None:
     """Make a class of resources a leaf of pytrees, whose value JAX reads where one is an operand.
 
@@ -319,13 +392,17 @@ def register_leaf(cls: type[Any], type_of: Callable[[Any], Any], read: Callable[
             raise HandleNeeded
         return ((), resource.handle) if code is _OF_RESULTS else ((read(resource),), None)
 
+    def typed(resource: Any) -> Any:
+        _look_at_returned(sys._getframe(2))
+        return type_of(resource)
+
     def undispatched(handle: Handle | None, values: Sequence[Any]) -> Any:
         return values[0] if handle is None else handle.variable
 
     def mapped(proceed: Callable[[Any, Any], Any], size: Any, resource: Any, axis: Any) -> Any:
         return resource if axis is None else proceed(read(resource), axis)
 
-    jax_core.pytype_aval_mappings[cls] = type_of
+    jax_core.pytype_aval_mappings[cls] = typed
     jax_dtypes.register_canonicalize_value_handler(cls, read)
     jax_batching.to_elt_handlers[cls] = mapped
     jax_tree_util.dispatch_registry.register_node(cls, dispatched, undispatched)
@@ -356,6 +433,36 @@ def forget_failed_dispatch(jitted: Any) -> None:
     jitted._clear_cache()
 
 
+def dispatcher(jitted: Any, on_miss: Callable[..., Any]) -> Any:
+    """A function that calls the programs of the `jax.jit` function `jitted` as fast as that does.
+
+    For arguments without a program `on_miss` is called with them; it gives what `compiled_by_jax` gives, or raises.
+    As with `jax.jit`, all functions of one Python function and the same options share programs.
+    """
+    info = jitted._jit_info
+    fields = [field.name for field in dataclasses.fields(jax_pxla.JitGlobalCppCacheKeys)]
+    key = jax_pxla.JitGlobalCppCacheKeys(**{name: getattr(info, name) for name in fields})
+    programs = jax_pjit._get_cpp_global_cache(key.contains_explicit_attributes)
+    if (own := jax_config.jax_jit_cpp_cache_obj.value) is not None and jax_core.trace_state_clean():
+        programs = own
+    static = info.static_argnums, info.static_argnames
+    registry, placed = jax_tree_util.dispatch_registry, jax_pxla.cc_shard_arg
+    found = _jax.pjit(jitted.__name__, jitted._fun, on_miss, *static, key, registry, placed, programs)
+    found._fun = jitted._fun  # called op by op where a result is no number
+    return found
+
+
+def compiled_by_jax(jitted: Any, args: Any, kwargs: Any) -> Any:
+    """Have JAX compile and run a `jax.jit` function for these arguments; what a dispatcher's `on_miss` gives."""
+    return jitted._cache_miss(*args, **kwargs)
+
+
+def options_of(jitted: Any) -> tuple[Any, ...]:
+    """The options of a `jax.jit` function, as something to compare, and to hash where their values can be hashed."""
+    options = jitted._jit_info._asdict()
+    return tuple(value for name, value in options.items() if name not in ("fun_sourceinfo", "fun_signature"))
+
+
 def uninterrupted(compiled: Any) -> Callable[..., Any]:
     """What C code calls of a `jax.stages.Compiled`, where it can: no interrupt comes between a call and its results.
 
@@ -365,6 +472,17 @@ def uninterrupted(compiled: Any) -> Callable[..., Any]:
     if isinstance(compiled, jax.stages.Compiled):
         found = compiled._executable.create_cpp_call(compiled._params) or compiled
     return found
+
+
+def compiled_for(stage: Any, args_info: Any, compiler_options: dict[str, Any] | None) -> Any:
+    """Compile a `jax.stages.Lowered`, for arguments of the structure of `args_info`, which may have handles.
+
+    JAX takes the structure from its own `args_info`, where a resource stands for each handle, as a leaf.
+    """
+    compiled = stage.compile(compiler_options)
+    _, in_tree = jax_tree_util.tracing_registry.flatten(args_info)
+    compiled._params = compiled._params._replace(in_tree=in_tree)
+    return compiled
 
 
 def static_options(jitted: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
@@ -522,6 +640,23 @@ def touches_state(effects: Any) -> bool:
     return any(isinstance(effect, (ResourceEffect, HostEffect)) for effect in effects)
 
 
+def names_the_dead(effects: Any) -> bool:
+    """Whether any of the effects is on a variable, a queue or an accumulator that is gone."""
+    handles = (effect.handle for effect in effects if isinstance(effect, (ResourceEffect, HostEffect)))
+    return any(handle.is_dead for handle in handles)
+
+
+def abstract(value: Any) -> Any:
+    """The abstract value that JAX traces a function with, for an array, a number or a ShapeDtypeStruct."""
+    return jax_core.shaped_abstractify(value)
+
+
+def source_of(jaxpr: Jaxpr) -> str:
+    """The function that a jaxpr is of, with its line, as `source_of_trace` tells it."""
+    source: str = jaxpr.debug_info.func_src_info
+    return source
+
+
 def is_array_type(aval: Any) -> bool:
     """Whether a JAX type is of arrays: not of a `jax.Ref`, and not one that a library brought."""
     return isinstance(aval, jax_core.ShapedArray)
@@ -620,6 +755,20 @@ def closed_tracers(traced: Any) -> list[Any]:
     return list(traced._consts)
 
 
+def is_staged() -> bool:
+    """Whether the trace that runs now only notes what is called in it."""
+    return isinstance(jax_core.trace_ctx.trace, jax_partial_eval.DynamicJaxprTrace)
+
+
+def call_staged(traced: Any, leaves: Sequence[Any]) -> Any:
+    """Call a `jax.stages.Traced` inside a trace that stages it out, and return the result.
+
+    The public call of the function would look up the trace once more.
+    """
+    results = jax_pjit.jit_p.bind(*traced._consts, *leaves, **traced._params)
+    return jax.tree_util.tree_unflatten(traced.out_tree, results)
+
+
 def devices_of_shardings(traced: Any) -> int:
     """The most devices that `in_shardings` or `out_shardings` of what `jax.jit(fn).trace(...)` gave spread over.
 
@@ -646,6 +795,22 @@ def inner_parts(params: Mapping[str, Any]) -> list[tuple[Jaxpr, list[Any]]]:
 def is_open(jaxpr: Any) -> bool:
     """Whether a jaxpr is one that has no place for constants; newer JAX has none of these."""
     return not hasattr(jaxpr, "consts")
+
+
+def same_buffers(array: Any) -> Any:
+    """An array over the same memory, which stays valid when `array` is deleted; XLA copies what is donated meanwhile.
+
+    None where the memory cannot be shared so: of a PRNG key, of numbers of less than a byte, of an array that is on
+    another device than the first, or on several. Only on the CPU, where it was seen what a donation does.
+    """
+    if not isinstance(array, ArrayImpl) or jax.default_backend() != "cpu":
+        return None
+    try:
+        part: Any = jax.dlpack.from_dlpack(array, copy=False)
+    except (TypeError, BufferError, jax.errors.JaxRuntimeError):
+        return None
+    is_alike = part.devices() == array.devices()
+    return ArrayImpl(array.aval, array.sharding, [part], committed=array.committed) if is_alike else None
 
 
 def is_key_implementation(value: Any) -> bool:

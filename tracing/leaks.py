@@ -12,12 +12,12 @@ import threading
 import types
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from dflow.tracing.jax_frontend import line_of_tracer, running_trace, tracers_of
+from dflow.tracing.jax_frontend import LivingTraces, line_of_tracer, source_of_trace, tracers_of
 from dflow.tracing.source import Loc, caller
 from dflow.tracing.types import ArrayType, array_type_of
 
@@ -36,33 +36,50 @@ class Leak:
 
 
 class _Watch(threading.local):
-    """The traces run since the outermost watch of this thread began, or None when there is none."""
+    """The functions traced since the outermost watch of this thread began, or None when there is none.
 
-    traces: list[tuple[str, weakref.ref[Any]]] | None = None
+    By where they stand, as their traces tell; the names are those of the warnings.
+    """
+
+    names: dict[str, str] | None = None
 
 
 _watch = _Watch()
+_living = LivingTraces()
+#: The traces already examined, so that a living trace is reported once.
+_looked_at: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def note_trace(name: str) -> None:
-    """Say that the trace that runs now is of the function called `name`, to whoever watches."""
-    if _watch.traces is not None:
-        _watch.traces.append((name, running_trace()))
+def note_trace(source: str, name: str) -> None:
+    """Note for the watch of this thread, if there is one, that the function `name` at `source` was traced."""
+    if _watch.names is not None:
+        _watch.names[source] = name
 
 
 @contextmanager
 def watched_for_leaks() -> Iterator[None]:
     """Warn, once all within has ended well, of each value that is kept of a trace noted within."""
-    if _watch.traces is not None:
+    if _watch.names is not None:
         yield  # a value of an inner trace may be of use until the outermost has ended
         return
-    traces = _watch.traces = []
+    names = _watch.names = {}
     try:
         yield
     finally:
-        _watch.traces = None
-    for name, trace in traces:
-        _warn_of_leaks(name, trace)
+        _watch.names = None
+    if names:
+        for trace in _living.found():
+            name = _name_of(trace(), names)
+            if name is not None:
+                _warn_of_leaks(name, trace)
+
+
+def _name_of(trace: Any, names: Mapping[str, str]) -> str | None:
+    """What the function of a living trace is called, if it was noted and not looked at before."""
+    if trace is None or trace in _looked_at or (name := names.get(source_of_trace(trace))) is None:
+        return None
+    _looked_at.add(trace)
+    return name
 
 
 def _warn_of_leaks(name: str, trace: weakref.ref[Any]) -> None:

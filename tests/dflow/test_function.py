@@ -660,7 +660,7 @@ def test_a_variable_that_was_an_argument_is_freed_with_its_last_user(keep: Calla
     del v
     gc.collect()
     assert gone() is None
-    assert not f._plans
+    assert f._plans.is_empty
 
 
 def test_a_variable_closed_over_lives_as_long_as_the_function() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import dflow
+from dflow.tracing.captured import captured
 from tests.several_devices import DEADLINE_S, DEVICES, HERE, run_there
 
 #: What needs several devices too: one process runs all of it.
@@ -102,6 +104,24 @@ else:
         for number, x in enumerate([X, jax.device_put(X, ROWS), X, jax.device_put(X, WHOLE)], 1):
             np.testing.assert_array_equal(fn(x)["y"], X @ np.ones((4, 2), np.float32))
             assert float(count) == X.sum() * number
+
+    def test_a_variable_is_itself_after_an_array_from_another_device() -> None:
+        with dflow.device("cpu:1"):
+            bias = dflow.Variable(np.zeros(3, np.float32), name="bias")
+        with dflow.device("cpu:2"):
+            count = dflow.Variable(np.zeros(3, np.float32), name="count")
+
+        @dflow.jit
+        def step(total: Any, by: Any) -> Any:
+            if isinstance(total, dflow.Variable):
+                total.assign_add(by)
+            return bias + by
+
+        by = jnp.ones(3)
+        for _ in range(2):  # compiled, and then brought to the program
+            step(jax.device_put(by, jax.devices()[3]), by)
+        np.testing.assert_array_equal(step(count, by), by)
+        np.testing.assert_array_equal(count, by)
 
     def test_a_sharded_variable_keeps_its_sharding() -> None:
         w = dflow.Variable(jax.device_put(X, ROWS), name="w")
@@ -375,3 +395,23 @@ else:
             match = "'v' has a sharding and " + ("near" if options else "a device scope")
             with dflow.device("cpu:1"), pytest.raises(dflow.DeviceError, match=match):
                 dflow.Variable(X, sharding=ROWS, name="v", **options)
+
+    @pytest.mark.parametrize("place", [WHOLE, ROWS, SingleDeviceSharding(jax.devices()[3])], ids=["whole", "rows", "3"])
+    def test_a_closed_over_array_stays_where_it_was_and_may_be_donated(place: Any) -> None:
+        table = jax.device_put(np.ones((1 << 13, 4), np.float32), place)
+        held = captured(table)
+        assert (held.sharding, held.committed) == (table.sharding, True)
+        jax.block_until_ready(jax.jit(lambda x: x * 0, donate_argnums=0)(table))
+        np.testing.assert_array_equal(held, np.ones((1 << 13, 4)))
+
+    def test_what_is_compiled_ahead_takes_arguments_from_any_device() -> None:
+        count = dflow.Variable(0.0, name="count")
+
+        @functools.partial(dflow.jit, static_argnums=0, static_argnames="by")
+        def fn(power: int, x: Any, *, by: int) -> Any:
+            count.assign_add(x.sum())
+            return x**power * by
+
+        compiled = fn.lower(1, jax.ShapeDtypeStruct(X.shape, X.dtype), by=2).compile()
+        for place in (None, jax.devices()[0], jax.devices()[3]):
+            np.testing.assert_array_equal(compiled(jax.device_put(X, place)), 2 * X)

@@ -6,6 +6,7 @@ import gc
 import signal
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -349,7 +350,7 @@ def both_end(first: Callable[[], Any], second: Callable[[], Any]) -> bool:
 
 
 def plan_of(*resources: Any) -> Plan:
-    return Plan(lambda *_: None, resources, frozenset())
+    return Plan(lambda *_: None, resources, frozenset(), weakref.ref(Resource()))
 
 
 def test_plans_that_keep_alive_what_others_were_made_for_are_forgotten_at_once() -> None:
@@ -362,8 +363,8 @@ def test_plans_that_keep_alive_what_others_were_made_for_are_forgotten_at_once()
     one.put("kept", plan_of(), [kept["other"]])
     kept.clear()
     assert both_end(lambda: passed.pop("one"), lambda: passed.pop("other"))
-    assert not one
-    assert not other
+    assert one.is_empty
+    assert other.is_empty
 
 
 def test_garbage_collected_as_a_plan_is_kept_waits_for_no_other_function() -> None:
@@ -407,7 +408,7 @@ def test_plans_come_and_go_from_several_threads() -> None:
     finally:
         sys.setswitchinterval(interval)
     assert not errors
-    assert plans
+    assert all(plans.get((first, 1999)) is None for first in range(THREADS))
 
 
 def test_calls_of_a_function_without_variables_do_not_wait_for_each_other() -> None:

@@ -59,12 +59,33 @@ def test_a_random_key_is_captured() -> None:
     np.testing.assert_array_equal(fn(), jax.random.uniform(key, (3,)))
 
 
-def test_traces_share_the_copy_of_an_array_and_keep_it_as_long_as_they_live() -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool", "complex64", "int4"])
+@pytest.mark.parametrize("committed", [False, True])
+def test_an_array_is_captured_as_it_is(dtype: str, committed: bool) -> None:
+    table = jnp.ones((3, 4), dtype)
+    if committed:
+        table = jax.device_put(table, jax.devices()[0])
+    held = captured(table)
+    assert held is not table
+    assert (held.aval, held.committed, held.sharding) == (table.aval, table.committed, table.sharding)
+    np.testing.assert_array_equal(held, table)
+    is_copy = held.unsafe_buffer_pointer() != table.unsafe_buffer_pointer()
+    assert is_copy == (dtype == "int4")
+
+
+def test_a_captured_array_outlives_a_donation_of_what_it_was_taken_of() -> None:
+    table = jnp.arange(float(LARGE))
+    held = captured(table)
+    jax.block_until_ready(jax.jit(lambda x: x * 0 + 7, donate_argnums=0)(table))
+    np.testing.assert_array_equal(held, np.arange(float(LARGE)))
+
+
+def test_traces_share_what_they_hold_of_an_array_and_keep_it_as_long_as_they_live() -> None:
     table = jnp.ones(3)
-    copy = captured(table)
-    assert captured(table) is copy is not table
-    alive = weakref.ref(copy)
-    del copy
+    held = captured(table)
+    assert captured(table) is held is not table
+    alive = weakref.ref(held)
+    del held
     gc.collect()
     assert alive() is None
     assert captured(table).tolist() == [1, 1, 1]

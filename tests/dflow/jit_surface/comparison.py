@@ -68,7 +68,7 @@ def same_as_jax_jit(programs: dict[str, Program], *, only_without_state: tuple[s
         actual = seen_twice(programs[name], WAYS[way])
         for call, by_jax, by_dflow in zip(("first", "second"), expected, actual, strict=True):
             assert (call, by_dflow.outcome) == (call, by_jax.outcome)
-            assert (call, by_dflow.warned) == (call, by_jax.warned)
+            assert (call, *dict.fromkeys(by_dflow.warned)) == (call, *dict.fromkeys(by_jax.warned))
             for left, right in zip(by_dflow.values, by_jax.values, strict=True):
                 np.testing.assert_allclose(left, right, rtol=1e-5, err_msg=f"{call} run")
 
@@ -90,6 +90,8 @@ def _making(jit: Any, made: list[Any], run: int) -> Any:
         number = next(numbers)
         if run == 0 or number >= len(made):
             made.append(jit(fn, **options))
+            if hasattr(made[-1], "clear_cache"):
+                made[-1].clear_cache()  # of the other way: both share the traces and programs of one function
             return made[-1]
         return made[number]
 

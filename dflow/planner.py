@@ -1,0 +1,227 @@
+"""How the calls of a function run, found out by tracing it.
+
+JAX traces the Python function itself, so that all its own ways to trace (`jax.eval_shape`, `jax.make_jaxpr`, another
+`jax.jit`) and ours share one trace. The content of a trace decides whether a
+graph with a plan runs the calls, or `jax.jit`. A function that returns variables is traced again through one of this
+planner's own, which returns their handles: JAX would read them.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import jax
+from jax import jit as jax_jit
+
+from dflow.advice import advise_on_arguments, advise_on_trace
+from dflow.config import CONFIG
+from dflow.graph_dump import dumper
+from dflow.homes import LOCAL, home_of
+from dflow.jax_alone import refuse_state, refuse_types_alone, takes_constants
+from dflow.plans import UNKNOWN, Plan, plan_of_programs, plan_of_runner, plan_of_whole
+from dflow.shardings import constrained
+from dflow.shared_traces import SharedTraces
+from dflow.stages import LoweredRun
+from dflow.step_on_device import StepOnDevice
+from dflow.trace_log import captured_types, described
+from dflow.tracing.captured import closed_over
+from dflow.tracing.errors import InternalError, PlainJitError
+from dflow.tracing.from_jaxpr import holds_device
+from dflow.tracing.jax_frontend import (
+    HandleNeeded,
+    ShardingTypeError,
+    closed_parts,
+    compiled_by_jax,
+    is_resource,
+    names_the_dead,
+    returned_variables,
+    source_of,
+    touches_state,
+    variables_not_returned,
+)
+from dflow.tracing.leaks import note_trace, watched_for_leaks
+from dflow.tracing.source import at, caller
+from dflow.tracing.trace import Traced, argument_names, traced_from
+from dflow.tracing.variable_trees import handles
+from dflow.whole_step import NotEntered, WholeStep
+
+#: Whether the passes are checked or dumped, so that every function goes through them.
+_LOOK_AT_GRAPHS = CONFIG.check or CONFIG.dump is not None
+
+
+class Planner:
+    """Traces one function, and finds how its calls run.
+
+    fn       the Python function
+    options  those of `jax.jit`
+    raw      `jax.jit` of both
+    shared   what other functions of `fn` share
+    """
+
+    def __init__(self, fn: Callable[..., Any], options: Mapping[str, Any], raw: Any, shared: SharedTraces) -> None:
+        self.fn, self.options, self.shared = fn, options, shared
+        self._raw = raw
+        self._giving_handles: Any = None
+
+    @property
+    def jitted(self) -> Any:
+        """What JAX traces and runs: `jax.jit` of the function, or once it returned a variable, of one around it."""
+        if not self.shared.returns_variables:
+            return self._raw
+        if self._giving_handles is None:
+            self._giving_handles = _giving_handles(self.fn, self.options, self.shared.log.name)
+        return self._giving_handles
+
+    def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What `jax.jit`'s `trace` gives; a trace that was not there before is logged."""
+        started, shared = time.perf_counter(), self.shared
+        try:
+            stage = self._traced_by_jax(args, kwargs)
+            jaxpr, _ = closed_parts(stage.jaxpr)
+            if jaxpr.effects and names_the_dead(jaxpr.effects):
+                self.jitted.clear_cache()  # of variables that are gone, in whose place there may be others
+                stage = self._traced_by_jax(args, kwargs)
+                jaxpr, _ = closed_parts(stage.jaxpr)
+        except (TypeError, ValueError, IndexError, ShardingTypeError) as error:
+            advise_on_trace(error)
+            raise
+        if jaxpr not in shared.jaxprs:
+            shared.jaxprs.add(jaxpr)
+            if touches_state(jaxpr.effects):
+                shared.touches_state(self.fn)
+            trace_ms = (time.perf_counter() - started) * 1e3
+            note_trace(source_of(jaxpr), shared.log.name)
+            shared.log.add(described(self.fn, args, kwargs, shared.static.test_of(args)), caller(), trace_ms)
+        return stage
+
+    def _traced_by_jax(self, args: Any, kwargs: Any) -> Any:
+        if not self.shared.returns_variables:
+            with suppress(HandleNeeded), variables_not_returned():
+                stage = self._raw.trace(*args, **kwargs)
+                if not returned_variables(closed_parts(stage.jaxpr)[0]):
+                    return stage
+            self.shared.returns_variables = True
+        return self.jitted.trace(*args, **kwargs)
+
+    def missed(self, jitted: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """What JAX calls for arguments that `jitted` has no program for.
+
+        Raises NotEntered where a plan of ours runs them, or a function that returns handles.
+        """
+        plan, _ = self.plan(args, kwargs)
+        if plan is not None or jitted is not self.jitted:
+            raise NotEntered
+        result = compiled_by_jax(jitted, args, kwargs)
+        self.shared.log.finish()
+        return result
+
+    def plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Plan | None, list[Any]]:
+        """How a call runs, or None if JAX runs it; and the leaves of its traced arguments."""
+        key, leaves = self.shared.key_of(args, kwargs)
+        plan = self.shared.plans.get(key)
+        if plan is UNKNOWN:
+            with self.shared.one_thread():
+                plan = self.shared.plans.get(key)
+                if plan is UNKNOWN:
+                    plan = self._first_call(args, kwargs, leaves)
+                    self.shared.plans.put(key, plan, resources_in((args, kwargs)))
+        return plan, leaves
+
+    def lowered(self, stage: Any, args: Any, kwargs: Any, platforms: tuple[str, ...] | None) -> LoweredRun:
+        """What a call runs, lowered; for other platforms than this process's if they are named.
+
+        Raises PlainJitError for a function whose variables are on a cluster.
+        """
+        traced = self.traced(stage, args, kwargs)
+        if home_of(traced) is not LOCAL:
+            raise PlainJitError(
+                f"{self.shared.log.name} has variables on a cluster, so it has programs for several places"
+                f"{at(caller())}\n  print(dflow.graph({self.shared.log.name}, ...)) shows what it does"
+            )
+        if platforms is not None:
+            return LOCAL.plan(traced, check=CONFIG.check, observe=None).lower(platforms)
+        key, _ = self.shared.key_of(args, kwargs)
+        with self.shared.one_thread():
+            plan = self._plan_of(stage, traced, args, kwargs)
+            # Under another key than calls, whose arguments are checked when they first come.
+            self.shared.plans.put(("lowered", key), plan, resources_in((args, kwargs)))
+        if plan.lower is None:
+            raise InternalError(f"the plan of {self.shared.log.name} is one of this process, and cannot be lowered")
+        return plan.lower(args, kwargs)
+
+    def traced(self, stage: Any, args: Any, kwargs: Any) -> Traced:
+        """The graph of a trace."""
+        if any(self.options.get(name) is not None for name in ("in_shardings", "out_shardings")):
+            stage = constrained(self.fn, self.options).trace(*args, **kwargs)
+        names = argument_names(self.fn, args, kwargs, self.shared.static.test_of(args))
+        leaves = jax.tree_util.tree_leaves((args, kwargs))
+        return traced_from(stage, names, self.options.get("compiler_options"), leaves)
+
+    def _first_call(self, args: Any, kwargs: Any, leaves: list[Any]) -> Plan | None:
+        """Trace for arguments of new types, and see how their calls are to run."""
+        started, traces = time.perf_counter(), len(self.shared.log)
+        try:
+            with watched_for_leaks():
+                stage = self.trace(args, kwargs)
+        except (TypeError, ValueError) as error:
+            advise_on_arguments(error)
+            raise
+        jaxpr, consts = closed_parts(stage.jaxpr)
+        needed = touches_state(jaxpr.effects) or holds_device(jaxpr)
+        if needed:
+            refuse_state(self.shared.log.name, self.options, jaxpr)
+        constants = list(closed_over(jaxpr, consts))
+        possible = takes_constants(self.options, jaxpr, constants)
+        captured = captured_types(constants) if possible else ()
+        self.shared.log.begin(traces, started, captured)
+        if not (needed or captured or (_LOOK_AT_GRAPHS and possible)):
+            return None
+        refuse_types_alone(self.fn, self.options, args, kwargs, leaves)
+        return self._plan_of(stage, self.traced(stage, args, kwargs), args, kwargs)
+
+    def _plan_of(self, stage: Any, traced: Traced, args: Any, kwargs: Any) -> Plan:
+        """The plan of a trace: the one that is there, or a new one."""
+        jaxpr, _ = closed_parts(stage.jaxpr)
+        found = self.shared.plans.of_trace(jaxpr)
+        if found is not None:
+            return found
+        passed = {id(resource) for resource in resources_in((args, kwargs))}
+        kept = tuple(resource for resource in traced.variables if id(resource) not in passed)
+        home, observe = home_of(traced), dumper(self.shared.log.name)
+        of = weakref.ref(jaxpr)
+        if home is not LOCAL:
+            return plan_of_runner(home.runner(traced, check=CONFIG.check, observe=observe), traced, kept, of)
+        planned = LOCAL.plan(traced, check=CONFIG.check, observe=observe)
+        if planned.pure is None:
+            return plan_of_programs(planned.lower(), traced, kept, of)
+        whole = self.shared.plans.whole_like(planned.pure)
+        if whole is None:
+            kind = StepOnDevice if planned.pure.device else WholeStep
+            whole = kind(LOCAL.store, planned.pure, self.jitted, self.options.get("compiler_options"))
+        return plan_of_whole(whole, planned.pure, traced, kept, of)
+
+
+def resources_in(tree: Any) -> list[Any]:
+    """The variables, by their handles, and queues in a pytree."""
+    leaves = jax.tree_util.tree_leaves(tree, is_leaf=is_resource)
+    return [leaf.handle.variable for leaf in leaves if is_resource(leaf)]
+
+
+def _giving_handles(fn: Callable[..., Any], options: Mapping[str, Any], name: str) -> Any:
+    """`jax.jit` of `fn` with handles for the variables among its results."""
+
+    @functools.wraps(fn)
+    def giving_handles(*args: Any, **kwargs: Any) -> Any:
+        return handles(fn(*args, **kwargs))
+
+    giving_handles.__name__ = name  # which names the program; a partial has none to be copied
+    with warnings.catch_warnings():
+        if {"backend", "device"} & options.keys():  # JAX warned when `fn` was compiled with them
+            warnings.simplefilter("ignore", DeprecationWarning)
+        return jax_jit(giving_handles, **options)

@@ -1,0 +1,124 @@
+"""What all compiled functions of one Python function have in common, where their options are the same.
+
+As `jax.jit` shares traces and programs, but by the identity of the Python function, and weakly: what is here is gone
+with it. Invariant: nothing here refers to the Python function.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import BuiltinFunctionType, MethodType
+from typing import Any
+
+import jax
+import numpy as np
+
+from dflow.plans import Plans
+from dflow.static_arguments import StaticArguments
+from dflow.trace_log import TraceLog
+from dflow.tracing.jax_frontend import Handle, abstract, options_of, trace_context
+from dflow.tracing.reachable import reachable
+
+#: How long a thread waits for the trace of another, in s. Then it traces too: user code may wait for this thread.
+TRACE_S = 60.0
+
+
+@dataclass(eq=False)
+class SharedTraces:
+    """The traces of one function, and how calls run, by the types of their arguments.
+
+    `jaxprs`  those of the traces in `log`
+    `returns_variables`  whether a result held a variable, so that each function is traced through a wrapper
+    `state`   what the function reached when a trace first touched state; None before, and where it reaches too much
+    """
+
+    static: StaticArguments
+    log: TraceLog
+    plans: Plans = field(default_factory=Plans)
+    jaxprs: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    returns_variables: bool = False
+    state: list[Handle] | None = None
+    has_state: bool = False
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+
+    def key_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Hashable, list[Any]]:
+        """What a trace depends on (argument types, static arguments, JAX's settings), and the leaves of traced ones."""
+        traced_args, traced_kwargs, static = self.static.split(args, kwargs)
+        leaves, in_tree = jax.tree_util.tree_flatten((traced_args, traced_kwargs))
+        return (in_tree, tuple([_type_key(leaf) for leaf in leaves]), static, trace_context()), leaves
+
+    def touches_state(self, fn: Callable[..., Any]) -> None:
+        """Note, at a trace of `fn` that touches state, which variables it is for."""
+        if not self.has_state:
+            self.state, self.has_state = reachable(fn), True
+
+    def is_of(self, fn: Callable[..., Any]) -> bool:
+        """Whether `fn` still names the variables that it was traced for."""
+        return not self.has_state or (self.state is not None and self.state == reachable(fn))
+
+    @contextmanager
+    def one_thread(self) -> Iterator[None]:
+        """Let one thread at a time trace, so that the others find what it made."""
+        is_acquired = self._lock.acquire(timeout=TRACE_S)
+        try:
+            yield
+        finally:
+            if is_acquired:
+                self._lock.release()
+
+
+def _type_key(leaf: Any) -> Any:
+    aval = getattr(leaf, "aval", None)
+    if aval is not None:
+        return aval
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        return leaf.dtype, leaf.shape
+    return abstract(leaf) if isinstance(leaf, jax.ShapeDtypeStruct) else type(leaf)
+
+
+#: By the identity of a Python function, by options.
+_shared: dict[int, tuple[weakref.ref[Any], dict[Hashable, SharedTraces]]] = {}
+
+
+def shared_traces(fn: Callable[..., Any], jitted: Any, new: Callable[[], SharedTraces]) -> SharedTraces:
+    """What `fn` shares under the options of the `jax.jit` function `jitted`; `new()`, if there is nothing yet.
+
+    Nothing is shared if `may_share` says so, or if the options cannot be hashed. Where the names of `fn` stand for
+    other variables by now, its traces are forgotten; functions made before keep the plans that they have.
+    """
+    options = options_of(jitted)
+    try:
+        hash(options)
+    except TypeError:
+        return new()
+    if not may_share(fn):
+        return new()
+    by_options = _of(fn)
+    found = by_options.get(options)
+    if found is not None and not found.is_of(fn):
+        by_options.clear()
+        jitted.clear_cache()
+        found = None
+    return by_options.setdefault(options, new()) if found is None else found
+
+
+def _of(fn: Callable[..., Any]) -> dict[Hashable, SharedTraces]:
+    number = id(fn)
+    found = _shared.get(number)
+    if found is None:
+        found = _shared.setdefault(number, (weakref.ref(fn, lambda _: _shared.pop(number, None)), {}))
+    return found[1]
+
+
+def may_share(fn: Any) -> bool:
+    """Whether a function's traces can be known by it: it can be referred to weakly, and equals no other.
+
+    JAX knows traces by equality, so it would take those of one for those of another, with other state.
+    """
+    equals: object = type(fn).__eq__
+    is_alone = equals is object.__eq__ or isinstance(fn, MethodType | BuiltinFunctionType)
+    return is_alone and type(fn).__weakrefoffset__ != 0
