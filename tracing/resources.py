@@ -431,7 +431,8 @@ def _remedy(wanted: ArrayType, given: ArrayType) -> str:
         return f"give it the shape {wanted.shape}, for instance with reshape or broadcast_to"
     if jnp.issubdtype(wanted.dtype, jax.dtypes.extended):
         return f"give it keys of {dtype_name(wanted.dtype)}, as jax.random.key makes them"
-    return f"convert it with .astype(jnp.{np.dtype(wanted.dtype).name})"
+    name = np.dtype(wanted.dtype).name
+    return f"write jnp.{name}(number)" if given.weak else f"convert it with .astype(jnp.{name})"
 
 
 def _converted(initial: Initial, dtype: Any) -> Initial:

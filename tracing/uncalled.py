@@ -29,6 +29,10 @@ class Derivative:
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else MethodType(self, instance)
 
+    def __getattr__(self, name: str) -> NoReturn:
+        title = self.__dict__.get("_title", "grad")
+        raise AttributeError(f"dflow.{title} returns a function, which has no {name!r}{at(caller())}\n{_remedy(title)}")
+
     def __repr__(self) -> str:
         return f"<dflow.{self._title} of {getattr(self, '__name__', 'a function')}>"
 
@@ -36,8 +40,12 @@ class Derivative:
         """Raise GraphTypeError: this was used without a call."""
         raise GraphTypeError(
             f"dflow.{self._title} returns a function, and {use} needs what that returns{at(caller())}\n"
-            f"  call it: dflow.{self._title}(loss, variables)(), with the arguments of the loss in the parentheses"
+            f"{_remedy(self._title)}"
         )
+
+
+def _remedy(title: str) -> str:
+    return f"  call it: dflow.{title}(loss, variables)(), with the arguments of the loss in the parentheses"
 
 
 def refuse_uncalled(use: str, value: Any) -> None:

@@ -54,3 +54,8 @@ def test_a_derivative_is_a_method_like_any_function(v: dflow.Variable) -> None:
 
 def cubes(x: Any) -> Any:
     return (x**3).sum()
+
+
+def test_an_attribute_of_an_array_is_not_there_until_the_call(v: dflow.Variable) -> None:
+    with pytest.raises(AttributeError, match=r"dflow\.grad returns a function, which has no 'real'(.|\n)*call it"):
+        optax.tree.norm(dflow.grad(v.sum, [v]))
