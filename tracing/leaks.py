@@ -44,7 +44,36 @@ class _Watch(threading.local):
     names: dict[str, str] | None = None
 
 
+class _Ended:
+    """What was traced in watches that have ended while those of other threads had not.
+
+    Threads may trace the same function, and the values of a trace that goes on are kept by right. So the watch that
+    ends last looks for all of them.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running = 0
+        self._names: dict[str, str] = {}
+
+    def begin(self) -> None:
+        """Note that a watch begins."""
+        with self._lock:
+            self._running += 1
+
+    def end(self, names: Mapping[str, str]) -> dict[str, str]:
+        """Note that a watch ends; the functions to look at now."""
+        with self._lock:
+            self._running -= 1
+            self._names.update(names)
+            if self._running:
+                return {}
+            found, self._names = self._names, {}
+            return found
+
+
 _watch = _Watch()
+_ended = _Ended()
 _living = LivingTraces()
 #: The traces already examined, so that a living trace is reported once.
 _looked_at: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -62,11 +91,14 @@ def watched_for_leaks() -> Iterator[None]:
     if _watch.names is not None:
         yield  # a value of an inner trace may be of use until the outermost has ended
         return
-    names = _watch.names = {}
+    watched: dict[str, str] = {}
+    _watch.names = watched
+    _ended.begin()
     try:
         yield
     finally:
         _watch.names = None
+        names = _ended.end(watched)
     if names:
         for trace in _living.found():
             name = _name_of(trace(), names)

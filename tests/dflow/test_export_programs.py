@@ -19,9 +19,6 @@ from tests.programs.machines import Traced
 from tests.programs.made import ARGUMENTS, plain, variables_of
 from tests.programs.statements import Program
 
-#: A random program may differentiate by variables that it never reads.
-pytestmark = pytest.mark.filterwarnings("ignore:.*that the function never reads")
-
 _numbers = itertools.count()
 
 

@@ -38,11 +38,7 @@ from tests.programs.reference import InexactError, Reference
 from tests.programs.statements import Program
 
 # No program may leave a value of its trace behind, in whatever of ours.
-pytestmark = [
-    pytest.mark.usefixtures("all_holders"),
-    # A random program may differentiate by variables that it never reads.
-    pytest.mark.filterwarnings("ignore:.*that the function never reads"),
-]
+pytestmark = pytest.mark.usefixtures("all_holders")
 
 #: How often each is run, on the state that the run before has left.
 TIMES = 2

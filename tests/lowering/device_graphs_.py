@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import SingleDeviceSharding
@@ -26,9 +25,6 @@ from tests.lowering.meaning import DEVICES, PLACES, assert_equal_states, assert_
 from tests.lowering.one_process import Cluster
 from tests.lowering.stateful_graphs import some_inputs, some_state, stateful_graphs
 from tests.programs.made import ARGUMENTS
-
-#: A random program may differentiate by variables that it never reads.
-pytestmark = pytest.mark.filterwarnings("ignore:.*that the function never reads")
 
 SEEDS = st.integers(0, 2**16)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from unittest import mock
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,9 +19,6 @@ from tests.effort import examples
 from tests.graphs_ import Case, cases
 from tests.lowering.meaning import DEVICES, PLACES, TASKS, WORKER, assert_same_meaning, chooser
 from tests.lowering.stateful_graphs import stateful_graphs
-
-#: A random program may differentiate by variables that it never reads.
-pytestmark = pytest.mark.filterwarnings("ignore:.*that the function never reads")
 
 ANY_REST = mock.patch.object(awaited, "LEAST", Work(0.0, 0.0))
 DOT = "dimension_numbers=(((1,), (0,)), ((), ())), out_sharding=None, precision=None, preferred_element_type=f32"

@@ -35,9 +35,6 @@ from tests.lowering.meaning import (
 from tests.lowering.one_process import Cluster
 from tests.lowering.stateful_graphs import some_inputs, some_state, stateful_graphs
 
-#: A random program may differentiate by variables that it never reads.
-pytestmark = pytest.mark.filterwarnings("ignore:.*that the function never reads")
-
 PASSES = pipeline(WORKER, TASKS, DEVICES)
 NAMES = [one.name for one in PASSES]
 #: From here on the order of the node list carries no meaning of its own.
