@@ -86,7 +86,12 @@ def _structs(jaxpr: Jaxpr) -> list[Any]:
 
 @dataclass
 class _Frame:
-    """A program that is being run: its values, and the number of the last equation that takes each value."""
+    """A program that is being run.
+
+    `env`       its values
+    `last_use`  number of the last equation that takes each value
+    `position`  number of the equation that runs
+    """
 
     env: dict[Any, Any]
     last_use: dict[Any, int]
@@ -260,9 +265,8 @@ class _Pass:
         if not isinstance(value, Rowwise) or value.index is None or not value.is_sparse:
             return None
         # A take counts places, so those left over name a row that there is, and add zero to it.
-        is_there = value.index.is_there
-        places = jnp.where(is_there, value.index.places, value.index.places[:1])
-        return [places, jnp.where(is_there.reshape((-1,) + (1,) * (value.rows.ndim - 1)), value.rows, 0)]
+        places = jnp.where(value.index.is_there, value.index.places, value.index.places[:1])
+        return [places, value.index.masked(value.rows, 0)]
 
     def _named(self, equation: Equation, operands: list[Any]) -> Sequence[Any] | None:
         """A value under another name, or as it is to travel."""

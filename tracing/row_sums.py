@@ -14,12 +14,15 @@ import jax
 import jax.numpy as jnp
 
 from dflow.tracing.jax_frontend import Equation, Jaxpr, closed_parts, scan_counts
-from dflow.tracing.row_values import Index, Rowwise, is_zero
-from dflow.tracing.rows_to_dense import rows_to_dense_p
+from dflow.tracing.row_values import Index, Rest, Rowwise, is_zero
+from dflow.tracing.rows_to_dense import rows_to_dense, rows_to_dense_p
+
+#: The name in messages of a gradient that a loop sums.
+_SUM = "a sum in a loop"
 
 
 def carried_sums(equation: Equation, operands: Sequence[Any]) -> list[int]:
-    """Indices, among the carries of a scan, of those that are sums with zero or rows as initial value."""
+    """Indices, among the carries of a scan, of the sums with zero or rows as initial value."""
     consts, carry = scan_counts(equation.params)
     jaxpr, _ = closed_parts(equation.params["jaxpr"])
     return [
@@ -86,10 +89,15 @@ def summed_over(
 def of_rows(value: Rowwise) -> Rowwise:
     """The same array, zero elsewhere, whose dense form is made from its rows."""
     assert value.index is not None
-    made_dense = value.equation.replace(
-        primitive=rows_to_dense_p, params={"shape": value.aval.shape, "table": "a table"}, effects=set()
-    )
-    return Rowwise(made_dense, [value.index.places, value.rows], value.rest, value.index, value.rows)
+    return _made_of(value.equation, 0, "a table", value.index, value.rows, value.rest)
+
+
+def _made_of(equation: Equation, result: int, table: str, index: Index, rows: Any, rest: Rest) -> Rowwise:
+    """A result of an equation, zero elsewhere, as if the equation were `rows_to_dense` of these rows."""
+    outvar = equation.outvars[result]
+    params = {"shape": outvar.aval.shape, "table": table}
+    source = equation.replace(primitive=rows_to_dense_p, params=params, outvars=[outvar], effects=set())
+    return Rowwise(source, [index.places, rows], rest, index, rows)
 
 
 def _zero_like(value: Rowwise) -> Rowwise:
@@ -102,10 +110,6 @@ def _total(equation: Equation, number: int, first: Rowwise, places: Any, rows: A
     places, rows = places.reshape(-1), rows.reshape(-1, *shape[1:])
     if first.index is not None:
         places, rows = jnp.concatenate([first.index.places, places]), jnp.concatenate([first.rows, rows])
-    params = {"shape": shape, "table": "a sum in a loop"}
     if places.shape[0] >= shape[0]:
-        return rows_to_dense_p.bind(places, rows, **params)
-    made_dense = equation.replace(
-        primitive=rows_to_dense_p, params=params, outvars=[equation.outvars[number]], effects=set()
-    )
-    return Rowwise(made_dense, [places, rows], first.rest, Index(places, shape[0]), rows)
+        return rows_to_dense(places, rows, shape, _SUM)
+    return _made_of(equation, number, _SUM, Index(places, shape[0]), rows, first.rest)

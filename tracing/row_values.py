@@ -97,6 +97,11 @@ class Index:
         """Which places are of a row that there is."""
         return self.places < self.count
 
+    def masked(self, rows: Any, otherwise: Any) -> Any:
+        """The rows, with `otherwise` for the elements of those at places of no row."""
+        is_there = self.is_there.reshape((-1,) + (1,) * (rows.ndim - 1))
+        return jnp.where(is_there, rows, np.asarray(otherwise, rows.dtype))
+
     @cached_property
     def _sorted(self) -> tuple[Index, Any]:
         """The unique index, and for each of these places its number in it."""

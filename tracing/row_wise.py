@@ -161,8 +161,7 @@ def _reduced(equation: Equation, operand: Rowwise) -> Any:
     if has_part and name == "reduce_sum":
         return None
     assert operand.index is not None
-    is_there = operand.index.is_there.reshape((-1,) + (1,) * (operand.rows.ndim - 1))
-    result = _REDUCE[name](jnp.where(is_there, operand.rows, np.asarray(neutral, operand.rows.dtype)))
+    result = _REDUCE[name](operand.index.masked(operand.rows, neutral))
     return _COMBINE[name](result, operand.rest.value) if has_part else result
 
 
