@@ -6,30 +6,48 @@ bytes, and the module; an answer is a byte that says whether it is the text or w
 
 from __future__ import annotations
 
+import math
 import resource
-import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 from jaxlib import _jax
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import chlo, sdy, stablehlo
 
-#: Seconds for one module. The text of 100 MB takes a few.
-DEADLINE_S = 120
+#: What one module may take, besides a share by its size. Damage of a single byte has taken 8 GB, and minutes.
+PROCESSOR_S = 3
+MEMORY_BYTES = 1 << 30
+#: Constants of 100 MB take a second and 0.6 GB to become text.
+BYTES_PER_S = 10_000_000
+MEMORY_PER_BYTE = 30
 
 
 def main() -> None:
-    """Answer requests until there are no more."""
+    """Answer requests until there are no more, or one takes too much."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     ask, answer = sys.stdin.buffer, sys.stdout.buffer
     while head := ask.read(8):
         module = ask.read(int.from_bytes(head, "little"))
-        signal.alarm(DEADLINE_S)
+        _limit_use(len(module))
         is_text, said = _text(module)
-        signal.alarm(0)
         answer.write(bytes([is_text]) + len(said).to_bytes(8, "little") + said)
         answer.flush()
+
+
+def _limit_use(size: int) -> None:
+    """Have the system end this process if a module of that size takes too long, and refuse it too much memory."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    _lower(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime) + PROCESSOR_S + size // BYTES_PER_S)
+    _lower(resource.RLIMIT_AS, pages * resource.getpagesize() + MEMORY_BYTES + size * MEMORY_PER_BYTE)
+
+
+def _lower(limit: int, value: int) -> None:
+    """Set a limit of this process, below the one that it was started with."""
+    _, hard = resource.getrlimit(limit)
+    resource.setrlimit(limit, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
 
 
 def _text(module: bytes) -> tuple[bool, bytes]:
