@@ -35,7 +35,7 @@ def to(value: Any) -> Callable[[Any], Any]:
 
 #: By benchmark: how its constants are made small, and its options.
 SMALL: dict[str, tuple[dict[str, Callable[[Any], Any]], tuple[str, ...]]] = {
-    "call_cost": ({"SIZES": first, "WORK": to(20)}, (*ONE_ROUND, "--calls", "1000")),
+    "call_cost": ({"SIZES": first, "WORK": to(20)}, (*ONE_ROUND, "--calls", "500")),
     "convnets": ({"NETWORKS": narrow}, (*ONE_ROUND, "--compile", "0")),
     "coordinator_events": ({}, (*ONE_ROUND, "--tasks", "10")),
     "copies": ({"PROGRAMS": first, "WIDTH": to(16)}, ONE_ROUND),
