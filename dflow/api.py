@@ -49,6 +49,7 @@ from dflow.tracing.errors import (
 from dflow.tracing.kernels import Kernel, kernel
 from dflow.tracing.leaks import LeakedTracerWarning
 from dflow.tracing.loops import while_loop
+from dflow.tracing.namesakes import DuplicateNameWarning
 from dflow.tracing.queues import FIFOQueue, PaddedSpec, PaddingFIFOQueue, PriorityQueue, RandomShuffleQueue
 from dflow.tracing.resources import Variable, is_variable, name, read
 from dflow.tracing.row_gradient import RowGradient, is_row_gradient
@@ -70,6 +71,7 @@ __all__ = [
     "DenseGradientWarning",
     "DeviceError",
     "DflowError",
+    "DuplicateNameWarning",
     "ExportError",
     "Exported",
     "FIFOQueue",

@@ -535,5 +535,5 @@ def _refuse_two_handles(variables: Sequence[Any]) -> None:
         if other is not variable:
             raise VariableError(
                 f"a function uses variable {variable.name!r} by two handles, made{at(other.loc)}\n  and"
-                f"{at(variable.loc)}\n  make it once in each process, and use that"
+                f"{at(variable.loc)}\n  use one of the two, or give the other another name or `prefix=`"
             )

@@ -48,6 +48,8 @@ class HomeTasks(Tasks, CreatingTasks, Protocol):
 class ClusterHome:
     """The home of variables spread over the tasks of one job; equal for one cluster, where functions run alike."""
 
+    shares_names = True
+
     def __init__(self, cluster: HomeTasks, job: str) -> None:
         self._cluster = cluster
         self._job = job

@@ -61,6 +61,8 @@ class LocalHome:
     `placement_s` is how long pricing and search may take for a function whose devices are chosen.
     """
 
+    shares_names = False
+
     def __init__(self, placement_s: float = BUDGET_S) -> None:
         self.store = Store()
         self.placement_s = placement_s

@@ -33,6 +33,8 @@ from tests.programs.statements import Program
 class DictHome:
     """Keeps the values of variables in a dict; puts the variables on `devices` in turn."""
 
+    shares_names = False
+
     def __init__(self, devices: Sequence[str | None] = (None,)) -> None:
         self.values: dict[Variable, Any] = {}
         self._devices = [None if device is None else full_device_name(device) for device in devices]

@@ -36,6 +36,9 @@ class Slot(NamedTuple):
 class Home(Protocol):
     """Keeps the values of variables, queues and accumulators, and serves ops on them that run outside a graph."""
 
+    #: Whether two variables of one name are one variable.
+    shares_names: bool
+
     def create(self, variable: Variable, initial: Initial, near: Variable | None) -> Slot | None:
         """Create the variable's value, or find it; returns where it is, or None if `settle` is to say that later.
 

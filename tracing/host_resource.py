@@ -19,6 +19,7 @@ from dflow.tracing.context import Home, current_home
 from dflow.tracing.errors import DflowError
 from dflow.tracing.host_primitives import host_p
 from dflow.tracing.jax_frontend import Handle, is_tracing
+from dflow.tracing.namesakes import joined_namesakes, warn_of_namesakes
 from dflow.tracing.queue_settings import DEFAULT_TIMEOUT_S
 from dflow.tracing.source import at, caller
 from dflow.tracing.types import ArrayType, HostType, array_type_of
@@ -68,15 +69,18 @@ class HostResource:
         self.device: str | None = slot.device
         #: What it is called where it lives.
         self.key = slot.key
+        self.namesakes = joined_namesakes(self)
         join(self)
 
     def forget(self, reason: str) -> None:
         """Let go of the contents: who uses it from now on, or waits for it, gets an error that gives the reason."""
         remedy = "make it again, or keep what outlives it outside the container"
         self.home.forget_resource(self, f"{self.title} {reason}", remedy)
+        self.namesakes.discard(self)
 
     def use(self, method: str, operands: Sequence[Any], attributes: Mapping[str, Any]) -> Sequence[Any]:
         """Do the op `<kind>.<method>` of `ops.RESOURCE_OPS`, or record it; its results."""
+        warn_of_namesakes((self,))
         op = f"{self.kind}.{method}"
         results: Sequence[Any] = host_p.bind(*operands, handle=self.handle, op=op, **attributes)
         return results

@@ -26,6 +26,7 @@ from dflow.tracing.errors import VariableError, VariableShapeError
 from dflow.tracing.explicit_sharding import explicit_sharding, with_sharding
 from dflow.tracing.given_value import Initial, given_array, initial_type
 from dflow.tracing.jax_frontend import Handle, is_tracing
+from dflow.tracing.namesakes import joined_namesakes
 from dflow.tracing.near_names import suggests_keywords
 from dflow.tracing.row_gradient import RowGradient
 from dflow.tracing.source import as_code, at, caller
@@ -52,6 +53,7 @@ _FIELDS = frozenset(
         "handle",
         "device",
         "key",
+        "namesakes",
     )
 )
 
@@ -95,6 +97,9 @@ class Variable(jax.Array):
 
     # NumPy gives way to our reflected operators instead of looping over an object.
     __array_ufunc__ = None
+
+    #: What messages call it.
+    kind = "variable"
 
     #: Key of the value in the store of its task.
     key: str
@@ -149,6 +154,7 @@ class Variable(jax.Array):
             # JAX asks where an argument lies, so a variable passed to its functions goes there as it is spread.
             self.device, self.key, self.sharding = slot
             self.type = self.handle.type = replace(self.type, sharding=explicit_sharding(slot.sharding, self.shape))
+        self.namesakes = joined_namesakes(self)
         join(self)
 
     @property
@@ -196,6 +202,7 @@ class Variable(jax.Array):
         """Let go of the value: whoever uses the variable afterwards gets VariableError, which gives the reason."""
         remedy = "make it again, or keep what outlives it outside the container"
         self.home.forget(self, f"variable {self.name!r} {reason}", remedy)
+        self.namesakes.discard(self)
 
     def read(self) -> jax.Array:
         """The value: in traced code as of this point of the program, elsewhere as of now."""

@@ -33,6 +33,7 @@ from dflow.tracing.jax_frontend import (
     line_of_program,
     wrap_differentiation,
 )
+from dflow.tracing.namesakes import warn_of_namesakes
 from dflow.tracing.source import as_code, at, caller
 from dflow.tracing.types import ArrayType, type_of_aval
 from dflow.tracing.updates import lookup_sharding, lookup_type
@@ -79,14 +80,17 @@ def _state_primitive(name: str, abstract: Callable[..., Any], run: Callable[...,
 
 
 def _read_now(*, handle: Handle) -> Any:
+    warn_of_namesakes((handle.variable,))
     return handle.variable.home.read(handle.variable)
 
 
 def _gather_now(indices: Any, *, handle: Handle) -> Any:
+    warn_of_namesakes((handle.variable,))
     return handle.variable.home.gather(handle.variable, indices)
 
 
 def _update_now(*operands: Any, handle: Handle, kind: str, reduce: str | None) -> list[Any]:
+    warn_of_namesakes((handle.variable,))
     handle.variable.home.update(handle.variable, kind, *operands)
     return []
 

@@ -20,6 +20,7 @@ from dflow.tracing.explicit_sharding import meshes_of
 from dflow.tracing.from_jaxpr import graph_of
 from dflow.tracing.graph import Graph
 from dflow.tracing.jax_frontend import closed_parts, make_jaxpr
+from dflow.tracing.namesakes import warn_of_namesakes
 from dflow.tracing.resources import path_name
 from dflow.tracing.source import at, caller
 from dflow.tracing.types import array_type_of
@@ -79,6 +80,7 @@ def traced_from(
         )
         raise error
     graph, variables, constants = graph_of(jaxpr, consts, names)
+    warn_of_namesakes(variables)
     constants = tuple(map(captured, constants))
     infos = jax.tree_util.tree_leaves(handles(looked.args_info))
     donated = tuple(index for index, info in enumerate(infos) if info.donated)

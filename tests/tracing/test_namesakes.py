@@ -1,0 +1,144 @@
+"""Several living variables of one name are warned of, in one process and on a cluster."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import closing, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import dflow
+from dflow.testing import memory_cluster
+
+HERE = Path(__file__).name
+
+#: Makes variables under this, and whether two of one name are one.
+Place = tuple[Callable[[], Any], bool]
+
+
+@pytest.fixture(params=["standalone", "cluster"])
+def place(request: pytest.FixtureRequest) -> Iterator[Place]:
+    if request.param == "standalone":
+        yield nullcontext, False
+        return
+    with memory_cluster(ps=1) as memory, closing(memory.worker(0)) as worker:
+        yield worker.parameter_servers, True
+
+
+def model(prefix: str = "") -> Any:
+    return dflow.variables({"w": jnp.ones(2), "b": jnp.zeros(2)}, prefix=prefix)
+
+
+_USES: dict[str, Callable[[Any], Any]] = {
+    "read": lambda tree: tree["w"].read(),
+    "gather": lambda tree: tree["w"][jnp.array([0])],
+    "write": lambda tree: tree["w"].assign(jnp.ones(2)),
+    "function": lambda tree: dflow.jit(lambda: tree["w"].assign_add(jnp.ones(2)))(),
+}
+
+
+@pytest.mark.parametrize("use", _USES)
+def test_a_target_network_of_the_same_names_is_warned_of(place: Place, use: str) -> None:
+    with place[0]():
+        online = model()
+    with place[0]():
+        target = model()
+    fact = "both are one variable here" if place[1] else "here each is one of its own, and on a cluster both are one"
+    with pytest.warns(dflow.DuplicateNameWarning) as caught:
+        _USES[use](online)
+    text = str(caught.pop().message)
+    assert text.startswith("variable 'w': expected a name of its own, got that of a variable that is in use: ")
+    assert fact in text
+    assert text.count(f"{HERE}:") == 2
+    assert "another name or `prefix=`" in text
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _USES[use](online)
+        _USES[use](target)
+    shared = np.array_equal(dflow.read(online["w"]), dflow.read(target["w"]))
+    assert shared or not place[1]
+
+
+def test_the_warning_is_at_the_line_of_the_second_and_names_that_of_the_first(place: Place) -> None:
+    with place[0]():
+        first = dflow.Variable(0.0, name="step")
+        second = dflow.Variable(0.0, name="step")  # the line
+    with pytest.warns(dflow.DuplicateNameWarning, match=f"(?s){HERE}:{_line(1)}\n.*{HERE}:{_line(0)}\n") as caught:
+        first.assign(1.0)
+    assert (caught[0].filename, caught[0].lineno) == (__file__, _line(1))
+    assert float(second) == (1.0 if place[1] else 0.0)
+
+
+def _line(offset: int) -> int:
+    lines = Path(__file__).read_text().splitlines()
+    return next(number for number, line in enumerate(lines) if line.endswith("# the line")) + offset
+
+
+def train(tree: Any, opt: Any) -> None:
+    def loss() -> Any:
+        return (tree["w"] * tree["b"]).sum()
+
+    opt.apply(dflow.grad(loss, tree)())
+
+
+def test_a_program_that_runs_again_is_silent(place: Place) -> None:
+    held: dict[str, Any] = {}
+    for _ in range(3):
+        with place[0]():
+            held["tree"] = model()
+            held["opt"] = dflow.Optimizer(optax.adam(0.1), held["tree"], name="adam")
+        held["step"] = dflow.jit(partial(train, held["tree"], held["opt"]))
+        held["step"]()
+
+
+def test_names_of_their_own_and_names_made_up_are_silent(place: Place) -> None:
+    with place[0]():
+        trees = [model("online/"), model("target/")]
+        opts = [dflow.Optimizer(optax.adam(0.1), tree) for tree in trees]
+    for tree, opt in zip(trees, opts, strict=True):
+        opt.apply(dflow.read(tree))
+    for _ in range(2):
+        dflow.Variable(0.0).assign(1.0)
+
+
+def test_a_variable_whose_container_was_reset_is_no_namesake(place: Place) -> None:
+    kept = []
+    for _ in range(2):
+        with dflow.container("run"), place[0]():
+            kept.append(dflow.Variable(0.0, name="w"))
+        kept[-1].assign(1.0)
+        dflow.reset_container("run")
+
+
+def test_optimizers_of_one_name_are_warned_of_and_others_are_not(place: Place) -> None:
+    with place[0]():
+        w = dflow.Variable(jnp.ones(2), name="w")
+    kept = [dflow.Optimizer(optax.sgd(0.1, momentum=0.9), w, name="sgd") for _ in range(2)]
+    with pytest.warns(dflow.DuplicateNameWarning, match=r"variable 'sgd/0/trace/w': expected a name of its own"):
+        kept[0].apply(jnp.ones(2))
+
+
+def test_two_workers_of_one_process_each_have_a_handle() -> None:
+    with memory_cluster(ps=1, workers=2) as memory, closing(memory.worker(0)) as one, closing(memory.worker(1)) as two:
+        kept = []
+        for worker in (one, two):
+            with worker.parameter_servers():
+                kept.append(dflow.Variable(0.0, name="w"))
+        kept[0].assign(2.0)
+        assert float(kept[1]) == 2.0
+
+
+def test_queues_of_one_name_are_warned_of(place: Place) -> None:
+    with place[0]():
+        first, second = [dflow.FIFOQueue(2, jax.ShapeDtypeStruct((), jnp.float32), name="q") for _ in range(2)]
+    with pytest.warns(dflow.DuplicateNameWarning, match=r"queue 'q': expected a name of its own, got that of a queue"):
+        first.enqueue(1.0)
+    second.close()

@@ -1,0 +1,71 @@
+"""The warning about several variables, or queues, of one name: in one process separate, on a cluster one and the same.
+
+Why at the use of an earlier one, and not when the later is made: a program that runs again, such as a cell of a
+notebook, makes its variables again, and caches may keep the old ones alive, which nothing uses. Names that dflow makes
+up are shared freely.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+from weakref import WeakSet, WeakValueDictionary
+
+from dflow.tracing.source import Loc, at
+
+
+class DuplicateNameWarning(UserWarning):
+    """Warns that several variables (or queues, or accumulators) have one name, which on a cluster are one."""
+
+
+#: The living resources of a kind and a name in a home. Each keeps its group alive.
+_groups: WeakValueDictionary[tuple[str, str, Any], WeakSet[Any]] = WeakValueDictionary()
+#: Resources that were warned of.
+_warned: WeakSet[Any] = WeakSet()
+_lock = threading.Lock()
+
+
+def joined_namesakes(resource: Any) -> WeakSet[Any]:
+    """Return the living resources of this one's kind, name and home, of which it is one from now on."""
+    with _lock:
+        group = _groups.setdefault((resource.kind, resource.name, resource.home), WeakSet())
+        group.add(resource)
+    return group
+
+
+def warn_of_namesakes(used: Iterable[Any]) -> None:
+    """Warn, once and where the later one was made, of resources in use that have a namesake made after them."""
+    names: defaultdict[tuple[str, bool, Loc | None, Loc | None], list[str]] = defaultdict(list)
+    for resource in used:
+        if len(resource.namesakes) > 1 and (later := _later(resource)) is not None:
+            names[resource.kind, resource.home.shares_names, resource.loc, later.loc].append(resource.name)
+    for key, those in names.items():
+        _warn(those, *key)
+
+
+def _later(resource: Any) -> Any:
+    """The first namesake made after this resource, if both names were given and there was no warning yet."""
+    with _lock:
+        if not resource.is_named or resource in _warned:
+            return None
+        later = [each for each in resource.namesakes if each.serial > resource.serial and each.is_named]
+        if later:
+            _warned.add(resource)
+    return min(later, key=lambda each: each.serial, default=None)
+
+
+def _warn(names: list[str], kind: str, are_one: bool, first: Loc | None, second: Loc | None) -> None:
+    shown = ", ".join(map(repr, names[:5])) + (", ..." if len(names) > 5 else "")
+    fact = f"both are one {kind} here" if are_one else "here each is one of its own, and on a cluster both are one"
+    text = (
+        f"{kind}{'s' if len(names) > 1 else ''} {shown}: expected a name of its own, got that of a {kind} that is in use: {fact}{at(second)}\n"
+        f"  the one in use was made{at(first)}\n"
+        "  give one of the two another name or `prefix=`, or use the later alone"
+    )
+    if second is None:
+        warnings.warn(text, DuplicateNameWarning, stacklevel=2)
+    else:
+        warnings.warn_explicit(text, DuplicateNameWarning, second.file, second.line)
