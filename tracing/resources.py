@@ -85,10 +85,11 @@ class Variable(jax.Array):
     `sharding`   a `jax.sharding.Sharding` that says how the value is spread over this process's devices; a function
                  for `initial` is compiled so that each device makes its part
 
-    In one process each `Variable` is its own state, and a new one takes over the name. On a cluster the name is the
-    variable: the first to ask creates it and the others get it. Either way a second variable of the same name but
-    another type raises VariableError, on a cluster when the variable is created: at the end of the block of
-    `cluster.parameter_servers()`, or at its first use within. A variable cannot be made inside traced code.
+    In one process each `Variable` is its own state. On a cluster the name is the variable: the first process to ask
+    creates it and the others get it. In both, using a variable that has a later namesake in the same process is a
+    `DuplicateNameWarning`. A second variable of the same name but another type raises VariableError, on a cluster when
+    the variable is created: at the end of the block of `cluster.parameter_servers()`, or at its first use within. A
+    variable cannot be made inside traced code.
     """
 
     # Over properties of `jax.Array`, which cannot be set.
