@@ -372,8 +372,21 @@ def _look_at_returned(frame: FrameType) -> None:
     """Note that the function whose results JAX looks at in this frame returned a resource."""
     if frame.f_code is _OF_TRACED_RESULTS:
         _returning.add(frame.f_locals["dbg"].func_src_info)
-        if jax_core.trace_ctx.trace is _not_returned.outer:
+        if _not_returned.outer is not None and jax_core.trace_ctx.trace is _not_returned.outer:
             raise HandleNeeded
+
+
+#: The files of JAX that apply a function to the results of a traced function.
+_OF_RESULT_TREES = tuple(str(Path(jax_core.__file__).with_name(name)) for name in ("tree_util.py", "flattree.py"))
+
+
+def _trace_of_results(frame: FrameType | None) -> Any:
+    """The trace whose function's results JAX converts in this frame, or None."""
+    while frame is not None and frame.f_code.co_filename in _OF_RESULT_TREES:
+        frame = frame.f_back
+    if frame is None or frame.f_code.co_filename != jax_partial_eval.__file__:
+        return None
+    return frame.f_locals.get("trace")
 
 
 def register_leaf(cls: type[Any], type_of: Callable[[Any], Any], read: Callable[[Any], Any]) -> None:
@@ -399,11 +412,19 @@ def register_leaf(cls: type[Any], type_of: Callable[[Any], Any], read: Callable[
     def undispatched(handle: Handle | None, values: Sequence[Any]) -> Any:
         return values[0] if handle is None else handle.variable
 
+    def converted(resource: Any) -> Any:
+        # JAX converts the results of a function when its trace has ended, and would keep the value as a constant.
+        trace = _trace_of_results(sys._getframe(1))
+        if trace is None:
+            return read(resource)
+        with jax_core.set_current_trace(trace):
+            return read(resource)
+
     def mapped(proceed: Callable[[Any, Any], Any], size: Any, resource: Any, axis: Any) -> Any:
         return resource if axis is None else proceed(read(resource), axis)
 
     jax_core.pytype_aval_mappings[cls] = typed
-    jax_dtypes.register_canonicalize_value_handler(cls, read)
+    jax_dtypes.register_canonicalize_value_handler(cls, converted)
     jax_batching.to_elt_handlers[cls] = mapped
     jax_tree_util.dispatch_registry.register_node(cls, dispatched, undispatched)
 

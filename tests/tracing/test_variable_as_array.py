@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -381,3 +382,55 @@ def test_a_step_with_a_callback_returns_the_variable_that_it_writes(v: dflow.Var
     for _ in range(2):
         assert step(v)["variable"] is v
     np.testing.assert_array_equal(v.read(), [4, 8, 12])
+
+
+def own_rule(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    with_rule = jax.custom_jvp(fn)
+    with_rule.defjvp(lambda primals, tangents: (fn(*primals), tangents[0]))
+    return with_rule
+
+
+#: Functions that return the variable; each is one object, whose trace JAX may keep.
+_RETURNING: dict[str, Callable[[dflow.Variable], Callable[[Any], Any]]] = {
+    "jit": lambda v: jax.jit(lambda x: (v, x)),
+    "custom_jvp": lambda v: jax.jit(own_rule(lambda x: (v, x))),
+    "dflow.jit": lambda v: jax.jit(dflow.jit(lambda x: (v, x))),
+    "cond": lambda v: partial(jax.lax.cond, True, lambda x: (v, x), lambda x: (v, x)),
+    "scan": lambda v: lambda x: jax.lax.scan(lambda c, _: (c, v), x, None, length=1),
+}
+
+
+@pytest.mark.parametrize("kind", _RETURNING)
+def test_a_variable_returned_from_what_jax_compiles_is_refused(v: dflow.Variable, kind: str) -> None:
+    with pytest.raises(dflow.PlainJitError, match=r"'leaf' is used in a function .*\n  at .*_as_array.py:\d+\n"):
+        _RETURNING[kind](v)(jnp.ones(3))
+
+
+def test_a_variable_returned_from_a_checkpoint_is_its_value_of_each_call(v: dflow.Variable) -> None:
+    both = jax.checkpoint(lambda x: (v, x))
+    both(jnp.ones(3))
+    v.assign(jnp.zeros(3))
+    np.testing.assert_array_equal(both(jnp.ones(3))[0], [0, 0, 0])
+
+
+_BODIES: dict[str, Callable[[Callable[[Any], Any]], Any]] = {
+    "scan": lambda body: jax.lax.scan(lambda c, _: (c, body(c)), 0.0, None, length=2)[1],
+    "map": lambda body: jax.lax.map(body, jnp.arange(2.0)),
+    "cond": lambda body: jnp.stack([jax.lax.cond(jnp.bool(True), body, body, 0.0) for _ in range(2)]),
+    "fori": lambda body: jnp.stack([jax.lax.fori_loop(0, 1, lambda _, c: body(c), jnp.ones(3)) for _ in range(2)]),
+    "checkpoint": lambda body: jnp.stack([jax.checkpoint(body)(float(turn)) for turn in range(2)]),
+    "jit": lambda body: jnp.stack([jax.jit(body)(float(turn)) for turn in range(2)]),
+}
+
+
+@pytest.mark.parametrize("kind", _BODIES)
+def test_a_body_that_writes_a_variable_and_returns_it_gives_what_it_wrote(kind: str) -> None:
+    v = dflow.Variable(jnp.ones(3), name="leaf")
+
+    def body(_: Any) -> Any:
+        v.assign_add(jnp.ones(3))
+        return v
+
+    got = jnp.stack(list(dflow.jit(lambda: _BODIES[kind](body))()))
+    np.testing.assert_array_equal(got, [[2, 2, 2], [3, 3, 3]])
+    np.testing.assert_array_equal(v, [3, 3, 3])
