@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from dflow.distributed.strategies.applying import current_applier
+from dflow.distributed.strategies.applying import current_applier, note_optimizer, refuse_own_variables
 from dflow.extra_arguments import as_averaged, check_extra, naming_extra, refuse_examples
 from dflow.function import jit
 from dflow.optimizer_name import derived_name
@@ -94,6 +94,7 @@ class Optimizer:
         self.slots = self._make_slots()
         #: The names of extra arguments with which the transformation was tried.
         self._checked: set[frozenset[str]] = set()
+        note_optimizer(self)
 
     def apply(self, gradients: Any, **extra: Any) -> None:
         """Update the variables by `gradients`, a pytree of arrays and `RowGradient`s in their structure.
@@ -112,9 +113,11 @@ class Optimizer:
         are averaged with the gradients.
 
         Raises GraphTypeError when the structure, or the shape of a gradient, is another than the variables', and for
-        an extra argument that is missing or that nothing in the transformation uses; StrategyError in a synchronous
+        an extra argument that is missing or that nothing in the transformation uses; VariableError in a step that
+        workers share out, for variables of this process alone; StrategyError in a synchronous
         step for an extra argument that has no mean, such as a function.
         """
+        refuse_own_variables(self)
         given = wire(self._flat(gradients), self._codec) if self._codec != "none" else self._flat(gradients)
         extra = read(extra)
         applier = current_applier()

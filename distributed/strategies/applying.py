@@ -1,7 +1,8 @@
 """Who takes the gradients that a step gives its optimizer: the optimizer itself, or the strategy that runs the step.
 
-A strategy is part of what a function is traced under: the same function, called under none or under another, is traced
-anew, with nothing changed in it.
+Where several workers do the steps, an optimizer of variables of the worker's own process is refused: each worker would
+train a copy. A strategy is part of what a function is traced under: the same function, called under none or under
+another, is traced anew, with nothing changed in it.
 """
 
 from __future__ import annotations
@@ -10,8 +11,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
+from weakref import WeakSet
 
+import jax
 from jax.experimental.xla_metadata import set_xla_metadata
+
+from dflow.tracing.errors import VariableError
+from dflow.tracing.resources import is_variable
+from dflow.tracing.source import at
 
 #: The key under which an applier travels in JAX's trace context.
 _KEY = "dflow_applier"
@@ -59,3 +66,44 @@ def applying(applier: Applier) -> Iterator[None]:
             yield
     finally:
         _current.reset(token)
+
+
+#: The optimizers of variables that each process has for itself.
+_of_own: WeakSet[GivenOptimizer] = WeakSet()
+#: Whether the steps that run here are shared out among workers.
+_is_shared: ContextVar[bool] = ContextVar("dflow_shared_steps", default=False)
+
+
+def note_optimizer(optimizer: GivenOptimizer) -> None:
+    """Note an optimizer, so that `shared_step` has the steps traced again that may use it."""
+    if _own_variable(optimizer) is not None:
+        _of_own.add(optimizer)
+
+
+@contextmanager
+def shared_step() -> Iterator[None]:
+    """Have `refuse_own_variables` look at the updates of what runs inside, a step that workers share out."""
+    token = _is_shared.set(True)
+    try:
+        if not _of_own:
+            yield
+            return
+        with set_xla_metadata(**{_KEY: "shared"}):
+            yield
+    finally:
+        _is_shared.reset(token)
+
+
+def refuse_own_variables(optimizer: GivenOptimizer, *, is_shared: bool | None = None) -> None:
+    """Raise VariableError for an optimizer of variables that each worker has for itself, in a step that they share."""
+    variable = _own_variable(optimizer) if (_is_shared.get() if is_shared is None else is_shared) else None
+    if variable is not None:
+        raise VariableError(
+            f"variable {variable.name!r} of {optimizer.name!r} lives in this process, so that the other workers "
+            f"would train variables of their own{at(variable.loc)}\n  make it within cluster.parameter_servers()"
+        )
+
+
+def _own_variable(optimizer: GivenOptimizer) -> Any:
+    variables = jax.tree_util.tree_leaves(optimizer.variables, is_leaf=is_variable)
+    return next((variable for variable in variables if not variable.home.shares_names), None)

@@ -18,6 +18,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from dflow.distributed.messages import NotFinite
+from dflow.distributed.strategies.applying import shared_step
+from dflow.lowering.pipeline import ALONE
 from dflow.tracing.errors import DflowError, StrategyError
 from dflow.tracing.source import at, caller
 
@@ -26,6 +28,11 @@ _runs = itertools.count()
 
 class StepSource(Protocol):
     """What a strategy needs of a cluster: who does which steps."""
+
+    @property
+    def task(self) -> str:
+        """This process as a task; `ALONE` where there are no other workers."""
+        ...
 
     def claim(
         self,
@@ -70,7 +77,8 @@ class Async:
                  worker when they end or the program leaves the loop, and the other workers do what is left
         steps    how many steps all workers do together
         name     of the run, the same on every worker; given none, runs are numbered in the order of the program
-        raises   StrategyError for a negative number of steps
+        raises   StrategyError for a negative number of steps; VariableError when the optimizer of a step has variables
+                 that are not on tasks, which no other worker sees
         """
         refuse_negative(steps)
         run = name or f"run_{next(_runs)}"
@@ -83,7 +91,8 @@ class Async:
             try:
                 for batch in itertools.islice(supply, len(claimed)):
                     started = time.perf_counter()
-                    outcome = step(*batch) if isinstance(batch, tuple) else step(batch)
+                    with contextlib.nullcontext() if self._cluster.task == ALONE else shared_step():
+                        outcome = step(*batch) if isinstance(batch, tuple) else step(batch)
                     times.append(time.perf_counter() - started)
                     losses.append(_losses(outcome))
                     yield outcome

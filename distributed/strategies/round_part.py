@@ -32,16 +32,15 @@ from dflow.distributed.messages import (
     RoundOpen,
     RoundsAgreed,
 )
-from dflow.distributed.strategies.applying import GivenOptimizer, applying
+from dflow.distributed.strategies.applying import GivenOptimizer, applying, refuse_own_variables
 from dflow.distributed.transport.base import Reply
 from dflow.tracing.accumulators import ConditionalAccumulator
 from dflow.tracing.context import default_home, home
 from dflow.tracing.device import device
-from dflow.tracing.device_name import is_on_task
-from dflow.tracing.errors import DeadlineExceeded, DflowError, StrategyError, VariableError
+from dflow.tracing.errors import DeadlineExceeded, DflowError, StrategyError
 from dflow.tracing.jax_frontend import closed_parts
 from dflow.tracing.keep_rows import noted_rows
-from dflow.tracing.resources import Variable, is_variable
+from dflow.tracing.resources import Variable
 from dflow.tracing.row_gradient import RowGradient, is_row_gradient
 from dflow.tracing.rows_to_dense import dense_to_rows, note_gradients
 from dflow.tracing.source import at, caller
@@ -108,7 +107,7 @@ class Part:
     def open(self, step: Callable[..., Any], batch: Any, steps: int, wanted: int) -> Gradients | None:
         """Open the run, or find it open; None when it is over."""
         optimizer, spec = _looked_at(step, _arguments(batch))
-        _refuse_own_variables(optimizer)
+        refuse_own_variables(optimizer, is_shared=True)
         rows = jax.tree_util.tree_map(lambda part: _widened(part, wanted), spec, is_leaf=is_row_gradient)
         # The name fixes the type and the task, so that later runs can use the accumulator again.
         name = f"{optimizer.name}/gradients/{short_task_name(self._host)}/{_digest(rows, wanted)}"
@@ -292,16 +291,6 @@ def _traced(step: Callable[..., Any], arguments: Sequence[Any]) -> Any:
             "  decorate it with @dflow.jit"
         )
     return trace_step(*arguments)
-
-
-def _refuse_own_variables(optimizer: GivenOptimizer) -> None:
-    variables = jax.tree_util.tree_leaves(optimizer.variables, is_leaf=is_variable)
-    for variable in variables:
-        if not is_on_task(variable.device):
-            raise VariableError(
-                f"variable {variable.name!r} of {optimizer.name!r} lives in this process, so that the other workers "
-                f"would train variables of their own{at(variable.loc)}\n  make it within cluster.parameter_servers()"
-            )
 
 
 def _typed(part: Any) -> Any:

@@ -537,12 +537,49 @@ def test_a_second_optimizer_of_variables_on_tasks_needs_a_name(worker: Cluster) 
     assert dflow.Optimizer(optax.adam(0.1), [w], name="adam").name == "adam"
 
 
+def test_an_asynchronous_step_that_trains_variables_of_its_own_process_is_refused(worker: Cluster) -> None:
+    mine = dflow.Variable(0.0, name="mine")
+    own = dflow.Optimizer(optax.sgd(1.0), [mine], name="own")
+    compiled = dflow.jit(lambda x: own.apply([x]))
+    compiled(1.0)
+    text = "variable 'mine' of 'own' lives in this process, so that the other workers would train variables"
+    for step in (compiled, lambda x: [compiled(x)], lambda x: own.apply([x])):
+        with pytest.raises(VariableError, match=text) as caught:
+            list(dflow.distributed.Async(worker).run(step, [1.0], steps=1, name=str(id(step))))
+        assert line_of(caught.value) == 'mine = dflow.Variable(0.0, name="mine")'
+        assert float(mine) == -1.0
+    list(dflow.distributed.Async(Alone()).run(compiled, [1.0], steps=1))
+    compiled(1.0)
+    assert float(mine) == -3.0
+
+
+def test_an_asynchronous_step_may_write_variables_of_its_own_process_without_an_optimizer(worker: Cluster) -> None:
+    with worker.parameter_servers():
+        far = dflow.Variable(0.0, name="far")
+        optimizer = dflow.Optimizer(optax.sgd(1.0), [far], name="opt")
+    count, key = dflow.Variable(0, name="count"), dflow.Generator(0)
+    kept = dflow.Optimizer(optax.sgd(1.0), [dflow.Variable(0.0, name="unused")], name="kept")
+
+    @dflow.jit
+    def step(x: Any) -> Any:
+        count.assign_add(1)
+        optimizer.apply([x])
+        return jax.random.uniform(key.split())
+
+    assert len(list(dflow.distributed.Async(worker).run(step, [1.0] * 3, steps=3))) == 3
+    assert (int(count), float(far), kept.name) == (3, -3.0, "kept")
+
+
 def test_two_handles_of_one_variable_in_one_function(worker: Cluster) -> None:
     with worker.parameter_servers():
         handles = [dflow.Variable(zeros(2), name="w") for _ in range(2)]
-    handles[0].assign(jnp.ones(2))
+    with pytest.warns(dflow.DuplicateNameWarning, match="variable 'w': .* both are one variable here"):
+        handles[0].assign(jnp.ones(2))
     np.testing.assert_array_equal(handles[1], [1, 1])
-    with pytest.raises(VariableError, match=r"uses variable 'w' by two handles, made\n  at .*\n  and\n  at .*"):
+    with pytest.raises(
+        VariableError,
+        match=r"uses variable 'w' by two handles, made\n  at .*\n  and\n  at .*\n.* another name or `prefix=`",
+    ):
         dflow.jit(lambda: [handle.assign_add(jnp.ones(2)) for handle in handles] and None)()
 
 

@@ -26,6 +26,8 @@ DEADLINE_S = 60.0
 class Scripted:
     """A source of steps that gives out the claims it was made with, and keeps what it is told."""
 
+    task = "/job:worker/task:0"
+
     def __init__(self, *claims: range) -> None:
         self.claims = list(claims)
         self.told: list[dict[str, Any]] = []
@@ -128,6 +130,7 @@ def test_the_other_workers_do_what_one_leaves_undone() -> None:
     for index in range(3):
         task = f"/job:worker/task:{index}"
         clients.append(CoordinatorClient(network, coordinator.address, name=task))
+        clients[index].task = task
         clients[index].join(task, f"nowhere:{index}")
 
     def work(index: int) -> int:
