@@ -10,6 +10,7 @@ call for types that JAX has not seen ends by `NotEntered`.
 from __future__ import annotations
 
 import inspect
+import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -37,6 +38,8 @@ from dflow.tracing.variable_trees import handles
 
 #: The arguments of the compiled function that come before the user's: values written, values read, constants.
 _OURS = 3
+#: One of them, as JAX names it in an error.
+_OUR_ARGUMENT = re.compile(r"argument _dflow_(\d)\[(\d+)\] of \S+")
 
 
 class NotEntered(BaseException):
@@ -102,9 +105,26 @@ class WholeStep:
     def __call__(self, args: Any, kwargs: Any) -> Any:
         """Run the step of these arguments. Raises NotEntered when it is none that was entered."""
         call = partial(self._call, **kwargs) if kwargs else self._call
-        if self._has_state:
-            return self._state.run(call, self._constants, args)
-        return call([], [], self._constants, *args)[1]
+        try:
+            if self._has_state:
+                return self._state.run(call, self._constants, args)
+            return call([], [], self._constants, *args)[1]
+        except ValueError as error:
+            self._name_state(error)
+            raise
+
+    def _name_state(self, error: ValueError) -> None:
+        """Have an error of JAX's name variables, where it names the arguments that they are for JAX."""
+        held = [
+            [f"variable {key.rpartition('#')[0]!r}" for key in keys] for keys in (self._state.writes, self._state.reads)
+        ]
+
+        def named(found: re.Match[str]) -> str:
+            kind, place = int(found[1]), int(found[2])
+            return held[kind][place] if kind < len(held) else "an array that is closed over"
+
+        if error.args and isinstance(error.args[0], str):
+            error.args = (_OUR_ARGUMENT.sub(named, error.args[0]), *error.args[1:])
 
     def enter(self, step: PureStep, out_tree: Any, args: Any, kwargs: Any) -> Any:
         """Compile the step of the types of these arguments, and run it."""
@@ -143,6 +163,9 @@ class WholeStep:
         self._entering.step, self._entering.out_tree = step, out_tree
         try:
             yield
+        except ValueError as error:
+            self._name_state(error)
+            raise
         finally:
             self._entering.step = self._entering.out_tree = None
 

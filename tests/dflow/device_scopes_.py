@@ -684,6 +684,21 @@ def test_a_device_that_is_not_there_is_refused_at_the_scope() -> None:
         pass
 
 
+def test_an_argument_on_another_device_than_a_variable_names_the_variable() -> None:
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d"))
+    w = dflow.Variable(jnp.ones(8), name="spread", sharding=spread)
+    here, there = jnp.ones(8), jax.device_put(jnp.ones(8), jax.devices()[3])
+    for step in (lambda x: w.assign_add(x), lambda x: x * w.read()):
+        run = dflow.jit(step)
+        for before in ([], [here]):
+            for x in before:
+                run(x)
+            with pytest.raises(ValueError, match="incompatible devices .* variable 'spread' with shape") as caught:
+                run(there)
+            assert "_dflow" not in str(caught.value)
+
+
 @pytest.mark.parametrize("given", ["cpu:2", "cpu:3"])
 def test_a_donated_argument_is_given_up_only_where_it_is_used(given: str) -> None:
     w = variable("cpu:2", np.ones((16, 4)), name="w")
