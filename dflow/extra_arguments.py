@@ -36,8 +36,8 @@ def check_extra(update: Callable[..., Any], extra: Mapping[str, Any], structs: t
     taken = keywords_of(update, extra)
     unused = [name for name in extra if name not in taken]
     if not unused:
-        with naming_extra(extra):
-            used = _used(update, extra, structs)
+        with naming_extra(extra) as given:
+            used = _used(update, given, structs)
         unused = [name for name in extra if name not in used]
     if unused:
         raise GraphTypeError(
@@ -89,17 +89,38 @@ def _is_array(leaf: Any) -> bool:
 
 
 @contextmanager
-def naming_extra(extra: Mapping[str, Any]) -> Iterator[None]:
-    """Turn the error of an update whose extra arguments are not the ones it needs into GraphTypeError."""
+def naming_extra(extra: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Turn the error of an update whose extra arguments are not the ones it needs into GraphTypeError.
+
+    It gives the extra arguments to use, whose functions note their own errors, which are raised as they are.
+    """
+    own: list[Exception] = []
     try:
-        yield
+        yield {name: jax.tree_util.tree_map(lambda leaf: _noting(leaf, own), value) for name, value in extra.items()}
     except (TypeError, ValueError) as error:
-        if isinstance(error, GraphTypeError) or not _REFUSAL.search(str(error)):
+        is_own = any(error is one for one in own)
+        if is_own or isinstance(error, GraphTypeError) or not _REFUSAL.search(str(error)):
             raise
         raise GraphTypeError(
             f"apply: expected the extra arguments that the transformation needs, got {', '.join(extra) or 'none'}: "
             f"{error}{at(caller())}\n  give them by name: optimizer.apply(gradients, value=...)"
         ) from error
+
+
+def _noting(leaf: Any, errors: list[Exception]) -> Any:
+    """Replace a function by one that notes the errors that it raises."""
+    if _is_array(leaf) or not callable(leaf):
+        return leaf
+
+    @functools.wraps(leaf)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return leaf(*args, **kwargs)
+        except Exception as error:
+            errors.append(error)
+            raise
+
+    return called
 
 
 def as_averaged(extra: Mapping[str, Any]) -> dict[str, Any]:

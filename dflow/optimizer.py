@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,10 @@ _PAIR = (
     "    value, gradients = dflow.value_and_grad(loss, variables)()\n"
     "    optimizer.apply(gradients)"
 )
+
+
+#: Names that optimizers have in other frameworks, for `apply`.
+_APPLIES = ("update", "step", "minimize", "apply_gradients", "apply_updates")
 
 
 class Optimizer:
@@ -149,7 +153,7 @@ class Optimizer:
         self._update_in_order(given, {})
 
     def _update_in_order(self, given: list[Any], extra: dict[str, Any]) -> None:
-        with with_state(), naming_extra(extra):
+        with with_state(), naming_extra(extra) as extra:
             arrays = [gradient.dense() if is_row_gradient(gradient) else gradient for gradient in given]
             updates, state = self._transformation.update(
                 self._tree.unflatten(arrays),
@@ -179,6 +183,12 @@ class Optimizer:
                 "  give the optimizer a transformation whose update keeps the structure of its state"
             )
         return slots
+
+    def __getattr__(self, name: str) -> NoReturn:
+        remedy = ""
+        if name in _APPLIES:
+            remedy = f"{at(caller())}\n  write optimizer.apply(gradients), with those of dflow.grad(loss, variables)()"
+        raise AttributeError(f"'Optimizer' object has no attribute {name!r}{remedy}", name=name, obj=self)
 
     @property
     def variables(self) -> Any:

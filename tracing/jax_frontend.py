@@ -429,6 +429,11 @@ def register_leaf(cls: type[Any], type_of: Callable[[Any], Any], read: Callable[
     jax_tree_util.dispatch_registry.register_node(cls, dispatched, undispatched)
 
 
+def register_refused(cls: type[Any], refuse: Callable[[Any], Any]) -> None:
+    """Have JAX call `refuse` where an object of a class is an operand."""
+    jax_core.pytype_aval_mappings[cls] = refuse
+
+
 def register_missing(names: Iterable[str], refusal: Callable[[str, Any], AttributeError]) -> None:
     """Have traced arrays, which lack these attributes, raise an error that `refusal` gives for one and its array."""
     for name in names:

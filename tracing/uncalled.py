@@ -7,8 +7,8 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any, NoReturn
 
-from dflow.tracing.errors import GraphTypeError
-from dflow.tracing.jax_frontend import hides_frames
+from dflow.tracing.errors import DflowError, GraphTypeError
+from dflow.tracing.jax_frontend import hides_frames, register_refused
 from dflow.tracing.source import at, caller
 
 
@@ -36,9 +36,9 @@ class Derivative:
     def __repr__(self) -> str:
         return f"<dflow.{self._title} of {getattr(self, '__name__', 'a function')}>"
 
-    def refuse(self, use: str) -> NoReturn:
-        """Raise GraphTypeError: this was used without a call."""
-        raise GraphTypeError(
+    def refuse(self, use: str, error: type[DflowError] = GraphTypeError) -> NoReturn:
+        """Raise an error: this was used without a call."""
+        raise error(
             f"dflow.{self._title} returns a function, and {use} needs what that returns{at(caller())}\n"
             f"{_remedy(self._title)}"
         )
@@ -58,10 +58,20 @@ def _refusing(use: str) -> Callable[..., Any]:
     return lambda self, *_: self.refuse(use)
 
 
-_USES = {"__iter__": "unpacking", "__getitem__": "indexing", "__jax_array__": "an operation on arrays"}
+_ON_ARRAYS = "an operation on arrays"
+_USES = {
+    **dict.fromkeys(("__jax_array__", "__array__"), _ON_ARRAYS),
+    **dict.fromkeys(("__float__", "__int__"), "a conversion"),
+    **dict.fromkeys(("__lt__", "__le__", "__gt__", "__ge__"), "a comparison"),
+    "__iter__": "unpacking",
+    "__getitem__": "indexing",
+}
 for _name, _use in _USES.items():
     setattr(Derivative, _name, _refusing(_use))
 for _name in ("add", "sub", "mul", "matmul", "truediv", "pow"):
     setattr(Derivative, f"__{_name}__", _refusing("arithmetic"))
     setattr(Derivative, f"__r{_name}__", _refusing("arithmetic"))
-setattr(Derivative, "__neg__", _refusing("arithmetic"))  # noqa: B010
+for _name in ("neg", "abs"):
+    setattr(Derivative, f"__{_name}__", _refusing("arithmetic"))
+# JAX catches every TypeError here, and says something else.
+register_refused(Derivative, lambda derivative: derivative.refuse(_ON_ARRAYS, DflowError))

@@ -61,6 +61,33 @@ def test_an_argument_that_is_needed_and_not_given_is_named(name: str, given: dic
     np.testing.assert_array_equal(weights, jnp.ones(3))
 
 
+def needs_two(_: Any, __: Any) -> Any:
+    return jnp.float32(0.0)
+
+
+_OWN_FAULTS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "within": (lambda p: needs_two(p), r"needs_two\(\) missing 1 required positional argument"),
+    "itself": (needs_two, r"needs_two\(\) missing 1 required positional argument"),
+    "a keyword": (lambda p: jnp.sum(p, axes=0), "unexpected keyword argument 'axes'"),
+}
+
+
+@pytest.mark.parametrize("case", _OWN_FAULTS)
+@pytest.mark.parametrize("traced", [False, True], ids=["eager", "traced"])
+def test_an_error_of_the_users_own_function_is_not_taken_for_an_argument_of_apply(case: str, traced: bool) -> None:
+    value_fn, words = _OWN_FAULTS[case]
+    point = dflow.Variable(jnp.ones(3))
+    optimizer = dflow.Optimizer(optax.lbfgs(), point)
+
+    def step() -> None:
+        optimizer.apply(jnp.ones(3), value=jnp.float32(1.0), grad=jnp.ones(3), value_fn=value_fn)
+
+    with pytest.raises(TypeError, match=words) as caught:
+        (dflow.jit(step) if traced else step)()
+    assert not isinstance(caught.value, GraphTypeError)
+    assert "apply:" not in str(caught.value)
+
+
 UNUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "of sgd": (lambda: optax.sgd(0.1), {"value": 1.0}, "value"),
     "of a plain transformation": (lambda: optax.scale(-0.1), {"value": 1.0}, "value"),

@@ -256,3 +256,12 @@ def test_gradients_that_do_not_fit_are_refused(gradients: Any, text: str, traced
         (dflow.jit(step) if traced else step)(gradients)
     assert_names_line(caught.value, "optimizer.apply(given)")
     np.testing.assert_array_equal(model["a"], [1, 1])
+
+
+@pytest.mark.parametrize("name", ["update", "step", "minimize"])
+def test_a_name_of_another_framework_says_apply(name: str) -> None:
+    optimizer = dflow.Optimizer(optax.sgd(0.1), dflow.Variable(1.0, name="w"))
+    with pytest.raises(AttributeError, match=rf"has no attribute '{name}'\n  at .*\n  write optimizer\.apply\("):
+        getattr(optimizer, name)
+    with pytest.raises(AttributeError, match="has no attribute 'elsewhere'$"):
+        optimizer.elsewhere  # noqa: B018

@@ -25,6 +25,13 @@ _UNCALLED: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "negated": (lambda made, v: -made, "arithmetic"),
     "subtracted": (lambda made, v: v - made, "an operation on arrays"),
     "assigned": (lambda made, v: v.assign_sub(made), "an operation on arrays"),
+    "compared": (lambda made, v: made < 1, "a comparison"),
+    "converted": (lambda made, v: float(made), "a conversion"),
+    "summed": (lambda made, v: jnp.sum(made), "an operation on arrays"),
+    "chosen": (lambda made, v: jnp.where(v > 0, made, 0), "an operation on arrays"),
+    "stacked": (lambda made, v: jnp.stack([made, made]), "an operation on arrays"),
+    "compiled": (lambda made, v: dflow.jit(lambda x: x)(made), "an operation on arrays"),
+    "to NumPy": (lambda made, v: np.asarray(made), "an operation on arrays"),
     "applied": (lambda made, v: dflow.Optimizer(optax.sgd(0.1), v).apply(made), "apply"),
 }
 
@@ -34,7 +41,7 @@ _UNCALLED: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
 def test_a_derivative_used_without_a_call_says_so(v: dflow.Variable, case: str, function: Callable[..., Any]) -> None:
     use, said = _UNCALLED[case]
     made, name = function(v.sum, v), function.__name__
-    with pytest.raises(dflow.GraphTypeError, match=rf"dflow\.{name} returns a function, and {said} needs") as caught:
+    with pytest.raises(dflow.DflowError, match=rf"dflow\.{name} returns a function, and {said} needs") as caught:
         use(made, v)
     assert f"call it: dflow.{name}(loss, variables)()" in str(caught.value)
     assert __file__ in str(caught.value)
@@ -59,3 +66,8 @@ def cubes(x: Any) -> Any:
 def test_an_attribute_of_an_array_is_not_there_until_the_call(v: dflow.Variable) -> None:
     with pytest.raises(AttributeError, match=r"dflow\.grad returns a function, which has no 'real'(.|\n)*call it"):
         optax.tree.norm(dflow.grad(v.sum, [v]))
+
+
+def test_a_derivative_is_true_and_prints_as_any_function(v: dflow.Variable) -> None:
+    assert dflow.grad(cubes)
+    assert f"{dflow.grad(cubes)}" == "<dflow.grad of cubes>"
