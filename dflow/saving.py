@@ -36,6 +36,12 @@ Names = Mapping[str, str] | Callable[[str], str]
 
 _Path = tuple[Any, ...]
 
+#: What to do on a cluster in place of each.
+_ON_A_CLUSTER = {
+    "save": "read the values, dflow.read(variables), and keep the arrays",
+    "restore": "restore variables of this process, and assign their values, dflow.assign(variables, dflow.read(here))",
+}
+
 #: How often a restore begins anew because the checkpoint was replaced while it read.
 _ATTEMPTS = 5
 
@@ -139,7 +145,7 @@ def _named(tree: Any, names: Names | None, task: str) -> dict[str, _Entry]:
         if is_on_task(variable.device) or variable.home is not LOCAL:
             raise CheckpointError(
                 f"variable {variable.name!r} lives on {variable.device}, and {task} reaches those of this process alone"
-                f"{at(caller())}\n  on a cluster, read the values, dflow.read(variables), and keep the arrays"
+                f"{at(caller())}\n  on a cluster, {_ON_A_CLUSTER[task]}"
             )
         name = called.setdefault(variable, _array_name(entry.name, names))
         if name in named and named[name].variable is not variable:

@@ -30,7 +30,7 @@ from jax.sharding import SingleDeviceSharding
 
 from dflow.lowering.array_manifest import MANIFEST, Entry, manifest_text, read_manifest
 from dflow.lowering.crc32c import crc32c
-from dflow.lowering.whole_folder import present, whole_folder, write_file
+from dflow.lowering.whole_folder import is_of_an_attempt, present, whole_folder, write_file
 from dflow.lowering.zarr_check import check_array
 from dflow.tracing.errors import CheckpointError, NoCheckpoint, ParseError
 from dflow.tracing.source import at, caller
@@ -242,7 +242,8 @@ def _neighbours(place: Path) -> str:
 def _folders_in(place: Path) -> list[str]:
     """The folders of arrays in a folder, by name."""
     try:
-        return sorted(entry.name for entry in place.iterdir() if (entry / MANIFEST).is_file())
+        entries = [entry for entry in place.iterdir() if not is_of_an_attempt(entry.name)]
+        return sorted(entry.name for entry in entries if (entry / MANIFEST).is_file())
     except OSError:
         return []
 

@@ -36,7 +36,7 @@ from dflow.tracing.jax_frontend import (
 )
 from dflow.tracing.lookups import CALLS
 from dflow.tracing.resources import Variable
-from dflow.tracing.source import Loc, at
+from dflow.tracing.source import Loc, at, caller
 from dflow.tracing.types import ArrayType, array_type_of, dtype_name
 
 
@@ -186,7 +186,7 @@ def _refuse_variables(name: str, variables: Sequence[Variable]) -> None:
         if variable.device is not None and is_on_task(variable.device):
             raise ExportError(
                 f"{name} uses variable {variable.name!r}, which lives on {short_device_name(variable.device)}, and "
-                f"only state of this process can be exported{at(variable.loc)}\n"
+                f"only state of this process can be exported{at(caller())}\n  it was made{at(variable.loc)}\n"
                 "  make variables here, assign them what dflow.read gives, and export a function of those"
             )
         if (other := named.setdefault(variable.name, variable)) is not variable:

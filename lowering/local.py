@@ -36,7 +36,14 @@ from dflow.lowering.waiters import wait
 from dflow.lowering.waits import Schedule, takes
 from dflow.tracing.context import Slot
 from dflow.tracing.device import WITH_STATE, choices_in, is_within_task, scope_here
-from dflow.tracing.device_name import device_name, is_on_task, short_device_name, split_device_name
+from dflow.tracing.device_name import (
+    device_name,
+    is_on_task,
+    no_such_job,
+    short_device_name,
+    split_device_name,
+    task_of,
+)
 from dflow.tracing.errors import DeviceError, InternalError, VariableError
 from dflow.tracing.given_value import Initial
 from dflow.tracing.graph import Graph, Node
@@ -107,6 +114,8 @@ class LocalHome:
             if choices_in(scope) is not None:
                 return None
             if is_on_task(scope) and scope != ALONE:
+                if expected := no_such_job(task_of(scope or ""), ()):
+                    raise DeviceError(f"variable {variable.name!r}: {expected}{at(variable.loc)}\n  correct the name")
                 raise DeviceError(
                     f"variable {variable.name!r} is made under dflow.device({short_device_name(scope or '')!r}), but "
                     f"in this process{at(variable.loc)}\n"

@@ -35,6 +35,9 @@ Part = TypeVar("Part")
 #: Number of tries to put a folder in place when another process puts one there meanwhile.
 _ATTEMPTS = 10
 
+#: A name of an attempt, where the place has the name that is put in.
+_ATTEMPT_NAME = r"\.{}\.([0-9a-f]{{16}})\.(?:lock|writing|replaced|ended)"
+
 #: How many files are flushed at a time.
 _FLUSHES = 16
 #: How many folders are removed at a time.
@@ -54,7 +57,7 @@ class _Attempt:
     @staticmethod
     def all_of(place: Path) -> list[_Attempt]:
         """The attempts that have left anything beside `place`, or are under way."""
-        name = re.compile(rf"\.{re.escape(place.name)}\.([0-9a-f]{{16}})\.(?:lock|writing|replaced|ended)")
+        name = re.compile(_ATTEMPT_NAME.format(re.escape(place.name)))
         with suppress(FileNotFoundError, NotADirectoryError):
             tokens = {found[1] for entry in os.listdir(place.parent) if (found := name.fullmatch(entry))}
             return [_Attempt(place, token) for token in sorted(tokens)]
@@ -129,9 +132,19 @@ def _refused_by_the_disk(place: Path) -> Iterator[None]:
         raise
     except OSError as error:
         raise CheckpointError(
-            f"{place} cannot be written: {error.strerror or error}{at(caller())}\n"
+            f"{place} cannot be written: {_reason(place, error)}{at(caller())}\n"
             "  what was there before is as it was; save where there is room and leave to write"
         ) from error
+
+
+def _reason(place: Path, error: OSError) -> str:
+    """Why the disk refuses a folder at `place`."""
+    folder = next(parent for parent in place.parents if parent.exists())
+    if not folder.is_dir():
+        return f"{folder} is no folder"
+    if error.errno == errno.ENOENT and error.filename and Path(os.fsdecode(error.filename)).parent == folder:
+        return f"{folder} takes no new files"
+    return error.strerror or str(error)
 
 
 @contextmanager
@@ -151,6 +164,11 @@ def _attempt(place: Path) -> Iterator[_Attempt]:
     finally:
         if lock is not None:
             lock.release(remove=is_settled)
+
+
+def is_of_an_attempt(name: str) -> bool:
+    """Whether a folder of this name is one that is being written, or was left by a process that ended meanwhile."""
+    return re.fullmatch(_ATTEMPT_NAME.format(".+"), name) is not None
 
 
 def present(path: str | os.PathLike[str]) -> Path:

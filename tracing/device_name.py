@@ -8,10 +8,12 @@ a device of a task. Names of platforms are no jobs, so that `cpu:1` is never a t
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
+from difflib import get_close_matches
 
 from dflow.tracing.errors import DeviceError
 from dflow.tracing.platforms import PLATFORMS
-from dflow.tracing.task_name import full_task_name, short_task_name
+from dflow.tracing.task_name import full_task_name, short_task_name, split_task_name
 
 _LOCAL = re.compile(rf"(?:/device:|/)?({'|'.join(PLATFORMS)}):([0-9]+)", re.IGNORECASE)
 _WITH_TASK = re.compile(rf"(.+?[0-9])/(?:device:)?((?:{'|'.join(PLATFORMS)}):[0-9]+)", re.IGNORECASE)
@@ -48,6 +50,17 @@ def split_device_name(device: str) -> tuple[str, str]:
     """The task and the device within it of a full name; either may be empty."""
     found = _FULL.fullmatch(device)
     return (found[1], found[2]) if found else (device, "")
+
+
+def no_such_job(task: str, others: Collection[str]) -> str | None:
+    """What was expected in place of a task whose job none of `others` has; None where that may be a task."""
+    jobs = sorted({split_task_name(other)[0] for other in others}) if len(others) > 1 else []
+    job, _ = split_task_name(task)
+    near = get_close_matches(job, PLATFORMS, 1)
+    if job in jobs or not (jobs or near):
+        return None
+    of_jobs = f" or a task of the cluster's jobs ({', '.join(jobs)})" if jobs else ""
+    return f"expected a device such as '{near[0] if near else 'cpu'}:0'{of_jobs}, got {short_task_name(task)!r}"
 
 
 def task_of(device: str) -> str:

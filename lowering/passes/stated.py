@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dflow.lowering.devices import no_device
 from dflow.tracing.device import WITH_CALLER, WITH_STATE, choices_in
-from dflow.tracing.device_name import device_name, short_device_name, split_device_name, task_of
+from dflow.tracing.device_name import device_name, no_such_job, short_device_name, split_device_name, task_of
 from dflow.tracing.errors import DeviceError
 from dflow.tracing.graph import Graph, Node
 from dflow.tracing.ops import CONTROL_OPS
@@ -46,6 +46,8 @@ class Stated:
             fact, remedy = no_device(local, self.devices)
             raise DeviceError(f"%{what} is placed on {local}, but {fact}{where}\n  {remedy}")
         if not local and task not in self.tasks:
+            if expected := no_such_job(task, self.tasks):
+                raise DeviceError(f"%{what}: {expected}{where}\n  correct the name")
             offered = ", ".join(map(short_device_name, self.tasks))
             raise DeviceError(
                 f"%{what} is placed on {device}, but no task offers it; the tasks are {offered}{where}\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -27,6 +28,9 @@ from dflow.lowering.array_files import read_arrays
 from dflow.lowering.store import Store
 from dflow.tracing.errors import CheckpointError, VariableError, VariableShapeError
 from dflow.tracing.types import array_type_of
+
+#: A second set of variables of the same names stands for those of a program that is started again.
+pytestmark = pytest.mark.filterwarnings("ignore::dflow.tracing.namesakes.DuplicateNameWarning")
 
 WAIT_S = 60.0
 
@@ -269,6 +273,8 @@ def test_a_variable_of_a_cluster_is_refused(tmp_path: Path) -> None:
     object.__setattr__(v, "device", "/job:ps/task:0")
     with pytest.raises(dflow.CheckpointError, match="'far' lives on /job:ps/task:0, and save reaches those of this"):
         dflow.save(tmp_path / "c", v)
+    with pytest.raises(dflow.CheckpointError, match=r"and restore reaches (.|\n)*assign their values, dflow\.assign"):
+        dflow.restore(tmp_path / "c", v)
 
 
 def test_traced_code_cannot_save(tmp_path: Path) -> None:
@@ -508,3 +514,21 @@ def last():
     dflow.restore(place, [small, large])
     np.testing.assert_array_equal(large.read(), np.full((512, 1024), 2.0, np.float32))
     assert [entry.name for entry in tmp_path.iterdir()] == ["saved"]
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="this system has no /proc")
+@pytest.mark.parametrize(
+    ("path", "reason"), [("/proc/c", "/proc takes no new files"), ("/dev/null/c", "/dev/null is no folder")]
+)
+def test_a_place_where_nothing_can_be_written_is_named(path: str, reason: str) -> None:
+    with pytest.raises(dflow.CheckpointError, match=f"^{path} cannot be written: {reason}\n"):
+        dflow.save(path, dflow.Variable(1.0, name="v"))
+
+
+def test_what_a_killed_save_left_is_not_listed_as_a_checkpoint(tmp_path: Path) -> None:
+    v = dflow.Variable(1.0, name="v")
+    dflow.save(tmp_path / "c", v)
+    shutil.copytree(tmp_path / "c", tmp_path / f".d.{'0' * 16}.writing")
+    for path in (tmp_path / "missing", tmp_path):
+        with pytest.raises(dflow.NoCheckpoint, match=r"there are: c(;|$)"):
+            dflow.restore(path, v)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -56,6 +57,14 @@ def test_what_is_no_device_is_refused_with_its_line_and_what_to_write(case: str)
     assert fact in told
     assert remedy in told
     assert re.search(r"\n  at \S*test_scopes.py:\d+", told)
+
+
+@pytest.mark.parametrize("make", [lambda: dflow.Variable(1.0, name="v"), dflow.jit(lambda: jnp.ones(2) + 1)])
+@pytest.mark.parametrize(("given", "meant"), [("cqu:0", "cpu"), ("gp:1", "gpu"), ("tup:0", "tpu")])
+def test_a_platform_with_a_slip_is_not_taken_for_a_job(make: Callable[[], Any], given: str, meant: str) -> None:
+    fact = f"expected a device such as '{meant}:0', got '{given}'"
+    with pytest.raises(dflow.DeviceError, match=rf"{fact}\n  at \S*test_scopes.py:\d+"), dflow.device(given):
+        make()
 
 
 def test_a_device_of_another_process_is_refused_with_the_numbers_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
