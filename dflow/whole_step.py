@@ -115,13 +115,11 @@ class WholeStep:
 
     def _name_state(self, error: ValueError) -> None:
         """Have an error of JAX's name variables, where it names the arguments that they are for JAX."""
-        held = [
-            [f"variable {key.rpartition('#')[0]!r}" for key in keys] for keys in (self._state.writes, self._state.reads)
-        ]
+        held = self._state.writes, self._state.reads
 
         def named(found: re.Match[str]) -> str:
             kind, place = int(found[1]), int(found[2])
-            return held[kind][place] if kind < len(held) else "an array that is closed over"
+            return f"variable {held[kind][place].rpartition('#')[0]!r}" if kind < len(held) else "a closed-over array"
 
         if error.args and isinstance(error.args[0], str):
             error.args = (_OUR_ARGUMENT.sub(named, error.args[0]), *error.args[1:])

@@ -66,7 +66,7 @@ def needs_two(_: Any, __: Any) -> Any:
 
 
 _OWN_FAULTS: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "within": (lambda p: needs_two(p), r"needs_two\(\) missing 1 required positional argument"),
+    "within": (lambda p: needs_two(p) + 1, r"needs_two\(\) missing 1 required positional argument"),
     "itself": (needs_two, r"needs_two\(\) missing 1 required positional argument"),
     "a keyword": (lambda p: jnp.sum(p, axes=0), "unexpected keyword argument 'axes'"),
 }

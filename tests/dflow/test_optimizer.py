@@ -263,5 +263,5 @@ def test_a_name_of_another_framework_says_apply(name: str) -> None:
     optimizer = dflow.Optimizer(optax.sgd(0.1), dflow.Variable(1.0, name="w"))
     with pytest.raises(AttributeError, match=rf"has no attribute '{name}'\n  at .*\n  write optimizer\.apply\("):
         getattr(optimizer, name)
-    with pytest.raises(AttributeError, match="has no attribute 'elsewhere'$"):
+    with pytest.raises(AttributeError, match=r"has no attribute 'elsewhere'$"):
         optimizer.elsewhere  # noqa: B018
