@@ -140,8 +140,10 @@ CASES: dict[str, tuple[Callable[[Made], Any], str, str]] = {
     ),
     "a variable on a task": (
         on_a_task,
-        "read uses variable 'far', which lives on ps:0, and only state of this process can be exported\n  at HERE\n"
-        "  it was made\n  at HERE",
+        (
+            "read uses variable 'far', which lives on ps:0, and only state of this process can be exported\n  at HERE\n"
+            "  it was made\n  at HERE"
+        ),
         "make variables here, assign them what dflow.read gives, and export a function of those",
     ),
     "a jax.Ref": (a_ref, "closes over Ref{float32[3]}, which is no array", "keep that in a dflow.Variable"),
