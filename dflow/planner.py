@@ -2,18 +2,20 @@
 
 JAX traces the Python function itself, so that all its own ways to trace (`jax.eval_shape`, `jax.make_jaxpr`, another
 `jax.jit`) and ours share one trace. The content of a trace decides whether a
-graph with a plan runs the calls, or `jax.jit`. A function that returns variables is traced again through one of this
-planner's own, which returns their handles: JAX would read them.
+graph with a plan runs the calls, or `jax.jit`. A function that returns variables is traced through one of this
+planner's own, which returns their handles: JAX would read them. The first such trace runs what JAX has traced already.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -28,22 +30,24 @@ from dflow.plans import UNKNOWN, Plan, plan_of_programs, plan_of_runner, plan_of
 from dflow.shardings import constrained
 from dflow.shared_traces import SharedTraces
 from dflow.stages import LoweredRun
+from dflow.static_arguments import StaticArguments
 from dflow.step_on_device import StepOnDevice
 from dflow.trace_log import captured_types, described
 from dflow.tracing.captured import closed_over
 from dflow.tracing.errors import InternalError, PlainJitError
 from dflow.tracing.from_jaxpr import holds_device
 from dflow.tracing.jax_frontend import (
-    HandleNeeded,
+    Handle,
     ShardingTypeError,
     closed_parts,
     compiled_by_jax,
     is_resource,
     names_the_dead,
+    replayed,
+    resources_returned,
     returned_variables,
     source_of,
     touches_state,
-    variables_not_returned,
 )
 from dflow.tracing.leaks import note_trace, watched_for_leaks
 from dflow.tracing.source import at, caller
@@ -68,6 +72,7 @@ class Planner:
         self.fn, self.options, self.shared = fn, options, shared
         self._raw = raw
         self._giving_handles: Any = None
+        self._first = _First()
 
     @property
     def jitted(self) -> Any:
@@ -75,7 +80,9 @@ class Planner:
         if not self.shared.returns_variables:
             return self._raw
         if self._giving_handles is None:
-            self._giving_handles = _giving_handles(self.fn, self.options, self.shared.log.name)
+            self._giving_handles = _giving_handles(
+                self.fn, self.options, self.shared.log.name, self.shared.static, self._first
+            )
         return self._giving_handles
 
     def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -101,13 +108,15 @@ class Planner:
         return stage
 
     def _traced_by_jax(self, args: Any, kwargs: Any) -> Any:
-        if not self.shared.returns_variables:
-            with suppress(HandleNeeded), variables_not_returned():
-                stage = self._raw.trace(*args, **kwargs)
-                if not returned_variables(closed_parts(stage.jaxpr)[0]):
-                    return stage
-            self.shared.returns_variables = True
-        return self.jitted.trace(*args, **kwargs)
+        if self.shared.returns_variables:
+            return self.jitted.trace(*args, **kwargs)
+        with resources_returned() as found:
+            stage = self._raw.trace(*args, **kwargs)
+        if not found and not returned_variables(closed_parts(stage.jaxpr)[0]):
+            return stage
+        self.shared.returns_variables = True
+        with self._first.being(stage, found):
+            return self.jitted.trace(*args, **kwargs)
 
     def missed(self, jitted: Any, /, *args: Any, **kwargs: Any) -> Any:
         """What JAX calls for arguments that `jitted` has no program for.
@@ -213,12 +222,38 @@ def resources_in(tree: Any) -> list[Any]:
     return [leaf.handle.variable for leaf in leaves if is_resource(leaf)]
 
 
-def _giving_handles(fn: Callable[..., Any], options: Mapping[str, Any], name: str) -> Any:
+class _First(threading.local):
+    """What this thread's next trace runs in the place of the function: the trace that found it to return variables."""
+
+    stage: Any = None
+    found: Mapping[int, Handle] = MappingProxyType({})
+
+    @contextmanager
+    def being(self, stage: Any, found: Mapping[int, Handle]) -> Iterator[None]:
+        """Have the next trace within run a stage, some of whose results are variables; nothing if none was seen."""
+        self.stage, self.found = (stage if found else None), found
+        try:
+            yield
+        finally:
+            self.stage, self.found = None, {}
+
+    def replayed(self, leaves: Sequence[Any]) -> Any:
+        """The results of the stage, once."""
+        stage, self.stage = self.stage, None
+        results = replayed(*closed_parts(stage.jaxpr), leaves, self.found)
+        return jax.tree_util.tree_unflatten(stage.out_tree, results)
+
+
+def _giving_handles(
+    fn: Callable[..., Any], options: Mapping[str, Any], name: str, static: StaticArguments, first: _First
+) -> Any:
     """`jax.jit` of `fn` with handles for the variables among its results."""
 
     @functools.wraps(fn)
     def giving_handles(*args: Any, **kwargs: Any) -> Any:
-        return handles(fn(*args, **kwargs))
+        if first.stage is None:
+            return handles(fn(*args, **kwargs))
+        return first.replayed(jax.tree_util.tree_leaves(handles(static.split(args, kwargs)[:2])))
 
     giving_handles.__name__ = name  # which names the program; a partial has none to be copied
     with warnings.catch_warnings():

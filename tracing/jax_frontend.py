@@ -344,23 +344,41 @@ _OF_TRACED_RESULTS = jax_partial_eval._check_returned_jaxtypes.__code__
 _returning: set[str] = set()
 
 
-class _NotReturned(threading.local):
-    """The trace around the function whose results are to hold no resource."""
+class _Looked(threading.local):
+    """The trace around the function whose results are looked at, and the resources among them, by their places."""
 
     outer: Any = None
+    found: dict[int, Handle] | None = None
 
 
-_not_returned = _NotReturned()
+_looked = _Looked()
 
 
 @contextmanager
-def variables_not_returned() -> Iterator[None]:
-    """Have a function that is traced directly within raise HandleNeeded where it returns a variable."""
-    before, _not_returned.outer = _not_returned.outer, jax_core.trace_ctx.trace
+def resources_returned() -> Iterator[dict[int, Handle]]:
+    """Find the resources among the flat results of a function that is traced directly within, by their places."""
+    before = _looked.outer, _looked.found
+    _looked.outer, _looked.found = jax_core.trace_ctx.trace, {}
     try:
-        yield
+        yield _looked.found
     finally:
-        _not_returned.outer = before
+        _looked.outer, _looked.found = before
+
+
+def replayed(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], returned: Mapping[int, Handle]) -> list[Any]:
+    """Run a jaxpr on values, with handles in the places of results that are resources, which are not read."""
+    env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+    unread = {jaxpr.outvars[place] for place in returned}
+
+    def value(atom: Any) -> Any:
+        return atom.val if is_literal(atom) else env[atom]
+
+    for equation in jaxpr.eqns:
+        if unread.isdisjoint(equation.outvars):
+            operands = [value(atom) for atom in equation.invars]
+            results = bind(equation.primitive, equation.params, operands, origin_of(equation))
+            env.update(zip(equation.outvars, results, strict=True))
+    return [returned[place] if place in returned else value(atom) for place, atom in enumerate(jaxpr.outvars)]
 
 
 def returned_variables(jaxpr: Jaxpr) -> bool:
@@ -368,12 +386,12 @@ def returned_variables(jaxpr: Jaxpr) -> bool:
     return source_of(jaxpr) in _returning
 
 
-def _look_at_returned(frame: FrameType) -> None:
+def _look_at_returned(frame: FrameType, handle: Handle) -> None:
     """Note that the function whose results JAX looks at in this frame returned a resource."""
     if frame.f_code is _OF_TRACED_RESULTS:
         _returning.add(frame.f_locals["dbg"].func_src_info)
-        if _not_returned.outer is not None and jax_core.trace_ctx.trace is _not_returned.outer:
-            raise HandleNeeded
+        if _looked.found is not None and jax_core.trace_ctx.trace is _looked.outer:
+            _looked.found[frame.f_locals["i"]] = handle
 
 
 #: The files of JAX that apply a function to the results of a traced function.
@@ -406,7 +424,7 @@ def register_leaf(cls: type[Any], type_of: Callable[[Any], Any], read: Callable[
         return ((), resource.handle) if code is _OF_RESULTS else ((read(resource),), None)
 
     def typed(resource: Any) -> Any:
-        _look_at_returned(sys._getframe(2))
+        _look_at_returned(sys._getframe(2), resource.handle)
         return type_of(resource)
 
     def undispatched(handle: Handle | None, values: Sequence[Any]) -> Any:
