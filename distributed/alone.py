@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from dflow.distributed.failures import error_of
 from dflow.distributed.messages import Claimed, ClaimSteps, EdgeTraffic, Failure, NotFinite, RoundsDone
@@ -41,6 +41,10 @@ class Alone:
     def wanted_gradients(self, backup_workers: int) -> int:
         """How many gradients end a round: this process's. Raises StrategyError with backup workers."""
         return without_backups(1, backup_workers)
+
+    def shared_step(self) -> AbstractContextManager[None]:
+        """Run a step inside, which this process does alone."""
+        return nullcontext()
 
     def take_part(self, run: str, job: str) -> None:
         """None: every step is a round of its own."""

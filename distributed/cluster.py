@@ -14,7 +14,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
@@ -44,6 +44,7 @@ from dflow.distributed.rendezvous import describe
 from dflow.distributed.run_folder import run_folder
 from dflow.distributed.step_numbers import first_of_a_life
 from dflow.distributed.step_parts import StepParts, cancel_elsewhere
+from dflow.distributed.strategies.applying import shared_step
 from dflow.distributed.strategies.backup_workers import without_backups
 from dflow.distributed.strategies.round_part import Part
 from dflow.distributed.task_server import TaskServer, TaskSettings
@@ -226,6 +227,10 @@ class Cluster:
         return self._client.claim(
             run, total_steps, done=done, step_s=step_s, metrics=metrics, more=more, not_finite=not_finite
         )
+
+    def shared_step(self) -> AbstractContextManager[None]:
+        """Run a step inside, which other workers do too; see `applying.shared_step`."""
+        return shared_step()
 
     def take_part(self, run: str, job: str) -> Part:
         """This worker's part in a run of synchronous training, whose gradients go to a task of `job`."""

@@ -13,13 +13,12 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import numpy as np
 
 from dflow.distributed.messages import NotFinite
-from dflow.distributed.strategies.applying import shared_step
-from dflow.lowering.pipeline import ALONE
 from dflow.tracing.errors import DflowError, StrategyError
 from dflow.tracing.source import at, caller
 
@@ -29,9 +28,8 @@ _runs = itertools.count()
 class StepSource(Protocol):
     """What a strategy needs of a cluster: who does which steps."""
 
-    @property
-    def task(self) -> str:
-        """This process as a task; `ALONE` where there are no other workers."""
+    def shared_step(self) -> AbstractContextManager[None]:
+        """Run a step inside, which other workers do too."""
         ...
 
     def claim(
@@ -91,7 +89,7 @@ class Async:
             try:
                 for batch in itertools.islice(supply, len(claimed)):
                     started = time.perf_counter()
-                    with contextlib.nullcontext() if self._cluster.task == ALONE else shared_step():
+                    with self._cluster.shared_step():
                         outcome = step(*batch) if isinstance(batch, tuple) else step(batch)
                     times.append(time.perf_counter() - started)
                     losses.append(_losses(outcome))

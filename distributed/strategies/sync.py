@@ -50,6 +50,8 @@ class TakesPart(Protocol):
 class Workers(StepSource, Protocol):
     """What the strategy needs of a cluster."""
 
+    task: str
+
     def wanted_gradients(self, backup_workers: int) -> int:
         """How many gradients end a round, of one from each worker. Raises StrategyError when it is none."""
         ...

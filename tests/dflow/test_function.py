@@ -558,7 +558,8 @@ def test_one_name_with_two_types_is_refused_with_both_lines() -> None:
     assert str(caught.value).count(HERE) == 2
     assert line_of(caught.value).startswith("dflow.Variable(jnp.zeros(3)")
     again = dflow.Variable(jnp.ones(2), name="taken")
-    np.testing.assert_array_equal([first, again], [[0, 0], [1, 1]])
+    with pytest.warns(dflow.DuplicateNameWarning, match="'taken'"):
+        np.testing.assert_array_equal([first, again], [[0, 0], [1, 1]])
 
 
 def test_a_variable_inside_traced_code_is_refused() -> None:
