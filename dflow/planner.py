@@ -223,7 +223,7 @@ def resources_in(tree: Any) -> list[Any]:
 
 
 class _First(threading.local):
-    """What this thread's next trace runs in the place of the function: the trace that found it to return variables."""
+    """What this thread's next trace runs instead of the function: the trace that found it to return variables."""
 
     stage: Any = None
     found: Mapping[int, Handle] = MappingProxyType({})

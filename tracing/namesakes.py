@@ -29,7 +29,7 @@ _lock = threading.Lock()
 
 
 def joined_namesakes(resource: Any) -> WeakSet[Any]:
-    """Return the living resources of this one's kind, name and home, of which it is one from now on."""
+    """Return the living resources of this one's kind, name and home, and add it to them."""
     with _lock:
         group = _groups.setdefault((resource.kind, resource.name, resource.home), WeakSet())
         group.add(resource)
@@ -59,9 +59,9 @@ def _later(resource: Any) -> Any:
 
 def _warn(names: list[str], kind: str, are_one: bool, first: Loc | None, second: Loc | None) -> None:
     shown = ", ".join(map(repr, names[:5])) + (", ..." if len(names) > 5 else "")
-    fact = f"both are one {kind} here" if are_one else "here each is one of its own, and on a cluster both are one"
+    fact = f"both are one {kind} here" if are_one else "here they are separate, and on a cluster both are one"
     text = (
-        f"{kind}{'s' * (len(names) > 1)} {shown}: expected a name of its own, got that of a {kind} that is in use: "
+        f"{kind}{'s' * (len(names) > 1)} {shown}: expected an unused name, got that of a {kind} that is in use: "
         f"{fact}{at(second)}\n"
         f"  the one in use was made{at(first)}\n"
         "  give one of the two another name or `prefix=`, or use the later alone"

@@ -82,7 +82,7 @@ def note_optimizer(optimizer: GivenOptimizer) -> None:
 
 @contextmanager
 def shared_step() -> Iterator[None]:
-    """Have `refuse_own_variables` look at the updates of what runs inside, a step that workers share out."""
+    """Have `refuse_own_variables` check the updates of a step that runs inside and that workers share out."""
     token = _is_shared.set(True)
     try:
         if not _of_own:

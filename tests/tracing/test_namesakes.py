@@ -51,11 +51,11 @@ def test_a_target_network_of_the_same_names_is_warned_of(place: Place, use: str)
         online = model()
     with place[0]():
         target = model()
-    fact = "both are one variable here" if place[1] else "here each is one of its own, and on a cluster both are one"
+    fact = "both are one variable here" if place[1] else "here they are separate, and on a cluster both are one"
     with pytest.warns(dflow.DuplicateNameWarning) as caught:
         _USES[use](online)
     text = str(caught.pop().message)
-    assert text.startswith("variable 'w': expected a name of its own, got that of a variable that is in use: ")
+    assert text.startswith("variable 'w': expected an unused name, got that of a variable that is in use: ")
     assert fact in text
     assert text.count(f"{HERE}:") == 2
     assert "another name or `prefix=`" in text
@@ -122,7 +122,7 @@ def test_optimizers_of_one_name_are_warned_of_and_others_are_not(place: Place) -
     with place[0]():
         w = dflow.Variable(jnp.ones(2), name="w")
     kept = [dflow.Optimizer(optax.sgd(0.1, momentum=0.9), w, name="sgd") for _ in range(2)]
-    with pytest.warns(dflow.DuplicateNameWarning, match=r"variable 'sgd/0/trace/w': expected a name of its own"):
+    with pytest.warns(dflow.DuplicateNameWarning, match=r"variable 'sgd/0/trace/w': expected an unused name"):
         kept[0].apply(jnp.ones(2))
 
 
@@ -139,6 +139,6 @@ def test_two_workers_of_one_process_each_have_a_handle() -> None:
 def test_queues_of_one_name_are_warned_of(place: Place) -> None:
     with place[0]():
         first, second = [dflow.FIFOQueue(2, jax.ShapeDtypeStruct((), jnp.float32), name="q") for _ in range(2)]
-    with pytest.warns(dflow.DuplicateNameWarning, match=r"queue 'q': expected a name of its own, got that of a queue"):
+    with pytest.warns(dflow.DuplicateNameWarning, match=r"queue 'q': expected an unused name, got that of a queue"):
         first.enqueue(1.0)
     second.close()
