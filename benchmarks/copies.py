@@ -27,7 +27,7 @@ from benchmarks.memory import ALLOCATOR
 
 LAYERS, WIDTH, BATCH, STEPS = 16, 2048, 256, 5
 DEADLINE_S = 200.0
-DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=3", "JAX_PLATFORMS": "cpu"}
+DEVICES = {"JAX_NUM_CPU_DEVICES": "3", "JAX_PLATFORMS": "cpu"}
 PROGRAMS, WAYS = ("there and back", "straight", "trained"), ("late", "at once")
 WORKER, ELSEWHERE = "/job:worker/task:0", "/job:ps/task:0"
 

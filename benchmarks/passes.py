@@ -44,6 +44,7 @@ def main() -> None:
     given = options(__doc__, rounds=3, largest=SIZES[-1])
     sizes = [size for size in SIZES if size <= given.largest]
     rows = []
+    gc.freeze()  # or the collection before each stage walks all that JAX and optax have imported
     for name, make, places in (
         ("updates", updates, (ALONE,)),
         ("two tasks", updates, (ALONE, ELSEWHERE)),

@@ -17,7 +17,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", "2")
 
 import jax
 import jax.numpy as jnp

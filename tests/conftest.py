@@ -11,10 +11,13 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 
-from tests.effort import DEFAULT_EXAMPLES, examples
+from tests.effort import DEFAULT_EXAMPLES, examples, quick_compilation
 
 # Read by JAX when a test first imports it: tests compare numbers bit by bit, so they run where CI runs them.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+# Read by XLA at its first compilation. `make nightly`, or `XLA_FLAGS=` before a command, compiles as users do.
+os.environ.setdefault("XLA_FLAGS", quick_compilation())
 
 # What one process of a run has compiled, the others and the next file read: most of what a test compiles is small and
 # common to many. The folder is the run's own, so that nothing of yesterday is believed.

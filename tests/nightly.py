@@ -30,7 +30,7 @@ def command(effort: int, seed: int, more: Sequence[str]) -> list[str]:
 
 def run(effort: int, seed: int, more: Sequence[str]) -> int:
     """Run one round; pytest's exit status."""
-    environment = {**os.environ, VARIABLE: str(effort)}
+    environment = {"XLA_FLAGS": "", **os.environ, VARIABLE: str(effort)}
     return subprocess.run(command(effort, seed, more), env=environment, check=False).returncode
 
 

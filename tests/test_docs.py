@@ -3,7 +3,7 @@
 The blocks of a page run in order in one namespace. A ```text block right after a ```python block is its output;
 `...` in it stands for anything. `make golden` rewrites such blocks, save those that hold `...`. Links between the pages
 lead to what is there. A page about several devices runs where there are some: `test_several_devices.py` has it run, and
-`XLA_FLAGS=--xla_force_host_platform_device_count=8` before a command refreshes it.
+`JAX_NUM_CPU_DEVICES=8` before a command refreshes it.
 """
 
 from __future__ import annotations

@@ -46,10 +46,11 @@ class FileRun:
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds that one test, or the import of the file, may take; and the whole file, one way."""
+    """Seconds that one test may take; the whole file, one way; and the start of a process, with the file's import."""
 
     test: float = 300.0
     file: float = 3600.0
+    start: float = 300.0
 
 
 class Stopped(BaseException):
@@ -97,7 +98,7 @@ def run_file(
                 return run
             if unfinished is None:
                 if not run.trouble and (late or process.returncode not in (0, 1, 5)):
-                    run.trouble = f"import took longer than {limits.test:g} s" if late else f"the process {status}"
+                    run.trouble = f"import took longer than {limits.start:g} s" if late else f"the process {status}"
                     run.trouble += f": {_last(printed)}"
                 return run
             if late:
@@ -119,7 +120,7 @@ def _watch(process: subprocess.Popen[bytes], records: Path, limits: Limits, unti
             raise Stopped
         if (written := records.stat().st_size) != size:
             size, since = written, now
-        late = "file" if now > until else "test" if now - since > limits.test else ""
+        late = "file" if now > until else "test" if now - since > (limits.test if size else limits.start) else ""
         if late:
             _end(process)
             return late

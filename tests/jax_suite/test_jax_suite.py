@@ -82,7 +82,7 @@ def run(folder: Path, *more: str) -> int:
 
 
 def test_both_runs_are_compared_past_crashes_and_hangs(ran: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(ran, "--test-timeout", "10") == 1
+    assert run(ran, "--test-timeout", "4") == 1
     report = json.loads((ran / "report.json").read_text())
     found = report["files"]["made_test.py"]
     assert found["outcomes_with_jax"] == {"passed": 9, "failed": 1}
@@ -102,7 +102,7 @@ def test_both_runs_are_compared_past_crashes_and_hangs(ran: Path, capsys: pytest
     assert re.search(r"^made_test.py +9 +3 +6 +2 +2$", said, re.MULTILINE)
     assert "AssertionError: this is dflow's" in said
     assert "the process died by SIGABRT" in said
-    assert re.search(r"took longer than 10 s: File .* in wait", said)
+    assert re.search(r"took longer than 4 s: File .* in wait", said)
     assert "listed: on purpose" in said
     assert "stale exception, no test differs by it any more: made_test.py::test_equal" in said
 
@@ -119,6 +119,19 @@ def test_a_file_that_cannot_be_imported_is_a_result(tmp_path: Path, capsys: pyte
     assert "bad_test.py with jax.jit: ModuleNotFoundError: No module named 'a_module_that_is_missing'" in said
     assert "pip install 'dflow[jax-suite]'" in said
     assert "nothing was compared" in said
+
+
+def test_a_file_may_take_longer_to_import_than_a_test(tmp_path: Path) -> None:
+    (tmp_path / "slow_test.py").write_text("import jax\ndef test_quick():\n    pass\n")
+    assert (
+        run_file("slow_test.py", "jax", tmp_path, Limits(test=0.2)).tests["slow_test.py::test_quick"].outcome
+        == "passed"
+    )
+
+
+def test_an_import_without_end_is_a_result(tmp_path: Path) -> None:
+    (tmp_path / "endless_test.py").write_text("import threading\nthreading.Event().wait()\n")
+    assert "import took longer than 1 s" in run_file("endless_test.py", "jax", tmp_path, Limits(start=1)).trouble
 
 
 def test_a_file_has_a_time_of_its_own(tmp_path: Path) -> None:
