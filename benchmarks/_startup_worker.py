@@ -1,4 +1,4 @@
-"""A worker of `benchmarks.startup`: variables of random values, Adam, one step; prints the times of its parts as JSON."""
+"""A worker of `benchmarks.startup`: variables of random values, Adam, one step; prints its times as JSON."""
 
 from __future__ import annotations
 

@@ -15,35 +15,41 @@ from contextlib import contextmanager
 #: Objects made, less those freed, between two collections of the youngest: bounds the memory that garbage takes.
 YOUNG_OBJECTS = 100_000
 
-_lock = threading.Lock()
-_inside = 0
-_before = _during = gc.get_threshold()
+
+class _Rarely:
+    """The collector's thresholds, raised while threads are inside."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._before = self._during = gc.get_threshold()
+
+    def enter(self) -> None:
+        """A thread comes in."""
+        with self._lock:
+            self._inside += 1
+            if self._inside == 1:
+                self._before = gc.get_threshold()
+                if 0 < self._before[0] < YOUNG_OBJECTS:
+                    gc.set_threshold(YOUNG_OBJECTS)
+                self._during = gc.get_threshold()
+
+    def leave(self) -> None:
+        """A thread goes out; the last one puts the thresholds back."""
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0 and gc.get_threshold() == self._during:
+                gc.set_threshold(*self._before)
+
+
+_RARELY = _Rarely()
 
 
 @contextmanager
 def rare_collections() -> Iterator[None]:
     """Collect garbage once in `YOUNG_OBJECTS` objects inside; a collector that is off or rarer stays as it is."""
-    _enter()
+    _RARELY.enter()
     try:
         yield
     finally:
-        _leave()
-
-
-def _enter() -> None:
-    global _inside, _before, _during
-    with _lock:
-        _inside += 1
-        if _inside == 1:
-            _before = _during = gc.get_threshold()
-            if 0 < _before[0] < YOUNG_OBJECTS:
-                gc.set_threshold(YOUNG_OBJECTS)
-                _during = gc.get_threshold()
-
-
-def _leave() -> None:
-    global _inside
-    with _lock:
-        _inside -= 1
-        if _inside == 0 and gc.get_threshold() == _during:
-            gc.set_threshold(*_before)
+        _RARELY.leave()

@@ -6,6 +6,7 @@ import gc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from typing import Any
 
 import jax.numpy as jnp
 import pytest
@@ -68,7 +69,7 @@ def test_a_first_call_collects_rarely_and_later_calls_as_before() -> None:
     seen = []
 
     @dflow.jit
-    def step(x):
+    def step(x: Any) -> Any:
         seen.append(gc.get_threshold()[0])
         return x * variable
 
