@@ -15,7 +15,6 @@ import numpy as np
 from dflow.lowering.discharge import Discharged
 from dflow.lowering.program import export_program
 from dflow.tracing.graph import Node, Operand, Value
-from dflow.tracing.types import Type
 
 
 class SharedExports:
@@ -47,7 +46,8 @@ def computation(program: Discharged) -> Hashable | None:
         for value in node.outputs:
             numbers[value] = len(numbers)
     outputs = tuple(_operand(output, numbers) for output in program.graph.outputs)
-    key = len(program.written), tuple(_type(value.type) for value in arguments), tuple(nodes), outputs
+    types = tuple((value.type, type.sharding) for value, type in zip(arguments, program.types, strict=True))
+    key = types, tuple(nodes), outputs
     try:
         hash(key)
     except TypeError:
@@ -65,10 +65,6 @@ def _operand(operand: Operand, numbers: Mapping[Value, int]) -> Hashable:
     if isinstance(operand, Value):
         return numbers[operand]
     return np.asarray(operand.value).tobytes(), str(np.asarray(operand.value).dtype), operand.type
-
-
-def _type(type: Type) -> Hashable:
-    return type, getattr(type, "sharding", None)
 
 
 def _exact(value: Any) -> Hashable:
