@@ -8,6 +8,7 @@ a device of a task. Names of platforms are no jobs, so that `cpu:1` is never a t
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 from dflow.tracing.errors import DeviceError
 from dflow.tracing.platforms import PLATFORMS
@@ -44,6 +45,7 @@ def device_name(task: str, local: str) -> str:
     return f"{task}/device:{_FAMILY.get(platform, platform)}:{int(number)}"
 
 
+@lru_cache(maxsize=1024)
 def split_device_name(device: str) -> tuple[str, str]:
     """The task and the device within it of a full name; either may be empty."""
     found = _FULL.fullmatch(device)
