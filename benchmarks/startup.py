@@ -100,7 +100,7 @@ def beside(tasks: Sequence[subprocess.Popen[str]], run: Callable[..., Times], *g
 
 
 def processor_s(process: subprocess.Popen[str]) -> float:
-    """The processor time of a process so far."""
+    """Return the processor time that a process has used."""
     fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
     return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 

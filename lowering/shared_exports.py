@@ -21,7 +21,7 @@ class SharedExports:
     """The exports made for one registration."""
 
     def __init__(self) -> None:
-        # With its program, for parts of a key are the identities of what the program holds.
+        # An entry keeps its program alive, because parts of the key are identities of the objects that it holds.
         self._made: dict[Hashable, tuple[Discharged, bytes]] = {}
 
     def blob(self, program: Discharged) -> bytes:

@@ -28,7 +28,7 @@ def scaled(by: Any) -> Callable[[Any], Any]:
 
 
 def alike(one: Discharged, other: Discharged) -> bool:
-    """Whether two programs, of which both are alive, may share an export."""
+    """Return whether two living programs may share an export."""
     return computation(one) == computation(other)
 
 
