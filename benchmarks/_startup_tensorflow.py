@@ -28,6 +28,7 @@ def main() -> None:
     parser.add_argument("--workers", nargs="+", required=True, metavar="ADDRESS")
     given = parser.parse_args()
     times = {"imports": time.time() - given.began}
+    processor = {"imports": time.process_time()}
     spec = tf.train.ClusterSpec({"ps": given.ps, "worker": given.workers})
     server = v1.train.Server(spec, job_name=given.job, task_index=given.index)
     if given.job == "ps":
@@ -36,6 +37,7 @@ def main() -> None:
 
     def lap(what: str) -> None:
         times[what] = time.time() - given.began - sum(times.values())
+        processor[what] = time.process_time() - sum(processor.values())
 
     lap("join")
     with tf.Graph().as_default():
@@ -47,7 +49,7 @@ def main() -> None:
             lap("initialisation")
             session.run([train, loss], {batch: np.ones((BATCH, SHAPE[0]), np.float32)})
             lap("first step")
-    print("times " + json.dumps(times), flush=True)
+    print("times " + json.dumps({"elapsed": times, "processor": processor}), flush=True)
 
 
 def graph(given: argparse.Namespace, batch: tf.Tensor) -> tuple[tf.Operation, tf.Tensor]:

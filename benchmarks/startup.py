@@ -4,6 +4,8 @@ The script (`_startup_worker.py`) makes variables of 64 x 64 random numbers on 2
 one step on all of them. Each task is a process of this machine. *first* is the worker that finds an empty cluster;
 *late* is another worker, which joins when the variables are there; *restarted* is the first one once more. *alone* is
 the same script in one process without a cluster. `after imports` is the time from the end of the imports on.
+The second line of each has processor times, which depend less on what else the machine does; `on tasks` is that of the
+ps tasks while the worker ran.
 
 `--beside PYTHON` names an environment with TensorFlow, whose own runtime (graph mode, gRPC) then starts the same model
 beside ours in each round; its graph and initialisation create the variables. `--variables` measures one size.
@@ -11,13 +13,14 @@ beside ours in each round; its graph and initialisation create the variables. `-
 
 from __future__ import annotations
 
+import compileall
 import json
 import os
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,14 +32,25 @@ ROUNDS = 3
 RUN_S = 900
 SIZES = (100, 300, 1000)
 PS = 2
+KINDS = ("elapsed", "processor")
 #: How long each part took, in s, by part.
-Times = dict[str, float]
+Parts = dict[str, float]
+#: The parts of a worker by `elapsed` and by `processor` time.
+Times = dict[str, Parts]
 
 
 def main() -> None:
     given = options(__doc__, variables=0, rounds=ROUNDS, beside=None)
+    write_bytecode()
     rows = [row for size in ([given.variables] if given.variables else SIZES) for row in measured(size, given)]
     publish("startup", rows, as_json=given.json)
+
+
+def write_bytecode() -> None:
+    """Compile dflow's modules for imports, as installing the package does."""
+    package = ROOT / "dflow"
+    for folder in (package, *filter(Path.is_symlink, package.iterdir())):
+        compileall.compile_dir(folder, quiet=2)
 
 
 def measured(size: int, given: Any) -> list[dict[str, Any]]:
@@ -46,20 +60,22 @@ def measured(size: int, given: Any) -> list[dict[str, Any]]:
         ways["TensorFlow"] = lambda: {"TensorFlow": by_tensorflow(size, str(given.beside))}
     rounds = [times for found in in_turn(ways, given.rounds).values() for times in found]
     whose = list(dict.fromkeys(who for times in rounds for who in times))
-    best = {who: min((times[who] for times in rounds if who in times), key=after_imports) for who in whose}
-    return [{"variables": size, "who": who, **line(best[who])} for who in whose]
+    found = {who: [times[who] for times in rounds if who in times] for who in whose}
+    best = {who: {kind: min((t[kind] for t in found[who]), key=after_imports) for kind in KINDS} for who in whose}
+    return [{"variables": size, "who": who, "time": kind, **line(best[who][kind])} for who in whose for kind in KINDS]
 
 
-def line(times: Times) -> dict[str, float]:
+def line(parts: Parts) -> Parts:
     """The parts by their columns."""
-    created = sum(times.get(part, 0.0) for part in ("variables", "slots", "graph", "initialisation"))
-    parts = {"imports s": times["imports"], "join s": times["join"], "variables and slots s": created}
-    return {**parts, "first step s": times["first step"], "after imports s": after_imports(times)}
+    created = sum(parts.get(part, 0.0) for part in ("variables", "slots", "graph", "initialisation"))
+    found = {"imports s": parts["imports"], "join s": parts["join"], "variables and slots s": created}
+    after = {"first step s": parts["first step"], "after imports s": after_imports(parts)}
+    return found | after | ({"on tasks s": parts["tasks"]} if "tasks" in parts else {})
 
 
-def after_imports(times: Times) -> float:
-    """All but the imports."""
-    return sum(times.values()) - times["imports"]
+def after_imports(parts: Parts) -> float:
+    """The time of the worker from its imports on."""
+    return sum(parts.values()) - parts["imports"] - parts.get("tasks", 0.0)
 
 
 def by_dflow(size: int) -> dict[str, Times]:
@@ -69,10 +85,24 @@ def by_dflow(size: int) -> dict[str, Times]:
     jobs = ["--job", f"ps={PS}", "--job", "worker=2"]
     tasks = [["task", "--job", "ps", "--index", str(index), "--coordinator", coordinator] for index in range(PS)]
     with ExitStack() as stack:
-        for words in (["coordinator", *jobs, "--address", coordinator], *tasks):
-            stack.enter_context(running([sys.executable, "-m", "dflow", *words]))
+        every = (["coordinator", *jobs, "--address", coordinator], *tasks)
+        _, *ps = [stack.enter_context(running([sys.executable, "-m", "dflow", *words])) for words in every]
         lives = (("first", 0), ("late", 1), ("restarted", 0))
-        return {who: worker(size, {**joins, "DFLOW_INDEX": str(index)}) for who, index in lives}
+        return {who: beside(ps, worker, size, {**joins, "DFLOW_INDEX": str(index)}) for who, index in lives}
+
+
+def beside(tasks: Sequence[subprocess.Popen[str]], run: Callable[..., Times], *given: Any) -> Times:
+    """What `run` gives, and the processor time of the tasks meanwhile."""
+    before = sum(map(processor_s, tasks))
+    times = run(*given)
+    times["processor"]["tasks"] = sum(map(processor_s, tasks)) - before
+    return times
+
+
+def processor_s(process: subprocess.Popen[str]) -> float:
+    """Return the processor time that a process has used."""
+    fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
 def worker(size: int, place: dict[str, str]) -> Times:
@@ -88,12 +118,13 @@ def by_tensorflow(size: int, python: str) -> Times:
     spec = ["--ps", *addresses[:PS], "--workers", *addresses[PS:]]
     script = [python, str(ROOT / "benchmarks" / "_startup_tensorflow.py")]
     with ExitStack() as stack:
-        for index in range(PS):
-            task = stack.enter_context(running([*script, "--job", "ps", "--index", str(index), *spec]))
+        ps = [[*script, "--job", "ps", "--index", str(index), *spec] for index in range(PS)]
+        tasks = [stack.enter_context(running(words)) for words in ps]
+        for task in tasks:
             assert task.stdout is not None
             task.stdout.readline()
         words = [*script, "--job", "worker", "--index", "0", "--variables", str(size), *spec]
-        return times_of(words, dict(os.environ))
+        return beside(tasks, times_of, words, dict(os.environ))
 
 
 @contextmanager

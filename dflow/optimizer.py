@@ -22,6 +22,7 @@ from dflow.tracing.errors import GraphTypeError, VariableError
 from dflow.tracing.given_value import Initial
 from dflow.tracing.jax_frontend import is_tracing
 from dflow.tracing.near_names import suggests_keywords
+from dflow.tracing.rare_collections import rare_collections
 from dflow.tracing.resources import Variable, is_variable, path_name, read
 from dflow.tracing.rounded_add import add_update
 from dflow.tracing.row_gradient import is_row_gradient
@@ -248,6 +249,7 @@ class Optimizer:
                 )
         return flat
 
+    @rare_collections()
     def _make_slots(self) -> Any:
         parameters = self._tree.unflatten([variable.type.struct for variable in self._variables])
         state = jax.eval_shape(self._transformation.init, parameters)

@@ -50,6 +50,7 @@ from dflow.tracing.jax_frontend import (
     touches_state,
 )
 from dflow.tracing.leaks import note_trace, watched_for_leaks
+from dflow.tracing.rare_collections import rare_collections
 from dflow.tracing.source import at, caller
 from dflow.tracing.trace import Traced, argument_names, traced_from
 from dflow.tracing.variable_trees import handles
@@ -138,7 +139,8 @@ class Planner:
             with self.shared.one_thread():
                 plan = self.shared.plans.get(key)
                 if plan is UNKNOWN:
-                    plan = self._first_call(args, kwargs, leaves)
+                    with rare_collections():
+                        plan = self._first_call(args, kwargs, leaves)
                     self.shared.plans.put(key, plan, resources_in((args, kwargs)))
         return plan, leaves
 

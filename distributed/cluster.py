@@ -14,6 +14,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -61,6 +62,7 @@ from dflow.lowering.local import Runner, fetched, lower_programs, refuse_spread
 from dflow.lowering.passes.base import Observer, run_passes
 from dflow.lowering.pipeline import pipeline
 from dflow.lowering.recorder import STEP_BEGAN, STEP_ENDED, Recorder, described_end
+from dflow.lowering.shared_exports import SharedExports
 from dflow.lowering.store import Store
 from dflow.tracing.context import home
 from dflow.tracing.errors import (
@@ -409,15 +411,20 @@ class Cluster:
         self, compiled: Compiled, given_up: Sequence[int], meshes: Mapping[AbstractMesh, Mesh]
     ) -> Mapping[str, int]:
         self._unused_plans.release(self._server, self.tasks)
-        # The tasks compile all at a time, and so does this one.
-        asked = self._registrations(compiled.remote)
         lowered = lower_programs(compiled.local, self._server.store, given_up, meshes=meshes)
-        programs = [program.compile() for program in lowered]
-        return {**self._handles(asked), self.task: self._server.register(compiled.local.plan, programs)}
+        # XLA compiles without the interpreter's lock, while other tasks' programs are exported and compiled.
+        compiling = ThreadPoolExecutor(1, "dflow-compile")
+        try:
+            programs = compiling.submit(lambda: [program.compile() for program in lowered])
+            handles = self._handles(self._registrations(compiled.remote))
+            return {**handles, self.task: self._server.register(compiled.local.plan, programs.result())}
+        finally:
+            compiling.shutdown(wait=False)
 
     def _registrations(self, parts: Mapping[str, TaskPlan]) -> dict[str, PlanRegistration]:
+        exports = SharedExports()
         with self._used.explained([*parts]):
-            return {task: PlanRegistration(self._server.peer(task), part) for task, part in parts.items()}
+            return {task: PlanRegistration(self._server.peer(task), part, exports) for task, part in parts.items()}
 
     def _handles(self, asked: Mapping[str, PlanRegistration]) -> dict[str, int]:
         found = {}

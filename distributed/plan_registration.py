@@ -16,7 +16,7 @@ from dflow.distributed.answers import expect
 from dflow.distributed.messages import Registered, RegisterPlan, Wanted
 from dflow.distributed.transport.base import Peer, Reply
 from dflow.lowering.compile import TaskPlan
-from dflow.lowering.program import export_program
+from dflow.lowering.shared_exports import SharedExports
 from dflow.tracing.errors import DeadlineExceeded
 from dflow.tracing.task_name import short_task_name
 
@@ -24,11 +24,14 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 class PlanRegistration:
-    """A plan on its way to a task. Raises TransportClosed when the connection has ended."""
+    """A plan on its way to a task; `exports` are shared with other tasks.
 
-    def __init__(self, peer: Peer, task_plan: TaskPlan) -> None:
+    Raises TransportClosed when the connection has ended.
+    """
+
+    def __init__(self, peer: Peer, task_plan: TaskPlan, exports: SharedExports) -> None:
         self._peer = peer
-        self._blobs = [export_program(pure.fn, pure.types) for pure in task_plan.programs]
+        self._blobs = [exports.blob(pure) for pure in task_plan.programs]
         self._names = tuple(hashlib.sha256(blob).digest() for blob in self._blobs)
         self._plan = _ENCODER.encode(task_plan.plan)
         self._answer: Future[Reply] = Future()

@@ -21,13 +21,14 @@ from dflow.tracing.wire_codecs import decoded, encoded
 
 @dataclass(frozen=True)
 class Discharged:
-    """`fn(*written, *read, *operands)` gives the new values of `written`, then the results."""
+    """`fn(*written, *read, *operands)` gives the new values of `written`, then the results; `graph` says how."""
 
     fn: Callable[..., list[Any]]
     types: tuple[ArrayType, ...]
     written: tuple[Value, ...]
     read: tuple[Value, ...]
     operands: tuple[Value, ...]
+    graph: Graph
 
 
 def discharge(body: Graph) -> Discharged:
@@ -45,7 +46,7 @@ def discharge(body: Graph) -> Discharged:
         return [env[ref] for ref in written] + [_value(output, env) for output in body.outputs]
 
     types = tuple(_held(value) for value in (*written, *read, *operands))
-    return Discharged(fn, types, written, read, operands)
+    return Discharged(fn, types, written, read, operands, body)
 
 
 def _held(value: Value) -> ArrayType:

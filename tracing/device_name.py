@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 from difflib import get_close_matches
+from functools import lru_cache
 
 from dflow.tracing.errors import DeviceError
 from dflow.tracing.platforms import PLATFORMS
@@ -46,6 +47,7 @@ def device_name(task: str, local: str) -> str:
     return f"{task}/device:{_FAMILY.get(platform, platform)}:{int(number)}"
 
 
+@lru_cache(maxsize=1024)
 def split_device_name(device: str) -> tuple[str, str]:
     """The task and the device within it of a full name; either may be empty."""
     found = _FULL.fullmatch(device)

@@ -7,7 +7,7 @@ queues of a `QueueType`; a node that touches one says so by its op's effects, wh
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -137,9 +137,9 @@ class Node:
         return any(effect is not Effect.READ for effect, _ in self.effects)
 
     @property
-    def values(self) -> Iterator[Value]:
+    def values(self) -> list[Value]:
         """The operands that are values, not literals."""
-        return (operand for operand in self.inputs if isinstance(operand, Value))
+        return [operand for operand in self.inputs if isinstance(operand, Value)]
 
     @property
     def array_outputs(self) -> tuple[Value, ...]:
@@ -148,7 +148,7 @@ class Node:
 
     def with_operands(self, new: Mapping[Value, Operand]) -> Node:
         """The same node on other operands, order edges included; itself when none is mapped."""
-        if not any(value in new for value in (*self.values, *self.after)):
+        if new.keys().isdisjoint(self.values) and new.keys().isdisjoint(self.after):
             return self
         inputs = tuple(new.get(operand, operand) if isinstance(operand, Value) else operand for operand in self.inputs)
         after = (new.get(value, value) for value in self.after)

@@ -37,7 +37,8 @@ class Cluster:
         for node in graph.nodes:
             if not _stands_alone(node):
                 groups.setdefault((stages[id(node)], node.device), []).append(node)
-        parts = [part for group, nodes in groups.items() for part in _parts(graph, *group, nodes)]
+        is_split = any(node.op is ops.dev_copy for node in graph.nodes)
+        parts = [part for group, nodes in groups.items() for part in _parts(graph, *group, nodes, is_split)]
         used = _used_outside(graph, [part.nodes for part in parts])
         fresh = graph.fresh_names()
         moved: dict[Value, Value] = {}
@@ -66,9 +67,9 @@ class _Part(NamedTuple):
     follows: list[Node]
 
 
-def _parts(graph: Graph, stage: _Stage, device: str | None, nodes: list[Node]) -> list[_Part]:
-    """The nodes of a stage and device: as a whole, or what other devices wait for and then the rest."""
-    rest = rest_of(graph, nodes)
+def _parts(graph: Graph, stage: _Stage, device: str | None, nodes: list[Node], is_split: bool) -> list[_Part]:
+    """The nodes of a stage and device: as a whole, or (if copies exist) what other devices wait for and the rest."""
+    rest = rest_of(graph, nodes) if is_split else []
     if not rest:
         return [_Part(stage, device, nodes, [])]
     left = {id(node) for node in rest}

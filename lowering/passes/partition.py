@@ -104,7 +104,8 @@ class _Cut:
                 bodies = node.bodies
                 if node.op in ops.CONTROL_OPS:
                     bodies = tuple(self._whole(body, device) for body in bodies)
-                self._add(replace(node, inputs=inputs, bodies=bodies))
+                is_same = inputs == node.inputs and bodies is node.bodies
+                self._add(node if is_same else replace(node, inputs=inputs, bodies=bodies))
 
     def _add(self, node: Node) -> None:
         self._device.update((value, node.device or "") for value in node.outputs)

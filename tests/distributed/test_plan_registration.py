@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any
 
@@ -14,6 +14,8 @@ import pytest
 import dflow
 from dflow.distributed.cluster import Cluster, ClusterSettings
 from dflow.distributed.plan_registry import PlanRegistry
+from dflow.lowering import shared_exports
+from dflow.lowering.program import LoweredProgram
 from dflow.testing import MemoryCluster, memory_cluster
 from dflow.tracing.errors import DeadlineExceeded, DflowError, WireError
 
@@ -26,15 +28,16 @@ def memory() -> Iterator[MemoryCluster]:
         yield cluster
 
 
-def made(worker: Cluster) -> tuple[list[dflow.Variable], Any]:
-    """A variable on each task, and a step over both."""
+def made(worker: Cluster, here: Callable[[Any], Any] = lambda x: x) -> tuple[list[dflow.Variable], Any]:
+    """A variable on each task, and a step that adds to both what `here` makes on the worker."""
     with worker.parameter_servers():
         variables = [dflow.Variable(jnp.zeros(3), name=name) for name in "ab"]
 
     @dflow.jit
     def step(x: Any) -> None:
+        added = here(x)
         for variable in variables:
-            variable.assign_add(x)
+            variable.assign_add(added)
 
     return variables, step
 
@@ -52,6 +55,41 @@ def test_all_tasks_compile_at_a_time(memory: MemoryCluster, monkeypatch: pytest.
         variables, step = made(worker)
         step(jnp.ones(3))
         np.testing.assert_array_equal([variable.read() for variable in variables], np.ones((2, 3)))
+
+
+def test_the_worker_compiles_while_the_tasks_do(memory: MemoryCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    all_three = threading.Barrier(3, timeout=DEADLINE_S)
+    for owner, name in ((PlanRegistry, "add_encoded"), (LoweredProgram, "compile")):
+        done: Any = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *given, done=done: (all_three.wait(), done(*given))[1])
+    with closing(memory.worker(0)) as worker:
+        variables, step = made(worker, lambda x: x * 2)
+        step(jnp.ones(3))
+        np.testing.assert_array_equal([variable.read() for variable in variables], np.full((2, 3), 2))
+
+
+def test_programs_that_compute_the_same_are_exported_once(
+    memory: MemoryCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exported: list[Any] = []
+    export = shared_exports.export_program
+    monkeypatch.setattr(shared_exports, "export_program", lambda *given: (exported.append(given), export(*given))[1])
+    with closing(memory.worker(0)) as worker:
+        variables, step = made(worker)
+        step(jnp.ones(3))
+        np.testing.assert_array_equal([variable.read() for variable in variables], np.ones((2, 3)))
+    assert len(exported) == 1
+
+
+def test_what_compiling_here_raises_is_raised(memory: MemoryCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise ValueError("no such instruction")
+
+    monkeypatch.setattr(LoweredProgram, "compile", fail)
+    with closing(memory.worker(0)) as worker:
+        _, step = made(worker, lambda x: x * 2)
+        with pytest.raises(ValueError, match="no such instruction"):
+            step(jnp.ones(3))
 
 
 def test_a_program_that_a_task_has_is_not_sent_again(memory: MemoryCluster, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,106 @@
+"""Programs that compute the same share an export, and others do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.xla_metadata import set_xla_metadata
+
+import dflow
+from dflow.lowering.discharge import Discharged, discharge
+from dflow.lowering.program import load_program
+from dflow.lowering.shared_exports import SharedExports, computation
+
+F32 = jax.ShapeDtypeStruct((3,), jnp.float32)
+
+
+def program(fn: Callable[..., Any], *structs: Any) -> Discharged:
+    return discharge(dflow.graph(dflow.jit(fn), *structs).graph)
+
+
+def scaled(by: Any) -> Callable[[Any], Any]:
+    return lambda x: jnp.sin(x) * by
+
+
+def alike(one: Discharged, other: Discharged) -> bool:
+    """Return whether two living programs may share an export."""
+    return computation(one) == computation(other)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_names_and_lines_do_not_matter(place: int) -> None:
+    variables = [dflow.Variable(jnp.zeros(3), name=name) for name in ("one", "other")]
+
+    def first(x: Any) -> None:
+        variables[0].assign_add(-0.1 * x)
+
+    def second(step: Any) -> None:
+        moved = -0.1 * step
+        variables[place].assign_add(moved)
+
+    assert alike(program(first, F32), program(second, F32))
+
+
+def test_a_shared_export_computes_the_same() -> None:
+    exports, one, other = SharedExports(), program(lambda x: x * 2, F32), program(lambda y: y * 2, F32)
+    assert exports.blob(one) is exports.blob(other)
+    np.testing.assert_array_equal(load_program(exports.blob(other), 0)(jnp.ones(3))[0], [2, 2, 2])
+
+
+@pytest.mark.parametrize(
+    ("fn", "structs"),
+    [
+        (scaled(2.5), [F32]),
+        (scaled(-0.0), [F32]),
+        (lambda x: jnp.cos(x) * 2.0, [F32]),
+        (lambda x: jnp.sin(x) * x, [F32]),
+        (scaled(2.0), [jax.ShapeDtypeStruct((4,), jnp.float32)]),
+        (scaled(2.0), [jax.ShapeDtypeStruct((3,), jnp.bfloat16)]),
+        (lambda x: (jnp.sin(x) * 2.0, x), [F32]),
+        (lambda x, y: jnp.sin(x) * 2.0, [F32, F32]),
+    ],
+)
+def test_what_computes_otherwise_has_its_own(fn: Callable[..., Any], structs: list[Any]) -> None:
+    usual = program(scaled(2.0), F32)
+    assert alike(usual, program(scaled(2.0), F32))
+    assert not alike(usual, program(fn, *structs))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (lambda x: x - 0.0, lambda x: x - -0.0),
+        (lambda x, y: x - y, lambda x, y: y - x),
+        (lambda x, y: (x, y + 1), lambda x, y: (y, y + 1)),
+        (lambda x: jax.lax.reduce_precision(x, 8, 7), lambda x: jax.lax.reduce_precision(x, 8, 10)),
+        (jax.lax.cumsum, lambda x: jax.lax.cumsum(x, reverse=True)),
+    ],
+)
+def test_small_differences_matter(one: Callable[..., Any], other: Callable[..., Any]) -> None:
+    structs = [F32] * other.__code__.co_argcount
+    assert alike(program(one, *structs), program(one, *structs))
+    assert not alike(program(one, *structs), program(other, *structs))
+
+
+def test_an_update_is_no_read() -> None:
+    variable = dflow.Variable(jnp.zeros(3), name="w")
+    assert not alike(program(lambda: variable.read() + 1.0), program(lambda: variable.assign_add(jnp.ones(3))))
+
+
+def test_a_trace_context_matters() -> None:
+    def under_scope(x: Any) -> Any:
+        with set_xla_metadata(kind="other"):
+            return jnp.sin(x) * 2.0
+
+    assert not alike(program(under_scope, F32), program(scaled(2.0), F32))
+
+
+def test_what_cannot_be_compared_has_its_own_export(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dflow.lowering.shared_exports.computation", lambda program: None)
+    exports, double = SharedExports(), program(lambda x: x * 2, F32)
+    assert exports.blob(double) is not exports.blob(double)
