@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 
-from tests.effort import DEFAULT_EXAMPLES, examples, quick_compilation
+from tests.effort import DEFAULT_EXAMPLES, examples, factor, quick_compilation
 
 # Read by JAX when a test first imports it: tests compare numbers bit by bit, so they run where CI runs them.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -75,6 +75,14 @@ def pytest_configure(config: pytest.Config) -> None:
     UpdateMode.on = config.getoption("--update-golden")
     if UpdateMode.on and (config.getoption("numprocesses", None) or hasattr(config, "workerinput")):
         raise pytest.UsageError("--update-golden rewrites files case by case: run it without -n, as `make golden` does")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what CI runs on the other Python, in a run that tries fewer cases than `make test`."""
+    if factor() < 1:
+        for item in items:
+            if item.get_closest_marker("once"):
+                item.add_marker(pytest.mark.skip(reason="a run with all cases does it"))
 
 
 def pytest_collection_finish() -> None:

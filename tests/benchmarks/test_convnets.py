@@ -32,6 +32,7 @@ def test_each_network_has_the_shapes_of_the_papers(network: Network) -> None:
     assert count / 1e6 == pytest.approx(MILLIONS[network.name], abs=0.05)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("network", NETWORKS, ids=lambda network: network.name)
 def test_every_way_trains_alike(network: Network) -> None:
     ways = dict(steps(small(network), 4, np.float32, compiled=False))

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks._tiny import SMALL
-from tests.effort import factor
 
 ROOT = Path(__file__).parents[2]
 NAMES = sorted(path.stem for path in (ROOT / "benchmarks").glob("[!_]*.py"))
@@ -21,7 +20,7 @@ def test_each_benchmark_has_small_sizes() -> None:
     assert sorted(SMALL) == NAMES
 
 
-@pytest.mark.skipif(factor() < 1, reason="the run with every case does them, once for both Pythons")
+@pytest.mark.once
 @pytest.mark.timeout(DEADLINE_S + 60)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_tiny_round_ends_well(name: str) -> None:

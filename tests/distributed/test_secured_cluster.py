@@ -13,6 +13,8 @@ from dflow.distributed.coordinator import LISTENING
 from tests.distributed.processes import Spawned
 from tests.distributed.test_strangers import own_address
 
+pytestmark = pytest.mark.once
+
 WORKER = """
 import sys
 import dflow, jax.numpy as jnp

@@ -19,6 +19,7 @@ def accuracy(output: str) -> float:
     return float(found)
 
 
+@pytest.mark.once
 def test_digits_in_one_process() -> None:
     with Spawned("examples/digits.py", "--steps", "60", cwd=ROOT) as ran:
         status, output = ran.finish()
@@ -46,6 +47,7 @@ def test_actors_and_a_learner() -> None:
     assert "the goal is 7 steps away" in output
 
 
+@pytest.mark.once
 def test_actors_and_a_learner_on_a_cluster() -> None:
     words = ("-m", "dflow", "launch", "--workers", "2", "--job", "learner=1", "examples/actor_learner.py")
     with Spawned(*words, "--actors", "2", "--steps", "160", cwd=ROOT) as ran:
@@ -55,6 +57,7 @@ def test_actors_and_a_learner_on_a_cluster() -> None:
     assert re.search(r"\n transitions_1 +ps:0 -> learner:0 +10 ", output), output
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("words", [["--plain"], []])
 def test_a_pallas_kernel_trains_as_the_plain_function_does(words: list[str]) -> None:
     with Spawned("examples/pallas_kernel.py", "--steps", "12", *words, cwd=ROOT) as ran:

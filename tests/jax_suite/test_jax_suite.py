@@ -19,6 +19,8 @@ from tests.jax_suite.child import last_line
 from tests.jax_suite.compare import Exceptions, FileComparison
 from tests.jax_suite.process import FileRun, Limits, Outcome, Stopped, run_file
 
+pytestmark = pytest.mark.once
+
 FILE = """
     import os, threading
     import jax, jax.experimental.pjit, pytest
