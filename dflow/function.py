@@ -163,7 +163,9 @@ class Function(Generic[P, R]):
         return type(self), (self.fn, self._options)
 
     def __repr__(self) -> str:
-        return f"<dflow.jit of {self.fn!r}>"
+        with suppress(Exception):  # of the function, whose own repr may fail
+            return f"<dflow.jit of {self.fn!r}>"
+        return "<dflow.jit>"
 
     def _new_planner(self) -> Planner:
         return Planner(self.fn, self._options, self._jitted, shared_traces(self.fn, self._jitted, self._new_traces))
