@@ -33,6 +33,7 @@ from dflow.shared_traces import SharedTraces, may_share, shared_traces
 from dflow.stages import Traced as TracedStage
 from dflow.static_arguments import static_arguments
 from dflow.trace_log import TraceLog
+from dflow.tracing.attributes import repr_of
 from dflow.tracing.errors import PlainJitError
 from dflow.tracing.jax_frontend import (
     HandleNeeded,
@@ -163,7 +164,7 @@ class Function(Generic[P, R]):
         return type(self), (self.fn, self._options)
 
     def __repr__(self) -> str:
-        return f"<dflow.jit of {self.fn!r}>"
+        return f"<dflow.jit of {repr_of(self.fn)}>"
 
     def _new_planner(self) -> Planner:
         return Planner(self.fn, self._options, self._jitted, shared_traces(self.fn, self._jitted, self._new_traces))

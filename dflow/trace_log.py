@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from dflow.tracing.attributes import repr_of
 from dflow.tracing.captured import is_large
 from dflow.tracing.jax_frontend import abstract, is_array_type, is_resource
 from dflow.tracing.source import Loc
@@ -188,7 +189,7 @@ def _type(leaf: Any) -> _Type:
 
 
 def _described(leaf: Any) -> str:
-    text = repr(leaf)
+    text = repr_of(leaf)
     return text if len(text) <= 60 or isinstance(leaf, _Type) else text[:57] + "..."
 
 

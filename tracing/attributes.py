@@ -180,10 +180,18 @@ def _record(value: Any, names: Sequence[str]) -> Record:
 def _description(value: Any) -> str:
     """A short text that is the same in every process: a function's name, or a `repr` without addresses."""
     name = getattr(value, "__qualname__", None) if callable(value) else None
-    described = f"function {name}" if isinstance(name, str) else repr(value)
+    described = f"function {name}" if isinstance(name, str) else repr_of(value)
     if " at 0x" in described or "\n" in described or len(described) > 80:
         described = type(value).__name__
     return re.sub(r"[<>]", "", described)
+
+
+def repr_of(value: Any) -> str:
+    """The `repr` of a value of the user's, or the name of its class if `repr` raises."""
+    try:
+        return repr(value)
+    except Exception:
+        return f"<{type(value).__name__}>"
 
 
 _bodies: WeakKeyDictionary[Any, Body | Opaque] = WeakKeyDictionary()

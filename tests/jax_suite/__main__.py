@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import re
+import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -69,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
     for text in (differences(compared, exceptions), troubles(compared)):
         if text:
             print("\n" + text)
-    for pattern in exceptions.stale(compared):
+    for pattern in exceptions.stale(compared, selected=bool(for_pytest)):
         print(f"stale exception, no test differs by it any more: {pattern}")
     if not any(one.passed for one in compared):
         print("nothing was compared: no test passes with jax.jit")
@@ -150,9 +151,11 @@ def report(
         "passed_with_dflow": sum(len(one.passed) - len(one.differing) for one in compared),
         "traced_by_dflow": sum(one.traced for one in compared),
         "files": {one.file: one.as_json(exceptions) for one in compared},
-        "stale_exceptions": exceptions.stale(compared),
+        "stale_exceptions": exceptions.stale(compared, selected=bool(for_pytest)),
     }
 
 
 if __name__ == "__main__":
+    # As an interrupt does, end the processes of the tests too.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     sys.exit(main(sys.argv[1:]))

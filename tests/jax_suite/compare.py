@@ -32,11 +32,18 @@ class Exceptions:
         """The first pattern that holds the test."""
         return next((pattern for pattern in self.reasons if _matches(pattern, test)), None)
 
-    def stale(self, compared: Sequence[FileComparison]) -> list[str]:
-        """The patterns whose file was run, and by which no test differs any more."""
+    def stale(self, compared: Sequence[FileComparison], *, selected: bool = False) -> list[str]:
+        """The patterns by which no test differs any more: those of the files compared.
+
+        If pytest ran `selected` tests of a file, only the patterns of these tests.
+        """
         used = {self.pattern_of(test) for one in compared for test in one.differing}
-        files = {one.file for one in compared}
-        return [p for p in self.reasons if p not in used and any(_matches(p.split("::")[0], file) for file in files)]
+        ran = [test for one in compared for test in (one.plain.tests if selected else (one.file,))]
+
+        def covers(pattern: str) -> str:
+            return pattern if selected else pattern.split("::")[0]
+
+        return [p for p in self.reasons if p not in used and any(_matches(covers(p), name) for name in ran)]
 
 
 def _matches(pattern: str, text: str) -> bool:

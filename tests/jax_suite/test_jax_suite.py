@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
+import sys
 import textwrap
 import threading
 from pathlib import Path
@@ -110,8 +112,9 @@ def test_both_runs_are_compared_past_crashes_and_hangs(ran: Path, capsys: pytest
 
 
 def test_a_run_without_unlisted_differences_succeeds(ran: Path) -> None:
-    assert run(ran, "--", "-k", "equal or listed or both_ways") == 0
-    assert json.loads((ran / "report.json").read_text())["passed_with_dflow"] == 1
+    assert run(ran, "--", "-k", "listed or both_ways or after_all") == 0
+    report = json.loads((ran / "report.json").read_text())
+    assert (report["passed_with_dflow"], report["stale_exceptions"]) == (1, [])
 
 
 def test_a_file_that_cannot_be_imported_is_a_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -209,6 +212,22 @@ def test_a_run_that_is_stopped_leaves_no_process(tmp_path: Path, monkeypatch: py
     assert [child.wait(timeout=60) for child in begun] == [-signal.SIGKILL]
 
 
+def test_a_runner_that_is_told_to_end_leaves_no_process(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "alive")
+    (tmp_path / "long_test.py").write_text(
+        "import pathlib, threading\n"
+        "alive = pathlib.Path(__file__).with_name('alive').open('w')\n"
+        "print('begun', file=alive, flush=True)\n"
+        "threading.Event().wait()\n"
+    )
+    runner = subprocess.Popen([sys.executable, "-m", "tests.jax_suite", str(tmp_path), "long_test.py"])
+    with (tmp_path / "alive").open() as alive:
+        assert alive.readline() == "begun\n"
+        runner.terminate()
+        assert alive.read() == ""  # which ends with the process that has the other end
+    assert runner.wait(timeout=60) == 128 + signal.SIGTERM
+
+
 def test_an_interrupt_stops_what_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stopped: list[bool] = []
 
@@ -230,6 +249,13 @@ def test_a_test_that_did_not_run_differs() -> None:
     assert compared.differing == {"a::b": Outcome("not run", "ImportError: no")}
     assert compared.unlisted(Exceptions({})) == ["a::b"]
     assert compared.unlisted(Exceptions({"a::*": "because"})) == []
+
+
+def test_an_exception_of_a_test_that_was_not_selected_is_not_stale() -> None:
+    passed = FileRun({"a::b": Outcome("passed")})
+    compared, exceptions = [FileComparison("a", passed, passed)], Exceptions({"a::b": "because", "a::c": "because"})
+    assert exceptions.stale(compared) == ["a::b", "a::c"]
+    assert exceptions.stale(compared, selected=True) == ["a::b"]
 
 
 def test_an_exception_without_reason_is_refused(tmp_path: Path) -> None:

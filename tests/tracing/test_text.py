@@ -112,9 +112,21 @@ RUNNING: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "int4": (lambda x: x.astype(jnp.int4) + jnp.int4(3), (X,)),
 }
 
+
+class Unprintable:
+    """Identity function without a repr."""
+
+    def __call__(self, x: Any) -> Any:
+        return x
+
+    def __repr__(self) -> str:
+        raise ValueError("no repr of mine")
+
+
 #: Functions whose graphs hold something that text cannot carry.
 READ_ONLY: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "callback": (lambda x: jax.pure_callback(lambda y: y, x, x), (X,)),
+    "callback whose repr raises": (lambda x: jax.pure_callback(Unprintable(), x, x), (X,)),
     "print": (lambda x: jax.debug.print("{}", x), (X,)),
     "linear solve": (lambda x: jax.scipy.linalg.solve(x @ x.T + 9 * jnp.eye(4), x[:, 0]), (X,)),
     "reduce by a function": (lambda x: jax.lax.reduce(x, 0.0, lambda a, b: a * 2 + b, (0,)), (X,)),

@@ -27,6 +27,11 @@ class HashRaises:
         raise ValueError("no hash of mine")
 
 
+class ReprRaises:
+    def __repr__(self) -> str:
+        raise ValueError("no repr of mine")
+
+
 class AllEqual:
     def __hash__(self) -> int:
         return 1
@@ -194,6 +199,8 @@ PROGRAMS: dict[str, Program] = {
     "an object that is not hashable": lambda jit: jit(lambda x, n: x, static_argnums=1)(2.0, Unhashable()),
     "a hash that raises": lambda jit: jit(lambda x, n: x, static_argnums=1)(2.0, HashRaises()),
     "a hash that raises, by name": lambda jit: jit(lambda x, n: x, static_argnames="n")(2.0, n=HashRaises()),
+    "a repr that raises": lambda jit: jit(lambda x, n: x, static_argnums=1)(2.0, ReprRaises()),
+    "a repr that raises, by name": lambda jit: jit(lambda x, n: x, static_argnames="n")(2.0, n=ReprRaises()),
     "equal objects": lambda jit: traces(jit, lambda x, n: x, [(1.0, AllEqual()), (2.0, AllEqual())], static_argnums=1),
     "equal values of several types": lambda jit: traces(
         jit, lambda x, n: x, [(1.0, 1), (1.0, True), (1.0, 1.0), (1.0, 1)], static_argnums=1

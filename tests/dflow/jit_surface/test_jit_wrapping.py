@@ -47,6 +47,11 @@ class Callable_:  # noqa: N801
         return x
 
 
+class Unprintable(Callable_):
+    def __repr__(self) -> str:
+        raise ValueError("this has no repr")
+
+
 class Child(Callable_):
     def method(self, x: Any) -> Any:
         return super().method(x) * 2
@@ -271,6 +276,7 @@ PROGRAMS: dict[str, Program] = {
     "its signature, of a lambda": lambda jit: str(inspect.signature(jit(lambda x, *ys, z=1, **w: x))),
     "its signature, of a partial": lambda jit: str(inspect.signature(jit(functools.partial(documented, scale=1.0)))),
     "its signature, of a method": lambda jit: str(inspect.signature(jit(Callable_(2).method))),
+    "its repr, of an object whose own raises": lambda jit: repr(jit(Unprintable(2))).endswith(">"),
     "callable": lambda jit: (callable(jit(documented)), inspect.isfunction(jit(documented))),
     "attributes that are set": set_attribute,
     "an attribute that is none": lambda jit: jit(lambda x: x).missing,
