@@ -822,9 +822,13 @@ def devices_of_shardings(traced: Any) -> int:
     return max((getattr(sharding, "num_devices", 1) for sharding in shardings), default=1)
 
 
+#: The classes of jaxprs; newer JAX has one.
+_JAXPRS = (jax_core.Jaxpr, getattr(jax_core, "ClosedJaxpr", jax_core.Jaxpr))
+
+
 def is_jaxpr(value: Any) -> bool:
     """Whether a parameter is a jaxpr, open or with its constants."""
-    return hasattr(closed_parts(value)[0], "eqns")
+    return isinstance(value, _JAXPRS)
 
 
 def inner_parts(params: Mapping[str, Any]) -> list[tuple[Jaxpr, list[Any]]]:

@@ -19,7 +19,7 @@ from jax.flatten_util import ravel_pytree
 import dflow
 from dflow.lowering.passes.prune import Prune
 from dflow.testing import memory_cluster
-from dflow.tracing import lookups, rows_to_dense
+from dflow.tracing import keep_rows, lookups, rows_to_dense
 from dflow.tracing.resources import Variable
 from dflow.tracing.row_gradient import RowGradient
 from tests.effort import examples
@@ -435,6 +435,70 @@ def test_a_long_formula_of_a_read_is_computed_once(table: Variable) -> None:
     for _ in range(40):
         x = x * 0.5 + jnp.sin(x)
     np.testing.assert_allclose(step(IDS), jnp.sum(x * jax.grad(loss_of)(TABLE, IDS)), rtol=1e-4)
+
+
+@pytest.mark.parametrize("taken", ["as rows", "dense"])
+def test_a_chain_of_5000_ops_on_a_gradient_has_no_limit(taken: str, table: Variable) -> None:
+    @dflow.jit
+    def step(ids: Any) -> Any:
+        g, x = dflow.grad(lambda: loss_of(table, ids), table)(), table.read()
+        for _ in range(2500):
+            g, x = g * 0.999, x * 0.999
+        if taken == "as rows":
+            table.assign_add(g * x)
+        return g.T if taken == "dense" else None
+
+    nodes = dflow.graph(step, IDS).graph.nodes
+    assert sum(node.op.name == "jax.mul" for node in nodes) >= 2500
+    assert any(node.op.name == "jax.transpose" for node in nodes) == (taken == "dense")
+    assert any(node.op.name == "var.scatter_add" for node in nodes) == (taken == "as rows")
+
+
+def test_values_of_many_variables_outlive_their_writes() -> None:
+    tables = [dflow.Variable(TABLE, name=f"t{n}") for n in range(8)]
+
+    @dflow.jit
+    def step(ids: Any) -> Any:
+        before = [t.read() for t in tables]
+        for t in tables:
+            t.assign_add(dflow.grad(lambda t=t: loss_of(t, ids), t)())
+        return [b * 2 for b in before]
+
+    for got in step(IDS):
+        np.testing.assert_array_equal(got, 2 * TABLE)
+
+
+def test_one_number_in_arrays_of_several_shapes(table: Variable) -> None:
+    @dflow.jit
+    def step(ids: Any) -> Any:
+        g, x = dflow.grad(lambda: loss_of(table, ids), table)(), jnp.full(SHAPE[:1], ids[0].astype(jnp.float32))
+        return jnp.sum(g.sum(axis=1) * x) + jnp.sum(g * jnp.broadcast_to(x[:, None], SHAPE))
+
+    np.testing.assert_allclose(step(IDS), 6 * jax.grad(loss_of)(TABLE, IDS).sum(), rtol=1e-5)
+
+
+def test_a_program_without_lookups_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    def searched(jaxpr: Any) -> Any:
+        raise AssertionError("searched")
+
+    monkeypatch.setattr(keep_rows, "is_bound", threading.Event())
+    monkeypatch.setattr(keep_rows, "_counts", searched)
+    assert dflow.jit(lambda x: 2 * x)(1.0) == 2.0
+
+
+def test_each_body_of_a_program_is_searched_once(monkeypatch: pytest.MonkeyPatch, table: Variable) -> None:
+    seen: list[Any] = []
+    search = keep_rows.inner_parts
+    monkeypatch.setattr(keep_rows, "inner_parts", lambda params: seen.append(params) or search(params))
+
+    def nested(depth: int, x: Any) -> Any:
+        return jax.lax.fori_loop(0, 2, lambda _, y: nested(depth - 1, y), x) if depth else x * 2
+
+    def step(ids: Any) -> Any:
+        return nested(6, dflow.grad(lambda: loss_of(table, ids), table)())
+
+    dflow.graph(dflow.jit(step), IDS)
+    assert sum("length" in params for params in seen) == 6 + 1  # the outermost is looked into when it runs
 
 
 def test_an_old_value_is_not_assigned_by_rows_over_a_newer_one(table: Variable) -> None:
