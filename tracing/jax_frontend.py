@@ -728,6 +728,12 @@ def make_jaxpr(fn: Callable[..., Any], *args: Any) -> tuple[Jaxpr, list[Any], An
     return jaxpr, consts, out
 
 
+def live_part(jaxpr: Jaxpr, used: bool | Sequence[bool] = True) -> Jaxpr:
+    """The part of a program that its used outputs need, those of loops and calls within it too; the same inputs."""
+    live, _ = jax_partial_eval.dce_jaxpr(jaxpr, used, instantiate=True)
+    return live
+
+
 def retraced(
     param: Any, run: Callable[[Jaxpr, list[Any], Sequence[Any]], list[Any]], is_meant: Callable[[Jaxpr], bool]
 ) -> Any:

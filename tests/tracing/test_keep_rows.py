@@ -19,7 +19,7 @@ from jax.flatten_util import ravel_pytree
 import dflow
 from dflow.lowering.passes.prune import Prune
 from dflow.testing import memory_cluster
-from dflow.tracing import keep_rows, lookups, rows_to_dense
+from dflow.tracing import keep_rows, rows_to_dense
 from dflow.tracing.resources import Variable
 from dflow.tracing.row_gradient import RowGradient
 from tests.effort import examples
@@ -672,27 +672,3 @@ def test_over_a_cluster_rows_travel(name: str) -> None:
         updates, _ = transformation.update(gradients, transformation.init(values), values)
         np.testing.assert_allclose(table.read(), values[0] + updates[0], rtol=1e-5)
         worker.close()
-
-
-BODIES: dict[str, Callable[[Any, Any], Any]] = {
-    "scan": lambda t, i: jax.lax.scan(lambda c, j: (c + t[j].sum(), None), 0.0, i)[0],
-    "cond": lambda t, i: jax.lax.cond(i[0] > 0, lambda: jnp.sum(t[i]), lambda: 0.0),
-    "checkpoint": lambda t, i: jax.checkpoint(lambda j: jnp.sin(t[j]).sum())(i),
-}
-
-
-@pytest.mark.parametrize("kind", BODIES)
-def test_a_large_table_that_is_looked_up_inside_a_body_is_reported(
-    kind: str, monkeypatch: pytest.MonkeyPatch, table: Variable
-) -> None:
-    monkeypatch.setattr(lookups, "LARGE_BYTES", 1)
-    with pytest.warns(dflow.DenseGradientWarning, match=rf"'table' is looked up inside a {kind}(.|\n)*look the rows"):
-        gradient = dflow.grad(lambda: BODIES[kind](table, IDS), table)()
-    np.testing.assert_allclose(gradient, jax.grad(lambda t: BODIES[kind](t, IDS))(TABLE), rtol=1e-6)
-
-
-def test_a_table_that_is_used_whole_anyway_is_not_reported(monkeypatch: pytest.MonkeyPatch, table: Variable) -> None:
-    monkeypatch.setattr(lookups, "LARGE_BYTES", 1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        dflow.grad(lambda: BODIES["scan"](table, IDS) + jnp.sum(table.read()), table)()

@@ -106,9 +106,6 @@ USES: dict[str, Callable[[Variable, Any], Any]] = {
     "written": lambda t, i: (t.assign_add(TABLE), t[i].sum())[1],
     "scattered": lambda t, i: (t.scatter_add(i, jnp.ones((3, 2, 2))), t[i].sum())[1],
     "columns": lambda t, i: t[i].sum() + t.read()[:, jnp.array([1, 0])].sum(),
-    "in a loop": lambda t, i: jax.lax.scan(lambda c, j: (c + t[j].sum(), None), 0.0, i)[0],
-    "in a branch": lambda t, i: jax.lax.cond(i[0, 0] > 0, lambda: jnp.sum(t[i]), lambda: 0.0),
-    "in a remat": lambda t, i: jax.checkpoint(lambda j: jnp.sin(t[j]).sum())(i),
 }
 
 
