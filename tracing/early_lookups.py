@@ -1,9 +1,8 @@
 """The lookups of a function that are taken apart from other uses of a variable, those inside bodies included.
 
-A lookup in the body of a `scan`, a `cond` or a `checkpoint` is done before that equation: its places are computed by
-a program that JAX cuts down to what they need, the rows of all iterations and branches are looked up by them, and the
-body takes its rows as an operand. So their gradient is rows too, and a loop over a table on another task takes one
-lookup there.
+A lookup in the body of a `scan`, a `cond` or a `checkpoint` is done before that equation. A part of the body computes
+the places of the lookups of all iterations and branches, one lookup finds their rows, and the body takes its rows as
+an operand. So their gradient is rows too, and a loop over a table on another task takes one lookup there.
 
 That cannot be where a place depends on rows that the same equation looks up (a decoder that feeds its own output
 back), and it does not pay where the iterations look up as many rows as the table has, or more.

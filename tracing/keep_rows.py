@@ -39,8 +39,19 @@ from dflow.tracing.jax_frontend import (
     scan_counts,
 )
 from dflow.tracing.lookups import CALLS
+from dflow.tracing.row_branches import branched
 from dflow.tracing.row_sums import carried_sums, of_rows, summed_over
-from dflow.tracing.row_values import Fill, Index, Made, Rowwise, Stored, computed_now, is_zero, operands_first
+from dflow.tracing.row_values import (
+    Fill,
+    Index,
+    Made,
+    NotOfRowsError,
+    Rowwise,
+    Stored,
+    computed_now,
+    is_zero,
+    operands_first,
+)
 from dflow.tracing.row_wise import ELEMENTWISE, row_by_row
 from dflow.tracing.rows_to_dense import dense_to_rows_p, is_bound, note_p, rows_to_dense_p, warn_of_dense
 from dflow.tracing.state_primitives import gather_p, name_p, read_p, update_p
@@ -87,7 +98,7 @@ class _Frame:
         self.position = 0
         #: Number of the last equation that takes each value.
         self._last_use = _last_uses(jaxpr)
-        #: For each variable of the user, the values made of what it holds.
+        #: By variable of the user: names of values that are computed from its value.
         self._made_of: dict[Any, list[Any]] = {}
         self.set((*jaxpr.constvars, *jaxpr.invars), args)
 
@@ -103,7 +114,7 @@ class _Frame:
         return atom.val if is_literal(atom) else self.env[atom]
 
     def forget(self, variable: Any) -> list[tuple[Any, Rowwise]]:
-        """The values made of what a variable holds that are needed after this equation, with their names, once."""
+        """Names and values, computed from a variable's value, that are needed after this equation. Each is given once."""
         names = dict.fromkeys(self._made_of.pop(variable, ()))
         found = [(name, self.env[name]) for name in names if self._last_use.get(name, -1) > self.position]
         return [(name, value) for name, value in found if isinstance(value, Rowwise)]
@@ -233,6 +244,13 @@ class _Pass:
         params = {**equation.params, "kind": update}
         return bind(equation.primitive, params, [index.places, rows], origin_of(equation))
 
+    def _cond(self, equation: Equation, operands: list[Any]) -> Sequence[Any] | None:
+        """Branches without effects that compute with rows."""
+        if equation.effects or not any(isinstance(operand, Rowwise) for operand in operands):
+            return None
+        with origin_of(equation).restored():
+            return branched(equation, operands, lambda *branch: _RowsAlone(self._counts).within(*branch))
+
     def _scan(self, equation: Equation, operands: list[Any]) -> Sequence[Any] | None:
         """A loop that sums gradients: what a sum grows by in each iteration is given out as rows."""
         sums = carried_sums(equation, operands)
@@ -311,6 +329,23 @@ class _Pass:
         return value.dense
 
 
+class _RowsAlone(_Pass):
+    """A run over a branch, which makes nothing dense."""
+
+    def __init__(self, counts: frozenset[int]) -> None:
+        super().__init__()
+        self._counts = counts
+
+    def within(self, jaxpr: Jaxpr, consts: list[Any], args: list[Any]) -> list[Any]:
+        """The results, `Rowwise` ones as they are."""
+        return self._run(jaxpr, consts, args)
+
+    def _dense(self, value: Any, taker: Equation | None) -> Any:
+        if isinstance(value, Rowwise):
+            raise NotOfRowsError
+        return value
+
+
 def _not_dense(value: Rowwise) -> list[Rowwise] | None:
     """The symbolic operands of a value that has no dense form yet."""
     if value.dense is not None:
@@ -327,7 +362,7 @@ _known_counts: WeakKeyDictionary[Jaxpr, frozenset[int]] = WeakKeyDictionary()
 
 
 def _counts(jaxpr: Jaxpr) -> frozenset[int]:
-    """The numbers of rows of the gradients in a program, of those that have fewer rows than the dense form."""
+    """The numbers of rows of the tables in a program whose gradients have fewer rows."""
     if (known := _known_counts.get(jaxpr)) is not None:
         return known
     found: set[int] = set()
@@ -371,6 +406,7 @@ _RULES: Mapping[str, Callable[[_Pass, Equation, list[Any]], Sequence[Any] | None
     read_p.name: _Pass._read,
     update_p.name: _Pass._update,
     "broadcast_in_dim": _Pass._spread,
+    "cond": _Pass._cond,
     "scan": _Pass._scan,
     dense_to_rows_p.name: _Pass._to_rows,
     note_p.name: _Pass._noted,

@@ -163,7 +163,7 @@ def _tables_inside(inner: Sequence[Any], outer: Sequence[Any], tables: Mapping[A
 
 
 def sites_inside(equation: Equation, operands: Sequence[Any], tables: Collection[Any]) -> list[Site]:
-    """The lookups in the bodies of an equation, in the order in which it runs them; some operands are `Table`s."""
+    """The lookups in the bodies of an equation, in the order of the program; some operands are `Table`s."""
     search = Search()
     search.look(equation, _read(equation.invars, operands))
     return [site for site in search.sites if site.variable in tables]

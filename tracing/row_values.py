@@ -24,6 +24,10 @@ from dflow.tracing.state_primitives import gather_p
 T = TypeVar("T")
 
 
+class NotOfRowsError(Exception):
+    """Part of a program needs a dense form where only rows are wanted, and is to be taken as it was written."""
+
+
 @dataclass(frozen=True)
 class Fill:
     """Every element is one number: a NumPy scalar where it is known, else a traced scalar."""
@@ -169,7 +173,7 @@ class Rowwise:
 def operands_first(root: T, operands: Callable[[T], list[T] | None]) -> Iterator[T]:
     """`root` and its operands, theirs too, each once and after its own; without recursion, since programs are long.
 
-    `operands` is None for one that needs nothing done, or to which it was done since it was yielded.
+    `operands` returns None for a value that is done, before or since it was yielded.
     """
     stack = [root]
     while stack:
@@ -189,8 +193,13 @@ def rows_of(rest: Rest, index: Index, aval: Any) -> Any:
         return None if _key(*wanted) in index.memo else _rests_in(wanted[0])
 
     for each, type in operands_first((rest, aval), missing):
-        index.memo[_key(each, type)] = each, _rows_of(each, index, type)
+        remember_rows(each, index, type, _rows_of(each, index, type))
     return index.memo[_key(rest, aval)][1]
+
+
+def remember_rows(rest: Rest, index: Index, aval: Any, rows: Any) -> None:
+    """Set the rows at an index of an array of type `aval` that holds `rest`."""
+    index.memo[_key(rest, aval)] = rest, rows
 
 
 def _key(rest: Rest, aval: Any) -> tuple[int, Any, Any]:

@@ -187,6 +187,9 @@ BY_ROWS = {
     "normalized": optax.chain(optax.normalize_by_update_norm(), optax.sgd(0.1)),
     "no nans": optax.chain(optax.zero_nans(), optax.adagrad(0.1)),
     "frozen": optax.set_to_zero(),
+    "finite sgd": optax.apply_if_finite(optax.sgd(0.1), 2),
+    "finite adagrad": optax.apply_if_finite(optax.chain(optax.clip_by_global_norm(0.5), optax.adagrad(0.1)), 2),
+    "for two steps": optax.conditionally_transform(optax.scale(-0.1), lambda step: step < 2),
 }
 DENSE = {
     "momentum": optax.sgd(0.1, momentum=0.9),
@@ -196,6 +199,9 @@ DENSE = {
     "adafactor": optax.adafactor(1e-2),
     "decay": optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1)),
     "lars": optax.lars(0.1),
+    "finite adam": optax.apply_if_finite(optax.adam(1e-2), 2),
+    "every second step": optax.MultiSteps(optax.sgd(0.1), 2),
+    "clipped by the parameters": optax.chain(optax.adaptive_grad_clip(0.01), optax.sgd(0.1)),
     "noise": optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(0)), optax.sgd(0.1)),
 }
 
@@ -223,6 +229,68 @@ def test_an_optimizer_does_what_optax_does(name: str, table: Variable, scale: Va
     for got, wanted in zip(kept, jax.tree.leaves(state), strict=True):
         if not jnp.issubdtype(got.dtype, jax.dtypes.prng_key):
             np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(table: Variable) -> None:
+    transformation = optax.apply_if_finite(optax.adagrad(0.1), 2)
+    optimizer = dflow.Optimizer(transformation, [table])
+
+    @dflow.jit
+    def step(ids: Any, factor: Any) -> None:
+        optimizer.apply(dflow.grad(lambda: loss_of(table, ids) * factor, [table])())
+
+    values = [TABLE]
+    state = transformation.init(values)
+    for factor in (1.0, np.nan, np.inf, 2.0):
+        assert grown(step, IDS, factor) == []
+        step(IDS, factor)
+        gradient = jax.grad(lambda v, factor=factor: loss_of(v, IDS) * factor)(values[0])
+        updates, state = transformation.update([gradient], state, values)
+        values = [optax.apply_updates(values, updates)[0]]
+        np.testing.assert_allclose(table.read(), values[0], rtol=1e-5)
+    for got, wanted in zip(jax.tree.leaves(dflow.read(optimizer.slots)), jax.tree.leaves(state), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-5)
+
+
+#: Branches of a gradient, another by other indices, the table and a slot: an update and a new slot.
+BRANCHES: dict[str, tuple[bool, Callable[[Any, Any, Any, Any], Any]]] = {
+    "one of two": (True, lambda g, h, t, s: (g, s)),
+    "both": (True, lambda g, h, t, s: (g + 0 * g**2, s + g * t)),
+    "none": (True, lambda g, h, t, s: (jnp.zeros_like(t), s)),
+    "the other": (False, lambda g, h, t, s: (h, s)),
+    "every row": (False, lambda g, h, t, s: (g, 2 * s)),
+    "dense": (False, lambda g, h, t, s: (g - jnp.flip(g), s)),
+    "nested": (True, lambda g, h, t, s: jax.lax.cond(jnp.sum(g) > 0, lambda: (-g, s * 1.0), lambda: (g, s + g))),
+}
+
+
+@pytest.mark.parametrize("name", BRANCHES)
+@pytest.mark.parametrize("first", [True, False])
+def test_branches_of_rows(name: str, first: bool, table: Variable) -> None:
+    is_rows, made = BRANCHES[name]
+    slot = dflow.Variable(TABLE + 1, name="slot")
+
+    def after(which: Any, g: Any, h: Any, t: Any, s: Any) -> Any:
+        return jax.lax.cond(which, lambda: made(g, h, t, s), lambda: (g * 0.5, s + g * g))
+
+    @dflow.jit
+    def step(ids: Any, which: Any) -> Any:
+        g = dflow.grad(lambda: loss_of(table, ids), table)()
+        h = dflow.grad(lambda: loss_of(table, ids[:2] + 4), table)()
+        update, new = after(which, g, h, table.read(), slot.read())
+        table.assign_add(update)
+        slot.assign(new)
+        return update, new, optax.tree.norm(update)
+
+    g, h = jax.grad(loss_of)(TABLE, IDS), jax.grad(loss_of)(TABLE, IDS[:2] + 4)
+    update, new = after(first, g, h, TABLE, TABLE + 1)
+    got = step(IDS, first)
+    for one, wanted in zip(got, (update, new, optax.tree.norm(update)), strict=True):
+        np.testing.assert_allclose(one, wanted, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(table.read(), TABLE + update, rtol=1e-5)
+    np.testing.assert_allclose(slot.read(), new, rtol=1e-5)
+    quiet = dflow.jit(lambda ids, which: step(ids, which) and None)
+    assert (grown(quiet, IDS, first) == []) == is_rows
 
 
 @pytest.mark.parametrize("name", ["sgd", "adagrad", "adam"])
