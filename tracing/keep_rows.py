@@ -114,7 +114,7 @@ class _Frame:
         return atom.val if is_literal(atom) else self.env[atom]
 
     def forget(self, variable: Any) -> list[tuple[Any, Rowwise]]:
-        """Names and values, computed from a variable's value, that are needed after this equation. Each is given once."""
+        """Names and values, computed from a variable's value, that are needed after this equation, once each."""
         names = dict.fromkeys(self._made_of.pop(variable, ()))
         found = [(name, self.env[name]) for name in names if self._last_use.get(name, -1) > self.position]
         return [(name, value) for name, value in found if isinstance(value, Rowwise)]
