@@ -19,9 +19,10 @@ import jax.numpy as jnp
 
 from dflow.tracing.device_name import is_on_task
 from dflow.tracing.discharge import Border, State, evaluate
+from dflow.tracing.early_lookups import lookup_sites
 from dflow.tracing.errors import GraphTypeError, VariableError
 from dflow.tracing.jax_frontend import hides_frames, is_tracing, make_jaxpr
-from dflow.tracing.lookups import Lookups, lookup_sites, rows_found
+from dflow.tracing.lookups import TappedLookups, rows_found
 from dflow.tracing.loops import NOT_REVERSED, REVERSED
 from dflow.tracing.resources import Variable, is_variable, name, read
 from dflow.tracing.row_gradient import RowGradient
@@ -269,7 +270,7 @@ class _Pure:
         return (value, jax.tree_util.tree_unflatten(self._aux_tree, aux)), (by_variable, grads[1])
 
     def _run(self, values: list[Any], leaves: list[Any], taps: list[Any]) -> Any:
-        lookups = Lookups(self._sites, taps)
+        lookups = TappedLookups(self._sites, taps)
         state = State({**self._before, **dict(zip(self._whole, values, strict=True))}, lookups)
         flat = evaluate(self._jaxpr, self._consts, leaves, state)
         count = self._tree.num_leaves

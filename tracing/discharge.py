@@ -7,6 +7,7 @@ control-flow op that touches state go this way, so a write inside a differentiat
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -35,7 +36,7 @@ from dflow.tracing.jax_frontend import (
     scan_counts,
     touches_state,
 )
-from dflow.tracing.lookups import CALLS, Lookups, Table
+from dflow.tracing.lookups import BODIES, CALLS, BodyLookups, Lookups, Table, sites_inside, sites_of
 from dflow.tracing.source import at
 from dflow.tracing.state_primitives import gather_p, read_p, update_p
 from dflow.tracing.updates import looked_up, updated
@@ -89,9 +90,7 @@ class State:
 
     def read(self, variable: Any) -> Any:
         """The value, or what stands for it where the variable is only looked up in."""
-        if self.lookups is not None and variable in self.lookups.tables:
-            return Table(variable)
-        return self._values[variable]
+        return Table(variable) if self.is_table(variable) else self._values[variable]
 
     def rows(self, variable: Any, indices: Any) -> Any:
         """The rows at `indices`."""
@@ -106,9 +105,17 @@ class State:
         """The values of these variables, in order."""
         return [self._values[variable] for variable in variables]
 
-    def within(self, values: Mapping[Any, Any]) -> State:
+    def within(self, values: Mapping[Any, Any], lookups: Lookups | None = None) -> State:
         """The state of a body, of these variables."""
-        return State(values, given=self.given)
+        return State(values, lookups, self.given)
+
+    def copy(self) -> State:
+        """The same values, which may be set without setting these."""
+        return State(self._values, self.lookups, self.given)
+
+    def is_table(self, variable: Any) -> bool:
+        """Whether a variable is only looked up in, and has no value."""
+        return self.lookups is not None and variable in self.lookups.tables
 
     def constants(self, consts: Iterable[Any]) -> list[Any]:
         """What stands for these constants."""
@@ -158,6 +165,10 @@ def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], state: St
 
 def apply(equation: Equation, operands: Sequence[Any], state: State) -> list[Any]:
     """Run one equation on values. Raises DflowError for a primitive that cannot hold state."""
+    if state.lookups is not None and state.lookups.tables and equation.primitive.name in BODIES:
+        sites = sites_inside(equation, operands, state.lookups.tables)
+        if sites or any(isinstance(operand, Table) for operand in operands):
+            return state.lookups.inside(sites, lambda state, rows: run_bodies(equation, operands, state, rows), state)
     if any(isinstance(operand, Table) for operand in operands):
         return _apply_to_table(equation, operands, state)
     rule = _RULES.get(equation.primitive.name)
@@ -173,6 +184,14 @@ def apply(equation: Equation, operands: Sequence[Any], state: State) -> list[Any
         )
     with origin_of(equation).restored():
         return rule(equation.params, list(operands), state)
+
+
+def run_bodies(
+    equation: Equation, operands: Sequence[Any], state: State, rows: Sequence[Any] | None
+) -> tuple[list[Any], list[Any]]:
+    """Run an equation of `BODIES` as `RunBody` says."""
+    with origin_of(equation).restored():
+        return _LOOKING[equation.primitive.name](equation.params, list(operands), state, rows)
 
 
 def _apply_to_table(equation: Equation, operands: Sequence[Any], state: State) -> list[Any]:
@@ -218,15 +237,28 @@ class _Body:
     def __init__(self, closed: Any, state: State, written: list[Any]) -> None:
         self._jaxpr, self._consts = closed_parts(closed)
         reads, _ = accesses(self._jaxpr.effects)
-        self._fixed = {variable: state[variable] for variable in reads if variable not in written}
+        self._fixed = {v: state[v] for v in reads if v not in written and not state.is_table(v)}
         self._written = written
         self._within = state.within
+        self._tables = state.lookups.tables if state.lookups is not None else ()
 
     def __call__(self, operands: Sequence[Any], values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        inner = self._within(self._fixed)
+        results, after, _ = self.looking(operands, values, ())
+        return results, after
+
+    def looking(
+        self, operands: Sequence[Any], values: Sequence[Any], rows: Sequence[Any] | None
+    ) -> tuple[list[Any], list[Any], list[Any]]:
+        """The results, the values written, and the places of the lookups if `rows`, which they find, is None."""
+        lookups = BodyLookups(self._tables, rows)
+        inner = self._within(self._fixed, lookups)
         inner.update(self._written, values)
         results = evaluate(self._jaxpr, self._consts, operands, inner)
-        return results, inner.of(self._written)
+        return results, inner.of(self._written), lookups.places
+
+    def count_lookups(self, operands: Sequence[Any]) -> int:
+        """The number of lookups in tables."""
+        return len(sites_of(self._jaxpr, operands, self._tables))
 
 
 def _written(*closed: Any) -> list[Any]:
@@ -234,7 +266,19 @@ def _written(*closed: Any) -> list[Any]:
     return accesses(effects)[1]
 
 
-def _scan(params: Mapping[str, Any], operands: list[Any], state: State) -> list[Any]:
+def _without_tables(operands: Sequence[Any]) -> tuple[list[Any], Callable[[Sequence[Any]], list[Any]]]:
+    """The operands that are arrays, and a function from these to all operands."""
+
+    def all_of(arrays: Sequence[Any]) -> list[Any]:
+        rest = iter(arrays)
+        return [operand if isinstance(operand, Table) else next(rest) for operand in operands]
+
+    return [operand for operand in operands if not isinstance(operand, Table)], all_of
+
+
+def _scan(
+    params: Mapping[str, Any], operands: list[Any], state: State, rows: Sequence[Any] | None
+) -> tuple[list[Any], list[Any]]:
     consts_count, carry_count = scan_counts(params)
     consts, rest = operands[:consts_count], operands[consts_count:]
     init, xs = rest[:carry_count], rest[carry_count:]
@@ -242,22 +286,53 @@ def _scan(params: Mapping[str, Any], operands: list[Any], state: State) -> list[
     body = _Body(params["jaxpr"], state, written)
 
     def step(carry: Any, x: Any) -> Any:
-        results, values = body([*consts, *carry[0], *x], carry[1])
-        return (results[: len(init)], values), results[len(init) :]
+        results, values, places = body.looking([*consts, *carry[0], *x[0]], carry[1], x[1])
+        return (results[: len(init)], values), (results[len(init) :], places)
 
     kept = {key: params[key] for key in ("length", "reverse", "unroll", "_split_transpose") if key in params}
-    (carry, values), ys = jax.lax.scan(step, (init, state.of(written)), xs, **kept)
+    (carry, values), (ys, places) = jax.lax.scan(step, (init, state.of(written)), (xs, rows), **kept)
     state.update(written, values)
-    return [*carry, *ys]
+    return [*carry, *ys], places
 
 
-def _cond(params: Mapping[str, Any], operands: list[Any], state: State) -> list[Any]:
+def _cond(
+    params: Mapping[str, Any], operands: list[Any], state: State, rows: Sequence[Any] | None
+) -> tuple[list[Any], list[Any]]:
     index, *rest = operands
-    written = _written(*params["branches"])
-    bodies = [_Body(branch, state, written) for branch in params["branches"]]
-    results, values = jax.lax.switch(index, bodies, rest, state.of(written))
+    arrays, all_of = _without_tables(rest)
+    branches, written = params["branches"], _written(*params["branches"])
+    bodies = [_Body(branch, state, written) for branch in branches]
+    # All branches look up, whichever runs.
+    before = state.of(written)
+    places = [] if rows is not None else [each for body in bodies for each in body.looking(rest, before, None)[2]]
+    ends = [0, *itertools.accumulate(body.count_lookups(rest) for body in bodies)]
+
+    def run(number: int) -> Callable[..., Any]:
+        def branch(arrays: list[Any], values: list[Any], rows: list[Any] | None) -> Any:
+            own = None if rows is None else rows[ends[number] : ends[number + 1]]
+            return bodies[number].looking(all_of(arrays), values, own)[:2]
+
+        return branch
+
+    results, values = jax.lax.switch(index, [*map(run, range(len(bodies)))], arrays, before, rows)
     state.update(written, values)
-    return list(results)
+    return list(results), places
+
+
+def _remat(
+    params: Mapping[str, Any], operands: list[Any], state: State, rows: Sequence[Any] | None
+) -> tuple[list[Any], list[Any]]:
+    arrays, all_of = _without_tables(operands)
+    written = _written(params["jaxpr"])
+    body = _Body(params["jaxpr"], state, written)
+
+    def run(arrays: list[Any], values: list[Any], rows: list[Any] | None) -> Any:
+        return body.looking(all_of(arrays), values, rows)
+
+    run = jax.checkpoint(run, prevent_cse=params["prevent_cse"], policy=params["policy"])
+    results, values, places = run(arrays, state.of(written), rows)
+    state.update(written, values)
+    return list(results), places
 
 
 def _while(params: Mapping[str, Any], operands: list[Any], state: State) -> list[Any]:
@@ -295,16 +370,6 @@ def still_live(cond: Any, live: Callable[[], Any], after: Sequence[Any], before:
         jnp.where(turned.reshape(turned.shape + (1,) * (old.ndim - turned.ndim)), new, old)
         for new, old in zip(after, before, strict=True)
     ]
-
-
-def _remat(params: Mapping[str, Any], operands: list[Any], state: State) -> list[Any]:
-    written = _written(params["jaxpr"])
-    body = jax.checkpoint(
-        _Body(params["jaxpr"], state, written), prevent_cse=params["prevent_cse"], policy=params["policy"]
-    )
-    results, values = body(operands, state.of(written))
-    state.update(written, values)
-    return list(results)
 
 
 def _shard_map(params: Mapping[str, Any], operands: list[Any], state: State) -> list[Any]:
@@ -391,18 +456,30 @@ def _refuse_others(jaxpr: Jaxpr, touched: list[Any], written: list[Any]) -> None
         )
 
 
+#: Rules of equations whose lookups are done before them, as `RunBody` says.
+_LOOKING: Mapping[
+    str, Callable[[Mapping[str, Any], list[Any], State, Sequence[Any] | None], tuple[list[Any], list[Any]]]
+] = {
+    "scan": _scan,
+    "cond": _cond,
+    "remat2": _remat,
+    "checkpoint": _remat,
+}
+
+
+def _without_lookups(name: str) -> Callable[[Mapping[str, Any], list[Any], State], list[Any]]:
+    return lambda params, operands, state: list(_LOOKING[name](params, operands, state, ())[0])
+
+
 _RULES: Mapping[str, Callable[[Mapping[str, Any], list[Any], State], list[Any]]] = {
     read_p.name: _read,
     gather_p.name: _gather,
     update_p.name: _update,
     host_p.name: _use_resource,
     **{name: _call(key) for name, key in CALLS.items()},
-    "scan": _scan,
+    **{name: _without_lookups(name) for name in _LOOKING},
     "shard_map": _shard_map,
-    "cond": _cond,
     "while": _while,
     "custom_jvp_call": _Custom("custom_jvp_call", CustomCall.with_jvp),
     "custom_vjp_call": _Custom("custom_vjp_call", CustomCall.with_vjp),
-    "remat2": _remat,
-    "checkpoint": _remat,
 }

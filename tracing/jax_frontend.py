@@ -728,6 +728,12 @@ def make_jaxpr(fn: Callable[..., Any], *args: Any) -> tuple[Jaxpr, list[Any], An
     return jaxpr, consts, out
 
 
+def live_part(jaxpr: Jaxpr, used: bool | Sequence[bool] = True) -> Jaxpr:
+    """The part of a program that its used outputs need, those of loops and calls within it too; the same inputs."""
+    live, _ = jax_partial_eval.dce_jaxpr(jaxpr, used, instantiate=True)
+    return live
+
+
 def retraced(
     param: Any, run: Callable[[Jaxpr, list[Any], Sequence[Any]], list[Any]], is_meant: Callable[[Jaxpr], bool]
 ) -> Any:
@@ -822,9 +828,13 @@ def devices_of_shardings(traced: Any) -> int:
     return max((getattr(sharding, "num_devices", 1) for sharding in shardings), default=1)
 
 
+#: The classes of jaxprs; newer JAX has one.
+_JAXPRS = (jax_core.Jaxpr, getattr(jax_core, "ClosedJaxpr", jax_core.Jaxpr))
+
+
 def is_jaxpr(value: Any) -> bool:
     """Whether a parameter is a jaxpr, open or with its constants."""
-    return hasattr(closed_parts(value)[0], "eqns")
+    return isinstance(value, _JAXPRS)
 
 
 def inner_parts(params: Mapping[str, Any]) -> list[tuple[Jaxpr, list[Any]]]:

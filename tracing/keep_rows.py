@@ -16,8 +16,8 @@ A gradient whose dense form is needed, though it has few of the rows of a large 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
@@ -39,10 +39,21 @@ from dflow.tracing.jax_frontend import (
     scan_counts,
 )
 from dflow.tracing.lookups import CALLS
+from dflow.tracing.row_branches import branched
 from dflow.tracing.row_sums import carried_sums, of_rows, summed_over
-from dflow.tracing.row_values import Fill, Index, Made, Rowwise, Stored, computed_now, is_zero
+from dflow.tracing.row_values import (
+    Fill,
+    Index,
+    Made,
+    NotOfRowsError,
+    Rowwise,
+    Stored,
+    computed_now,
+    is_zero,
+    operands_first,
+)
 from dflow.tracing.row_wise import ELEMENTWISE, row_by_row
-from dflow.tracing.rows_to_dense import dense_to_rows_p, note_p, rows_to_dense_p, warn_of_dense
+from dflow.tracing.rows_to_dense import dense_to_rows_p, is_bound, note_p, rows_to_dense_p, warn_of_dense
 from dflow.tracing.state_primitives import gather_p, name_p, read_p, update_p
 from dflow.tracing.updates import updated
 from dflow.tracing.wire_codecs import wire_p
@@ -57,7 +68,11 @@ _CLOSED = ("shard_map",)
 
 def keep_rows(jaxpr: Jaxpr, consts: Sequence[Any]) -> tuple[Jaxpr, list[Any]]:
     """The program, and its constants, with gradients of lookups kept as rows where that is enough."""
-    if not _has_rows(jaxpr) or not all(is_array_type(var.aval) for var in (*jaxpr.invars, *jaxpr.constvars)):
+    if (
+        not is_bound.is_set()
+        or not _counts(jaxpr)
+        or not all(is_array_type(var.aval) for var in (*jaxpr.invars, *jaxpr.constvars))
+    ):
         return jaxpr, list(consts)
     anew, captured, _ = make_jaxpr(lambda *args: _Pass().outputs(jaxpr, consts, args), *_structs(jaxpr))
     return anew, captured
@@ -70,40 +85,43 @@ def noted_rows(jaxpr: Jaxpr, consts: Sequence[Any]) -> list[list[jax.ShapeDtypeS
     return found
 
 
-def _has_rows(jaxpr: Jaxpr) -> bool:
-    return any(
-        equation.primitive is rows_to_dense_p or any(map(_has_rows, _inner(equation))) for equation in jaxpr.eqns
-    )
-
-
-def _inner(equation: Equation) -> list[Jaxpr]:
-    return [inner for inner, _ in inner_parts(equation.params)]
-
-
 def _structs(jaxpr: Jaxpr) -> list[Any]:
     return [var.aval for var in jaxpr.invars]
 
 
-@dataclass
 class _Frame:
-    """A program that is being run.
+    """A program that is being run: its values, by its variables."""
 
-    `env`       its values
-    `last_use`  number of the last equation that takes each value
-    `position`  number of the equation that runs
-    """
+    def __init__(self, jaxpr: Jaxpr, args: Sequence[Any]) -> None:
+        self.env: dict[Any, Any] = {}
+        #: Number of the equation that runs.
+        self.position = 0
+        #: Number of the last equation that takes each value.
+        self._last_use = _last_uses(jaxpr)
+        #: By variable of the user: names of values that are computed from its value.
+        self._made_of: dict[Any, list[Any]] = {}
+        self.set((*jaxpr.constvars, *jaxpr.invars), args)
 
-    env: dict[Any, Any]
-    last_use: dict[Any, int]
-    position: int = 0
+    def set(self, names: Sequence[Any], values: Sequence[Any]) -> None:
+        """Give names their values."""
+        for name, value in zip(names, values, strict=True):
+            self.env[name] = value
+            for variable in value.variables if isinstance(value, Rowwise) else ():
+                self._made_of.setdefault(variable, []).append(name)
 
-    def live(self) -> list[tuple[Any, Rowwise]]:
-        """The symbolic values that are needed after this equation, by their variables of the jaxpr."""
-        return [
-            (var, value)
-            for var, value in self.env.items()
-            if isinstance(value, Rowwise) and self.last_use.get(var, -1) > self.position
-        ]
+    def value(self, atom: Any) -> Any:
+        """The value of a name or of a literal."""
+        return atom.val if is_literal(atom) else self.env[atom]
+
+    def forget(self, variable: Any) -> list[tuple[Any, Rowwise]]:
+        """Names and values, computed from a variable's value, that are needed after this equation, once each."""
+        names = dict.fromkeys(self._made_of.pop(variable, ()))
+        found = [(name, self.env[name]) for name in names if self._last_use.get(name, -1) > self.position]
+        return [(name, value) for name, value in found if isinstance(value, Rowwise)]
+
+    def variables(self) -> list[Any]:
+        """The variables of the user that values are made of."""
+        return [*self._made_of]
 
 
 class _Pass:
@@ -116,7 +134,7 @@ class _Pass:
         #: Number of ops after which another program may have written any variable.
         self._foreign_writes = 0
         #: The numbers of rows that gradients have; only values with as many are followed.
-        self._counts: set[int] = set()
+        self._counts: frozenset[int] = frozenset()
 
     def outputs(self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         """The results of the whole program, as arrays."""
@@ -132,19 +150,13 @@ class _Pass:
         return self._dense(value, None)
 
     def _run(self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-        env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
-        frame = _Frame(env, _last_uses(jaxpr))
+        frame = _Frame(jaxpr, (*consts, *args))
         self._frames.append(frame)
-
-        def value(atom: Any) -> Any:
-            return atom.val if is_literal(atom) else env[atom]
-
         for number, equation in enumerate(jaxpr.eqns):
             frame.position = number
-            results = self._apply(equation, [value(atom) for atom in equation.invars])
-            env.update(zip(equation.outvars, results, strict=True))
+            frame.set(equation.outvars, self._apply(equation, [*map(frame.value, equation.invars)]))
         self._frames.pop()
-        return [value(atom) for atom in jaxpr.outvars]
+        return [*map(frame.value, jaxpr.outvars)]
 
     def _apply(self, equation: Equation, operands: list[Any]) -> Sequence[Any]:
         primitive = equation.primitive
@@ -164,7 +176,7 @@ class _Pass:
         """Run a function that the program calls, if it has to do with rows."""
         inner, consts = closed_parts(equation.params[_FUNCTIONS[equation.primitive.name]])
         takes_rows = any(isinstance(operand, Rowwise) for operand in operands)
-        if not takes_rows and (equation.primitive.name in _RULED or not (_has_rows(inner) or inner.effects)):
+        if not takes_rows and (equation.primitive.name in _RULED or not (_counts(inner) or inner.effects)):
             return None
         with origin_of(equation).restored():
             return self._run(inner, consts, operands)
@@ -175,9 +187,7 @@ class _Pass:
         self._settle(written, everything=bool(host_resources(equation.effects)))
         arrays = [self._dense(operand, equation) for operand in operands]
         params = equation.params
-        if equation.primitive.name not in (*_RULED, *_CLOSED) and any(
-            _has_rows(part) for part, _ in inner_parts(params)
-        ):
+        if equation.primitive.name not in (*_RULED, *_CLOSED) and any(_counts(part) for part, _ in inner_parts(params)):
             params = {key: _passed_over(value) for key, value in params.items()}
         self._wrote(written)
         return bind(equation.primitive, params, arrays, origin_of(equation))
@@ -233,6 +243,13 @@ class _Pass:
         self._wrote([variable])
         params = {**equation.params, "kind": update}
         return bind(equation.primitive, params, [index.places, rows], origin_of(equation))
+
+    def _cond(self, equation: Equation, operands: list[Any]) -> Sequence[Any] | None:
+        """Branches without effects that compute with rows."""
+        if equation.effects or not any(isinstance(operand, Rowwise) for operand in operands):
+            return None
+        with origin_of(equation).restored():
+            return branched(equation, operands, lambda *branch: _RowsAlone(self._counts).within(*branch))
 
     def _scan(self, equation: Equation, operands: list[Any]) -> Sequence[Any] | None:
         """A loop that sums gradients: what a sum grows by in each iteration is given out as rows."""
@@ -290,9 +307,9 @@ class _Pass:
         `everything` is for an op that may let another program write them.
         """
         for frame in self._frames:
-            for var, value in frame.live():
-                if value.variables if everything else value.variables.intersection(variables):
-                    frame.env[var] = of_rows(value) if value.is_sparse else self._dense(value, None)
+            for variable in frame.variables() if everything else variables:
+                for name, value in frame.forget(variable):
+                    frame.env[name] = of_rows(value) if value.is_sparse else self._dense(value, None)
         if everything:
             self._foreign_writes += 1
 
@@ -304,22 +321,61 @@ class _Pass:
         """A value as an array, for the equation that takes it; None where the program gives it back."""
         if not isinstance(value, Rowwise):
             return value
-        if value.dense is None:
-            operands = [self._dense(operand, taker) for operand in value.operands]
-            if value.equation.primitive is rows_to_dense_p:
-                _warn_of_size(value, taker)
-            [value.dense] = bind(value.equation.primitive, value.equation.params, operands, origin_of(value.equation))
+        for part in operands_first(value, _not_dense):
+            operands = [each.dense if isinstance(each, Rowwise) else each for each in part.operands]
+            if part.equation.primitive is rows_to_dense_p:
+                _warn_of_size(part, taker)
+            [part.dense] = bind(part.equation.primitive, part.equation.params, operands, origin_of(part.equation))
         return value.dense
+
+
+class _RowsAlone(_Pass):
+    """A run over a branch, which makes nothing dense."""
+
+    def __init__(self, counts: frozenset[int]) -> None:
+        super().__init__()
+        self._counts = counts
+
+    def within(self, jaxpr: Jaxpr, consts: list[Any], args: list[Any]) -> list[Any]:
+        """The results, `Rowwise` ones as they are."""
+        return self._run(jaxpr, consts, args)
+
+    def _dense(self, value: Any, taker: Equation | None) -> Any:
+        if isinstance(value, Rowwise):
+            raise NotOfRowsError
+        return value
+
+
+def _not_dense(value: Rowwise) -> list[Rowwise] | None:
+    """The symbolic operands of a value that has no dense form yet."""
+    if value.dense is not None:
+        return None
+    return [operand for operand in value.operands if isinstance(operand, Rowwise)]
 
 
 def _is_known_number(value: Any) -> bool:
     return not isinstance(value, Rowwise | jax.core.Tracer) and np.shape(value) == ()
 
 
-def _counts(jaxpr: Jaxpr) -> set[int]:
-    sources = [equation for equation in jaxpr.eqns if equation.primitive is rows_to_dense_p]
-    found = {each.params["shape"][0] for each in sources if each.invars[1].aval.shape[0] < each.params["shape"][0]}
-    return found.union(*(_counts(inner) for equation in jaxpr.eqns for inner in _inner(equation)))
+#: By jaxpr: the result of `_counts`.
+_known_counts: WeakKeyDictionary[Jaxpr, frozenset[int]] = WeakKeyDictionary()
+
+
+def _counts(jaxpr: Jaxpr) -> frozenset[int]:
+    """The numbers of rows of the tables in a program whose gradients have fewer rows."""
+    if (known := _known_counts.get(jaxpr)) is not None:
+        return known
+    found: set[int] = set()
+    for equation in jaxpr.eqns:
+        if equation.primitive is rows_to_dense_p:
+            found.update(count for count in equation.params["shape"][:1] if equation.invars[1].aval.shape[0] < count)
+        else:
+            found.update(*(_counts(inner) for inner, _ in inner_parts(equation.params)))
+    return _known_counts.setdefault(jaxpr, frozenset(found))
+
+
+def _has_rows(jaxpr: Jaxpr) -> bool:
+    return bool(_counts(jaxpr))
 
 
 def _last_uses(jaxpr: Jaxpr) -> dict[Any, int]:
@@ -350,6 +406,7 @@ _RULES: Mapping[str, Callable[[_Pass, Equation, list[Any]], Sequence[Any] | None
     read_p.name: _Pass._read,
     update_p.name: _Pass._update,
     "broadcast_in_dim": _Pass._spread,
+    "cond": _Pass._cond,
     "scan": _Pass._scan,
     dense_to_rows_p.name: _Pass._to_rows,
     note_p.name: _Pass._noted,

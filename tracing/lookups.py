@@ -1,32 +1,46 @@
 """Lookups of rows, taken apart from other uses of a variable, so that their gradient is made of rows.
 
 A variable that a function only looks rows up in is never read whole: each lookup is recorded as one, and the
-derivative with respect to its rows is taken in the place of one with respect to the variable. Lookups count that
-stand in the function itself or in functions that it calls by `jit`; one in a loop, a branch or a `remat` is a use
-like any other. `variable.gather`, `variable[indices]`, and JAX's own gather of whole rows from a read (`jnp.take`
-along axis 0, indexing by an array or a number, under `vmap` too) are lookups.
+derivative with respect to its rows is taken in the place of one with respect to the variable. `variable.gather`,
+`variable[indices]`, and JAX's own gather of whole rows from a read (`jnp.take` along axis 0, indexing by an array or a
+number, under `vmap` too) are lookups. They count in the function itself and in functions that it calls by `jit`.
+
+Lookups in a `scan`, a `cond` or a `checkpoint` are done before it, for all iterations and branches, and the body takes
+their rows (`early_lookups`). In any other body a lookup is a use like any other.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core as jex
 from jax.lax import GatherScatterMode
 
 from dflow.tracing.explicit_sharding import sharding_of_aval
-from dflow.tracing.jax_frontend import Equation, Jaxpr, accesses, closed_parts, inner_parts, is_literal, origin_of
-from dflow.tracing.rows_to_dense import LARGE_BYTES, DenseGradientWarning
-from dflow.tracing.source import at
+from dflow.tracing.jax_frontend import (
+    Equation,
+    Jaxpr,
+    accesses,
+    closed_parts,
+    host_resources,
+    inner_parts,
+    is_literal,
+    live_part,
+    make_jaxpr,
+    scan_counts,
+)
 from dflow.tracing.state_primitives import gather_p, read_p
 from dflow.tracing.types import ArrayType
 
 #: Calls whose body is looked into, and which parameter holds it.
 CALLS: Mapping[str, str] = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr"}
+#: Equations whose lookups are done before them.
+BODIES = frozenset(("scan", "cond", "checkpoint", "remat2"))
 
 
 @dataclass(frozen=True)
@@ -38,64 +52,56 @@ class Table:
 
 @dataclass(frozen=True)
 class Site:
-    """One lookup: in which variable, and the type of its rows."""
+    """One lookup, or one of all iterations of a loop.
+
+    `rows`   their type
+    `drops`  whether a row past an end has no gradient
+    """
 
     variable: Any
     rows: ArrayType
+    drops: bool
 
 
-def lookup_sites(jaxpr: Jaxpr, variables: Sequence[Any]) -> list[Site]:
-    """Every lookup of the variables that `jaxpr` uses by lookups alone, in the order it runs them.
+@dataclass(frozen=True)
+class BodyUse:
+    """An equation with lookups in its bodies.
 
-    A lookup in a table with an explicit sharding, which says how its result is spread, is a use like any other.
+    `tables`  the variables that operands are reads of, by the number of the operand
     """
-    search = _Search()
-    variables = [variable for variable in variables if variable.type.sharding is None]
-    search.walk(jaxpr, {})
-    for variable in variables:
-        _warn_of_lookups_inside(variable, search)
-    whole = search.used_whole | search.inside.keys()
-    return [site for site in search.sites if site.variable in variables and site.variable not in whole]
+
+    equation: Equation
+    tables: Mapping[int, Any]
 
 
-def _warn_of_lookups_inside(variable: Any, search: _Search) -> None:
-    """Warn where the gradient of a large table is dense only because it is looked up inside a body."""
-    size_bytes = variable.type.size_bytes
-    if variable not in search.inside or variable in search.used_whole or size_bytes < LARGE_BYTES:
-        return
-    equation = search.inside[variable]
-    body = "checkpoint" if equation.primitive.name.startswith("remat") else equation.primitive.name
-    warnings.warn(
-        f"variable {variable.name!r} is looked up inside a {body}, so its gradient is dense, "
-        f"{size_bytes / 1e6:.0f} MB{at(origin_of(equation).own_loc)}\n"
-        f"  look the rows up before the {body}, and pass them to it",
-        DenseGradientWarning,
-        stacklevel=2,
-    )
+class Search:
+    """Finds the lookups in a program, in the order it runs them, and the variables that it uses in other ways."""
 
-
-class _Search:
     def __init__(self) -> None:
         self.sites: list[Site] = []
         self.used_whole: set[Any] = set()
-        #: Variables that the body of a loop, branch or remat only looks rows up in, with the first such equation.
+        #: Variables that the body of an equation only looks rows up in, but where that cannot be done before it.
         self.inside: dict[Any, Equation] = {}
+        #: The equations of the program, and of functions it calls, that have lookups in their bodies.
+        self.bodies: list[BodyUse] = []
 
     def walk(self, jaxpr: Jaxpr, tables: dict[Any, Any]) -> None:
         """Look at every equation; `tables` has the variable that each value is a read of."""
         for equation in jaxpr.eqns:
-            self._look(equation, tables)
+            self.look(equation, tables)
         self._whole(jaxpr.outvars, tables)
 
-    def _look(self, equation: Equation, tables: dict[Any, Any]) -> None:
+    def look(self, equation: Equation, tables: dict[Any, Any]) -> None:
+        """Look at an equation, as `walk` does."""
         if equation.primitive is read_p:
             tables[equation.outvars[0]] = equation.params["handle"].variable
         elif equation.primitive is gather_p and sharding_of_aval(equation.outvars[0].aval) is None:
             self._found(equation.params["handle"].variable, equation)
         elif equation.primitive.name in CALLS:
             inner = closed_parts(equation.params[CALLS[equation.primitive.name]])[0]
-            given = zip(inner.invars, equation.invars, strict=True)
-            self.walk(inner, {var: tables[atom] for var, atom in given if not is_literal(atom) and atom in tables})
+            self.walk(inner, _tables_inside(inner.invars, equation.invars, tables))
+        elif equation.primitive.name in BODIES and not host_resources(equation.effects):
+            self._look_into(equation, tables)
         elif is_row_gather(equation) and equation.invars[0] in tables:
             self._found(tables[equation.invars[0]], equation, _kept_dim(equation))
             self._whole(equation.invars[1:], tables)
@@ -103,9 +109,24 @@ class _Search:
             self._whole(equation.invars, tables)
             self._inside(equation)
 
+    def _look_into(self, equation: Equation, tables: dict[Any, Any]) -> None:
+        """Look into bodies whose lookups are done before them. A variable whose value a scan carries is used whole."""
+        first, last = _passed_in(equation)
+        given, body = equation.invars[first:last], Search()
+        for inner, _ in inner_parts(equation.params):
+            body.walk(inner, _tables_inside(inner.invars[: len(given)], given, tables))
+        self._whole(equation.invars[last:], tables)
+        self.used_whole |= body.used_whole
+        self.inside = body.inside | self.inside
+        self.sites += [_repeated(site, equation) for site in body.sites]
+        if body.sites:
+            reads = enumerate(equation.invars)
+            held = {number: tables[atom] for number, atom in reads if not is_literal(atom) and atom in tables}
+            self.bodies.append(BodyUse(equation, held))
+
     def _inside(self, equation: Equation) -> None:
         """Note the variables that a body touches: all are used whole, some by lookups alone."""
-        body = _Search()
+        body = Search()
         for inner, _ in inner_parts(equation.params):
             body.walk(inner, {})
         only_looked_up = {site.variable for site in body.sites} - body.used_whole
@@ -116,10 +137,48 @@ class _Search:
     def _found(self, variable: Any, equation: Equation, kept_dim: int | None = None) -> None:
         aval = equation.outvars[0].aval
         shape = tuple(size for dim, size in enumerate(aval.shape) if dim != kept_dim)
-        self.sites.append(Site(variable, ArrayType(aval.dtype, shape)))
+        drops = equation.primitive is gather_p or _mode(equation) != GatherScatterMode.CLIP
+        self.sites.append(Site(variable, ArrayType(aval.dtype, shape), drops))
 
     def _whole(self, atoms: Sequence[Any], tables: Mapping[Any, Any]) -> None:
         self.used_whole.update(tables[atom] for atom in atoms if not is_literal(atom) and atom in tables)
+
+
+def _passed_in(equation: Equation) -> tuple[int, int]:
+    """Numbers of the first operand that is passed to the bodies as it is, and of the one after the last."""
+    if equation.primitive.name == "scan":
+        return 0, scan_counts(equation.params)[0]
+    return int(equation.primitive.name == "cond"), len(equation.invars)
+
+
+def _repeated(site: Site, equation: Equation) -> Site:
+    """A lookup in the body of an equation, for all its iterations."""
+    times = (equation.params["length"],) if equation.primitive.name == "scan" else ()
+    return replace(site, rows=ArrayType(site.rows.dtype, (*times, *site.rows.shape)))
+
+
+def _tables_inside(inner: Sequence[Any], outer: Sequence[Any], tables: Mapping[Any, Any]) -> dict[Any, Any]:
+    given = zip(inner, outer, strict=True)
+    return {var: tables[atom] for var, atom in given if not is_literal(atom) and atom in tables}
+
+
+def sites_inside(equation: Equation, operands: Sequence[Any], tables: Collection[Any]) -> list[Site]:
+    """The lookups in the bodies of an equation, in the order of the program; some operands are `Table`s."""
+    search = Search()
+    search.look(equation, _read(equation.invars, operands))
+    return [site for site in search.sites if site.variable in tables]
+
+
+def sites_of(jaxpr: Jaxpr, operands: Sequence[Any], tables: Collection[Any]) -> list[Site]:
+    """The lookups of a program, as `sites_inside`."""
+    search = Search()
+    search.walk(jaxpr, _read(jaxpr.invars, operands))
+    return [site for site in search.sites if site.variable in tables]
+
+
+def _read(atoms: Sequence[Any], operands: Sequence[Any]) -> dict[Any, Any]:
+    given = zip(atoms, operands, strict=True)
+    return {atom: operand.variable for atom, operand in given if isinstance(operand, Table)}
 
 
 def is_row_gather(equation: Equation) -> bool:
@@ -149,6 +208,11 @@ def _is_plain_gather(equation: Equation) -> bool:
     )
 
 
+def _mode(equation: Equation) -> Any:
+    """What a gather does with a place past an end."""
+    return equation.params["mode"] if equation.primitive.name == "gather" else GatherScatterMode.CLIP
+
+
 def _batch_dims(equation: Equation) -> int:
     """How many dimensions the indices have that name rows."""
     return len(equation.invars[1].aval.shape) - 1 if equation.primitive.name == "gather" else 0
@@ -172,37 +236,88 @@ def _tapped_jvp(primals: Any, tangents: Any) -> Any:
     return _tapped(*primals), tangents[0] + tangents[1]
 
 
-class Lookups:
-    """The lookups of one run of a function: `taps` stand for the rows that each of `sites` finds, in order."""
+#: Runs an equation in a `State`, with these rows for the lookups in its bodies: the results, and no places. With None
+#: for the rows it gives the places of the lookups too, and results made of `later_p`.
+RunBody: TypeAlias = Callable[[Any, Sequence[Any] | None], tuple[list[Any], list[Any]]]
 
-    def __init__(self, sites: Sequence[Site], taps: Sequence[Any]) -> None:
-        self.tables = {site.variable for site in sites}
-        self.indices: list[Any] = []
-        self._taps = iter(taps)
+
+class Lookups(ABC):
+    """How lookups in `tables` are served, in the order of the program."""
+
+    def __init__(self, tables: Collection[Any]) -> None:
+        self.tables = tables
 
     def rows(self, variable: Any, indices: Any) -> Any:
         """The rows of a variable at indices that may count from the end or be past one."""
         indices = _wide(indices)
-        return self._rows(variable, jnp.where(indices < 0, indices + variable.shape[0], indices), drops=True)
+        return self._rows(variable, jnp.where(indices < 0, indices + variable.shape[0], indices))
 
     def gather(self, equation: Equation, variable: Any, starts: Any) -> Any:
         """What JAX's own gather gives, by a lookup; `starts` is its second operand."""
         is_gather, kept_dim = equation.primitive.name == "gather", _kept_dim(equation)
-        mode = equation.params["mode"] if is_gather else GatherScatterMode.CLIP
         places = _wide(starts[..., 0] if is_gather else jnp.asarray(starts))
-        rows = self._rows(variable, places, drops=mode != GatherScatterMode.CLIP)
-        if mode == GatherScatterMode.FILL_OR_DROP:
+        rows = self._rows(variable, places)
+        if _mode(equation) == GatherScatterMode.FILL_OR_DROP:
             rows = jnp.where(_is_there(variable, places), rows, _fill_value(equation.params["fill_value"], rows.dtype))
         return rows if kept_dim is None else jnp.expand_dims(rows, kept_dim)
 
-    def _rows(self, variable: Any, places: Any, *, drops: bool) -> Any:
-        """Rows by places from the start; of one past an end, that at the end, whose gradient is dropped if `drops`."""
-        tap = next(self._taps)
-        if drops:
+    @abstractmethod
+    def _rows(self, variable: Any, places: Any) -> Any:
+        """Rows by places from the start; of one past an end, that at the end."""
+
+    @abstractmethod
+    def inside(self, sites: Sequence[Site], run: RunBody, state: Any) -> list[Any]:
+        """The results of an equation with these lookups in its bodies."""
+
+
+class TappedLookups(Lookups):
+    """The lookups of one run of a function: `taps` stand for the rows that each of `sites` finds, in order."""
+
+    def __init__(self, sites: Sequence[Site], taps: Sequence[Any]) -> None:
+        super().__init__({site.variable for site in sites})
+        self.indices: list[Any] = []
+        self._left = iter([*zip(sites, taps, strict=True)])
+
+    def _rows(self, variable: Any, places: Any) -> Any:
+        site, tap = next(self._left)
+        if site.drops:
             tap = jnp.where(_is_there(variable, places), tap, jnp.zeros_like(tap))
         inside = jnp.clip(places, 0, variable.shape[0] - 1)
         self.indices.append(inside)
         return _tapped(gather_p.bind(inside, handle=variable.handle), tap)
+
+    def inside(self, sites: Sequence[Site], run: RunBody, state: Any) -> list[Any]:
+        """Look up before the equation, and give its bodies the rows."""
+        jaxpr, consts, _ = make_jaxpr(lambda: run(state.copy(), None)[1])
+        places = jax.core.eval_jaxpr(live_part(jaxpr), [*map(jax.lax.stop_gradient, consts)])
+        rows = [self._rows(site.variable, place) for site, place in zip(sites, places, strict=True)]
+        return run(state, rows)[0]
+
+
+class BodyLookups(Lookups):
+    """The lookups of a body. Their rows are given; or `rows` is None, and their places are found."""
+
+    def __init__(self, tables: Collection[Any], rows: Sequence[Any] | None) -> None:
+        super().__init__(tables)
+        self.places: list[Any] = []
+        self._given = None if rows is None else iter(rows)
+
+    def _rows(self, variable: Any, places: Any) -> Any:
+        if self._given is not None:
+            return next(self._given)
+        self.places.append(places)
+        return later_p.bind(shape=(*places.shape, *variable.shape[1:]), dtype=variable.dtype)
+
+    def inside(self, sites: Sequence[Site], run: RunBody, state: Any) -> list[Any]:
+        """Give the rows on, or find the places."""
+        results, places = run(state, None if self._given is None else [next(self._given) for _ in sites])
+        self.places += places
+        return results
+
+
+#: Rows that are not looked up yet, in a program that finds the places of lookups.
+later_p = jex.Primitive("rows_later")
+later_p.def_abstract_eval(lambda *, shape, dtype: jax.core.ShapedArray(shape, dtype))
 
 
 def _is_there(variable: Any, places: Any) -> Any:

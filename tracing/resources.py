@@ -276,6 +276,7 @@ class Variable(jax.Array):
 
     def _assign(self, kind: str, value: Any, reduce: str | None = None) -> None:
         if isinstance(value, RowGradient) and kind in ("assign_add", "assign_sub") and value.shape == self.shape:
+            value.check()
             self.scatter_add(value.indices, value.rows if kind == "assign_add" else -value.rows, reduce=reduce)
             return
         self._check_kind(kind, reduce)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from dflow.tracing.jax_frontend import Equation, Jaxpr, closed_parts, scan_counts
-from dflow.tracing.row_values import Index, Rest, Rowwise, is_zero
+from dflow.tracing.row_values import Index, NotOfRowsError, Rest, Rowwise, is_zero
 from dflow.tracing.rows_to_dense import rows_to_dense, rows_to_dense_p
 
 #: The name in messages of a gradient that a loop sums.
@@ -43,10 +43,6 @@ def _is_sum(jaxpr: Jaxpr, carried: Any, result: int) -> bool:
     return not is_used and sum(atom is carried for atom in jaxpr.outvars) == 1
 
 
-class _NotOfRows(Exception):
-    """An iteration adds an array that is not made of rows."""
-
-
 def summed_over(
     equation: Equation,
     operands: Sequence[Any],
@@ -68,7 +64,7 @@ def summed_over(
         results, dense = run(*body, [*operands[:consts], *given, *row])
         grown = [results[number] for number in sums]
         if not all(isinstance(value, Rowwise) and value.is_sparse for value in grown):
-            raise _NotOfRows
+            raise NotOfRowsError
         after = [dense(value) for number, value in enumerate(results[:carry]) if number not in sums]
         return after, ([(value.index.places, value.rows) for value in grown], [*map(dense, results[carry:])])
 
@@ -76,7 +72,7 @@ def summed_over(
     kept = [value for number, value in enumerate(first) if number not in sums]
     try:
         after, (grown, ys) = jax.lax.scan(step, kept, operands[consts + carry :], **options)
-    except _NotOfRows:
+    except NotOfRowsError:
         return None
     others, grown_by = iter(after), dict(zip(sums, grown, strict=True))
     totals = [
@@ -89,10 +85,10 @@ def summed_over(
 def of_rows(value: Rowwise) -> Rowwise:
     """The same array, zero elsewhere, whose dense form is made from its rows."""
     assert value.index is not None
-    return _made_of(value.equation, 0, "a table", value.index, value.rows, value.rest)
+    return made_of(value.equation, 0, "a table", value.index, value.rows, value.rest)
 
 
-def _made_of(equation: Equation, result: int, table: str, index: Index, rows: Any, rest: Rest) -> Rowwise:
+def made_of(equation: Equation, result: int, table: str, index: Index, rows: Any, rest: Rest) -> Rowwise:
     """A result of an equation, zero elsewhere, as if the equation were `rows_to_dense` of these rows."""
     outvar = equation.outvars[result]
     params = {"shape": outvar.aval.shape, "table": table}
@@ -112,4 +108,4 @@ def _total(equation: Equation, number: int, first: Rowwise, places: Any, rows: A
         places, rows = jnp.concatenate([first.index.places, places]), jnp.concatenate([first.rows, rows])
     if places.shape[0] >= shape[0]:
         return rows_to_dense(places, rows, shape, _SUM)
-    return _made_of(equation, number, _SUM, Index(places, shape[0]), rows, first.rest)
+    return made_of(equation, number, _SUM, Index(places, shape[0]), rows, first.rest)

@@ -9,10 +9,10 @@ infinite or NaN.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,12 @@ import numpy as np
 
 from dflow.tracing.jax_frontend import Equation, bind
 from dflow.tracing.state_primitives import gather_p
+
+T = TypeVar("T")
+
+
+class NotOfRowsError(Exception):
+    """Part of a program needs a dense form where only rows are wanted, and is to be taken as it was written."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +94,8 @@ class Index:
         return sums.max(rows) if rows.dtype == bool else sums.add(rows)
 
     @cached_property
-    def memo(self) -> dict[int, tuple[Rest, Any]]:
-        """The rows of rests at these places, by the identity of the rest."""
+    def memo(self) -> dict[tuple[int, Any, Any], tuple[Rest, Any]]:
+        """The rows of rests at these places, by the identity of the rest and the type of the array that holds it."""
         return {}
 
     @cached_property
@@ -164,11 +170,48 @@ class Rowwise:
         return moved
 
 
+def operands_first(root: T, operands: Callable[[T], list[T] | None]) -> Iterator[T]:
+    """`root` and its operands, theirs too, each once and after its own; without recursion, since programs are long.
+
+    `operands` returns None for a value that is done, before or since it was yielded.
+    """
+    stack = [root]
+    while stack:
+        waiting = operands(stack[-1])
+        if waiting is None:
+            stack.pop()
+        elif missing := [each for each in waiting if operands(each) is not None]:
+            stack += missing
+        else:
+            yield stack.pop()
+
+
 def rows_of(rest: Rest, index: Index, aval: Any) -> Any:
     """The rows at an index of an array of type `aval` that holds `rest`."""
-    if id(rest) not in index.memo:
-        index.memo[id(rest)] = rest, _rows_of(rest, index, aval)
-    return index.memo[id(rest)][1]
+
+    def missing(wanted: tuple[Rest, Any]) -> list[tuple[Rest, Any]] | None:
+        return None if _key(*wanted) in index.memo else _rests_in(wanted[0])
+
+    for each, type in operands_first((rest, aval), missing):
+        remember_rows(each, index, type, _rows_of(each, index, type))
+    return index.memo[_key(rest, aval)][1]
+
+
+def remember_rows(rest: Rest, index: Index, aval: Any, rows: Any) -> None:
+    """Set the rows at an index of an array of type `aval` that holds `rest`."""
+    index.memo[_key(rest, aval)] = rest, rows
+
+
+def _key(rest: Rest, aval: Any) -> tuple[int, Any, Any]:
+    return id(rest), aval.shape, aval.dtype
+
+
+def _rests_in(rest: Rest) -> list[tuple[Rest, Any]]:
+    """The rests that one is made of, with the types of the arrays that hold them."""
+    if not isinstance(rest, Made):
+        return []
+    operands = zip(rest.operands, rest.equation.invars, strict=True)
+    return [(each, atom.aval) for each, atom in operands if isinstance(each, Fill | Stored | Whole | Made)]
 
 
 def _rows_of(rest: Rest, index: Index, aval: Any) -> Any:
@@ -182,7 +225,9 @@ def _rows_of(rest: Rest, index: Index, aval: Any) -> Any:
             return jnp.asarray(array).at[index.places].get(mode="clip")
         case Made(equation, operands):
             inner = [
-                rows_of(operand, index, atom.aval) if isinstance(operand, Fill | Stored | Whole | Made) else operand
+                index.memo[_key(operand, atom.aval)][1]
+                if isinstance(operand, Fill | Stored | Whole | Made)
+                else operand
                 for operand, atom in zip(operands, equation.invars, strict=True)
             ]
             return on_rows(equation, inner, index.places.shape[0])

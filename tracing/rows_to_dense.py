@@ -8,6 +8,7 @@ dense array out where rows are enough.
 from __future__ import annotations
 
 import math
+import threading
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -25,6 +26,10 @@ LARGE_BYTES = 1 << 24
 LARGE_RATIO = 4
 
 
+#: Set once this process has bound `rows_to_dense_p`: before that no program needs to be searched for it.
+is_bound = threading.Event()
+
+
 class DenseGradientWarning(UserWarning):
     """The gradient of a large table is made dense although few rows were looked up; the message names the op."""
 
@@ -36,6 +41,7 @@ def rows_to_dense(indices: Any, rows: Any, shape: Sequence[int], table: str) -> 
     rows     [k, *shape[1:]]
     table    what it is the gradient of, for messages
     """
+    is_bound.set()
     dense: jax.Array = rows_to_dense_p.bind(indices, rows, shape=tuple(shape), table=table)
     return dense
 

@@ -19,7 +19,7 @@ from jax.flatten_util import ravel_pytree
 import dflow
 from dflow.lowering.passes.prune import Prune
 from dflow.testing import memory_cluster
-from dflow.tracing import lookups, rows_to_dense
+from dflow.tracing import keep_rows, rows_to_dense
 from dflow.tracing.resources import Variable
 from dflow.tracing.row_gradient import RowGradient
 from tests.effort import examples
@@ -187,6 +187,9 @@ BY_ROWS = {
     "normalized": optax.chain(optax.normalize_by_update_norm(), optax.sgd(0.1)),
     "no nans": optax.chain(optax.zero_nans(), optax.adagrad(0.1)),
     "frozen": optax.set_to_zero(),
+    "finite sgd": optax.apply_if_finite(optax.sgd(0.1), 2),
+    "finite adagrad": optax.apply_if_finite(optax.chain(optax.clip_by_global_norm(0.5), optax.adagrad(0.1)), 2),
+    "for two steps": optax.conditionally_transform(optax.scale(-0.1), lambda step: step < 2),
 }
 DENSE = {
     "momentum": optax.sgd(0.1, momentum=0.9),
@@ -196,6 +199,9 @@ DENSE = {
     "adafactor": optax.adafactor(1e-2),
     "decay": optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1)),
     "lars": optax.lars(0.1),
+    "finite adam": optax.apply_if_finite(optax.adam(1e-2), 2),
+    "every second step": optax.MultiSteps(optax.sgd(0.1), 2),
+    "clipped by the parameters": optax.chain(optax.adaptive_grad_clip(0.01), optax.sgd(0.1)),
     "noise": optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(0)), optax.sgd(0.1)),
 }
 
@@ -223,6 +229,68 @@ def test_an_optimizer_does_what_optax_does(name: str, table: Variable, scale: Va
     for got, wanted in zip(kept, jax.tree.leaves(state), strict=True):
         if not jnp.issubdtype(got.dtype, jax.dtypes.prng_key):
             np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(table: Variable) -> None:
+    transformation = optax.apply_if_finite(optax.adagrad(0.1), 2)
+    optimizer = dflow.Optimizer(transformation, [table])
+
+    @dflow.jit
+    def step(ids: Any, factor: Any) -> None:
+        optimizer.apply(dflow.grad(lambda: loss_of(table, ids) * factor, [table])())
+
+    values = [TABLE]
+    state = transformation.init(values)
+    for factor in (1.0, np.nan, np.inf, 2.0):
+        assert grown(step, IDS, factor) == []
+        step(IDS, factor)
+        gradient = jax.grad(lambda v, factor=factor: loss_of(v, IDS) * factor)(values[0])
+        updates, state = transformation.update([gradient], state, values)
+        values = [optax.apply_updates(values, updates)[0]]
+        np.testing.assert_allclose(table.read(), values[0], rtol=1e-5)
+    for got, wanted in zip(jax.tree.leaves(dflow.read(optimizer.slots)), jax.tree.leaves(state), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-5)
+
+
+#: Branches of a gradient, another by other indices, the table and a slot: an update and a new slot.
+BRANCHES: dict[str, tuple[bool, Callable[[Any, Any, Any, Any], Any]]] = {
+    "one of two": (True, lambda g, h, t, s: (g, s)),
+    "both": (True, lambda g, h, t, s: (g + 0 * g**2, s + g * t)),
+    "none": (True, lambda g, h, t, s: (jnp.zeros_like(t), s)),
+    "the other": (False, lambda g, h, t, s: (h, s)),
+    "every row": (False, lambda g, h, t, s: (g, 2 * s)),
+    "dense": (False, lambda g, h, t, s: (g - jnp.flip(g), s)),
+    "nested": (True, lambda g, h, t, s: jax.lax.cond(jnp.sum(g) > 0, lambda: (-g, s * 1.0), lambda: (g, s + g))),
+}
+
+
+@pytest.mark.parametrize("name", BRANCHES)
+@pytest.mark.parametrize("first", [True, False])
+def test_branches_of_rows(name: str, first: bool, table: Variable) -> None:
+    is_rows, made = BRANCHES[name]
+    slot = dflow.Variable(TABLE + 1, name="slot")
+
+    def after(which: Any, g: Any, h: Any, t: Any, s: Any) -> Any:
+        return jax.lax.cond(which, lambda: made(g, h, t, s), lambda: (g * 0.5, s + g * g))
+
+    @dflow.jit
+    def step(ids: Any, which: Any) -> Any:
+        g = dflow.grad(lambda: loss_of(table, ids), table)()
+        h = dflow.grad(lambda: loss_of(table, ids[:2] + 4), table)()
+        update, new = after(which, g, h, table.read(), slot.read())
+        table.assign_add(update)
+        slot.assign(new)
+        return update, new, optax.tree.norm(update)
+
+    g, h = jax.grad(loss_of)(TABLE, IDS), jax.grad(loss_of)(TABLE, IDS[:2] + 4)
+    update, new = after(first, g, h, TABLE, TABLE + 1)
+    got = step(IDS, first)
+    for one, wanted in zip(got, (update, new, optax.tree.norm(update)), strict=True):
+        np.testing.assert_allclose(one, wanted, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(table.read(), TABLE + update, rtol=1e-5)
+    np.testing.assert_allclose(slot.read(), new, rtol=1e-5)
+    quiet = dflow.jit(lambda ids, which: step(ids, which) and None)
+    assert (grown(quiet, IDS, first) == []) == is_rows
 
 
 @pytest.mark.parametrize("name", ["sgd", "adagrad", "adam"])
@@ -437,6 +505,70 @@ def test_a_long_formula_of_a_read_is_computed_once(table: Variable) -> None:
     np.testing.assert_allclose(step(IDS), jnp.sum(x * jax.grad(loss_of)(TABLE, IDS)), rtol=1e-4)
 
 
+@pytest.mark.parametrize("taken", ["as rows", "dense"])
+def test_a_chain_of_5000_ops_on_a_gradient_has_no_limit(taken: str, table: Variable) -> None:
+    @dflow.jit
+    def step(ids: Any) -> Any:
+        g, x = dflow.grad(lambda: loss_of(table, ids), table)(), table.read()
+        for _ in range(2500):
+            g, x = g * 0.999, x * 0.999
+        if taken == "as rows":
+            table.assign_add(g * x)
+        return g.T if taken == "dense" else None
+
+    nodes = dflow.graph(step, IDS).graph.nodes
+    assert sum(node.op.name == "jax.mul" for node in nodes) >= 2500
+    assert any(node.op.name == "jax.transpose" for node in nodes) == (taken == "dense")
+    assert any(node.op.name == "var.scatter_add" for node in nodes) == (taken == "as rows")
+
+
+def test_values_of_many_variables_outlive_their_writes() -> None:
+    tables = [dflow.Variable(TABLE, name=f"t{n}") for n in range(8)]
+
+    @dflow.jit
+    def step(ids: Any) -> Any:
+        before = [t.read() for t in tables]
+        for t in tables:
+            t.assign_add(dflow.grad(lambda t=t: loss_of(t, ids), t)())
+        return [b * 2 for b in before]
+
+    for got in step(IDS):
+        np.testing.assert_array_equal(got, 2 * TABLE)
+
+
+def test_one_number_in_arrays_of_several_shapes(table: Variable) -> None:
+    @dflow.jit
+    def step(ids: Any) -> Any:
+        g, x = dflow.grad(lambda: loss_of(table, ids), table)(), jnp.full(SHAPE[:1], ids[0].astype(jnp.float32))
+        return jnp.sum(g.sum(axis=1) * x) + jnp.sum(g * jnp.broadcast_to(x[:, None], SHAPE))
+
+    np.testing.assert_allclose(step(IDS), 6 * jax.grad(loss_of)(TABLE, IDS).sum(), rtol=1e-5)
+
+
+def test_a_program_without_lookups_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    def searched(jaxpr: Any) -> Any:
+        raise AssertionError("searched")
+
+    monkeypatch.setattr(keep_rows, "is_bound", threading.Event())
+    monkeypatch.setattr(keep_rows, "_counts", searched)
+    assert dflow.jit(lambda x: 2 * x)(1.0) == 2.0
+
+
+def test_each_body_of_a_program_is_searched_once(monkeypatch: pytest.MonkeyPatch, table: Variable) -> None:
+    seen: list[Any] = []
+    search = keep_rows.inner_parts
+    monkeypatch.setattr(keep_rows, "inner_parts", lambda params: seen.append(params) or search(params))
+
+    def nested(depth: int, x: Any) -> Any:
+        return jax.lax.fori_loop(0, 2, lambda _, y: nested(depth - 1, y), x) if depth else x * 2
+
+    def step(ids: Any) -> Any:
+        return nested(6, dflow.grad(lambda: loss_of(table, ids), table)())
+
+    dflow.graph(dflow.jit(step), IDS)
+    assert sum("length" in params for params in seen) == 6 + 1  # the outermost is looked into when it runs
+
+
 def test_an_old_value_is_not_assigned_by_rows_over_a_newer_one(table: Variable) -> None:
     @dflow.jit
     def step(ids: Any) -> None:
@@ -608,27 +740,3 @@ def test_over_a_cluster_rows_travel(name: str) -> None:
         updates, _ = transformation.update(gradients, transformation.init(values), values)
         np.testing.assert_allclose(table.read(), values[0] + updates[0], rtol=1e-5)
         worker.close()
-
-
-BODIES: dict[str, Callable[[Any, Any], Any]] = {
-    "scan": lambda t, i: jax.lax.scan(lambda c, j: (c + t[j].sum(), None), 0.0, i)[0],
-    "cond": lambda t, i: jax.lax.cond(i[0] > 0, lambda: jnp.sum(t[i]), lambda: 0.0),
-    "checkpoint": lambda t, i: jax.checkpoint(lambda j: jnp.sin(t[j]).sum())(i),
-}
-
-
-@pytest.mark.parametrize("kind", BODIES)
-def test_a_large_table_that_is_looked_up_inside_a_body_is_reported(
-    kind: str, monkeypatch: pytest.MonkeyPatch, table: Variable
-) -> None:
-    monkeypatch.setattr(lookups, "LARGE_BYTES", 1)
-    with pytest.warns(dflow.DenseGradientWarning, match=rf"'table' is looked up inside a {kind}(.|\n)*look the rows"):
-        gradient = dflow.grad(lambda: BODIES[kind](table, IDS), table)()
-    np.testing.assert_allclose(gradient, jax.grad(lambda t: BODIES[kind](t, IDS))(TABLE), rtol=1e-6)
-
-
-def test_a_table_that_is_used_whole_anyway_is_not_reported(monkeypatch: pytest.MonkeyPatch, table: Variable) -> None:
-    monkeypatch.setattr(lookups, "LARGE_BYTES", 1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        dflow.grad(lambda: BODIES["scan"](table, IDS) + jnp.sum(table.read()), table)()

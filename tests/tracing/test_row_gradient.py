@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.flatten_util import ravel_pytree
 
 import dflow
 from dflow.lowering.passes.prune import Prune
@@ -106,9 +107,6 @@ USES: dict[str, Callable[[Variable, Any], Any]] = {
     "written": lambda t, i: (t.assign_add(TABLE), t[i].sum())[1],
     "scattered": lambda t, i: (t.scatter_add(i, jnp.ones((3, 2, 2))), t[i].sum())[1],
     "columns": lambda t, i: t[i].sum() + t.read()[:, jnp.array([1, 0])].sum(),
-    "in a loop": lambda t, i: jax.lax.scan(lambda c, j: (c + t[j].sum(), None), 0.0, i)[0],
-    "in a branch": lambda t, i: jax.lax.cond(i[0, 0] > 0, lambda: jnp.sum(t[i]), lambda: 0.0),
-    "in a remat": lambda t, i: jax.checkpoint(lambda j: jnp.sin(t[j]).sum())(i),
 }
 
 
@@ -249,3 +247,66 @@ def test_a_gather_that_starts_along_other_dimensions_too(mode: str, table: Varia
     np.testing.assert_allclose(value, want, rtol=1e-6)
     dense = gradient.dense() if mode == "clip" else gradient
     np.testing.assert_allclose(dense, want_gradient, rtol=1e-6)
+
+
+ONE = RowGradient(jnp.array([3, 3, -1]), jnp.ones((3, 2)), TABLE.shape)
+TWO = RowGradient(jnp.array([5, 1, 0]), jnp.ones((3, 2)), TABLE.shape)
+COMPUTED: dict[str, Callable[[], Any]] = {
+    "added": lambda: jax.tree.map(jnp.add, ONE, TWO),
+    "scaled": lambda: jax.tree.map(lambda x: -0.5 * x, ONE),
+    "divided": lambda: jax.tree.map(lambda x: x / 2, ONE),
+    "summed": lambda: jax.tree.map(jnp.sum, ONE),
+    "clipped": lambda: jax.tree.map(lambda x: jnp.clip(x, -1, 1), ONE),
+    "zero where not finite": lambda: jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, 0), ONE),
+    "cast": lambda: jax.tree.map(lambda x: x.astype(jnp.bfloat16), ONE),
+    "norm": lambda: optax.tree.norm(ONE),
+    "raveled": lambda: ravel_pytree(ONE),
+    "optax": lambda: optax.sgd(0.1).update(ONE, optax.sgd(0.1).init(TABLE)),
+}
+
+
+@pytest.mark.parametrize("how", COMPUTED)
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "eager"])
+def test_arithmetic_never_reaches_the_indices(how: str, compiled: bool) -> None:
+    with pytest.raises((TypeError, ValueError, NotImplementedError), match=r"key|abstract"):
+        (dflow.jit(COMPUTED[how]) if compiled else COMPUTED[how])()
+
+
+def test_it_passes_through_functions_of_jax() -> None:
+    def chosen(g: Any, h: Any) -> Any:
+        return jax.tree.map(lambda a, b: jnp.where(g.rows[0, 0] > 0, a, b), g, h)
+
+    for jit in (jax.jit, dflow.jit):
+        got = jit(chosen)(ONE, TWO)
+        np.testing.assert_array_equal(got.indices, ONE.indices)
+    stacked = jax.lax.map(lambda ids: RowGradient(ids, jnp.ones((2, 2)), TABLE.shape), INDICES)
+    np.testing.assert_array_equal(stacked.indices, INDICES)
+    shaped = jax.eval_shape(chosen, ONE, TWO)
+    assert (shaped.indices.shape, shaped.indices.dtype) == ((3,), jnp.int32)
+    np.testing.assert_array_equal(jax.vmap(lambda g: g.indices, in_axes=0)(stacked), INDICES)
+    carried, _ = jax.lax.scan(lambda g, h: (chosen(h, g), None), ONE, jax.tree.map(lambda x: x[None], TWO))
+    np.testing.assert_array_equal(carried.indices, TWO.indices)
+
+
+@pytest.mark.parametrize("use", ["dense", "apply", "add", "assign"])
+@pytest.mark.parametrize(
+    ("indices", "rows", "got"),
+    [
+        (jnp.ones(3), jnp.ones((3, 2)), r"float32\[3\] and float32\[3,2\]"),
+        (jnp.ones(3, bool), jnp.ones((3, 2)), r"bool\[3\]"),
+        (jnp.ones(2, int), jnp.ones((3, 2)), r"int32\[2\] and float32\[3,2\]"),
+        (jnp.ones(3, int), jnp.ones((3, 4)), r"int32\[3\] and float32\[3,4\]"),
+    ],
+)
+def test_one_that_is_not_made_of_indices_and_rows_is_refused(
+    use: str, indices: Any, rows: Any, got: str, table: Variable
+) -> None:
+    gradient = RowGradient(indices, rows, TABLE.shape)
+    uses: dict[str, Callable[[], Any]] = {
+        "dense": gradient.dense,
+        "apply": lambda: dflow.Optimizer(optax.sgd(0.1), [table]).apply([gradient]),
+        "add": lambda: ONE + gradient,
+        "assign": lambda: table.assign_add(gradient),
+    }
+    with pytest.raises(GraphTypeError, match=rf"expected indices int32\[k\] and rows \[k,2\], got {got}(.|\n)*is_leaf"):
+        uses[use]()
