@@ -337,7 +337,8 @@ class Variable(jax.Array):
     def __array__(self, dtype: Any = None, context: None = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         return np.array(self.read(), dtype=dtype) if copy else np.asarray(self.read(), dtype=dtype)
 
-    def __getitem__(self, index: Any) -> jax.Array:
+    # An array. JAX's newer types say that it is of the same class as what is indexed.
+    def __getitem__(self, index: Any) -> Any:
         # Indices with a type of their own are a lookup; all else is indexing, with all that JAX has for it.
         dtype = getattr(index, "dtype", None)
         if dtype is not None and self.shape and jnp.issubdtype(dtype, jnp.integer):
