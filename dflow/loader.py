@@ -133,6 +133,9 @@ def load(path: Any, *, prefix: str = "", disabled_checks: Sequence[export.Disabl
         name: Variable(values.pop(name), name=prefix + name, trainable=entry.trainable)
         for name, entry in manifest.variables.items()
     }
+    for variable in variables.values():
+        # A copy of a model, which is used beside the model: no one takes its variables for those of the same names.
+        variable.namesakes.discard(variable)
     functions = {
         name: _function(name, signature, programs[name], variables, constants)
         for name, signature in manifest.signatures.items()

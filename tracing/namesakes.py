@@ -61,7 +61,7 @@ def _warn(names: list[str], kind: str, are_one: bool, first: Loc | None, second:
     shown = ", ".join(map(repr, names[:5])) + (", ..." if len(names) > 5 else "")
     fact = f"both are one {kind} here" if are_one else "here they are separate, and on a cluster both are one"
     text = (
-        f"{kind}{'s' * (len(names) > 1)} {shown}: expected an unused name, got that of a {kind} that is in use: "
+        f"{kind}{'s' * (len(names) > 1)} {shown}: expected an unused name, got that of one in use: "
         f"{fact}{at(second)}\n"
         f"  the one in use was made{at(first)}\n"
         "  give one of the two another name or `prefix=`, or use the later alone"

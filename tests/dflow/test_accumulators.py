@@ -174,9 +174,9 @@ def test_a_reset_ends_who_waits() -> None:
 # In traced code.
 
 
-def scalars(*values: float, **options: Any) -> dflow.ConditionalAccumulator:
+def scalars(*values: float, name: str = "g", **options: Any) -> dflow.ConditionalAccumulator:
     """An accumulator of numbers that holds some, all of step 0."""
-    held = dflow.ConditionalAccumulator(jnp.zeros(()), name="g", **options)
+    held = dflow.ConditionalAccumulator(jnp.zeros(()), name=name, **options)
     for value in values:
         held.apply(value)
     return held
@@ -194,7 +194,7 @@ def scalars(*values: float, **options: Any) -> dflow.ConditionalAccumulator:
     ],
 )
 def test_gradients_are_applied_and_taken_wherever_the_ops_stand(place: Callable[[Any], Any]) -> None:
-    first, held = scalars(), scalars()
+    first, held = scalars(name="first"), scalars()
 
     @dflow.jit
     def step(x: Any) -> Any:

@@ -53,7 +53,7 @@ def test_it_ends_when_there_was_no_coordinator_for_too_long(coordinator: Coordin
         coordinator.close()
         status, output = task.finish()
     assert status == 1
-    assert f"dflow task ps:0: the coordinator at {coordinator.address} is lost: it could not be reached for" in output
+    assert f"ps:0: the coordinator at {coordinator.address} is lost: it could not be reached for" in output
     client.close()
 
 

@@ -22,6 +22,9 @@ from dflow.lowering.portable_tree import build, leaves_of, parts_of_type
 from dflow.tracing.types import DTYPES
 from tests.examples.run_exports import STEPS, run
 
+# Each example is a program of its own, and several give their optimizers the same name.
+pytestmark = pytest.mark.filterwarnings("ignore::dflow.DuplicateNameWarning")
+
 ROOT = Path(__file__).resolve().parents[2]
 RUNNER = Path(__file__).parent / "run_exports.py"
 EXAMPLES = sorted(file.stem for file in (ROOT / "examples").glob("*.py"))

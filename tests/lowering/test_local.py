@@ -253,6 +253,7 @@ def test_the_value_goes_with_the_variable(here: LocalHome) -> None:
     assert here.store.types() == {}
 
 
+@pytest.mark.filterwarnings("ignore::dflow.DuplicateNameWarning")
 def test_a_name_taken_over_with_the_same_type_is_another_variable(here: LocalHome) -> None:
     old = Variable(jnp.ones(3), name="w")
     read_old = lower(here, old.read)

@@ -55,7 +55,7 @@ def test_a_target_network_of_the_same_names_is_warned_of(place: Place, use: str)
     with pytest.warns(dflow.DuplicateNameWarning) as caught:
         _USES[use](online)
     text = str(caught.pop().message)
-    assert text.startswith("variable 'w': expected an unused name, got that of a variable that is in use: ")
+    assert text.startswith("variable 'w': expected an unused name, got that of one in use: ")
     assert fact in text
     assert text.count(f"{HERE}:") == 2
     assert "another name or `prefix=`" in text
@@ -139,6 +139,6 @@ def test_two_workers_of_one_process_each_have_a_handle() -> None:
 def test_queues_of_one_name_are_warned_of(place: Place) -> None:
     with place[0]():
         first, second = [dflow.FIFOQueue(2, jax.ShapeDtypeStruct((), jnp.float32), name="q") for _ in range(2)]
-    with pytest.warns(dflow.DuplicateNameWarning, match=r"queue 'q': expected an unused name, got that of a queue"):
+    with pytest.warns(dflow.DuplicateNameWarning, match=r"queue 'q': expected an unused name, got that of one in use"):
         first.enqueue(1.0)
     second.close()
