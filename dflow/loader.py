@@ -28,6 +28,7 @@ from dflow.lowering.foreign_program import RefusedCall, read_program
 from dflow.lowering.portable_tree import MismatchError, build, flatten, leaves_of, parts_of_type, unplain
 from dflow.lowering.whole_folder import present
 from dflow.tracing.errors import ExportError, SignatureError, WireError
+from dflow.tracing.namesakes import use_beside_namesakes
 from dflow.tracing.near_names import suggests_keywords
 from dflow.tracing.resources import Variable, is_variable
 from dflow.tracing.source import at, caller
@@ -133,9 +134,7 @@ def load(path: Any, *, prefix: str = "", disabled_checks: Sequence[export.Disabl
         name: Variable(values.pop(name), name=prefix + name, trainable=entry.trainable)
         for name, entry in manifest.variables.items()
     }
-    for variable in variables.values():
-        # A copy of a model, which is used beside the model: no one takes its variables for those of the same names.
-        variable.namesakes.discard(variable)
+    use_beside_namesakes(variables.values())
     functions = {
         name: _function(name, signature, programs[name], variables, constants)
         for name, signature in manifest.signatures.items()

@@ -26,6 +26,7 @@ from dflow.tracing.device_name import is_on_task
 from dflow.tracing.errors import CheckpointError
 from dflow.tracing.host_resource import HostResource
 from dflow.tracing.jax_frontend import is_tracing
+from dflow.tracing.namesakes import use_beside_namesakes
 from dflow.tracing.near_names import suggests_keywords
 from dflow.tracing.resources import Variable, is_variable, path_name
 from dflow.tracing.source import at, caller
@@ -115,6 +116,7 @@ def restore(
             continue
         if not files.is_replaced():
             LOCAL.store.replace(values)
+            use_beside_namesakes(named[name].variable for name in report.restored)
             return report
     raise CheckpointError(
         f"{place} was replaced {_ATTEMPTS} times while it was read{at(caller())}\n"

@@ -302,21 +302,39 @@ def _cond(
     arrays, all_of = _without_tables(rest)
     branches, written = params["branches"], _written(*params["branches"])
     bodies = [_Body(branch, state, written) for branch in branches]
-    # All branches look up, whichever runs.
     before = state.of(written)
-    places = [] if rows is not None else [each for body in bodies for each in body.looking(rest, before, None)[2]]
     ends = [0, *itertools.accumulate(body.count_lookups(rest) for body in bodies)]
+    # The rows of all branches are looked up, whichever runs, but only that one computes places: another's computation
+    # may not end, or may call back. Its places are those of the first row, whose gradient gets zeros.
+    others = [] if rows is not None else [_types_of_places(body, all_of, arrays, before) for body in bodies]
 
     def run(number: int) -> Callable[..., Any]:
         def branch(arrays: list[Any], values: list[Any], rows: list[Any] | None) -> Any:
             own = None if rows is None else rows[ends[number] : ends[number + 1]]
-            return bodies[number].looking(all_of(arrays), values, own)[:2]
+            results, after, places = bodies[number].looking(all_of(arrays), values, own)
+            found = [places if other == number else _zeros(types) for other, types in enumerate(others)]
+            return results, after, [*itertools.chain.from_iterable(found)]
 
         return branch
 
-    results, values = jax.lax.switch(index, [*map(run, range(len(bodies)))], arrays, before, rows)
+    results, values, places = jax.lax.switch(index, [*map(run, range(len(bodies)))], arrays, before, rows)
     state.update(written, values)
     return list(results), places
+
+
+def _types_of_places(
+    body: _Body, all_of: Callable[[Sequence[Any]], list[Any]], arrays: list[Any], values: list[Any]
+) -> list[jax.ShapeDtypeStruct]:
+    """The types of the places of a body's lookups."""
+
+    def places(arrays: list[Any], values: list[Any]) -> list[Any]:
+        return body.looking(all_of(arrays), values, None)[2]
+
+    return list(jax.eval_shape(places, arrays, values))
+
+
+def _zeros(types: Iterable[jax.ShapeDtypeStruct]) -> list[Any]:
+    return [jnp.zeros(each.shape, each.dtype) for each in types]
 
 
 def _remat(

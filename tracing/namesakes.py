@@ -25,7 +25,8 @@ class DuplicateNameWarning(UserWarning):
 _groups: WeakValueDictionary[tuple[str, str, Any], WeakSet[Any]] = WeakValueDictionary()
 #: Resources that were warned of.
 _warned: WeakSet[Any] = WeakSet()
-_lock = threading.Lock()
+#: Entered again where the collector runs a user's `__del__` inside.
+_lock = threading.RLock()
 
 
 def joined_namesakes(resource: Any) -> WeakSet[Any]:
@@ -34,6 +35,14 @@ def joined_namesakes(resource: Any) -> WeakSet[Any]:
         group = _groups.setdefault((resource.kind, resource.name, resource.home), WeakSet())
         group.add(resource)
     return group
+
+
+def use_beside_namesakes(resources: Iterable[Any]) -> None:
+    """Let copies be used beside what they are copies of, such as variables of a loaded model."""
+    for resource in resources:
+        with _lock:
+            resource.namesakes.discard(resource)
+        resource.namesakes = WeakSet()
 
 
 def warn_of_namesakes(used: Iterable[Any]) -> None:

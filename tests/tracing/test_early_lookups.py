@@ -284,3 +284,22 @@ def test_a_table_that_is_used_otherwise_too_has_a_dense_gradient(use: str, table
     }
     gradient = dflow.grad(lambda: uses[use](table), table, rows=True)()
     np.testing.assert_allclose(gradient, jax.grad(uses[use])(TABLE), rtol=1e-4, atol=1e-6)
+
+
+def test_a_branch_that_is_not_taken_computes_no_places() -> None:
+    table, called = dflow.Variable(jnp.ones((97, 2)), name="table"), []
+
+    def found(n: Any) -> Any:
+        # Without end for what takes the other branch.
+        return jax.lax.while_loop(lambda i: (i % 7 != 0) | (n <= 0), lambda i: i + 1, jnp.int32(3))
+
+    def told(n: Any) -> Any:
+        return jax.pure_callback(lambda n: (called.append(n), n)[1], jax.ShapeDtypeStruct((), jnp.int32), n)
+
+    def loss(n: Any) -> Any:
+        return jax.lax.cond(n > 0, lambda: table[found(n)].sum() + table[told(n)].sum(), lambda: 0.0 * table[1].sum())
+
+    step = dflow.jit(lambda n: dflow.grad(lambda: loss(n), table)())
+    assert step(jnp.int32(0)).sum() == 0.0
+    assert called == []
+    np.testing.assert_array_equal(step(jnp.int32(5)), jnp.zeros((97, 2)).at[jnp.array([5, 7])].set(1.0))

@@ -142,3 +142,21 @@ def test_queues_of_one_name_are_warned_of(place: Place) -> None:
     with pytest.warns(dflow.DuplicateNameWarning, match=r"queue 'q': expected an unused name, got that of one in use"):
         first.enqueue(1.0)
     second.close()
+
+
+def test_a_model_restored_beside_the_one_that_was_saved_is_silent(tmp_path: Path) -> None:
+    trained = model()
+    dflow.save(tmp_path / "saved", trained)
+    fresh = model()
+    dflow.restore(tmp_path / "saved", fresh)
+    np.testing.assert_array_equal(trained["w"].read(), fresh["w"].read())
+
+
+def test_a_loaded_model_is_silent_whatever_is_made_after_it(tmp_path: Path) -> None:
+    trained = model()
+    dflow.export(dflow.jit(lambda x: x * trained["w"]), jnp.ones(2)).save(tmp_path / "saved")
+    loaded = dflow.load(tmp_path / "saved")
+    later = [model(), model()]
+    assert len(loaded.variables) == 1
+    assert later[-1]["w"].read().shape == (2,)
+    loaded.call(jnp.ones(2))
