@@ -50,7 +50,7 @@ def _nothing_compiled_outlives_its_file() -> Iterator[None]:
     if "jax" in sys.modules:
         sys.modules["jax"].clear_caches()
         gc.collect()
-    # What is left stays. It was once looked for by a count of what is frozen, which Python 3.12 never gives as 0.
+    # The rest stays to the end. (The count of frozen objects is no test: Python 3.12 never gives 0.)
     gc.freeze()
 
 

@@ -22,7 +22,7 @@ from dflow.lowering.portable_tree import build, leaves_of, parts_of_type
 from dflow.tracing.types import DTYPES
 from tests.examples.run_exports import STEPS, run
 
-# Each example is a program of its own, and several give their optimizers the same name.
+# Each example is a separate program, and several give their optimizers the same name.
 pytestmark = pytest.mark.filterwarnings("ignore::dflow.DuplicateNameWarning")
 
 ROOT = Path(__file__).resolve().parents[2]

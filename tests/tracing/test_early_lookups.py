@@ -290,7 +290,7 @@ def test_a_branch_that_is_not_taken_computes_no_places() -> None:
     table, called = dflow.Variable(jnp.ones((97, 2)), name="table"), []
 
     def found(n: Any) -> Any:
-        # Without end for what takes the other branch.
+        # It does not end if n is 0.
         return jax.lax.while_loop(lambda i: (i % 7 != 0) | (n <= 0), lambda i: i + 1, jnp.int32(3))
 
     def told(n: Any) -> Any:
