@@ -36,7 +36,7 @@ from dflow.tracing.jax_frontend import (
     scan_counts,
     touches_state,
 )
-from dflow.tracing.lookups import BODIES, CALLS, BodyLookups, Lookups, Table, sites_inside, sites_of
+from dflow.tracing.lookups import BODIES, CALLS, BodyLookups, Lookups, Site, Table, sites_inside, sites_of
 from dflow.tracing.source import at
 from dflow.tracing.state_primitives import gather_p, read_p, update_p
 from dflow.tracing.updates import looked_up, updated
@@ -256,9 +256,9 @@ class _Body:
         results = evaluate(self._jaxpr, self._consts, operands, inner)
         return results, inner.of(self._written), lookups.places
 
-    def count_lookups(self, operands: Sequence[Any]) -> int:
-        """The number of lookups in tables."""
-        return len(sites_of(self._jaxpr, operands, self._tables))
+    def sites(self, operands: Sequence[Any]) -> list[Site]:
+        """The lookups in tables."""
+        return sites_of(self._jaxpr, operands, self._tables)
 
 
 def _written(*closed: Any) -> list[Any]:
@@ -303,17 +303,20 @@ def _cond(
     branches, written = params["branches"], _written(*params["branches"])
     bodies = [_Body(branch, state, written) for branch in branches]
     before = state.of(written)
-    ends = [0, *itertools.accumulate(body.count_lookups(rest) for body in bodies)]
-    # The rows of all branches are looked up, whichever runs, but only that one computes places: another's computation
-    # may not end, or may call back. Its places are those of the first row, whose gradient gets zeros.
-    others = [] if rows is not None else [_types_of_places(body, all_of, arrays, before) for body in bodies]
+    by_branch = [body.sites(rest) for body in bodies]
+    ends, sites = [0, *itertools.accumulate(map(len, by_branch))], [*itertools.chain(*by_branch)]
 
     def run(number: int) -> Callable[..., Any]:
+        first, last = ends[number : number + 2]
+
         def branch(arrays: list[Any], values: list[Any], rows: list[Any] | None) -> Any:
-            own = None if rows is None else rows[ends[number] : ends[number + 1]]
+            own = None if rows is None else rows[first:last]
             results, after, places = bodies[number].looking(all_of(arrays), values, own)
-            found = [places if other == number else _zeros(types) for other, types in enumerate(others)]
-            return results, after, [*itertools.chain.from_iterable(found)]
+            if rows is None:
+                # The rows of all branches are looked up, whichever runs, but only that one computes places: another's
+                # computation may not end, or may call back. The first row stands in, and its gradient gets zeros.
+                places = [*_first_places(sites[:first]), *places, *_first_places(sites[last:])]
+            return results, after, places
 
         return branch
 
@@ -322,19 +325,9 @@ def _cond(
     return list(results), places
 
 
-def _types_of_places(
-    body: _Body, all_of: Callable[[Sequence[Any]], list[Any]], arrays: list[Any], values: list[Any]
-) -> list[jax.ShapeDtypeStruct]:
-    """The types of the places of a body's lookups."""
-
-    def places(arrays: list[Any], values: list[Any]) -> list[Any]:
-        return body.looking(all_of(arrays), values, None)[2]
-
-    return list(jax.eval_shape(places, arrays, values))
-
-
-def _zeros(types: Iterable[jax.ShapeDtypeStruct]) -> list[Any]:
-    return [jnp.zeros(each.shape, each.dtype) for each in types]
+def _first_places(sites: Iterable[Site]) -> list[Any]:
+    """Places of the first row, of the types that lookups have."""
+    return [jnp.zeros(site.places.shape, site.places.dtype) for site in sites]
 
 
 def _remat(

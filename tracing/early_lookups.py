@@ -45,12 +45,8 @@ def _looked_up_often(search: Search, tables: Collection[Any]) -> set[Any]:
         table
         for table in tables
         if any(table in _tables_of(use, tables) for use in search.bodies)
-        and sum(_rows_found(site) for site in search.sites if site.variable is table) >= table.shape[0]
+        and sum(math.prod(site.places.shape) for site in search.sites if site.variable is table) >= table.shape[0]
     }
-
-
-def _rows_found(site: Site) -> int:
-    return math.prod(site.rows.shape[: len(site.rows.shape) - len(site.variable.shape) + 1])
 
 
 def _operands(use: BodyUse) -> list[Any]:

@@ -54,12 +54,14 @@ class Table:
 class Site:
     """One lookup, or one of all iterations of a loop.
 
-    `rows`   their type
-    `drops`  whether a row past an end has no gradient
+    `rows`    their type
+    `places`  the type of their places
+    `drops`   whether a row past an end has no gradient
     """
 
     variable: Any
     rows: ArrayType
+    places: ArrayType
     drops: bool
 
 
@@ -137,8 +139,11 @@ class Search:
     def _found(self, variable: Any, equation: Equation, kept_dim: int | None = None) -> None:
         aval = equation.outvars[0].aval
         shape = tuple(size for dim, size in enumerate(aval.shape) if dim != kept_dim)
-        drops = equation.primitive is gather_p or _mode(equation) != GatherScatterMode.CLIP
-        self.sites.append(Site(variable, ArrayType(aval.dtype, shape), drops))
+        is_own = equation.primitive is gather_p
+        indices = equation.invars[0 if is_own else 1].aval.dtype
+        places = ArrayType(_wide_dtype(indices), shape[: len(shape) - len(variable.shape) + 1])
+        drops = is_own or _mode(equation) != GatherScatterMode.CLIP
+        self.sites.append(Site(variable, ArrayType(aval.dtype, shape), places, drops))
 
     def _whole(self, atoms: Sequence[Any], tables: Mapping[Any, Any]) -> None:
         self.used_whole.update(tables[atom] for atom in atoms if not is_literal(atom) and atom in tables)
@@ -154,7 +159,8 @@ def _passed_in(equation: Equation) -> tuple[int, int]:
 def _repeated(site: Site, equation: Equation) -> Site:
     """A lookup in the body of an equation, for all its iterations."""
     times = (equation.params["length"],) if equation.primitive.name == "scan" else ()
-    return replace(site, rows=ArrayType(site.rows.dtype, (*times, *site.rows.shape)))
+    rows, places = (ArrayType(type.dtype, (*times, *type.shape)) for type in (site.rows, site.places))
+    return replace(site, rows=rows, places=places)
 
 
 def _tables_inside(inner: Sequence[Any], outer: Sequence[Any], tables: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -328,7 +334,11 @@ def _is_there(variable: Any, places: Any) -> Any:
 
 def _wide(indices: Any) -> Any:
     """Indices of a dtype that has room for any count of rows."""
-    return indices if indices.dtype.itemsize >= 4 else indices.astype(jnp.int32)
+    return indices.astype(_wide_dtype(indices.dtype))
+
+
+def _wide_dtype(dtype: Any) -> Any:
+    return dtype if dtype.itemsize >= 4 else jnp.dtype(jnp.int32)
 
 
 def _fill_value(stated: Any, dtype: Any) -> Any:
