@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from dflow.lowering.prefetch import prefetched
 from dflow.tracing import ops
 from dflow.tracing.attributes import bind_node
 from dflow.tracing.effects import Effect
@@ -82,7 +83,8 @@ def _read(node: Node, values: Sequence[Any], env: dict[Value, Any]) -> None:
 
 
 def _gather(node: Node, values: Sequence[Any], env: dict[Value, Any]) -> None:
-    env[node.outputs[0]] = looked_up(*values)
+    table, indices = values
+    env[node.outputs[0]] = looked_up(table, prefetched(table, indices))
 
 
 def _encode(node: Node, values: Sequence[Any], env: dict[Value, Any]) -> None:
