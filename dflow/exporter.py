@@ -14,7 +14,7 @@ from dflow import __version__
 from dflow.export_format import FORMAT, write
 from dflow.export_manifest import Entry, Manifest, Signature, and_list, listing, signature_refusal
 from dflow.export_trace import Made, Options, make
-from dflow.homes import LOCAL
+from dflow.homes import by_backend
 from dflow.lowering.export import exported
 from dflow.tracing.errors import ExportError
 from dflow.tracing.jax_frontend import is_tracing
@@ -167,18 +167,11 @@ _SCOPE = jax.export.SymbolicScope()
 
 
 def values_now(variables: Mapping[str, Variable]) -> dict[str, Any]:
-    """The values of variables, all of one moment: between the steps of other threads.
-
-    Raises ExportError for one on another task.
-    """
-    for name, variable in variables.items():
-        if variable.home is not LOCAL:
-            raise ExportError(
-                f"variable {name!r} lives on {variable.device}, and only state of this process can be saved"
-                f"{at(caller())}\n  read them with dflow.read, and assign them to what dflow.load gives in this process"
-            )
-    values = LOCAL.store.snapshot(variable.key for variable in variables.values())
-    return {name: values[variable.key] for name, variable in variables.items()}
+    """The values of variables; those of one process are of one moment, between the steps of other threads."""
+    values: dict[str, Any] = {}
+    for backend, here in by_backend(variables).items():
+        values.update(zip(here, backend.snapshot([*here.values()]), strict=True))
+    return values
 
 
 def chosen(name: str | None, among: Sequence[str]) -> str:

@@ -1,18 +1,21 @@
-"""Where functions run: this process, or the cluster that their variables live in."""
+"""What keeps state and runs functions over it: this process, or the cluster that their variables live in."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Protocol, cast
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
 
 from dflow.config import CONFIG
 from dflow.distributed.cluster import cluster_with
-from dflow.lowering.local import LocalHome, Runner
-from dflow.lowering.passes.base import Observer
+from dflow.distributed.cluster_home import ClusterHome
+from dflow.lowering.local import LocalHome
+from dflow.lowering.state_backend import StateBackend
 from dflow.tracing.context import set_default_home
 from dflow.tracing.device_name import is_on_task, task_of
 from dflow.tracing.errors import VariableError
 from dflow.tracing.graph import Graph
+from dflow.tracing.resources import Variable
 from dflow.tracing.source import at, caller
 from dflow.tracing.trace import Traced
 
@@ -20,15 +23,15 @@ LOCAL = LocalHome(CONFIG.placement_s)
 set_default_home(LOCAL)
 
 
-class Runs(Protocol):
-    """What can run functions: this process, or a cluster."""
+def by_backend(variables: Mapping[str, Variable]) -> dict[StateBackend, dict[str, Variable]]:
+    """Variables by what keeps their values."""
+    found: dict[StateBackend, dict[str, Variable]] = defaultdict(dict)
+    for name, variable in variables.items():
+        found[cast(StateBackend, variable.home)][name] = variable
+    return found
 
-    def runner(self, traced: Traced, *, check: bool, observe: Observer | None) -> Runner:
-        """Lower a traced function whose variables live here, or in this process."""
-        ...
 
-
-def home_of(traced: Traced) -> Runs:
+def home_of(traced: Traced) -> StateBackend:
     """What runs a trace: the home of its variables; without such, the joined cluster whose tasks its scopes name.
 
     Raises VariableError when its variables are of two clusters.
@@ -38,9 +41,10 @@ def home_of(traced: Traced) -> Runs:
         names = ", ".join(variable.name for variable in traced.variables)
         raise VariableError(f"one function uses variables of {len(homes)} clusters ({names}){at(caller())}")
     if homes:
-        return cast(Runs, homes.pop())
+        return cast(StateBackend, homes.pop())
     tasks = {*_tasks_named(traced.graph)}
-    return (cluster_with(tasks) if tasks else None) or LOCAL
+    cluster = cluster_with(tasks) if tasks else None
+    return LOCAL if cluster is None else ClusterHome(cluster)
 
 
 def _tasks_named(graph: Graph) -> Iterator[str]:

@@ -13,7 +13,8 @@ from typing import Any
 
 import jax
 
-from dflow.lowering.local import LoweredStep, PureStep, Runner
+from dflow.lowering.local import LoweredStep, PureStep
+from dflow.lowering.state_backend import Runner
 from dflow.stages import LoweredRun
 from dflow.tracing.trace import Traced, written_keys
 from dflow.whole_step import NotEntered, WholeStep

@@ -1,7 +1,7 @@
 """`dflow.save` and `dflow.restore`: the state of a program in a folder, as of one moment, and back in one moment.
 
-The file format is `lowering/array_files.py`'s. Invariant: a save reads all variables together, and a restore changes
-all of them or none.
+The file format is `lowering/array_files.py`'s. Invariant: a save reads all variables of a process together, and a
+restore changes all variables or none.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +17,13 @@ import jax
 import msgspec
 
 from dflow.generator import Generator
-from dflow.homes import LOCAL
-from dflow.lowering.array_files import ArrayFiles, own_copy, read_arrays, write_arrays
-from dflow.lowering.array_manifest import damaged
+from dflow.homes import by_backend
+from dflow.lowering.array_files import ArrayFiles, make_places, read_arrays, write_manifest
+from dflow.lowering.array_manifest import MANIFEST, damaged
+from dflow.lowering.whole_folder import whole_folder
 from dflow.optimizer import Optimizer
 from dflow.restore_report import DIFFERENCES, RestoreReport
 from dflow.tracing.container import Resource, resources_in
-from dflow.tracing.device_name import is_on_task
 from dflow.tracing.errors import CheckpointError
 from dflow.tracing.host_resource import HostResource
 from dflow.tracing.jax_frontend import is_tracing
@@ -36,12 +37,6 @@ from dflow.tracing.types import ArrayType
 Names = Mapping[str, str] | Callable[[str], str]
 
 _Path = tuple[Any, ...]
-
-#: What to do on a cluster in place of each.
-_ON_A_CLUSTER = {
-    "save": "read the values, dflow.read(variables), and keep the arrays",
-    "restore": "restore variables of this process, and assign their values, dflow.assign(variables, dflow.read(here))",
-}
 
 #: How often a restore begins anew because the checkpoint was replaced while it read.
 _ATTEMPTS = 5
@@ -68,10 +63,13 @@ def save(path: str | os.PathLike[str], variables: Any, *, overwrite: bool = Fals
     """
     place = _local(path, "save")
     named = _named(variables, names, "save")
-    values = LOCAL.store.snapshot(entry.variable.key for entry in named.values())
-    arrays = {name: values[entry.variable.key] for name, entry in named.items()}
+    types = {name: entry.variable.type.strong for name, entry in named.items()}
     generators = {name: entry.impl for name, entry in named.items() if entry.impl}
-    write_arrays(place, arrays, {"generators": generators}, overwrite=overwrite)
+    with whole_folder(place, marker=MANIFEST, overwrite=overwrite) as folder:
+        places = make_places(folder, types)
+        for backend, here in by_backend({name: entry.variable for name, entry in named.items()}).items():
+            backend.save(folder, here, places)
+        write_manifest(folder, types, places, {"generators": generators})
 
 
 @suggests_keywords
@@ -108,15 +106,9 @@ def restore(
         report = _compared(files, named)
         if refused := report.refused(ignore if strict else DIFFERENCES):
             raise CheckpointError(_differs(files, report, refused))
-        try:
-            values = _read(files, {name: named[name].variable for name in report.restored})
-        except CheckpointError:
-            if not files.is_replaced():
-                raise
-            continue
-        if not files.is_replaced():
-            LOCAL.store.replace(values)
-            use_beside_namesakes(named[name].variable for name in report.restored)
+        restored = {name: named[name].variable for name in report.restored}
+        if _restored(files, restored):
+            use_beside_namesakes(restored.values())
             return report
     raise CheckpointError(
         f"{place} was replaced {_ATTEMPTS} times while it was read{at(caller())}\n"
@@ -144,11 +136,6 @@ def _named(tree: Any, names: Names | None, task: str) -> dict[str, _Entry]:
     called: dict[Variable, str] = {}
     for entry in _entries(tree, task):
         variable = entry.variable
-        if is_on_task(variable.device) or variable.home is not LOCAL:
-            raise CheckpointError(
-                f"variable {variable.name!r} lives on {variable.device}, and {task} reaches those of this process alone"
-                f"{at(caller())}\n  on a cluster, {_ON_A_CLUSTER[task]}"
-            )
         name = called.setdefault(variable, _array_name(entry.name, names))
         if name in named and named[name].variable is not variable:
             raise CheckpointError(
@@ -281,15 +268,22 @@ def _described(type: ArrayType, impl: str) -> str:
     return f"{type} of {impl}" if impl else str(type)
 
 
-def _read(files: ArrayFiles, variables: Mapping[str, Variable]) -> dict[str, jax.Array]:
-    """The values, by the variables' keys, each as its variable is sharded now and in memory of its own."""
-    shardings = LOCAL.store.shardings(variable.key for variable in variables.values())
-    read = files.each({name: shardings[variable.key] for name, variable in variables.items()})
-    # Those without a sharding may be in the memory that was read into.
-    return {
-        variables[name].key: own_copy(value) if shardings[variables[name].key] is None else value
-        for name, value in read
-    }
+def _restored(files: ArrayFiles, variables: Mapping[str, Variable]) -> bool:
+    """Set the variables, if the checkpoint is not replaced while it is read; whether they were set."""
+    with ExitStack() as stack:
+        try:
+            settings = [
+                stack.enter_context(backend.restoring(files, here)) for backend, here in by_backend(variables).items()
+            ]
+        except CheckpointError:
+            if not files.is_replaced():
+                raise
+            return False
+        if files.is_replaced():
+            return False
+        for set_all in settings:
+            set_all()
+    return True
 
 
 def _differs(files: ArrayFiles, report: RestoreReport, refused: list[str]) -> str:

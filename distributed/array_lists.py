@@ -16,10 +16,11 @@ if TYPE_CHECKING:
     import jax
 
 
-def encode_arrays(arrays: Sequence[jax.Array | npt.NDArray[Any]]) -> tuple[tuple[ArrayInfo, ...], bytes]:
+def encode_arrays(arrays: Sequence[jax.Array | npt.NDArray[Any]]) -> tuple[tuple[ArrayInfo, ...], Payload]:
     """The types and the elements of `arrays`. Waits until they are computed; raises what `encode_array` raises."""
     infos = tuple(ArrayInfo(dtype_name(array.dtype), tuple(array.shape)) for array in arrays)
-    return infos, b"".join(encode_array(array) for array in arrays)
+    encoded = [encode_array(array) for array in arrays]
+    return infos, encoded[0] if len(encoded) == 1 else b"".join(encoded)
 
 
 def decode_arrays(infos: Sequence[ArrayInfo], payload: Payload) -> list[npt.NDArray[Any]]:

@@ -58,11 +58,12 @@ from dflow.lowering.channel import StepId
 from dflow.lowering.compile import Compiled, TaskPlan, make_plans
 from dflow.lowering.devices import devices_in_order
 from dflow.lowering.execute import Outcome
-from dflow.lowering.local import Runner, fetched, lower_programs, refuse_spread
+from dflow.lowering.local import fetched, lower_programs, refuse_spread
 from dflow.lowering.passes.base import Observer, run_passes
 from dflow.lowering.pipeline import pipeline
 from dflow.lowering.recorder import STEP_BEGAN, STEP_ENDED, Recorder, described_end
 from dflow.lowering.shared_exports import SharedExports
+from dflow.lowering.state_backend import Runner
 from dflow.lowering.store import Store
 from dflow.tracing.context import home
 from dflow.tracing.errors import (

@@ -1,14 +1,18 @@
 """Variables, queues and accumulators that live on the tasks of a cluster, as code outside of steps uses them.
 
 The coordinator says which task holds a name, and says the same to every worker; whoever asks first creates it there. A
-read or a write is one message and its answer; another op on a variable is a step of its own.
+read or a write is one message and its answer; another op on a variable is a step of its own. Tasks save and restore the
+variables that they hold themselves.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
 from typing import Any, Protocol
 
 import jax
@@ -17,16 +21,28 @@ import numpy as np
 import numpy.typing as npt
 
 from dflow.distributed.answers import expect
+from dflow.distributed.array_lists import decode_arrays
 from dflow.distributed.cluster_resources import ClusterResources, Tasks, task_of_resource
-from dflow.distributed.codec import decode_array, encode_array
-from dflow.distributed.messages import ReadVariable, Value, WriteVariable
+from dflow.distributed.codec import encode_array
+from dflow.distributed.messages import (
+    AnyMessage,
+    Arrays,
+    EndRestore,
+    ReadCheckpoint,
+    ReadVariables,
+    SavedVariable,
+    SaveVariables,
+    WriteVariable,
+)
+from dflow.distributed.transport.base import Reply
 from dflow.distributed.variable_batch import CreatingTasks, Wanted, create, created_together, settle
+from dflow.lowering.array_files import ArrayFiles
 from dflow.lowering.initial_ops import InitialOps
-from dflow.lowering.local import Runner
 from dflow.lowering.passes.base import Observer
+from dflow.lowering.state_backend import Runner
 from dflow.tracing.context import Slot
 from dflow.tracing.device import scope_here
-from dflow.tracing.errors import DeviceError, VariableError
+from dflow.tracing.errors import DeviceError, DflowError, VariableError
 from dflow.tracing.given_value import Initial, TypedInitial
 from dflow.tracing.host_resource import HostResource
 from dflow.tracing.resources import Variable
@@ -40,6 +56,9 @@ from dflow.tracing.types import array_type_of
 class HomeTasks(Tasks, CreatingTasks, Protocol):
     """What is needed of a cluster."""
 
+    #: The name of this task.
+    task: str
+
     def runner(self, traced: Traced, *, check: bool, observe: Observer | None) -> Runner:
         """Place, cut and register a traced function; the result runs one step of it."""
         ...
@@ -50,11 +69,12 @@ class ClusterHome:
 
     shares_names = True
 
-    def __init__(self, cluster: HomeTasks, job: str) -> None:
+    def __init__(self, cluster: HomeTasks, job: str = "ps") -> None:
         self._cluster = cluster
         self._job = job
         self._resources = ClusterResources(cluster, job)
         self._ops: dict[tuple[Any, ...], Runner] = {}
+        self._restores = itertools.count()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ClusterHome) and other._cluster is self._cluster
@@ -92,11 +112,53 @@ class ClusterHome:
         return created_together(self._cluster)
 
     def read(self, variable: Variable) -> jax.Array:
-        task = task_of_resource(variable)
-        answer, payload = self._cluster.request(task, ReadVariable(variable.key))
-        value = expect(answer, Value, short_task_name(task))
-        array: jax.Array = jax.device_put(decode_array(value.dtype, value.shape, payload))
-        return array
+        (value,) = self.snapshot([variable])
+        return value
+
+    def snapshot(self, variables: Sequence[Variable]) -> list[jax.Array]:
+        """The values; those of one task are of one moment."""
+        by_task = _by_task({variable.key: variable for variable in variables})
+        answers = self._ask({task: ReadVariables(tuple(held)) for task, held in by_task.items()})
+        values: dict[str, jax.Array] = {}
+        for (task, held), (answer, payload) in zip(by_task.items(), answers, strict=True):
+            arrays = decode_arrays(expect(answer, Arrays, short_task_name(task)).arrays, payload)
+            values.update(zip(held, map(jax.device_put, arrays), strict=True))
+        return [values[variable.key] for variable in variables]
+
+    def save(self, folder: Path, variables: Mapping[str, Variable], places: Mapping[str, str]) -> None:
+        """Have each task write its variables; those of one task as of one moment."""
+        messages = {}
+        for task, held in _by_task(variables).items():
+            saved = (SavedVariable(variable.key, name, places[name]) for name, variable in held.items())
+            messages[task] = SaveVariables(str(folder), tuple(saved))
+        self._ask(messages)
+
+    @contextmanager
+    def restoring(self, files: ArrayFiles, variables: Mapping[str, Variable]) -> Iterator[Callable[[], None]]:
+        """Have each task read its arrays; what is entered has each set them, its own in one moment."""
+        restore, messages = (self._cluster.task, next(self._restores)), {}
+        for task, held in _by_task(variables).items():
+            keys = {name: variable.key for name, variable in held.items()}
+            messages[task] = ReadCheckpoint(*restore, str(files.path), files.id, keys)
+        try:
+            self._ask(messages)
+            yield functools.partial(self._end, messages, EndRestore(*restore, is_set=True))
+        finally:
+            with suppress(DflowError):  # a task that is gone has let go too
+                self._end(messages, EndRestore(*restore, is_set=False))
+
+    def _end(self, tasks: Iterable[str], message: EndRestore) -> None:
+        self._ask(dict.fromkeys(tasks, message))
+
+    def _ask(self, messages: Mapping[str, AnyMessage]) -> list[Reply]:
+        """The answers of tasks, all asked at once. Raises what the first of them failed with, if any did."""
+        answers = self._cluster.request_all([(task, message, b"") for task, message in messages.items()])
+        found = []
+        for answer in answers:
+            if isinstance(answer, DflowError):
+                raise answer
+            found.append(answer)
+        return found
 
     def gather(self, variable: Variable, indices: Any) -> jax.Array:
         rows: jax.Array = self._run_op(variable, "gather", variable.gather, indices)[0]
@@ -137,6 +199,13 @@ class ClusterHome:
 
     def runner(self, traced: Traced, *, check: bool, observe: Observer | None) -> Runner:
         return self._cluster.runner(traced, check=check, observe=observe)
+
+
+def _by_task(variables: Mapping[str, Variable]) -> dict[str, dict[str, Variable]]:
+    found: dict[str, dict[str, Variable]] = defaultdict(dict)
+    for name, variable in variables.items():
+        found[task_of_resource(variable)][name] = variable
+    return found
 
 
 def _first_value(variable: Variable, initial: Initial) -> TypedInitial | npt.NDArray[Any]:

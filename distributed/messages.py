@@ -118,10 +118,10 @@ class VariablesCreated(Message, frozen=True):
     failures: dict[int, Failure] = {}
 
 
-class ReadVariable(Message, frozen=True):
-    """Answered by `Value`."""
+class ReadVariables(Message, frozen=True):
+    """Answered by `Arrays`, which have the values of one moment."""
 
-    name: str
+    keys: tuple[str, ...]
 
 
 class WriteVariable(Message, frozen=True):
@@ -132,11 +132,42 @@ class WriteVariable(Message, frozen=True):
     shape: tuple[int, ...]
 
 
-class Value(Message, frozen=True):
-    """An array, in the payload."""
+class SavedVariable(msgspec.Struct, frozen=True):
+    """A variable to write: its `key`, the `name` of its array, and its `place` within the folder."""
 
-    dtype: str
-    shape: tuple[int, ...]
+    key: str
+    name: str
+    place: str
+
+
+class SaveVariables(Message, frozen=True):
+    """Write the values of one moment into the folder of a save, which every task sees; answered by `Ok`."""
+
+    folder: str
+    variables: tuple[SavedVariable, ...]
+
+
+class ReadCheckpoint(Message, frozen=True):
+    """Read values from a checkpoint, and keep them until `EndRestore`; answered by `Ok`.
+
+    `number`     one that `origin` gives no other restore
+    `id`         that of the checkpoint at `path`, which every task sees
+    `variables`  from the names of arrays to the keys of variables
+    """
+
+    origin: str
+    number: int
+    path: str
+    id: str
+    variables: dict[str, str]
+
+
+class EndRestore(Message, frozen=True):
+    """Set variables to what was read for a restore, or let go of it; answered by `Ok`."""
+
+    origin: str
+    number: int
+    is_set: bool
 
 
 class RegisterPlan(Message, frozen=True):
@@ -810,9 +841,11 @@ AnyMessage = (
     | Introduce
     | CreateVariables
     | VariablesCreated
-    | ReadVariable
+    | ReadVariables
     | WriteVariable
-    | Value
+    | SaveVariables
+    | ReadCheckpoint
+    | EndRestore
     | RegisterPlan
     | ReleasePlan
     | Registered

@@ -26,7 +26,7 @@ from typing import Any
 import jax
 
 from dflow.distributed.array_lists import decode_arrays, encode_arrays
-from dflow.distributed.codec import decode_array, encode_array
+from dflow.distributed.codec import decode_array
 from dflow.distributed.deadlines import Deadlines, MakeDeadlines
 from dflow.distributed.flight_recorder import FlightRecorder
 from dflow.distributed.member_gate import Arrived, MemberGate
@@ -41,6 +41,7 @@ from dflow.distributed.messages import (
     Dumped,
     DumpEvents,
     EdgeTraffic,
+    EndRestore,
     ForgetState,
     GetClock,
     GetTaskState,
@@ -52,19 +53,20 @@ from dflow.distributed.messages import (
     OpenRounds,
     ProposeRounds,
     Pull,
-    ReadVariable,
+    ReadCheckpoint,
+    ReadVariables,
     Registered,
     RegisterPlan,
     ReleasePlan,
     ResourceCreated,
     Roster,
     RunPlan,
+    SaveVariables,
     StartTrace,
     StopTrace,
     TaskInfo,
     TaskState,
     Tensor,
-    Value,
     Wanted,
     WriteVariable,
 )
@@ -76,6 +78,7 @@ from dflow.distributed.rendezvous import RendezvousStatistics, describe
 from dflow.distributed.round_host import RoundHost
 from dflow.distributed.step_counts import StepCounts
 from dflow.distributed.task_channel import WINDOW_BYTES, TaskChannel
+from dflow.distributed.task_checkpoints import TaskCheckpoints
 from dflow.distributed.task_observer import Observation, TaskObserver
 from dflow.distributed.task_resources import TaskResources
 from dflow.distributed.transport.addresses import LOCAL_ADDRESS
@@ -189,6 +192,7 @@ class TaskServer:
         self._rounds = RoundHost(
             name, self._resources, OwnSteps(self).start, self._soon, has_left=self._channel.has_left
         )
+        self._checkpoints = TaskCheckpoints(name, self.store, self._channel.has_left)
         self._runs = PlanRuns(name, self.store, self._channel, self.recorder, self._pool)
         self._listener = transport.listen(address, name=name, handler=self)
 
@@ -318,6 +322,7 @@ class TaskServer:
         for step in self._channel.task_left(task, error):
             self.cancel(step, error)
         self._rounds.task_left(task)
+        self._checkpoints.task_left(task)
 
     def close(self) -> None:
         """Cancel what runs, stop listening and end every connection; a second call does nothing."""
@@ -444,11 +449,20 @@ class TaskServer:
         match message:
             case CreateVariables():
                 return self._creation.create(message, payload), _NOTHING
-            case ReadVariable(name):
-                value = self.store.read(name)
-                return Value(value.dtype.name, tuple(value.shape)), encode_array(value)
+            case ReadVariables(keys):
+                infos, data = encode_arrays(self.store.views(keys))
+                return Arrays(infos), memoryview(data)
             case WriteVariable(name, dtype, shape):
                 self.store.write(name, _on_device(dtype, shape, payload))
+                return Ok(), _NOTHING
+            case SaveVariables():
+                self._checkpoints.save(message)
+                return Ok(), _NOTHING
+            case ReadCheckpoint():
+                self._checkpoints.read(message)
+                return Ok(), _NOTHING
+            case EndRestore():
+                self._checkpoints.end(message)
                 return Ok(), _NOTHING
             case CreateResource():
                 self._refuse_for_another_process(message.name, message.process)
@@ -499,6 +513,8 @@ _SPEAKERS: Mapping[type[AnyMessage], str] = {
     RunPlan: "origin",
     CancelStep: "origin",
     CallResource: "origin",
+    ReadCheckpoint: "origin",
+    EndRestore: "origin",
     ProposeRounds: "worker",
     NextRound: "worker",
     LeaveRounds: "worker",

@@ -26,8 +26,10 @@ from msgspec.structs import replace
 
 from dflow.distributed.answers import expect
 from dflow.distributed.array_lists import encode_arrays
+from dflow.distributed.codec import Payload
 from dflow.distributed.failures import error_from, error_of
 from dflow.distributed.messages import (
+    AnyMessage,
     CreateVariable,
     CreateVariables,
     Failure,
@@ -58,7 +60,7 @@ class CreatingTasks(Protocol):
         """The task that holds, or shall hold, each of the variables."""
         ...
 
-    def request_all(self, requests: Sequence[tuple[str, CreateVariables, Any]]) -> Sequence[Reply | DflowError]:
+    def request_all(self, requests: Sequence[tuple[str, AnyMessage, Any]]) -> Sequence[Reply | DflowError]:
         """Ask tasks, all at a time; of each the answer, or why there is none."""
         ...
 
@@ -268,7 +270,7 @@ class _Parcel:
     task: str
     message: CreateVariables
     wanted: Sequence[Wanted]
-    payload: bytes = b""
+    payload: Payload = b""
 
 
 def _by_task(wanted: Iterable[Wanted]) -> dict[str, list[Wanted]]:

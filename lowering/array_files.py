@@ -79,15 +79,36 @@ def write_arrays(
 
 def fill_folder(folder: Path, arrays: Mapping[str, Any], metadata: Mapping[str, Any] | None = None) -> None:
     """Write arrays and their manifest into an empty folder, for who makes it appear whole himself."""
-    parts = {name: _Stored.of(name, array) for name, array in arrays.items()}
-    places = _places(parts)
+    places = make_places(folder, arrays)
+    write_manifest(folder, write_parts(folder, arrays, places), places, metadata or {})
+
+
+def make_places(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """Prepare an empty folder for arrays of these names; the path of each within it, where `write_parts` puts it."""
+    places = _places(names)
     for group in sorted({parent for place in places.values() for parent in Path(place).parents}):
         (folder / group).mkdir(exist_ok=True)
         _write(folder / group / "zarr.json", _GROUP)
+    return places
+
+
+def write_parts(folder: Path, arrays: Mapping[str, Any], places: Mapping[str, str]) -> dict[str, ArrayType]:
+    """Write some of the arrays of a prepared folder, which several processes may do at a time; their types.
+
+    Raises CheckpointError when an array is of no type that can be written, or the disk refuses it.
+    """
+    parts = {name: _Stored.of(name, array) for name, array in arrays.items()}
     _write_pieces(folder, parts, places)
-    _write(folder / "_METADATA", _orbax_metadata(parts, places))
-    entries = {name: Entry(places[name], str(part.type)) for name, part in parts.items()}
-    write_file(folder / MANIFEST, manifest_text(secrets.token_hex(16), entries, metadata or {}))
+    return {name: part.type for name, part in parts.items()}
+
+
+def write_manifest(
+    folder: Path, types: Mapping[str, ArrayType], places: Mapping[str, str], metadata: Mapping[str, Any]
+) -> None:
+    """Write the manifest of a folder whose arrays have all been written."""
+    _write(folder / "_METADATA", _orbax_metadata(types, places))
+    entries = {name: Entry(places[name], str(type)) for name, type in types.items()}
+    write_file(folder / MANIFEST, manifest_text(secrets.token_hex(16), entries, metadata))
 
 
 def _write(path: Path, content: Any) -> None:
@@ -456,7 +477,7 @@ def _zarr_metadata(part: _Stored) -> dict[str, Any]:
     }
 
 
-def _orbax_metadata(parts: Mapping[str, _Stored], places: Mapping[str, str]) -> dict[str, Any]:
+def _orbax_metadata(types: Mapping[str, ArrayType], places: Mapping[str, str]) -> dict[str, Any]:
     """What Orbax looks for: a tree of one level, whose keys are the folders' paths."""
     return {
         "tree_metadata": {
@@ -466,10 +487,10 @@ def _orbax_metadata(parts: Mapping[str, _Stored], places: Mapping[str, str]) -> 
                     # Of a jax.Array it would ask on which devices it was.
                     "value_type": "np.ndarray",
                     "skip_deserialize": False,
-                    "write_shape": list(part.value.shape),
+                    "write_shape": list(_stored_type(type)[1]),
                 },
             }
-            for name, part in parts.items()
+            for name, type in types.items()
         },
         "use_ocdbt": False,
         "use_zarr3": True,

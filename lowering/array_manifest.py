@@ -115,9 +115,14 @@ def _content(folder: Path, whole: Any) -> _Content:
     return msgspec.convert(whole["content"], _Content)
 
 
+def is_inside(path: str) -> bool:
+    """Whether a path leads from a folder to a place within it."""
+    return {"", ".", ".."}.isdisjoint(path.split("/")) and path.isprintable()
+
+
 def _array_type(name: str, entry: Entry) -> ArrayType:
     """The type of an array. Raises ValueError where it is none, or the array lies outside of the folder."""
-    if not {"", ".", ".."}.isdisjoint(entry.path.split("/")) or not entry.path.isprintable():
+    if not is_inside(entry.path):
         raise ValueError(f"array {name!r} lies at {entry.path!r}, which is no path inside the folder")
     type = parse_type(entry.type)
     if not isinstance(type, ArrayType) or None in type.shape:

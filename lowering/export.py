@@ -20,7 +20,7 @@ from jax import jit as jax_jit
 
 from dflow.lowering.portable_tree import Tree, plain, unplain
 from dflow.tracing.device import WITH_CALLER, WITH_STATE
-from dflow.tracing.device_name import is_on_task, short_device_name
+from dflow.tracing.device_name import short_device_name
 from dflow.tracing.discharge import State, evaluate
 from dflow.tracing.errors import DflowError, ExportError
 from dflow.tracing.host_primitives import host_p
@@ -36,7 +36,7 @@ from dflow.tracing.jax_frontend import (
 )
 from dflow.tracing.lookups import CALLS
 from dflow.tracing.resources import Variable
-from dflow.tracing.source import Loc, at, caller
+from dflow.tracing.source import Loc, at
 from dflow.tracing.types import ArrayType, array_type_of, dtype_name
 
 
@@ -183,12 +183,6 @@ def _refuse_types(name: str, jaxpr: Jaxpr) -> None:
 def _refuse_variables(name: str, variables: Sequence[Variable]) -> None:
     named: dict[str, Variable] = {}
     for variable in variables:
-        if variable.device is not None and is_on_task(variable.device):
-            raise ExportError(
-                f"{name} uses variable {variable.name!r}, which lives on {short_device_name(variable.device)}, and "
-                f"only state of this process can be exported{at(caller())}\n  it was made{at(variable.loc)}\n"
-                "  make variables here, assign them what dflow.read gives, and export a function of those"
-            )
         if (other := named.setdefault(variable.name, variable)) is not variable:
             raise ExportError(
                 f"{name} uses two variables called {variable.name!r}, by which an export tells them apart"

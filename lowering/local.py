@@ -6,8 +6,9 @@ import gc
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from queue import SimpleQueue
 from types import MappingProxyType
 from typing import Any
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, Sharding, SingleDeviceSharding
 
 from dflow.lowering.accumulators import HeldAccumulator
+from dflow.lowering.array_files import ArrayFiles
 from dflow.lowering.channel import Deliver, Sent, StepId
 from dflow.lowering.compile import Compiled, TaskPlan, make_plans
 from dflow.lowering.devices import device_named, devices_in_order, local_name
@@ -31,6 +33,8 @@ from dflow.lowering.plan import Call, Plan, calls_in
 from dflow.lowering.program import LoweredProgram, Program, lower_program
 from dflow.lowering.queue_ops import HeldQueue
 from dflow.lowering.resource_use import Held, ResourceUse
+from dflow.lowering.state_backend import Runner
+from dflow.lowering.state_files import read_variables, write_variables
 from dflow.lowering.store import Store
 from dflow.lowering.waiters import wait
 from dflow.lowering.waits import Schedule, takes
@@ -53,10 +57,6 @@ from dflow.tracing.resources import Variable
 from dflow.tracing.source import at, caller
 from dflow.tracing.trace import Traced
 from dflow.tracing.types import AccumulatorType
-
-#: Runs a step on the leaves of its arguments; gives the leaves of its result.
-Runner = Callable[[Sequence[Any]], Sequence[Any]]
-
 
 #: What the devices of this process cost; they are measured when a function first asks for a choice among them.
 METER = Meter()
@@ -158,6 +158,21 @@ class LocalHome:
 
     def update(self, variable: Variable, kind: str, *operands: Any) -> None:
         self.store.update(variable.key, kind, *operands)
+
+    def snapshot(self, variables: Sequence[Variable]) -> list[jax.Array]:
+        """The values, as of one moment between two steps."""
+        values = self.store.snapshot(variable.key for variable in variables)
+        return [values[variable.key] for variable in variables]
+
+    def save(self, folder: Path, variables: Mapping[str, Variable], places: Mapping[str, str]) -> None:
+        """Write the values, as of one moment between two steps."""
+        write_variables(self.store, folder, _keys(variables), places)
+
+    @contextmanager
+    def restoring(self, files: ArrayFiles, variables: Mapping[str, Variable]) -> Iterator[Callable[[], None]]:
+        """Read and check the arrays; what is entered sets all variables in one moment."""
+        values = read_variables(self.store, files, _keys(variables))
+        yield lambda: self.store.replace(values)
 
     def forget(self, variable: Variable, reason: str, remedy: str) -> None:
         """Let go of the value; whoever uses the variable afterwards gets a VariableError that says these two."""
@@ -307,6 +322,10 @@ class CompiledStep:
 
     run: Runner
     programs: Sequence[Program]
+
+
+def _keys(variables: Mapping[str, Variable]) -> dict[str, str]:
+    return {name: variable.key for name, variable in variables.items()}
 
 
 def _for_ops_at_once(value: jax.Array) -> jax.Array:

@@ -115,7 +115,7 @@ def whole_folder(path: str | os.PathLike[str], *, marker: str, overwrite: bool =
         with _attempt(place) as attempt:
             os.mkdir(attempt.staging)
             yield attempt.staging
-            _flush(attempt.staging)
+            flush(attempt.staging)
             if not (attempt.staging / marker).is_file():
                 raise CheckpointError(
                     f"{place} cannot be written: {attempt.staging} was emptied while it was written{at(caller())}\n"
@@ -272,7 +272,7 @@ def _remove_part(part: tuple[str, list[str], list[str]]) -> None:
         os.rmdir(inner)
 
 
-def _flush(folder: Path) -> None:
+def flush(folder: Path) -> None:
     """Have the disk hold all of a folder, files and entries; many at a time, which the disk takes together."""
     walked = list(os.walk(folder))
     paths = [Path(inner, name) for inner, _, files in walked for name in files] + [Path(inner) for inner, *_ in walked]

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from dflow.distributed.codec import Payload
 from dflow.distributed.coordinator_session import SessionSettings
 from dflow.distributed.membership import FINISHED
 from dflow.distributed.messages import AnyMessage, Join, Leave, Roster
@@ -86,7 +87,7 @@ class Member:
         self,
         host: str,
         message: AnyMessage,
-        payload: bytes = b"",
+        payload: Payload = b"",
         *,
         timeout_s: float,
         on_reply: Callable[[Reply | BaseException], None] = lambda reply: None,

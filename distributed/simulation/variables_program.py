@@ -20,7 +20,7 @@ from dflow.distributed.messages import (
     CreateVariables,
     Placed,
     PlaceVariable,
-    ReadVariable,
+    ReadVariables,
     WriteVariable,
 )
 from dflow.distributed.simulation.checks import Require
@@ -123,7 +123,7 @@ class VariablesWorker:
             self._member.say(f"wrote {number} to {name!r}")
             return
         was_written = self._checks.is_written(name)
-        answer = yield from self._ask(name, ReadVariable(name))
+        answer = yield from self._ask(name, ReadVariables((name,)))
         number = int(decode_array("int32", (), answer.payload))
         self._member.say(f"read {number} from {name!r}")
         self._checks.read(name, number, was_written)

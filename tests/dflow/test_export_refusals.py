@@ -87,12 +87,6 @@ def in_a_scope(made: Made) -> Any:
     return dflow.export(fn, SPEC)
 
 
-def on_a_task(made: Made) -> Any:
-    far = dflow.Variable(0.0, name="far")
-    far.device = "/job:ps/task:0"  # as what a cluster makes says
-    return dflow.export(far.read)
-
-
 def a_ref(made: Made) -> Any:
     ref = jax.new_ref(jnp.zeros(3))
     return dflow.export(lambda x: x + ref[...], SPEC)
@@ -137,14 +131,6 @@ CASES: dict[str, tuple[Callable[[Made], Any], str, str]] = {
         in_a_scope,
         "fn cannot be exported: mul is placed on ps:0, and an export is for one device\n  at HERE",
         "export it without dflow.device",
-    ),
-    "a variable on a task": (
-        on_a_task,
-        (
-            "read uses variable 'far', which lives on ps:0, and only state of this process can be exported\n  at HERE\n"
-            "  it was made\n  at HERE"
-        ),
-        "make variables here, assign them what dflow.read gives, and export a function of those",
     ),
     "a jax.Ref": (a_ref, "closes over Ref{float32[3]}, which is no array", "keep that in a dflow.Variable"),
     "a class of the user's as argument": (

@@ -22,8 +22,8 @@ import pytest
 import zarr
 
 import dflow
-from dflow import saving
 from dflow.homes import LOCAL
+from dflow.lowering import local
 from dflow.lowering.array_files import read_arrays
 from dflow.lowering.store import Store
 from dflow.tracing.errors import CheckpointError, VariableError, VariableShapeError
@@ -268,15 +268,6 @@ def test_what_is_no_variable_is_refused(tmp_path: Path, stranger: Any, says: str
     assert os.listdir(tmp_path) == []
 
 
-def test_a_variable_of_a_cluster_is_refused(tmp_path: Path) -> None:
-    v = dflow.Variable(1.0, name="far")
-    object.__setattr__(v, "device", "/job:ps/task:0")
-    with pytest.raises(dflow.CheckpointError, match="'far' lives on /job:ps/task:0, and save reaches those of this"):
-        dflow.save(tmp_path / "c", v)
-    with pytest.raises(dflow.CheckpointError, match=r"and restore reaches (.|\n)*assign their values, dflow\.assign"):
-        dflow.restore(tmp_path / "c", v)
-
-
 def test_traced_code_cannot_save(tmp_path: Path) -> None:
     v = dflow.Variable(1.0, name="v")
     with pytest.raises(dflow.CheckpointError, match="save is called inside traced code"):
@@ -422,7 +413,7 @@ def test_a_restore_reads_one_checkpoint_though_it_is_replaced_meanwhile(
     dflow.save(tmp_path / "c", [one, two])
     one.assign(2.0)
     two.assign(2.0)
-    read, left = saving._read, [3]
+    read, left = local.read_variables, [3]
 
     def read_late(*args: Any) -> Any:
         values = read(*args)
@@ -431,7 +422,7 @@ def test_a_restore_reads_one_checkpoint_though_it_is_replaced_meanwhile(
             dflow.save(tmp_path / "c", [one, two], overwrite=True)
         return values
 
-    monkeypatch.setattr(saving, "_read", read_late)
+    monkeypatch.setattr(local, "read_variables", read_late)
     dflow.restore(tmp_path / "c", [one, two])
     assert (float(one), float(two), left) == (2.0, 2.0, [0])
     left[0] = 100

@@ -5,6 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import dflow
+from dflow.lowering.array_files import read_arrays
 from tests.distributed.processes import Spawned
 
 #: Worker 1 dies after its fifth step. The others go on beyond their fifth when they know, so that none can end first.
@@ -172,3 +178,45 @@ def test_a_run_whose_variables_were_lost_with_a_ps_task_fails_and_names_them(tmp
     for worker in ("worker:0", "worker:1"):
         assert re.search(rf"\[{worker}\] .*TaskLost: variable 'a' is lost: {lost}", output), output
     assert not re.search(r"\n b +\d", output), output
+
+
+#: Run twice: the second time it goes on from what the first has saved.
+TRAIN_AND_SAVE = """
+import os
+import jax.numpy as jnp, optax
+import dflow
+
+cluster = dflow.connect()
+with cluster.parameter_servers():
+    w = dflow.Variable(lambda: jnp.arange(3.0), name="w")
+    b = dflow.Variable(lambda: jnp.zeros(()), name="b")
+    opt = dflow.Optimizer(optax.adam(0.1), [w, b], name="adam")
+
+@dflow.jit
+def step():
+    opt.apply(dflow.grad(lambda: ((w - 1) ** 2).sum() + (b - 2) ** 2, [w, b])())
+
+state = {"w": w, "b": b, "opt": opt}
+if os.path.exists("saved"):
+    dflow.restore("saved", state)
+for _ in range(5):
+    step()
+dflow.save("saved", state, overwrite=True)
+cluster.report("sum", float(w.read().sum() + b.read()))
+cluster.close()
+"""
+
+
+def test_a_cluster_goes_on_from_what_an_earlier_one_saved(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAIN_AND_SAVE)
+    for _ in range(2):
+        with Spawned("-m", "dflow", "launch", "--ps", "2", "--workers", "1", "train.py", cwd=tmp_path) as launched:
+            status, output = launched.finish()
+        assert status == 0, output
+    w, b = dflow.Variable(jnp.arange(3.0)), dflow.Variable(0.0)
+    opt = dflow.Optimizer(optax.adam(0.1), [w, b])
+    for _ in range(10):
+        opt.apply(dflow.grad(lambda: ((w - 1) ** 2).sum() + (b - 2) ** 2, [w, b])())
+    there = read_arrays(tmp_path / "saved").read({"w": None, "b": None})
+    np.testing.assert_allclose(there["w"], w.read(), rtol=1e-6)
+    np.testing.assert_allclose(there["b"], b.read(), rtol=1e-6)

@@ -37,7 +37,7 @@ from dflow.distributed.messages import (
     Ok,
     Placed,
     PlaceVariable,
-    ReadVariable,
+    ReadVariables,
     Report,
     Roster,
     RosterChange,
@@ -262,9 +262,9 @@ def test_the_health_of_a_task_that_is_not_there_says_why() -> None:
 
 
 def test_a_message_meant_for_a_task_is_refused() -> None:
-    refusal = answer(cluster().handle(Asked(1.0, 10, 2, ReadVariable("w"))), 2)
+    refusal = answer(cluster().handle(Asked(1.0, 10, 2, ReadVariables(("w",)))), 2)
     assert isinstance(refusal, Failure)
-    assert "answers no ReadVariable" in refusal.text
+    assert "answers no ReadVariables" in refusal.text
 
 
 MESSAGES = st.one_of(

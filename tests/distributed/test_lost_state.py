@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -149,10 +150,10 @@ def test_a_read_whose_task_dies_meanwhile_names_the_task(memory: MemoryCluster) 
             w = dflow.Variable(np.zeros(2, np.float32), name="w")
         task = memory.tasks["ps:0"]
 
-        def read(key: str) -> jax.Array:
+        def views(keys: Sequence[str]) -> list[Any]:
             task.server.close()
-            return jnp.zeros(2)
+            return [np.zeros(2, np.float32)]
 
-        task.server.store.read = read  # type: ignore[method-assign]
+        task.server.store.views = views  # type: ignore[method-assign]
         with pytest.raises(TaskLost, match="ps:0 was lost while worker:0 waited"):
             w.read()

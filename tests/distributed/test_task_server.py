@@ -16,11 +16,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from dflow.distributed.codec import decode_array, encode_array
+from dflow.distributed.array_lists import decode_arrays
+from dflow.distributed.codec import encode_array
 from dflow.distributed.messages import (
     AccumulatorInfo,
     AnyMessage,
     ArrayInfo,
+    Arrays,
     CallResource,
     CancelStep,
     CreateResource,
@@ -35,7 +37,7 @@ from dflow.distributed.messages import (
     Ok,
     OpenRounds,
     ProposeRounds,
-    ReadVariable,
+    ReadVariables,
     Registered,
     RegisterPlan,
     Roster,
@@ -43,7 +45,6 @@ from dflow.distributed.messages import (
     TaskInfo,
     TaskState,
     Tensor,
-    Value,
     VariablesCreated,
     WriteVariable,
 )
@@ -141,9 +142,9 @@ def create(cluster: Cluster, name: str = "w", value: np.ndarray[Any, Any] = ONES
 
 
 def read(cluster: Cluster, name: str = "w") -> list[float]:
-    message, payload = cluster.ask(ReadVariable(name))
-    assert isinstance(message, Value)
-    values: list[float] = decode_array(message.dtype, message.shape, payload).tolist()
+    message, payload = cluster.ask(ReadVariables((name,)))
+    assert isinstance(message, Arrays)
+    values: list[float] = decode_arrays(message.arrays, payload)[0].tolist()
     return values
 
 
@@ -175,7 +176,7 @@ def test_bfloat16_variables_travel(cluster: Cluster) -> None:
 
 
 REFUSED: list[tuple[AnyMessage, Callable[[], bytes], type[Exception], str]] = [
-    (ReadVariable("v"), bytes, errors.VariableError, "no variable 'v'"),
+    (ReadVariables(("v",)), bytes, errors.VariableError, "no variable 'v'"),
     (WriteVariable("v", "float32", (1,)), lambda: bytes(4), errors.VariableError, "no variable 'v'"),
     (WriteVariable("w", "float32", (2,)), lambda: bytes(8), errors.VariableShapeError, r"holds f32\[3\]"),
     (WriteVariable("w", "float32", (3,)), lambda: bytes(8), errors.WireError, "takes 12 bytes but the payload has 8"),
@@ -373,7 +374,7 @@ def test_a_step_is_not_cancelled_by_another_task(cluster: Cluster) -> None:
     handle, step = serve_gradients(cluster), next_step()
     pending = cluster.client.start(run_plan(step, handle))
     cluster.other.peer(PS).notify(CancelStep(step.origin, step.number, "meant ill"))
-    cluster.other.peer(PS).call(ReadVariable("w"), timeout_s=DEADLINE_S)
+    cluster.other.peer(PS).call(ReadVariables(("w",)), timeout_s=DEADLINE_S)
     cluster.client.notify(Tensor(step.origin, step.number, "grad", "float32", (3,)), encode_array(ONES))
     assert pending.wait(DEADLINE_S).message == Ok()
 
@@ -383,7 +384,7 @@ def test_a_resource_that_an_earlier_process_shall_hold_is_not_created_here(clust
     with pytest.raises(errors.TaskLost, match="'v' is placed on an earlier process of ps:0, which has been started"):
         cluster.ask(message, bytes(4))
     with pytest.raises(errors.VariableError, match="no variable 'v'"):
-        cluster.ask(ReadVariable("v"))
+        cluster.ask(ReadVariables(("v",)))
 
 
 def test_who_waits_for_a_round_is_answered_when_the_task_closes(cluster: Cluster) -> None:
@@ -430,7 +431,7 @@ def test_losing_the_origin_cancels_its_steps(cluster: Cluster) -> None:
     create(cluster)
     handle, step = serve_gradients(cluster), next_step(WORKER)
     pending = cluster.worker.peer(PS).start(run_plan(step, handle))
-    cluster.worker.peer(PS).call(ReadVariable("w"), timeout_s=DEADLINE_S)
+    cluster.worker.peer(PS).call(ReadVariables(("w",)), timeout_s=DEADLINE_S)
     cluster.ps.roster_changed(roster(cluster.ps, cluster.other, left={WORKER: "no heartbeat for 10 s"}))
     with pytest.raises(errors.TaskLost, match=f"{WORKER} has left the cluster: no heartbeat for 10 s"):
         pending.wait(DEADLINE_S)
@@ -458,7 +459,7 @@ def test_a_task_that_started_anew_is_a_new_task(cluster: Cluster) -> None:
     create(cluster)
     handle, step = serve_gradients(cluster), next_step(WORKER)
     pending = cluster.worker.peer(PS).start(run_plan(step, handle))
-    cluster.worker.peer(PS).call(ReadVariable("w"), timeout_s=DEADLINE_S)
+    cluster.worker.peer(PS).call(ReadVariables(("w",)), timeout_s=DEADLINE_S)
     anew = TaskInfo(WORKER, cluster.worker.address, joined_at_s=5.0)
     cluster.ps.roster_changed(Roster((TaskInfo(WORKER, "", 0.0, 4.0, "killed"), anew), ()))
     with pytest.raises(errors.TaskLost, match=f"{WORKER} has left the cluster: it has started anew"):
@@ -469,13 +470,13 @@ def test_a_lost_connection_ends_the_waits_for_its_values(cluster: Cluster) -> No
     create(cluster)
     handle, step = serve_gradients(cluster), next_step()
     link = cluster.worker.peer(PS)
-    link.call(ReadVariable("w"), timeout_s=DEADLINE_S)
+    link.call(ReadVariables(("w",)), timeout_s=DEADLINE_S)
     pending = cluster.client.start(run_plan(step, handle))
     create(cluster)
     link.close("killed")
     with pytest.raises(errors.TaskLost, match=f"connection between {PS} and {WORKER} has ended: the other side"):
         pending.wait(DEADLINE_S)
-    assert cluster.worker.peer(PS).call(ReadVariable("w"), timeout_s=DEADLINE_S)
+    assert cluster.worker.peer(PS).call(ReadVariables(("w",)), timeout_s=DEADLINE_S)
 
 
 def test_sending_to_a_task_that_is_not_there_fails_the_plan(cluster: Cluster) -> None:
@@ -598,7 +599,7 @@ def test_values_go_back_over_the_connection_that_the_step_came_by(cluster: Clust
     "message",
     [
         creation(np.ones(3, np.float32), "v"),
-        ReadVariable("w"),
+        ReadVariables(("w",)),
         WriteVariable("w", "float32", (3,)),
         ForgetState("w", True, "its program ended", "make it again"),
         RegisterPlan(b"", ()),

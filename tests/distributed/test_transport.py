@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dflow.distributed.codec import ALIGNMENT_BYTES
-from dflow.distributed.messages import AnyMessage, Failure, Heartbeat, Ok, Placed, ReadVariable, Registered
+from dflow.distributed.messages import AnyMessage, Failure, Heartbeat, Ok, Placed, ReadVariables, Registered
 from dflow.distributed.transport.base import (
     MIN_ALIGNED_BYTES,
     Handler,
@@ -62,9 +62,9 @@ def test_both_ends_learn_each_others_names(serve: Serve) -> None:
 def test_a_payload_comes_back_whole_aligned_and_writable(serve: Serve, size_bytes: int) -> None:
     peer, _ = serve(Recorder(echo))
     sent = np.random.default_rng(0).integers(0, 256, size_bytes, dtype=np.uint8)
-    message, payload = peer.call(ReadVariable("w"), sent.data, timeout_s=DEADLINE_S)
+    message, payload = peer.call(ReadVariables(("w",)), sent.data, timeout_s=DEADLINE_S)
     received = np.frombuffer(payload, np.uint8)
-    assert message == ReadVariable("w")
+    assert message == ReadVariables(("w",))
     assert np.array_equal(received, sent)
     assert received.flags.writeable
     assert size_bytes < MIN_ALIGNED_BYTES or received.ctypes.data % ALIGNMENT_BYTES == 0
@@ -133,7 +133,7 @@ def test_a_failure_is_raised_as_its_class_and_names_the_peer(serve: Serve) -> No
 
     peer, _ = serve(Recorder(fail))
     with pytest.raises(errors.VariableError, match="server: there is no variable 'w'\ncreate it first"):
-        peer.call(ReadVariable("w"), timeout_s=DEADLINE_S)
+        peer.call(ReadVariables(("w",)), timeout_s=DEADLINE_S)
 
 
 @pytest.mark.parametrize("name", ["SystemExit", "DflowErrors", "ValueError", "annotations"])
@@ -161,8 +161,8 @@ def test_an_enormous_failure_text_is_cut(serve: Serve) -> None:
 
 def test_a_side_that_only_asks_refuses_requests(serve: Serve) -> None:
     peer, _ = serve(RefuseAll())
-    with pytest.raises(errors.RemoteError, match="NotImplementedError: ReadVariable is not answered here"):
-        peer.call(ReadVariable("w"), timeout_s=DEADLINE_S)
+    with pytest.raises(errors.RemoteError, match="NotImplementedError: ReadVariables is not answered here"):
+        peer.call(ReadVariables(("w",)), timeout_s=DEADLINE_S)
     peer.notify(Ok())
 
 
@@ -177,9 +177,9 @@ def test_a_second_answer_is_a_fault_of_the_handler(serve: Serve) -> None:
             faults.append(error)
 
     peer, _ = serve(Recorder(twice))
-    peer.call(ReadVariable("w"), timeout_s=DEADLINE_S)
-    peer.call(ReadVariable("w"), timeout_s=DEADLINE_S)
-    assert "ReadVariable from client was answered twice" in str(faults[0])
+    peer.call(ReadVariables(("w",)), timeout_s=DEADLINE_S)
+    peer.call(ReadVariables(("w",)), timeout_s=DEADLINE_S)
+    assert "ReadVariables from client was answered twice" in str(faults[0])
 
 
 def test_a_handler_may_not_wait_for_a_reply(serve: Serve) -> None:
@@ -188,13 +188,13 @@ def test_a_handler_may_not_wait_for_a_reply(serve: Serve) -> None:
 
     peer, _ = serve(Recorder(ask_back))
     with pytest.raises(errors.InternalError, match="a handler waits for client to answer Ok"):
-        peer.call(ReadVariable("w"), timeout_s=DEADLINE_S)
+        peer.call(ReadVariables(("w",)), timeout_s=DEADLINE_S)
 
 
 def test_a_call_without_an_answer_ends_at_its_deadline(serve: Serve) -> None:
     peer, _ = serve(Recorder(hold(threading.Event())))
-    with pytest.raises(errors.DeadlineExceeded, match=r"server did not answer ReadVariable of client within 0\.05 s"):
-        peer.call(ReadVariable("w"), timeout_s=0.05)
+    with pytest.raises(errors.DeadlineExceeded, match=r"server did not answer ReadVariables of client within 0\.05 s"):
+        peer.call(ReadVariables(("w",)), timeout_s=0.05)
 
 
 def test_a_late_reply_is_dropped(serve: Serve) -> None:
@@ -228,10 +228,10 @@ def test_closing_ends_the_waiting_calls(serve: Serve) -> None:
     asked = threading.Event()
     server = Recorder(hold(asked))
     peer, client = serve(server)
-    pending = peer.start(ReadVariable("w"))
+    pending = peer.start(ReadVariables(("w",)))
     assert asked.wait(DEADLINE_S)
     peer.close("no longer needed")
-    with pytest.raises(errors.TransportClosed, match=r"client to server has ended while .* ReadVariable: no longer"):
+    with pytest.raises(errors.TransportClosed, match=r"client to server has ended while .* ReadVariables: no longer"):
         pending.wait(DEADLINE_S)
     assert client.close_reason() == "no longer needed"
     assert server.close_reason() == "the other side closed the connection"
@@ -247,7 +247,7 @@ def test_a_listener_that_closes_ends_its_connections(kind: Kind) -> None:
     server._answer = hold(asked)
     listener = transport.listen(kind.free, name="server", handler=server)
     peer = reach(transport, listener.address, client)
-    pending = peer.start(ReadVariable("w"))
+    pending = peer.start(ReadVariables(("w",)))
     assert asked.wait(DEADLINE_S)
     listener.close()
     listener.close()
@@ -274,8 +274,8 @@ def test_an_address_is_listened_on_once(kind: Kind) -> None:
 
 def test_what_is_over_the_senders_limits_is_refused_at_the_sender(serve: Serve) -> None:
     peer, _ = serve(Recorder(echo), Limits(max_meta_bytes=100, max_payload_bytes=10))
-    with pytest.raises(errors.WireError, match=r"ReadVariable takes \d+ bytes, over the limit of 100; move"):
-        peer.call(ReadVariable("w" * 200), timeout_s=DEADLINE_S)
+    with pytest.raises(errors.WireError, match=r"ReadVariables takes \d+ bytes, over the limit of 100; move"):
+        peer.call(ReadVariables(("w" * 200,)), timeout_s=DEADLINE_S)
     with pytest.raises(errors.WireError, match="payload of Ok has 11 bytes, over the limit of 10; send it in parts"):
         peer.notify(Ok(), bytes(11))
     assert peer.call(Ok(), bytes(10), timeout_s=DEADLINE_S).message == Ok()

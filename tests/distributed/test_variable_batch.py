@@ -19,7 +19,7 @@ import dflow
 from dflow.distributed import variable_batch
 from dflow.distributed.alone import Alone
 from dflow.distributed.cluster import Cluster
-from dflow.distributed.messages import CreateVariables, PlaceVariables, ReadVariable, WriteVariable
+from dflow.distributed.messages import CreateVariables, PlaceVariables, ReadVariables, WriteVariable
 from dflow.distributed.transport.exchange import Exchange
 from dflow.lowering import initial_ops
 from dflow.lowering.initial_ops import InitialOps
@@ -130,7 +130,7 @@ def test_slots_that_begin_as_the_parameters_are_read_from_them_by_the_first_work
     sent.clear()
     with closing(memory.worker(1)) as late:
         slots = made(late).slots
-        assert not [message for message in sent if isinstance(message, ReadVariable)]
+        assert not [message for message in sent if isinstance(message, ReadVariables)]
         np.testing.assert_array_equal(slots["twice"][1], [2, 2])
 
 

@@ -21,13 +21,13 @@ from pathlib import Path
 
 from dflow.distributed.messages import (
     ArrayInfo,
+    Arrays,
     CreateVariable,
     CreateVariables,
     GetStatus,
     Introduce,
-    ReadVariable,
+    ReadVariables,
     Status,
-    Value,
 )
 from dflow.distributed.transport.addresses import TcpAddress, UnixAddress, parse_address
 from dflow.distributed.transport.base import RefuseAll
@@ -135,8 +135,8 @@ class Victim:
             peer.call(Introduce(0), timeout_s=HANG_S)
             variables = (CreateVariable(HEALTH, "float32", (2,), arrays=1),)
             peer.call(CreateVariables(variables, (ArrayInfo("float32", (2,)),)), bytes(8), timeout_s=HANG_S)
-            reply, payload = peer.call(ReadVariable(HEALTH), timeout_s=HANG_S)
-            assert (reply, payload) == (Value("float32", (2,)), bytes(8)), f"{TASK} answered {reply}"
+            reply, payload = peer.call(ReadVariables((HEALTH,)), timeout_s=HANG_S)
+            assert (reply, payload) == (Arrays((ArrayInfo("float32", (2,)),)), bytes(8)), f"{TASK} answered {reply}"
         finally:
             peer.close()
 

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflow.lowering import array_files, array_manifest, whole_folder
-from dflow.lowering.array_files import MANIFEST, read_arrays, write_arrays
+from dflow.lowering.array_files import (
+    MANIFEST,
+    make_places,
+    read_arrays,
+    write_arrays,
+    write_manifest,
+    write_parts,
+)
 from dflow.tracing.errors import CheckpointError, CheckpointExists, NoCheckpoint
 from tests.effort import examples
 
@@ -150,6 +158,17 @@ def test_a_name_is_a_path_unless_it_cannot_be_one() -> None:
 def test_metadata_comes_back(tmp_path: Path) -> None:
     write_arrays(tmp_path / "c", {}, {"step": 3, "note": ["a", None]})
     assert read_arrays(tmp_path / "c").metadata == {"step": 3, "note": ["a", None]}
+
+
+def test_parts_that_are_written_side_by_side_are_one_checkpoint(tmp_path: Path) -> None:
+    parts = {"a/x": np.arange(3)}, {"a/y": jnp.ones(2000), "b": jnp.zeros((2, 0))}, {"B": np.float32(2)}
+    places = make_places(tmp_path, [name for part in parts for name in part])
+    with ThreadPoolExecutor(3) as pool:
+        written = list(pool.map(lambda part: write_parts(tmp_path, part, places), parts))
+    write_manifest(tmp_path, {name: type for types in written for name, type in types.items()}, places, {})
+    read = read_arrays(tmp_path).read(dict.fromkeys(places))
+    for name, value in ((name, value) for part in parts for name, value in part.items()):
+        np.testing.assert_array_equal(read[name], value)
 
 
 @pytest.mark.parametrize(
