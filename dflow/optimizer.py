@@ -293,8 +293,8 @@ class Optimizer:
     @functools.cached_property
     def _at(self) -> dict[_Path, Variable]:
         """The variables by their paths."""
-        flat, _ = jax.tree_util.tree_flatten_with_path(self._tree.unflatten(range(len(self._variables))))
-        return {path: self._variables[place] for path, place in flat}
+        flat, _ = jax.tree_util.tree_flatten_with_path(self._tree.unflatten(self._variables), is_leaf=is_variable)
+        return dict(flat)
 
     def _initials(self) -> list[Initial]:
         """How each array of the state begins.

@@ -163,34 +163,21 @@ def described(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], is_static: Callable[[int | str], bool]
 ) -> dict[str, str]:
     """Each argument leaf's type, or a static one's value, under its name. Variables and queues are leaves too."""
-    shown_args = [arg if is_static(place) else _types(arg) for place, arg in enumerate(args)]
-    shown_kwargs = {name: arg if is_static(name) else _types(arg) for name, arg in kwargs.items()}
-    leaves = jax.tree_util.tree_leaves((shown_args, shown_kwargs), is_leaf=is_resource)
-    names = argument_names(fn, tuple(shown_args), shown_kwargs, is_leaf=is_resource)
-    leaves = [leaf.handle.variable if is_resource(leaf) else leaf for leaf in leaves]
-    return {name: _described(leaf) for name, leaf in zip(names, leaves, strict=True)}
+    arguments: list[tuple[int | str, Any]] = [*enumerate(args), *sorted(kwargs.items())]
+    texts = [
+        _described(leaf, is_static(place))
+        for place, argument in arguments
+        for leaf in jax.tree_util.tree_leaves(argument, is_leaf=is_resource)
+    ]
+    return dict(zip(argument_names(fn, args, kwargs, is_leaf=is_resource), texts, strict=True))
 
 
-class _Type(str):
-    """The type of an argument, shown as it is."""
-
-    __slots__ = ()
-    __repr__ = str.__str__
-
-
-def _types(tree: Any) -> Any:
-    """The tree with a type instead of each traced leaf."""
-    return jax.tree_util.tree_map(lambda leaf: leaf if is_resource(leaf) else _type(leaf), tree, is_leaf=is_resource)
-
-
-def _type(leaf: Any) -> _Type:
-    aval = abstract(leaf)
-    return _Type(type_of_aval(aval) if is_array_type(aval) else aval)
-
-
-def _described(leaf: Any) -> str:
-    text = repr_of(leaf)
-    return text if len(text) <= 60 or isinstance(leaf, _Type) else text[:57] + "..."
+def _described(leaf: Any, is_static: bool) -> str:
+    if not is_resource(leaf) and not is_static:
+        aval = abstract(leaf)
+        return str(type_of_aval(aval) if is_array_type(aval) else aval)
+    text = repr_of(leaf.handle.variable if is_resource(leaf) else leaf)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def captured_types(constants: Sequence[Any]) -> tuple[str, ...]:

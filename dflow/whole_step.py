@@ -131,7 +131,9 @@ class WholeStep:
             # Compiled first and without the lock of the store, for which other steps would wait.
             values = self._state.values()
             with self._one_compiles:
-                self.jitted.lower(*values, self._constants, *args, **kwargs).compile()
+                stage = self.jitted.trace(*values, self._constants, *args, **kwargs)
+                if _can_be_lowered(stage):
+                    stage.lower().compile()
             return self(args, kwargs)
 
     def lower(self, step: PureStep, out_tree: Any, args: Any, kwargs: Any) -> LoweredWhole:
@@ -166,6 +168,14 @@ class WholeStep:
             raise
         finally:
             self._entering.step = self._entering.out_tree = None
+
+
+def _can_be_lowered(stage: jax.stages.Traced) -> bool:
+    """Whether JAX can describe the arguments; it builds the user's classes anew for that, and some refuse."""
+    try:
+        return bool(stage.args_info)
+    except Exception:
+        return False
 
 
 @dataclass(frozen=True)

@@ -518,6 +518,11 @@ def uninterrupted(compiled: Any) -> Callable[..., Any]:
     return found
 
 
+def donates(stage: Any) -> bool:
+    """Whether any argument of a `jax.stages.Traced` is donated."""
+    return any(stage._params["donated_invars"])
+
+
 def compiled_for(stage: Any, args_info: Any, compiler_options: dict[str, Any] | None) -> Any:
     """Compile a `jax.stages.Lowered`, for arguments of the structure of `args_info`, which may have handles.
 

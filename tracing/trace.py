@@ -19,7 +19,7 @@ from dflow.tracing.effects import Effect
 from dflow.tracing.explicit_sharding import meshes_of
 from dflow.tracing.from_jaxpr import graph_of
 from dflow.tracing.graph import Graph
-from dflow.tracing.jax_frontend import closed_parts, make_jaxpr
+from dflow.tracing.jax_frontend import closed_parts, donates, make_jaxpr
 from dflow.tracing.namesakes import warn_of_namesakes
 from dflow.tracing.resources import path_name
 from dflow.tracing.source import at, caller
@@ -82,7 +82,8 @@ def traced_from(
     graph, variables, constants = graph_of(jaxpr, consts, names)
     warn_of_namesakes(variables)
     constants = tuple(map(captured, constants))
-    infos = jax.tree_util.tree_leaves(handles(looked.args_info))
+    # JAX builds the user's classes anew to say which arguments are donated, and some check what they are given.
+    infos = jax.tree_util.tree_leaves(handles(looked.args_info)) if donates(looked) else ()
     donated = tuple(index for index, info in enumerate(infos) if info.donated)
     meshes = meshes_of(getattr(value, "sharding", None) for value in (*constants, *leaves))
     return Traced(graph, variables, constants, looked.out_tree, donated, looked.fun_name, compiler_options, meshes)

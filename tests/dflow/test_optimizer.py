@@ -265,3 +265,23 @@ def test_a_name_of_another_framework_says_apply(name: str) -> None:
         getattr(optimizer, name)
     with pytest.raises(AttributeError, match=r"has no attribute 'elsewhere'$"):
         optimizer.elsewhere  # noqa: B018
+
+
+def test_parameters_may_be_in_a_class_that_checks_them() -> None:
+    @jax.tree_util.register_pytree_node_class
+    class Layer:
+        def __init__(self, weight: Any) -> None:
+            assert weight.ndim == 2
+            self.weight = weight
+
+        def tree_flatten(self) -> tuple[Any, None]:
+            return (self.weight,), None
+
+        @classmethod
+        def tree_unflatten(cls, _: None, children: Any) -> Layer:
+            return cls(*children)
+
+    layer = Layer(dflow.Variable(jnp.ones((2, 2)), name="checked"))
+    opt = dflow.Optimizer(optax.adam(0.1), layer)
+    opt.apply(dflow.grad(lambda: jnp.sum(layer.weight**2), layer)())
+    np.testing.assert_allclose(layer.weight.read(), 0.9 * jnp.ones((2, 2)), rtol=1e-5)

@@ -35,6 +35,23 @@ class OwnDict(dict):
     """A dict's subclass, which JAX knows nothing of."""
 
 
+@jax.tree_util.register_pytree_node_class
+class Matrix:
+    """A node that refuses children that are no matrices, as classes that check what they are given do."""
+
+    def __init__(self, data: Any) -> None:
+        if data.ndim != 2:
+            raise ValueError("no matrix")
+        self.data = data
+
+    def tree_flatten(self) -> tuple[Any, None]:
+        return (self.data,), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: Any) -> Matrix:
+        return cls(*children)
+
+
 class NamedChild(Pair):
     def total(self) -> Any:
         return self.left + self.right
@@ -280,6 +297,9 @@ PROGRAMS: dict[str, Program] = {
     "a device array on a chosen device": lambda jit: jit(lambda x: x + 1)(jax.device_put(1.0, jax.devices()[0])),
     "an array of a NamedSharding": lambda jit: jit(lambda x: x + 1)(
         jax.device_put(jnp.ones(4), jax.NamedSharding(jax.make_mesh((1,), ("i",)), jax.P("i")))
+    ),
+    "a class that checks its children": lambda jit: jit(lambda m, n: Matrix(m.data @ n["n"].data).data)(
+        Matrix(jnp.ones((2, 3))), n={"n": Matrix(jnp.ones((3, 2)))}
     ),
     "arrays of a copy": lambda jit: jit(lambda x: __import__("copy").deepcopy(x) + __import__("copy").copy(x))(1.0),
 }
