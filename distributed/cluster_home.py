@@ -52,6 +52,9 @@ from dflow.tracing.task_name import short_task_name
 from dflow.tracing.trace import Traced, trace
 from dflow.tracing.types import array_type_of
 
+#: Numbers of this process's restores, by which tasks tell them apart.
+_restores = itertools.count()
+
 
 class HomeTasks(Tasks, CreatingTasks, Protocol):
     """What is needed of a cluster."""
@@ -74,7 +77,6 @@ class ClusterHome:
         self._job = job
         self._resources = ClusterResources(cluster, job)
         self._ops: dict[tuple[Any, ...], Runner] = {}
-        self._restores = itertools.count()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ClusterHome) and other._cluster is self._cluster
@@ -136,7 +138,7 @@ class ClusterHome:
     @contextmanager
     def restoring(self, files: ArrayFiles, variables: Mapping[str, Variable]) -> Iterator[Callable[[], None]]:
         """Have each task read its arrays; what is entered has each set them, its own in one moment."""
-        restore, messages = (self._cluster.task, next(self._restores)), {}
+        restore, messages = (self._cluster.task, next(_restores)), {}
         for task, held in _by_task(variables).items():
             keys = {name: variable.key for name, variable in held.items()}
             messages[task] = ReadCheckpoint(*restore, str(files.path), files.id, keys)
