@@ -1,7 +1,7 @@
 """An accumulator with one user at a time: what the accumulator ops mean.
 
-Every other accumulator is tested against this one, so it is a list of gradients and nothing more. Nothing waits: a take
-that would have to is an error of whoever runs the program.
+The reference for tests of every other accumulator, so it is a list of gradients and nothing more. It never waits: a
+take that would have to wait is an error of the program.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""`dflow.ConditionalAccumulator`: gradients from many, taken together; stale ones are left out.
+"""`dflow.ConditionalAccumulator`: sums gradients of several workers, without stale ones.
 
-What is stale, and what a take gives, is as TensorFlow 1 documents it, but that the mean of row gradients divides every
-row by the number of gradients, so that it is the mean of their dense forms.
+Staleness and the result of a take follow TensorFlow 1's documentation, with one exception: the mean of row gradients
+divides every row by the number of gradients, so that it equals the mean of their dense forms.
 """
 
 from __future__ import annotations
@@ -28,17 +28,16 @@ class ConditionalAccumulator(HostResource):
     """Sums gradients until enough are there; one for each step of synchronous training, shared by its threads.
 
     spec       the pytree of a gradient, of arrays, `jax.ShapeDtypeStruct`s or the variables it is for. A `RowGradient`
-               in it, of k rows, makes that part row-sparse: a take gives k rows, those that are missing as zeros
-    name       what errors call it
-    reduction  what `take` gives: the "mean" of the gradients, or their "sum"
-    limit      how many gradients a take gives at most: another is too late, and dropped as a stale one is; None for any
-               number
-    raises     AccumulatorError for another reduction, for the mean of integers, for a limit that is no number from 1,
-               and inside traced code
+               of k rows makes its part row-sparse: a take gives k rows, padded with zeros
+    name       the name in error messages
+    reduction  the result of `take`: the "mean" of the gradients, or their "sum"
+    limit      the largest number of gradients in a take; later gradients are dropped like stale ones. None: no limit
+    raises     AccumulatorError for another reduction, for the mean of integers, for a limit that is not an integer of
+               at least 1, and inside traced code
 
     It counts steps, beginning at 0. A gradient of an earlier step is stale and dropped. A take waits for `n` gradients,
     gives the reduction of all that are there, and the step goes on by one. In traced code each method records an op,
-    and ops on one accumulator happen in the order of the program; elsewhere they act at once.
+    and ops on one accumulator run in the order of the program; elsewhere they run immediately.
     """
 
     error = AccumulatorError
@@ -75,8 +74,8 @@ class ConditionalAccumulator(HostResource):
     def take(self, n: int, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Any:
         """Wait until `n` fresh gradients are there; the mean or sum of all that are, structured as `spec`.
 
-        Takes are served in turn, by whichever threads they were asked. Raises DeadlineExceeded, which says how many
-        were there; AccumulatorError unless `n` is a number of 1 or more that is known when the program is traced.
+        Takes of all threads are served in the order of their calls. Raises DeadlineExceeded, which says how many
+        gradients were there; AccumulatorError unless `n` is an integer of at least 1, known at trace time.
         """
         return self.structured(self.use("take", (), {"count": self._wanted(n), **self.timeout(timeout_s)}))
 

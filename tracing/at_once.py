@@ -1,8 +1,8 @@
-"""Loops and branches with state that run at once, in the eager mode.
+"""Loops and branches with state in the eager mode, run op by op.
 
-There `jax.lax` runs loops and branches as Python. But those inside of a `jax.checkpoint`, or over a batch of
-`jax.vmap`, JAX still traces before it runs them, and would compile them. Those with state are given back to `jax.lax`
-then, their traced bodies to be run op by op.
+In this mode `jax.lax` runs loops and branches as Python, with two exceptions: inside `jax.checkpoint` and under
+`jax.vmap` JAX still traces them, and would compile them. Loops and branches with state are then passed back to
+`jax.lax`, which runs their traced bodies op by op.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _while(
 
 
 def _run_at_once(primitive: Any, rule: Callable[..., list[Any]], bodies_of: Callable[..., list[Any]]) -> None:
-    """Make a control-flow primitive with state run by `rule` where JAX is told not to compile."""
+    """Make a control-flow primitive with state run by `rule` under `jax.disable_jit`."""
     compiled = primitive.impl
 
     def run(*operands: Any, **params: Any) -> Any:

@@ -1,9 +1,9 @@
-"""A node's attributes in a form that can be written down, read back and bound again.
+"""A node's attributes as plain data, which can be written as text, read back and bound again.
 
-A numeric node holds its primitive's params as JAX holds them. `normal` turns one into plain data: numbers, text,
+A numeric node holds its primitive's params in JAX's form. `normal` converts a param to plain data: numbers, text,
 tuples, `Symbol` (a dtype, an enum's member, a primitive), `Record` (named fields), `Body` (a jaxpr, as a graph), and
-`Opaque` for what has no text, such as a function. `restored` is its inverse. A `Body` stays one, because a jaxpr
-made again would lose the user's lines; `bind_node` applies a node whichever form its attributes have.
+`Opaque` for an object without a text form, such as a function. `restored` is its inverse. It leaves a `Body` as it is,
+because a new jaxpr would lose the user's lines; `bind_node` takes attributes in either form.
 """
 
 from __future__ import annotations

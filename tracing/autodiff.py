@@ -55,8 +55,8 @@ def value_and_grad(
     raises     GraphTypeError when the value is no real scalar or something to differentiate is not floating;
                VariableError for a variable that is not trainable
 
-    What `fun` writes is written once, as if it had run alone. Writes carry no gradient to what they wrote; a later
-    read in `fun` does.
+    `fun` writes its variables once, as if it had run alone. A write itself carries no gradient; a later read in `fun`
+    does.
     """
     return _value_and_grad("value_and_grad", fun, variables, argnums, has_aux, rows)
 

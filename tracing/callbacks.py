@@ -1,4 +1,4 @@
-"""Which parts of a graph call the user's Python functions as they run, and so may fail by what those raise."""
+"""Parts of a graph that call the user's Python functions at run time, and so may fail with those functions' errors."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Containers: names for the lifetime of state.
 
-What is made inside `with container("run1"):` has a name that begins with `run1/`, and `reset_container("run1")` lets go
-of all of it at once. Containers nest, and a container is there as long as something in it is.
+State made inside `with container("run1"):` has a name that begins with `run1/`, and `reset_container("run1")` frees all
+of it together. Containers nest. A container exists as long as it holds anything.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Resource(Protocol):
     device: str | None
 
     def forget(self, reason: str) -> None:
-        """Let go of the state. Who uses it afterwards gets an error that begins with `reason`."""
+        """Free the state. Its later use raises an error that begins with `reason`."""
         ...
 
 
@@ -118,10 +118,10 @@ def resources_in(name: str) -> list[Resource]:
 
 
 def reset_container(name: str) -> None:
-    """Let go of the values of all that was made in the container, and in those inside it.
+    """Free all state that was made in the container and in the containers inside it.
 
-    Who uses it afterwards gets an error that names the container; what is made anew under the same name is new. What
-    other tasks hold is gone for all processes of the cluster.
+    Later use of that state raises an error that names the container; the same names can be created again. State that
+    other tasks hold is freed for all processes of the cluster.
     raises  ContainerError when there is no such container
     """
     held = resources_in(name)

@@ -84,11 +84,11 @@ class Home(Protocol):
         ...
 
     def forget(self, variable: Variable, reason: str, remedy: str) -> None:
-        """Let go of the value; whoever uses the variable afterwards gets a VariableError that says these two."""
+        """Free the value. Later use of the variable raises VariableError with this reason and remedy."""
         ...
 
     def forget_resource(self, resource: HostResource, reason: str, remedy: str) -> None:
-        """Let go of the contents; whoever uses the resource from now on, or waits, gets an error that says these."""
+        """Free the contents. Later use of the resource, and ops that wait for it, raise an error with both texts."""
         ...
 
 

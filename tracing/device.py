@@ -1,8 +1,8 @@
 """Device scopes: where the ops traced inside are placed, and where the variables made inside live.
 
-A device in a graph is a full name as in `device_name.py`, or one of two wishes that placement grants: `WITH_STATE` puts
-an op where the state it updates lives, `WITH_CALLER` on the default device of whoever calls. A scope reaches an op
-through JAX's own trace context, so that the ops of a gradient take the device of the op they come from.
+A device in a graph is a full name as in `device_name.py`, or a request to placement: `WITH_STATE` puts an op beside the
+state that it updates, `WITH_CALLER` on the caller's default device. A scope reaches an op through JAX's own trace
+context, so that the ops of a gradient take the device of the op they come from.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ METADATA_KEY = "dflow_device"
 #: The placement of an op that belongs to an update: it goes where the variables that it feeds live.
 WITH_STATE = "with-state"
 
-#: The placement of an op that was put beside a variable without a device of its own.
+#: The placement of an op that was put beside a variable that has no device.
 WITH_CALLER = "with-caller"
 
-#: The placement of an op whose device is to be chosen: among all of the caller's, or among those that follow it.
+#: The placement of an op whose device dflow chooses: among the caller's devices, or among the ones listed after it.
 AUTO = "auto"
 
 _scope: ContextVar[str | None] = ContextVar("dflow_device", default=None)

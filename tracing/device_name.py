@@ -25,7 +25,7 @@ _FAMILY = {"cuda": "gpu", "rocm": "gpu"}
 def full_device_name(name: str) -> str:
     """The full form of a name that a user wrote: `/device:cpu:1` of `cpu:1`, `/job:ps/task:0` of `ps:0`.
 
-    `cuda` and `rocm` are `gpu`; letters of a platform may be large. Raises DeviceError for what is no name.
+    `cuda` and `rocm` mean `gpu`; a platform's name may be in upper case. Raises DeviceError for any other text.
     """
     try:
         if found := _LOCAL.fullmatch(name):

@@ -21,8 +21,8 @@ class Effect(Enum):
     UNKNOWN = "unknown"
 
 
-#: Pairs of effects on one resource whose order nobody can see. Each edge carries one value a step, so a send or a
-#: receive is alone on its resource and never stands in a pair.
+#: Pairs of effects on one resource whose order makes no difference. Each edge carries one value per step, so a send or
+#: a receive is the only op on its resource and is in no pair.
 COMMUTE: frozenset[frozenset[Effect]] = frozenset({frozenset({Effect.READ})})
 
 

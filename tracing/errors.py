@@ -36,11 +36,11 @@ class VariableError(DflowError, ValueError):
 
 
 class ContainerError(DflowError, ValueError):
-    """A container was named that is not there, or cannot be reset; the message lists those that are."""
+    """A container does not exist, or cannot be reset; the message lists the existing ones."""
 
 
 class AccumulatorError(DflowError, ValueError):
-    """An accumulator was asked for what it cannot do, or given what does not fit it."""
+    """An accumulator cannot do the op, or got a value of another type than its own."""
 
 
 class VariableShapeError(VariableError, TypeError):
@@ -87,7 +87,7 @@ class TaskLost(DflowError, ConnectionError):
 
 
 class DeadlineExceeded(DflowError, TimeoutError):
-    """A wait reached its deadline; the message names what was waited for, from whom, and how long."""
+    """A wait reached its deadline; the message names the missing thing, its sender, and the time waited."""
 
 
 class StrategyError(DflowError, ValueError):
@@ -139,4 +139,4 @@ class InputError(DflowError, ValueError):
 
 
 class QueueClosed(DflowError, RuntimeError):
-    """A queue is closed: it takes nothing more, or what is left is too little for what was asked."""
+    """A queue is closed: it takes no more elements, or has fewer left than the op takes."""

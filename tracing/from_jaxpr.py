@@ -125,7 +125,7 @@ def _changes_tasks(border: Border) -> bool:
 
 
 def _is_over_tasks(equation: Equation, scopes: Iterable[str]) -> bool:
-    """Whether an equation is of several tasks: by what scopes in it say, or by the state that it changes there."""
+    """Whether an equation spans several tasks: a scope in it names another task, or it changes state there."""
     own = origin_of(equation).device
     if any(scope != own and is_on_task(scope) for scope in scopes):
         return True
@@ -164,7 +164,7 @@ class _Builder:
         return Value(self._fresh(clean_name(name)), type_of_aval(var.aval))
 
     def taken(self, type: Type) -> Value:
-        """An argument of a body, which has no name of its own."""
+        """A new argument of a body, with a made-up name."""
         return Value(self._fresh("arg"), type)
 
     def captured(self, constant: Any) -> Operand:
@@ -347,7 +347,7 @@ class _Builder:
 
 
 class _Control(NamedTuple):
-    """Control flow as an op: `bodies` are jaxprs with the places, among the operands handed on, of what they take."""
+    """Control flow as an op: `bodies` are jaxprs, each with the indices of its operands among those passed on."""
 
     op: OpDef
     attributes: Mapping[str, Any]

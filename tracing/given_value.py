@@ -41,7 +41,7 @@ def given_array(value: Any, refusal: Callable[[str], Exception]) -> Any:
 def initial_type(initial: Initial, name: str | None) -> ArrayType:
     """The type that a variable with this initial value has, without computing it.
 
-    Raises VariableError for what is no array and no function without arguments that returns one.
+    Raises VariableError unless it is an array, or a function without arguments that returns one.
     """
     if isinstance(initial, TypedInitial):
         return initial.type

@@ -90,7 +90,7 @@ class Node:
     `bodies`      the graphs an op runs: a cluster's one, the arms of a branch, what a loop repeats; each takes `handed`
     `device`      a task, `WITH_STATE`, or None for wherever the caller is
     `after`       values whose nodes must have run before, though none is an operand
-    `origin`      from which line it was traced and what JAX needs to bind it again; only its line is printed
+    `origin`      the line it was traced from, and what JAX needs to bind it again; only the line is printed
     """
 
     op: OpDef
@@ -131,7 +131,7 @@ class Node:
 
     @property
     def must_run(self) -> bool:
-        """Whether the node has an effect that someone may see, so that it stays though nobody uses its results."""
+        """Whether the node has a visible effect, so that it stays in the graph even if its results are unused."""
         if not self.bodies and not self.op.declared:
             return False
         return any(effect is not Effect.READ for effect, _ in self.effects)

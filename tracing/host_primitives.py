@@ -1,9 +1,9 @@
 """The JAX primitive that records ops on queues and accumulators.
 
-One primitive for all: its parameter `op` names the op of `ops.RESOURCE_OPS`, whose typing rule is the primitive's, and
-the other parameters are the op's attributes. What JAX may not do to such an op is refused when it tries: to repeat it
-along a batch, to compile it by itself, to drop it because what it puts in is differentiated, and to take it out of a
-loop, as the partial evaluation of a differentiated scan does with what looks the same in each turn.
+One primitive records all of them: its parameter `op` names the op of `ops.RESOURCE_OPS`, whose typing rule is the
+primitive's, and the other parameters are the op's attributes. Its rules refuse what would change the meaning of such an
+op: JAX may not repeat it along a batch, compile it without dflow, drop it because its operand is differentiated, or
+move it out of a loop, as partial evaluation of a differentiated scan does with equal iterations.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Handles to what the host keeps between XLA computations, as a user holds them: queues and accumulators.
+"""Users' handles to state that the host keeps between XLA computations: queues and accumulators.
 
 Such a resource is a name, a type and a home, which holds its contents. In traced code its methods record ops that the
-executor runs in the order of the program; elsewhere they act at once. Its ops may wait.
+executor runs in the order of the program; elsewhere they run immediately. Its ops may wait.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _serials = itertools.count()
 class HostResource:
     """What queues and accumulators share: among a function's arguments, each is a pytree without leaves."""
 
-    #: What the class raises.
+    #: The class of its errors.
     error: ClassVar[type[DflowError]]
     type: HostType
     #: What makes it the resource it is, beside its type: equal settings and equal ops give equal results.
@@ -67,13 +67,13 @@ class HostResource:
         self.home: Home = current_home()
         slot = self.home.create_resource(self)
         self.device: str | None = slot.device
-        #: What it is called where it lives.
+        #: Its name in the store that holds it.
         self.key = slot.key
         self.namesakes = joined_namesakes(self)
         join(self)
 
     def forget(self, reason: str) -> None:
-        """Let go of the contents: who uses it from now on, or waits for it, gets an error that gives the reason."""
+        """Free the contents. Later use, and ops that wait for it, raise an error that gives the reason."""
         remedy = "make it again, or keep what outlives it outside the container"
         self.home.forget_resource(self, f"{self.title} {reason}", remedy)
         self.namesakes.discard(self)
@@ -86,9 +86,9 @@ class HostResource:
         return results
 
     def timeout(self, timeout_s: Any) -> dict[str, Any]:
-        """The attributes that say how long an op may wait; infinity is without end.
+        """The attributes for the longest wait of an op; infinity means no deadline.
 
-        Raises the class's error for what is no number, NaN too.
+        Raises the class's error unless it is a number; NaN is none.
         """
         try:
             seconds = float(timeout_s)

@@ -28,7 +28,7 @@ from dflow.tracing.source import at
 from dflow.tracing.types import HANDLES
 from dflow.tracing.wire_codecs import LARGEST, float_limits
 
-#: What a queue or an accumulator does, with one user at a time.
+#: A queue or an accumulator with one user at a time.
 HostModel = QueueModel | AccumulatorModel
 
 #: The values of variables, and a `HostModel` for each queue and accumulator, by the names of the inputs for them.
@@ -45,8 +45,8 @@ def interpret(
 
     inputs  a value for each input of the graph that is not a variable, in order
     state   a value for each variable of the graph, and a HostModel for each queue and accumulator; it is not changed
-    raises  DflowError when a node cannot run: it holds what text does not carry, or waits for a value nobody sends,
-            or an op would have to wait for others, of whom there are none
+    raises  DflowError when a node cannot run: it holds an `Opaque`, receives a value that no node sends, or would have
+            to wait for another program
     """
     outputs, after = interpret_parts([(graph, inputs)], state, choose)
     return outputs[0], after
@@ -93,7 +93,7 @@ def _receives(node: Node) -> bool:
 
 
 class _Run:
-    """One graph on its way: the values so far and the nodes that wait."""
+    """A graph that runs: the values computed until now, and the pending nodes."""
 
     def __init__(
         self, graph: Graph, inputs: Sequence[Any], state: StateByName, edges: _Edges, choose: Choose | None
@@ -158,7 +158,7 @@ class _Run:
         if node.op is ops.net_encode:
             return [_rounded(node.attributes["codec"], np.asarray(self._value(node.inputs[0])))]
         if node.op is ops.net_decode:
-            # What is sent is rounded, and otherwise still of its own type.
+            # `_rounded` has rounded the value and kept its dtype.
             return [self._value(node.inputs[0])]
         if _receives(node):
             return [self._edges.receive(node.attributes["edge"])]
@@ -183,7 +183,7 @@ class _Run:
         return []
 
     def _run_bodies(self, node: Node) -> list[Any]:
-        """Run a call's body, the arm of a branch, or a loop turn by turn."""
+        """Run the body of a call, the branch taken, or a loop iteration by iteration."""
         own = [self._value(operand) for operand in node.inputs[: node.op.own_operands]]
         arrays = [self._value(operand) for operand in node.handed if not isinstance(operand.type, HANDLES)]
 
@@ -234,7 +234,7 @@ _ROW_BY_ROW = {f"scatter_{kind}": _ASSIGNED[f"assign_{kind}"] for kind in ("add"
 
 
 def _rows_at(value: Any, indices: Any) -> Any:
-    """Each index by itself: from the end when negative, and past either end the row at that end."""
+    """The rows at `indices`: a negative index counts from the end, one past an end gives the row at that end."""
     count, flat = len(value), np.asarray(indices).reshape(-1).tolist()
     places = [min(max(index + count if index < 0 else index, 0), count - 1) for index in flat]
     rows = [value[place] for place in places] or [jnp.zeros_like(value[0])]
@@ -342,7 +342,7 @@ def _while(node: Node, operands: list[Any]) -> list[Any]:
     test_end = attributes["cond_nconsts"]
     body_end = test_end + attributes["body_nconsts"]
     test, consts, carry = operands[:test_end], operands[test_end:body_end], operands[body_end:]
-    # Under vmap every element has a condition of its own, and turns as long as that holds.
+    # Under vmap each element has its own condition, and iterates as long as that holds.
     while (live := np.asarray(_run_body(attributes["cond_jaxpr"], [*test, *carry])[0])).any():
         after = _run_body(attributes["body_jaxpr"], [*consts, *carry])
         of_each = [live.reshape(live.shape + (1,) * (np.ndim(old) - live.ndim)) for old in carry]

@@ -2,7 +2,7 @@
 
 State is recorded by primitives with an effect per resource (`ResourceEffect`; the primitives are in
 `state_primitives.py`), so that any JAX trace keeps them in program order and `scan`, `cond`, `remat` and the custom
-derivatives let them through. What is taken from `jax._src`, and the public form that was tried:
+derivatives let them through. Names taken from `jax._src`, each with the public form that was tried:
 
 - the effect allow-lists: none is public, and without them JAX refuses our effects inside control flow;
 - `Effect`: its only public name is in `jax.extend.core`, which warns that it may go;
@@ -175,7 +175,7 @@ for _allowed in (
 
 @dataclass(frozen=True)
 class Origin:
-    """How an equation was traced, so that it can be bound again the same way; and from which line of the user's."""
+    """Context of an equation's trace, to bind it again the same way, and the user's line."""
 
     context: Any
     source_info: Any
@@ -208,7 +208,7 @@ class Origin:
 
     @property
     def parallel(self) -> int | None:
-        """How many turns of it may be under way at once, if that was said where the equation was traced."""
+        """Number of iterations that may run concurrently, if a scope around the equation sets it."""
         said = (self.context.xla_metadata or {}).get(PARALLEL_KEY)
         return None if said is None else int(said)
 
@@ -225,7 +225,7 @@ class Origin:
 
 @contextmanager
 def without_callers() -> Iterator[None]:
-    """Have programs lowered inside say of each op its line alone, so that they are equal whoever calls."""
+    """Lower programs with each op's own line alone, without its callers', so that equal programs compare equal."""
     with jax_config.include_full_tracebacks_in_locations(False):
         yield
 
@@ -262,7 +262,7 @@ def is_tracing() -> bool:
 
 
 class LivingTraces:
-    """The living traces of functions: running traces, and ended traces of which a value is kept.
+    """The living traces of functions: running traces, and ended traces one of whose values is still referenced.
 
     A trace holds a reference to its class, so the reference count of the class shows without a search if none lives.
     """
@@ -537,7 +537,7 @@ def compiled_for(stage: Any, args_info: Any, compiler_options: dict[str, Any] | 
 def static_options(jitted: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """The positions and names that a `jax.jit` function takes as static, those it inferred from the signature included.
 
-    There is no public form, and versions of JAX differ in what they infer.
+    There is no public form, and what is inferred differs between versions of JAX.
     """
     return jitted._jit_info.static_argnums, jitted._jit_info.static_argnames
 
@@ -594,8 +594,9 @@ def lower_by_platform(
 ) -> Any:
     """Lower a call of the function for the platform, or a choice among those for several platforms.
 
-    Each function is lowered for its platform alone. JAX's public `platform_dependent` lowers each for all of them,
-    which no kernel written for one can be. What was lowered is kept by type, not by platform: not across this border.
+    Each function is lowered for its platform alone. JAX's public `platform_dependent` lowers each function for all
+    platforms, which fails for a kernel written for one. JAX caches lowered functions by type, not by platform, so the
+    cache is not shared between the functions here.
     """
 
     def lowered(fn: Callable[..., Any], ctx: Any, *values: Any) -> Any:
@@ -621,12 +622,12 @@ def is_literal(atom: Any) -> bool:
 
 
 def is_dropped(var: Any) -> bool:
-    """Whether an equation's result is one nobody uses."""
+    """Whether an equation's result is unused."""
     return isinstance(var, jax_core.DropVar)
 
 
 def closed_parts(closed: Any) -> tuple[Jaxpr, list[Any]]:
-    """The jaxpr and the constants of what `jax.make_jaxpr` gave, or of an open jaxpr."""
+    """The jaxpr and the constants of a closed or an open jaxpr."""
     consts = list(getattr(closed, "consts", ()))
     return getattr(closed, "jaxpr", closed), consts
 
@@ -646,7 +647,7 @@ def only_added(effects: Any) -> list[Any]:
 
 
 def only_summed(effects: Any) -> list[Any]:
-    """Those of `only_added` of which each add stands for the sum over a batch."""
+    """Variables of `only_added` whose every add is the sum over a batch."""
     found = _touched(effects)
     return [variable for variable in only_added(effects) if variable not in found[Access.ADD]]
 
@@ -725,7 +726,7 @@ def has_other_effects(effects: Any) -> bool:
 def make_jaxpr(fn: Callable[..., Any], *args: Any) -> tuple[Jaxpr, list[Any], Any]:
     """Trace `fn` on abstract or concrete arguments: the jaxpr, its constants, and the tree of ShapeDtypeStructs.
 
-    `fn` is wrapped anew, because JAX keeps traces by function and dflow's may see other variables each time.
+    `fn` is wrapped in a new object for each call: JAX caches traces by function, but `fn` may use other variables.
     """
     anew = functools.partial(fn)
     closed, out = jax.make_jaxpr(anew, return_shape=True)(*args)
@@ -825,9 +826,9 @@ def call_staged(traced: Any, leaves: Sequence[Any]) -> Any:
 
 
 def devices_of_shardings(traced: Any) -> int:
-    """The most devices that `in_shardings` or `out_shardings` of what `jax.jit(fn).trace(...)` gave spread over.
+    """Largest number of devices of any sharding in the `in_shardings` or `out_shardings` of a `jax.stages.Traced`.
 
-    They are nowhere in its jaxpr, and there is no public form.
+    Its jaxpr does not have them, and there is no public form.
     """
     shardings = (*traced._params["in_shardings"], *traced._params["out_shardings"])
     return max((getattr(sharding, "num_devices", 1) for sharding in shardings), default=1)
@@ -897,7 +898,7 @@ def primitive_named(name: str) -> Any:
 
 @cache
 def _primitives_by_name() -> dict[str, Any]:
-    """Every primitive with a lowering, and those that JAX lists; where two share a name, a listed one."""
+    """Every primitive with a lowering, and every public one; of two with one name, the public one."""
     members = [getattr(jax_primitives, member) for member in dir(jax_primitives)]
     listed = [member for member in members if isinstance(member, jex.Primitive)]
     return {primitive.name: primitive for primitive in (*jax_mlir._lowerings, *listed)}

@@ -1,11 +1,11 @@
-"""One function with several implementations, of which the platform that a node is lowered for takes one.
+"""One function with several implementations, one of which is chosen by the platform that a node is lowered for.
 
 A `Choice` is a plain function over flat arrays and other functions for some platforms. `kernel_p` is one call of it:
-one equation in a jaxpr, one node in a graph, until it is lowered. Everything about a call is the plain function's:
-its types, and its derivatives and batched forms unless an implementation has those of its own. They are choices again,
-so what they do is chosen as late.
+one equation in a jaxpr, one node in a graph, until it is lowered. A call has the plain function's types, and its
+derivatives and batched forms unless an implementation brings its own. These forms are choices too, and are resolved at
+lowering as well.
 
-Who calls a choice goes through `call`, which says the derivatives; the equation itself is never differentiated.
+A choice is called through `call`, which sets its derivatives; the equation itself is never differentiated.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Choice:
         return call
 
     def _with_vjp(self) -> Flat:
-        """Backwards each implementation uses a derivative of its own where it has one.
+        """The function whose backward pass uses each implementation's own derivative where it has one.
 
         What one keeps from its forward run for its backward run, another does not have. So nothing is kept but the
         operands: the backward run repeats the forward run, which the compiler merges with the first where both
@@ -209,7 +209,7 @@ def _pulled(made: Implementation, arity: int, *operands: Any) -> list[Any]:
 
 
 def floating(values: Sequence[Any]) -> list[int]:
-    """The places of what can have a derivative."""
+    """Indices of the values that can have a derivative."""
     return [place for place, value in enumerate(values) if _is_floating(value)]
 
 
@@ -227,7 +227,7 @@ kernel_p.multiple_results = True
 
 
 def _run(*operands: Any, name: str, platforms: Choice) -> Sequence[Any]:
-    # Chosen by lowering also where JAX is told not to compile: nothing else knows the platform's name.
+    # Also under `jax.disable_jit` the choice is made by lowering: only lowering knows the platform's name.
     with jax.disable_jit(False):
         return platforms.compiled(*operands)
 

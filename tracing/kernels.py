@@ -1,8 +1,7 @@
 """`@dflow.kernel`: a function of arrays with further implementations, each for a platform.
 
-The plain function is what the kernel means: its types, its derivatives, its batched form, and what runs on every
-platform that has no implementation of its own. Which of them runs is chosen when a program is lowered, by the device
-it is lowered for.
+The plain function defines the kernel: its types, its derivatives and its batched form. It runs on every platform
+without a registered implementation. The choice is made when a program is lowered, by the device it is lowered for.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _BY_KEYWORD = "give what is static by keyword"
 
 
 class Registered(NamedTuple):
-    """An implementation as it was registered, from which line."""
+    """An implementation, and the line that registered it."""
 
     fn: Callable[..., Any]
     loc: Loc | None
@@ -197,7 +196,7 @@ class _Call:
         return found
 
     def _checked(self, platform: str, made: Registered, *leaves: Any) -> list[Any]:
-        """What an implementation gives, which must be of the types of what the plain function gives."""
+        """Results of an implementation, checked to have the types of the plain function's results."""
         try:
             results, tree = self._flat(made.fn, leaves)
         except Exception as error:

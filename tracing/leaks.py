@@ -1,7 +1,7 @@
-"""Values of a trace that something keeps after the trace: what they are, which line made them, and who keeps them.
+"""Values of a trace that are still referenced after it has ended: their types, the lines that made them, their holders.
 
-While a function is traced its values are stand-ins without numbers. JAX raises when a kept one is used, which may be
-far away and much later; a trace that is still alive when it has ended tells at once.
+While a function is traced its values are tracers, without numbers. JAX raises an error when a leaked tracer is used,
+which may be far away and much later. A trace that is still alive after its end shows the leak immediately.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dflow.tracing.types import ArrayType, array_type_of
 
 
 class LeakedTracerWarning(UserWarning):
-    """A value of a traced function is kept after the trace, where it is of no use; the message says by whom."""
+    """A value of a traced function is referenced after the trace, where it is useless; the message names its holder."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ def _sequence(holder: list[Any] | tuple[Any, ...], value: Any, holders: list[Any
     owners = [
         owner for owner in gc.get_referrers(holder) if owner is not holders and not isinstance(owner, types.FrameType)
     ]
-    # JAX's records of what made a value hold lists of other values; and what only a frame holds is still in the making.
+    # JAX's own records hold lists of values too; and an object that only a frame holds is not finished yet.
     if not owners or any(_is_of(owner, "jax", "jaxlib") for owner in owners):
         return None
     places = [place for place, each in enumerate(holder) if each is value]

@@ -13,7 +13,7 @@ from dflow.tracing.errors import DflowError, GraphTypeError
 from dflow.tracing.jax_frontend import accesses, make_jaxpr
 from dflow.tracing.source import at, caller
 
-#: What JAX says of a loop whose number of turns is not known, and what is to be done.
+#: JAX's error for a loop whose number of iterations is unknown, and the remedy.
 NOT_REVERSED = "Reverse-mode differentiation does not work for lax.while_loop"
 REVERSED = (
     "  write dflow.while_loop(cond, body, init, max_iters=...), which has a gradient, or loop by jax.lax.scan or a\n"
@@ -22,17 +22,17 @@ REVERSED = (
 
 
 def while_loop(cond: Callable[[Any], Any], body: Callable[[Any], Any], init: Any, *, max_iters: int) -> Any:
-    """`jax.lax.while_loop` with a bound on its turns, so that `grad` and `vjp` go through it.
+    """`jax.lax.while_loop` with a largest number of iterations, so that `grad` and `vjp` can differentiate it.
 
     cond       from the carry to a boolean scalar; it may read variables
     body       from the carry to the next one, of the same structure and types; it may read and write variables
-    max_iters  the most turns. A loop that is not done by then stops there, and its result is that of `max_iters`
-               turns: test `cond(result)` where that matters
+    max_iters  largest number of iterations. A loop that has not ended by then stops with the carry of iteration
+               `max_iters`: test `cond(result)` where that matters
     returns    the carry when `cond` first is false
 
-    Backward it keeps about `2 * sqrt(max_iters)` carries and runs each turn once more. Forward it stops when `cond`
-    does, but for at most `sqrt(max_iters)` empty turns of an outer loop and as many of an inner one. Under `vmap`
-    every element runs the longest one's turns, and a turn of an element that is done counts for nothing.
+    The backward pass keeps about `2 * sqrt(max_iters)` carries and runs each iteration once more. The forward pass
+    stops when `cond` is false, after at most `sqrt(max_iters)` empty iterations of an outer loop and as many of an
+    inner one. Under `vmap` every element runs as many iterations as the longest; the extra ones do not change its carry.
 
     Raises GraphTypeError for a `max_iters` that is no positive integer, DflowError when `cond` writes variables.
     """

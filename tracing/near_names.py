@@ -1,4 +1,4 @@
-"""What to say of a name that nobody knows: those it may have been meant to be."""
+"""Remedies for an unknown name: the known names that are spelt like it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def did_you_mean(given: str, known: Iterable[str], otherwise: str) -> str:
 
 
 def refuse_keywords(name: str, given: Iterable[str], known: Sequence[str], own: Sequence[str]) -> None:
-    """Raise TypeError for a keyword that is none of `known`; `own` are those that `name` takes itself."""
+    """Raise TypeError for a keyword that is not in `known`; `own` are the keywords of the function `name` itself."""
     for keyword in given:
         if keyword not in known:
             remedy = did_you_mean(keyword, known, f"it takes {', '.join(own)}")
@@ -29,7 +29,7 @@ def refuse_keywords(name: str, given: Iterable[str], known: Sequence[str], own: 
 
 
 def keywords_of(fn: Callable[..., object], given: Iterable[str]) -> Iterable[str]:
-    """The keywords that a function takes; those given, where it takes any or tells nobody."""
+    """The keywords that a function takes; `given` if it takes any keyword or has no signature."""
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):  # a builtin

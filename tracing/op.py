@@ -1,8 +1,8 @@
 """What an op is: a name, a typing rule, and its effects.
 
 An op of ours is declared with `@op` over its typing rule, an ordinary function from operand types (positional) and
-attributes (keyword) to result types. A numeric op holds a JAX primitive and asks JAX for its types. What an op
-does is said elsewhere, in tables keyed by the op, so that this layer never meets XLA.
+attributes (keyword) to result types. A numeric op holds a JAX primitive and asks JAX for its types. The
+implementations of an op are in tables of other layers, keyed by the op, so that this layer never meets XLA.
 """
 
 from __future__ import annotations

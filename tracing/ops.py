@@ -57,7 +57,7 @@ def _update(kind: str) -> OpDef:
         _check_value(kind, ref, operands) if kind in ASSIGNS else _check_rows(name, ref, operands)
         return (TokenType(),)
 
-    # An assign gives what was there before to nobody; every other update makes its value of the old one.
+    # An assign ignores the old value; every other update computes the new value from it.
     return op(name, *([] if kind == "assign" else [(Effect.READ, 0)]), (Effect.WRITE, 0))(rule)
 
 
@@ -95,7 +95,7 @@ def net_recv(*, edge: str, source: str, type: ArrayType, codec: str = "none") ->
 
 @op("net.encode")
 def net_encode(value: ArrayType, /, *, codec: str) -> tuple[Type, ...]:
-    """What is sent in the place of `value`."""
+    """The encoded form of `value`, which is sent."""
     made = encoded_type(codec, value)
     if made is None:
         raise GraphTypeError(f"net.encode: {value} is not made smaller by {codec}")
@@ -177,9 +177,10 @@ def ctrl_while(
     tasks: tuple[str, ...] = (),
     bodies: tuple[Signature, ...],
 ) -> tuple[Type, ...]:
-    """Run the second body as long as the first gives true. The last `carry` operands are replaced by what it gives.
+    """Run the second body as long as the first gives true. Its results replace the last `carry` operands.
 
-    At most `parallel` turns are under way at once. Once it is cut, the first body gives its answer once for each task.
+    At most `parallel` iterations run concurrently. After partitioning, the first body gives one copy of its result for
+    each task.
     """
     test, body = bodies
     carried = operands[len(operands) - carry :]
@@ -202,10 +203,10 @@ def ctrl_scan(
     tasks: tuple[str, ...] = (),
     bodies: tuple[Signature, ...],
 ) -> tuple[Type, ...]:
-    """Run the body `length` times: the results are the last carry, and what each turn gave beside it, stacked.
+    """Run the body `length` times: the results are the last carry, and the stacked other results of each iteration.
 
-    Of the last `rows` operands the body takes a row a turn, the last row first if `reverse`; the `carry` operands
-    before these are replaced by what it gives. At most `parallel` turns are under way at once.
+    Each iteration takes one row of each of the last `rows` operands, beginning with the last row if `reverse`. Its
+    first results replace the `carry` operands before these. At most `parallel` iterations run concurrently.
     """
     (body,) = bodies
     whole, sliced = operands[: len(operands) - rows], operands[len(operands) - rows :]
@@ -384,8 +385,8 @@ RESOURCE_OPS = {
     )
 }
 
-#: Ops by which others learn of what was done before, and ops that learn what others have done, by name. What a program
-#: writes before the first is there when it is told, and what it reads after the second is of then or later.
+#: Names of ops that release (other programs learn of the writes before them) and acquire (they learn of other programs'
+#: writes). A program's writes before a release are visible to a program that has acquired after it.
 RELEASING_OPS = frozenset(
     definition.name
     for definition in (queue_enqueue, queue_enqueue_many, queue_close, accumulator_apply, accumulator_set_step)
@@ -396,5 +397,5 @@ ACQUIRING_OPS = frozenset(RESOURCE_OPS.keys() - RELEASING_OPS)
 CONTROL_OPS = (ctrl_cond, ctrl_while, ctrl_scan)
 LOOPS = (ctrl_while, ctrl_scan)
 
-#: What a host does itself, between XLA computations.
+#: Ops that the host runs itself, between XLA computations.
 HOST_OPS = (*RESOURCE_OPS.values(), *CONTROL_OPS)

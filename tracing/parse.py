@@ -1,6 +1,6 @@
 """Reads a graph back from the text that `text` gives it.
 
-A value must be defined above its use, and every value once. What the text cannot carry comes back as `Opaque`:
+A value must be defined above its use, and every value once. An attribute without a text form comes back as `Opaque`:
 such a graph can be read, compared, changed by passes and printed, and its other nodes run.
 """
 

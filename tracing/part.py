@@ -1,4 +1,4 @@
-"""Cutting a graph down to what some of its values need, and opening the calls in it."""
+"""Subgraphs: the nodes that some values of a graph need, and inlining of calls in it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _writes(node: Node) -> set[Value]:
 
 
 def _without(node: Node, given: Collection[Value], fresh: FreshNames) -> Node:
-    """The node with other results in the place of given ones, and no order edge from those that may not run."""
+    """The node with fresh results for the ones in `given`, and without order edges from these."""
     outputs = tuple(
         Value(fresh(value.name), value.type, value.device) if value in given else value for value in node.outputs
     )

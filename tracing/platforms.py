@@ -7,7 +7,7 @@ from collections.abc import Mapping
 #: What programs are lowered for.
 LOWERED_PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
-#: What a user may say, and which platforms it means.
+#: The platforms that each name in user code stands for.
 PLATFORMS: Mapping[str, tuple[str, ...]] = {
     "cpu": ("cpu",),
     "cuda": ("cuda",),

@@ -1,7 +1,7 @@
 """A queue with one user at a time: what the queue ops mean.
 
-Every other queue is tested against this one, so it is a list and nothing more. Nothing waits: an op that would have
-to is an error of whoever runs the program.
+The reference for tests of every other queue, so it is a list and nothing more. It never waits: an op that would have
+to wait is an error of the program.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What makes a queue the queue it is: its kind, how much it holds, and in which order it gives that out."""
+"""Settings of a queue: its kind, its capacity, and the order of its elements."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
 
-#: How long a wait on a queue may last unless it is told otherwise, in s.
+#: Default longest wait on a queue, in s.
 DEFAULT_TIMEOUT_S = 600.0
 
 

@@ -1,7 +1,7 @@
 """Handles to queues, as a user holds them.
 
-A queue's type is that of its elements, and its home holds them. What the kinds do, and what closing one means, is as
-TensorFlow 1 documents it.
+A queue's type is that of its elements, which its home holds. The kinds of queues and closing follow TensorFlow 1's
+documentation.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Queue(HostResource):
         return jax.tree_util.tree_unflatten(self._tree, self._take("dequeue", self.timeout(timeout_s)))
 
     def dequeue_many(self, n: int, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Any:
-        """Take `n` elements at once, stacked. Raises QueueClosed when it is closed with fewer, DeadlineExceeded."""
+        """Take `n` elements together, stacked. Raises QueueClosed when closed with fewer, DeadlineExceeded."""
         taken = self._take("dequeue_many", {"count": self._count(n), **self.timeout(timeout_s)})
         return jax.tree_util.tree_unflatten(self._tree, taken)
 

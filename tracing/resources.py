@@ -1,7 +1,7 @@
 """Handles to state, as a user holds them.
 
 A `Variable` is a name, a type and a home; its value is in the home. In traced code its methods record ops with an
-effect; elsewhere they act at once.
+effect; elsewhere they run immediately.
 
 A variable is a `jax.Array` and a leaf of pytrees. Wherever JAX takes it as an operand, JAX reads it there: an argument
 that is a variable is an array inside of a `jax.grad`, a `jax.jit`, a `scan`. Only functions of `dflow.jit`, and what is
@@ -38,7 +38,7 @@ from dflow.tracing.variable_as_array import register_as_array
 _serials = itertools.count()
 
 
-#: What a variable may be set: all that it is made of.
+#: The attributes of a variable; setting any other is an error.
 _FIELDS = frozenset(
     (
         "serial",
@@ -79,7 +79,7 @@ class Variable(jax.Array):
                name is made up
     `dtype`    converts the initial value; given none, it keeps its own
     `near`     another variable whose task this one shall share
-    `trainable`  whether it is to be trained: `trainable_variables` leaves out those that say no
+    `trainable`  whether `trainable_variables` includes it
     `gradient`   a function that `grad`, `value_and_grad` and `vjp` apply to the variable's gradient, an array, before
                  they give it: to clip it, scale it or stop part of it
     `sharding`   a `jax.sharding.Sharding` that says how the value is spread over this process's devices; a function
@@ -96,7 +96,7 @@ class Variable(jax.Array):
     sharding = None  # type: ignore[assignment]
     weak_type = False
 
-    # NumPy gives way to our reflected operators instead of looping over an object.
+    # NumPy then uses our reflected operators instead of looping over an object.
     __array_ufunc__ = None
 
     #: What messages call it.
@@ -200,13 +200,13 @@ class Variable(jax.Array):
         self.__dict__["device"] = device
 
     def forget(self, reason: str) -> None:
-        """Let go of the value: whoever uses the variable afterwards gets VariableError, which gives the reason."""
+        """Free the value. Later use of the variable raises VariableError, which gives the reason."""
         remedy = "make it again, or keep what outlives it outside the container"
         self.home.forget(self, f"variable {self.name!r} {reason}", remedy)
         self.namesakes.discard(self)
 
     def read(self) -> jax.Array:
-        """The value: in traced code as of this point of the program, elsewhere as of now."""
+        """The value: in traced code that at this point of the program, elsewhere the current one."""
         value: jax.Array = read_p.bind(handle=self.handle)
         return value
 

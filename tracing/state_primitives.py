@@ -1,8 +1,8 @@
 """The JAX primitives that record state: reads, lookups and updates of variables, and the names of values.
 
-Each has a rule for what runs at once, by the variable's home, and rules for what JAX may do to it. Compiled by JAX
-alone they are refused, for then nobody keeps the state. So is an update that depends on what plain `jax.grad`
-differentiates, for JAX would drop it.
+Outside of a trace, each is run by the variable's home. Its rules say what JAX may do to it: compiling it without dflow
+is refused, since the state would be lost, and so is an update that depends on a value differentiated by plain
+`jax.grad`, since JAX would drop the update.
 
 Under `vmap` a read is shared and a lookup is batched. An update by a value that is the same for the whole batch
 happens once; one by values that differ is refused, unless it says that they are to be summed. An update in a branch

@@ -1,4 +1,4 @@
-"""Values that lie on several devices, brought to one place, where JAX is to compute with all of them at once."""
+"""Values on several devices, moved to one device so that JAX can compute with all of them."""
 
 from __future__ import annotations
 

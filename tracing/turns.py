@@ -1,4 +1,4 @@
-"""How many turns of a loop that waits for queues may be under way at once."""
+"""Number of iterations of a loop with queue ops that may run concurrently."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from dflow.tracing.source import at, caller
 #: The key under which the number travels in JAX's trace context.
 PARALLEL_KEY = "dflow_turns"
 
-#: What is meant where nothing is said.
+#: The default.
 PARALLEL_TURNS = 10
 
 
 @contextmanager
 def parallel_iterations(count: int) -> Iterator[None]:
-    """Let at most `count` turns of the loops traced inside be under way at once; 10 where nothing is said.
+    """Let at most `count` iterations of the loops traced inside run concurrently; the default is 10.
 
-    It is for loops with queues or accumulators in them. What in a turn needs neither results nor state of the turns
-    before goes ahead of these. With 1, a turn starts when the one before has ended.
+    For loops with queues or accumulators in them. Ops of an iteration that need neither results nor state of earlier
+    iterations run before these have ended. With 1, an iteration starts when the one before has ended.
 
     raises  GraphTypeError for a `count` that is no positive integer
     """

@@ -1,10 +1,9 @@
 """The types of a graph's values, and how each prints.
 
-`f32[2,3]` is an array, `~f32[]` one whose dtype gives way in promotion (JAX's weak type), `ref<f32[3]>` a handle
-to a variable, `queue<f32[3], i32[]>` one to a queue of pairs, `accumulator<f32[3], 8 rows of f32[100,3]>` one to an
-accumulator of gradients, of which one is row-sparse, `token` the result of an op that gives nothing else. The
-short dtype names are JAX's. An array that is spread over the explicit axes of a mesh has them in its type,
-`f32[8@x,2]{x=4}`.
+`f32[2,3]` is an array, `~f32[]` an array of a weak dtype (JAX's weak type), `ref<f32[3]>` a handle to a variable,
+`queue<f32[3], i32[]>` a handle to a queue of pairs, `accumulator<f32[3], 8 rows of f32[100,3]>` a handle to an
+accumulator of a dense and a row-sparse gradient, `token` the result of an op without other results. The short dtype
+names are JAX's. The type of an array that is sharded over explicit axes of a mesh has these axes, `f32[8@x,2]{x=4}`.
 """
 
 from __future__ import annotations
@@ -149,7 +148,7 @@ class RowsType:
 
 @dataclass(frozen=True, slots=True)
 class AccumulatorType:
-    """A handle to an accumulator of gradients with these components; of a row-sparse one it gives so many rows."""
+    """A handle to an accumulator of gradients with these components; `RowsType` has the rows of a row-sparse one."""
 
     components: tuple[ArrayType | RowsType, ...]
 
@@ -165,7 +164,7 @@ class TokenType:
         return "token"
 
 
-#: A handle to what the host keeps itself.
+#: A handle to state that the host keeps between XLA computations.
 HostType = QueueType | AccumulatorType
 HOST_HANDLES = (QueueType, AccumulatorType)
 

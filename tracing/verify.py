@@ -36,7 +36,7 @@ def verify(graph: Graph) -> None:
 
 
 class _Seen:
-    """The values defined so far, and the checks of the next node."""
+    """The values defined above the current node, and the checks of that node."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph

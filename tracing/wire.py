@@ -21,12 +21,12 @@ def wire(tree: Any, codec: str, *, gradient: str | None = None) -> Any:
     codec     `bfloat16` (2 bytes an element, error at most 1/256 of it); `float8_e4m3fn` (1 byte, 1/16 of it, down to
               1/28,672 of the largest), `float8_e5m2` (1 byte, 1/8, down to a billionth of the largest) or `int8` (1
               byte, 1/254 of the largest), each with a scale for the whole array; or `none`
-    gradient  the codec of their gradient on its way back; the same, where nothing is said
+    gradient  the codec of their gradient on its way back; the default is `codec`
 
     A value that stays on its task is not changed by it, nor are integers, booleans and complex numbers anywhere. Of
     several codecs on one value the last counts. Infinities arrive as NaN by `float8_e4m3fn` and `int8`.
 
-    raises  GraphTypeError for a codec that is none, and for what is no array
+    raises  GraphTypeError for an unknown codec, and for a leaf that is not an array
     """
     for said in (codec, gradient):
         if said is not None:

@@ -1,8 +1,8 @@
 """How a value may be made smaller for its way between tasks: what each codec makes of an array, and what is left of it.
 
 `bfloat16` is a conversion. Those of one byte an element, `float8_e4m3fn`, `float8_e5m2` and `int8`, divide by a scale
-first, so that the largest element fits: it is one of the whole array, and its bytes come last in what is sent. What
-is not finite has no part in the scale, and arrives as NaN; as itself, where the format has it.
+first, so that the largest element fits. There is one scale for the whole array; its bytes are sent last. Elements that
+are not finite do not count for the scale, and arrive as NaN, or unchanged where the format has them.
 
 What has no fraction (integers, booleans, complex numbers), and what a codec would not make smaller, travels as it is.
 """
@@ -33,7 +33,7 @@ float_limits: Any = jnp.finfo
 
 
 def encoded_type(codec: str, type: ArrayType) -> ArrayType | None:
-    """The type of what is sent; None where the codec leaves an array of this type as it is."""
+    """The type of the encoded array; None if the codec does not change arrays of this type."""
     if codec == "none" or jnp.issubdtype(type.dtype, jax.dtypes.extended):
         return None
     if not jnp.issubdtype(type.dtype, np.floating):
@@ -51,7 +51,7 @@ def scale_dtype(type: ArrayType) -> np.dtype[Any]:
 
 
 def encoded(codec: str, value: jax.Array) -> jax.Array:
-    """What is sent in the place of `value`, of the type that `encoded_type` says."""
+    """The encoded form of `value`, of the type given by `encoded_type`."""
     if codec == "bfloat16":
         return value.astype(jnp.bfloat16)
     dtype = scale_dtype(ArrayType(value.dtype, value.shape))
