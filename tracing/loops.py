@@ -32,7 +32,7 @@ def while_loop(cond: Callable[[Any], Any], body: Callable[[Any], Any], init: Any
 
     The backward pass keeps about `2 * sqrt(max_iters)` carries and runs each iteration once more. The forward pass
     stops when `cond` is false, after at most `sqrt(max_iters)` empty iterations of an outer loop and as many of an
-    inner one. Under `vmap` every element runs as many iterations as the longest; the extra ones do not change its carry.
+    inner one. Under `vmap` every element runs as many iterations as the longest; extra ones do not change its carry.
 
     Raises GraphTypeError for a `max_iters` that is no positive integer, DflowError when `cond` writes variables.
     """
