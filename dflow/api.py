@@ -50,11 +50,11 @@ from dflow.tracing.kernels import Kernel, kernel
 from dflow.tracing.leaks import LeakedTracerWarning
 from dflow.tracing.loops import while_loop
 from dflow.tracing.namesakes import DuplicateNameWarning
+from dflow.tracing.parallel_iterations import parallel_iterations
 from dflow.tracing.queues import FIFOQueue, PaddedSpec, PaddingFIFOQueue, PriorityQueue, RandomShuffleQueue
 from dflow.tracing.resources import Variable, is_variable, name, read
 from dflow.tracing.row_gradient import RowGradient, is_row_gradient
 from dflow.tracing.rows_to_dense import DenseGradientWarning
-from dflow.tracing.turns import parallel_iterations
 from dflow.tracing.unread_variables import UnreadVariableWarning
 from dflow.tracing.variable_trees import assign, trainable_variables, variables
 from dflow.tracing.wire import wire

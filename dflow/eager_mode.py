@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import dflow.tracing.at_once  # noqa: F401  (tells JAX how)
+import dflow.tracing.eager_control_flow  # noqa: F401  (tells JAX how)
 from dflow.static_arguments import StaticArguments
 
 _NUMBERS = (bool, int, float, complex, np.ndarray, np.generic)

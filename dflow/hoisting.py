@@ -15,7 +15,7 @@ from jax import jit as jax_jit
 
 from dflow.tracing.discharge import Border, State, evaluate
 from dflow.tracing.jax_frontend import closed_parts, closed_tracers
-from dflow.tracing.together import together
+from dflow.tracing.one_device import on_one_device
 
 #: The pure function of each program, by which JAX knows what it has compiled for it. It must not keep its program.
 _PURE: MutableMapping[Any, Any] = weakref.WeakKeyDictionary()
@@ -28,7 +28,7 @@ def hoisted(looked: Any, leaves: Sequence[Any]) -> Any:
     pure = _PURE.get(closed)
     if pure is None:
         pure = _PURE.setdefault(closed, _pure(weakref.ref(closed)))
-    results, after = pure(together(border.values()), [*closed_tracers(looked), *leaves])
+    results, after = pure(on_one_device(border.values()), [*closed_tracers(looked), *leaves])
     border.write_back(after)
     return jax.tree_util.tree_unflatten(looked.out_tree, results)
 

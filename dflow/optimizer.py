@@ -19,7 +19,7 @@ from dflow.slot_initials import initials_of
 from dflow.tracing.container import uncontained
 from dflow.tracing.device import with_state
 from dflow.tracing.errors import GraphTypeError, VariableError
-from dflow.tracing.given_value import Initial
+from dflow.tracing.initial_value import Initial
 from dflow.tracing.jax_frontend import is_tracing
 from dflow.tracing.near_names import suggests_keywords
 from dflow.tracing.rare_collections import rare_collections

@@ -15,8 +15,8 @@ import numpy as np
 
 from dflow.lowering.discharge import discharge
 from dflow.lowering.initial_ops import InitialOps
-from dflow.tracing.given_value import TypedInitial
 from dflow.tracing.graph import Graph, Literal, Node, Operand, Value
+from dflow.tracing.initial_value import TypedInitial
 from dflow.tracing.types import ArrayType
 
 

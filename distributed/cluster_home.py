@@ -43,8 +43,8 @@ from dflow.lowering.state_backend import Runner
 from dflow.tracing.context import Slot
 from dflow.tracing.device import scope_here
 from dflow.tracing.errors import DeviceError, DflowError, VariableError
-from dflow.tracing.given_value import Initial, TypedInitial
 from dflow.tracing.host_resource import HostResource
+from dflow.tracing.initial_value import Initial, TypedInitial
 from dflow.tracing.resources import Variable
 from dflow.tracing.source import at
 from dflow.tracing.state_primitives import record_update

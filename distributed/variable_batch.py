@@ -41,7 +41,7 @@ from dflow.distributed.messages import (
 from dflow.distributed.transport.base import Reply
 from dflow.lowering.initial_ops import Exports, InitialOps, Recipe
 from dflow.tracing.errors import DflowError
-from dflow.tracing.given_value import TypedInitial
+from dflow.tracing.initial_value import TypedInitial
 from dflow.tracing.resources import Variable
 from dflow.tracing.source import at
 from dflow.tracing.task_name import short_task_name

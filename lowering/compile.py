@@ -22,8 +22,8 @@ from dflow.tracing.device_name import split_device_name
 from dflow.tracing.effects import Effect
 from dflow.tracing.errors import InternalError
 from dflow.tracing.graph import Graph, Literal, Node, Operand, Value
+from dflow.tracing.parallel_iterations import DEFAULT_PARALLEL_ITERATIONS
 from dflow.tracing.source import at
-from dflow.tracing.turns import PARALLEL_TURNS
 from dflow.tracing.types import HANDLES, ArrayType, dtype_name
 
 
@@ -168,7 +168,7 @@ class _Maker:
         if node.op is ops.ctrl_cond:
             return Branch(numbers, self._takes([share.index, *taken]), gives, after)
         takes = self._takes(taken)
-        parallel = node.attributes.get("parallel", PARALLEL_TURNS)
+        parallel = node.attributes.get("parallel", DEFAULT_PARALLEL_ITERATIONS)
         carry = sum(place < node.attributes["carry"] for place in share.gives)
         if node.op is ops.ctrl_while:
             test, repeated = numbers

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dflow.lowering.program import export_program
-from dflow.tracing.given_value import TypedInitial, check_needs_nothing, struct_type
+from dflow.tracing.initial_value import TypedInitial, check_needs_nothing, struct_type
 from dflow.tracing.jax_frontend import (
     Equation,
     bind,

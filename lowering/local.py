@@ -49,9 +49,9 @@ from dflow.tracing.device_name import (
     task_of,
 )
 from dflow.tracing.errors import DeviceError, InternalError, VariableError
-from dflow.tracing.given_value import Initial
 from dflow.tracing.graph import Graph, Node
 from dflow.tracing.host_resource import HostResource
+from dflow.tracing.initial_value import Initial
 from dflow.tracing.jax_frontend import jit_disabled
 from dflow.tracing.resources import Variable
 from dflow.tracing.source import at, caller

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 import msgspec
 
+from dflow.tracing.parallel_iterations import DEFAULT_PARALLEL_ITERATIONS
 from dflow.tracing.queue_settings import DEFAULT_TIMEOUT_S
-from dflow.tracing.turns import PARALLEL_TURNS
 
 
 class Call(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="call"):
@@ -112,7 +112,7 @@ class While(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="while"):
     takes: tuple[int, ...]
     gives: tuple[int, ...]
     after: tuple[int, ...] = ()
-    parallel: int = PARALLEL_TURNS
+    parallel: int = DEFAULT_PARALLEL_ITERATIONS
 
 
 class Scan(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="scan"):
@@ -130,7 +130,7 @@ class Scan(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="scan"):
     takes: tuple[int, ...]
     gives: tuple[int, ...]
     after: tuple[int, ...] = ()
-    parallel: int = PARALLEL_TURNS
+    parallel: int = DEFAULT_PARALLEL_ITERATIONS
 
 
 #: Items that a task runs by itself, between programs; they may wait.

@@ -24,11 +24,11 @@ from dflow.tracing.errors import GraphTypeError, VariableError
 from dflow.tracing.jax_frontend import hides_frames, is_tracing, make_jaxpr
 from dflow.tracing.lookups import TappedLookups, rows_found
 from dflow.tracing.loops import NOT_REVERSED, REVERSED
+from dflow.tracing.one_device import on_one_device
 from dflow.tracing.resources import Variable, is_variable, name, read
 from dflow.tracing.row_gradient import RowGradient
 from dflow.tracing.rows_to_dense import rows_to_dense
 from dflow.tracing.source import at, caller
-from dflow.tracing.together import together
 from dflow.tracing.types import array_type_of
 from dflow.tracing.uncalled import Derivative
 from dflow.tracing.unread_variables import warn_of_unread
@@ -230,7 +230,7 @@ class _Pure:
         tables = {site.variable for site in self._sites}
         touched = dict.fromkeys([*self._border.touched, *wrt])
         held = [variable for variable in touched if variable not in tables]
-        self._before = dict(zip(held, together([self._border.value(variable) for variable in held]), strict=True))
+        self._before = dict(zip(held, on_one_device([self._border.value(variable) for variable in held]), strict=True))
         self._whole = [variable for variable in wrt if variable not in tables]
         #: The values of those of `wrt` that are read whole: all, unless `by_rows`.
         self.start = [self._before[variable] for variable in self._whole]

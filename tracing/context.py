@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     import jax
     from jax.sharding import Sharding
 
-    from dflow.tracing.given_value import Initial
     from dflow.tracing.host_resource import HostResource
+    from dflow.tracing.initial_value import Initial
     from dflow.tracing.resources import Variable
 
 

@@ -61,8 +61,8 @@ from jaxlib import _jax
 
 from dflow.tracing.device import METADATA_KEY
 from dflow.tracing.errors import InternalError
+from dflow.tracing.parallel_iterations import PARALLEL_KEY
 from dflow.tracing.source import Loc, caller, is_installed, is_user_file
-from dflow.tracing.turns import PARALLEL_KEY
 
 Jaxpr = Any
 Equation = Any

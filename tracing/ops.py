@@ -12,8 +12,8 @@ import numpy as np
 from dflow.tracing.effects import Effect
 from dflow.tracing.errors import GraphTypeError
 from dflow.tracing.op import OpDef, Signature, op
+from dflow.tracing.parallel_iterations import DEFAULT_PARALLEL_ITERATIONS
 from dflow.tracing.queue_settings import DEFAULT_TIMEOUT_S
-from dflow.tracing.turns import PARALLEL_TURNS
 from dflow.tracing.types import AccumulatorType, ArrayType, QueueType, RefType, RowsType, TokenType, Type, strong
 from dflow.tracing.updates import ASSIGNS, KINDS, indices_refusal, kind_refusal, lookup_type, operand_types
 from dflow.tracing.wire_codecs import encoded_type
@@ -172,7 +172,7 @@ def ctrl_cond(
 def ctrl_while(
     *operands: Type,
     carry: int,
-    parallel: int = PARALLEL_TURNS,
+    parallel: int = DEFAULT_PARALLEL_ITERATIONS,
     homes: tuple[str, ...] = (),
     tasks: tuple[str, ...] = (),
     bodies: tuple[Signature, ...],
@@ -198,7 +198,7 @@ def ctrl_scan(
     rows: int,
     length: int,
     reverse: bool = False,
-    parallel: int = PARALLEL_TURNS,
+    parallel: int = DEFAULT_PARALLEL_ITERATIONS,
     homes: tuple[str, ...] = (),
     tasks: tuple[str, ...] = (),
     bodies: tuple[Signature, ...],

@@ -24,7 +24,7 @@ from dflow.tracing.container import contained, join
 from dflow.tracing.context import Home, current_home
 from dflow.tracing.errors import VariableError, VariableShapeError
 from dflow.tracing.explicit_sharding import explicit_sharding, with_sharding
-from dflow.tracing.given_value import Initial, given_array, initial_type
+from dflow.tracing.initial_value import Initial, given_array, initial_type
 from dflow.tracing.jax_frontend import Handle, is_tracing
 from dflow.tracing.namesakes import joined_namesakes
 from dflow.tracing.near_names import suggests_keywords

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from dflow.tracing.errors import GraphTypeError
-from dflow.tracing.given_value import given_array
+from dflow.tracing.initial_value import given_array
 from dflow.tracing.near_names import did_you_mean
 from dflow.tracing.resources import is_variable
 from dflow.tracing.source import at, caller

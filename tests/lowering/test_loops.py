@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -434,7 +435,7 @@ def test_a_scope_says_how_many_turns_are_under_way_at_once() -> None:
 @pytest.mark.parametrize("count", [0, -1, 1.5, True, "2"])
 def test_a_number_of_turns_is_a_positive_integer(count: Any) -> None:
     with (
-        pytest.raises(dflow.GraphTypeError, match=f"parallel_iterations was given {count!r}, which is no number of"),
+        pytest.raises(dflow.GraphTypeError, match=f"expected a positive integer, got {re.escape(repr(count))}\n"),
         dflow.parallel_iterations(count),
     ):
         pass

@@ -52,7 +52,7 @@ def _while(
     return list(jax.lax.while_loop(lambda carry: live(carry).any(), step, list(init)))
 
 
-def _run_at_once(primitive: Any, rule: Callable[..., list[Any]], bodies_of: Callable[..., list[Any]]) -> None:
+def _run_eagerly(primitive: Any, rule: Callable[..., list[Any]], bodies_of: Callable[..., list[Any]]) -> None:
     """Make a control-flow primitive with state run by `rule` under `jax.disable_jit`."""
     compiled = primitive.impl
 
@@ -65,6 +65,6 @@ def _run_at_once(primitive: Any, rule: Callable[..., list[Any]], bodies_of: Call
     primitive.def_impl(run)
 
 
-_run_at_once(jax_primitives.scan_p, _scan, lambda params: [params["jaxpr"]])
-_run_at_once(jax_primitives.cond_p, _cond, lambda params: list(params["branches"]))
-_run_at_once(jax_primitives.while_p, _while, lambda params: [params["cond_jaxpr"], params["body_jaxpr"]])
+_run_eagerly(jax_primitives.scan_p, _scan, lambda params: [params["jaxpr"]])
+_run_eagerly(jax_primitives.cond_p, _cond, lambda params: list(params["branches"]))
+_run_eagerly(jax_primitives.while_p, _while, lambda params: [params["cond_jaxpr"], params["body_jaxpr"]])

@@ -11,10 +11,10 @@ from dflow.tracing.errors import GraphTypeError
 from dflow.tracing.source import at, caller
 
 #: The key under which the number travels in JAX's trace context.
-PARALLEL_KEY = "dflow_turns"
+PARALLEL_KEY = "dflow_parallel_iterations"
 
 #: The default.
-PARALLEL_TURNS = 10
+DEFAULT_PARALLEL_ITERATIONS = 10
 
 
 @contextmanager
@@ -28,8 +28,8 @@ def parallel_iterations(count: int) -> Iterator[None]:
     """
     if type(count) is not int or count < 1:
         raise GraphTypeError(
-            f"parallel_iterations was given {count!r}, which is no number of turns{at(caller())}\n"
-            "  give it a positive integer; with 1, a turn starts when the one before has ended"
+            f"parallel_iterations: expected a positive integer, got {count!r}{at(caller())}\n"
+            "  give 1 to start each iteration when the one before has ended"
         )
     with set_xla_metadata(**{PARALLEL_KEY: str(count)}):
         yield

@@ -9,7 +9,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 
-def together(values: Sequence[Any]) -> list[Any]:
+def on_one_device(values: Sequence[Any]) -> list[Any]:
     """The values on the devices of the one that is spread most widely; as they are, where JAX takes them so."""
     placed = [value for value in values if _is_placed(value)]
     if len({frozenset(value.sharding.device_set) for value in placed}) < 2:
