@@ -1,18 +1,18 @@
-"""Where tasks wait for each other: a barrier opens with its first arrival, and lets all its members go together.
+"""Barriers at which tasks wait for each other: the first arrival opens one, and all its members pass it together.
 
-A barrier has a name and passes again and again; each time is a generation. Its members are the tasks of one job that
-are live or expected when it opens. One that joins later waits for the next generation; one that leaves is waited for
-no longer, or fails the barrier when an arrival asked for that.
+A barrier has a name and can pass repeatedly; each pass is a generation. Its members are the tasks of one job that are
+live or expected when it opens. A task that joins later waits for the next generation. The barrier goes on without a
+member that leaves, or fails if an arrival asked for that.
 
 Invariants:
-- the members of a generation are decided once: all that pass it are told the same, also when the coordinator dies
-  meanwhile, and none passes before each member has arrived or left;
-- an arrival is answered exactly once: passed, too late, overtaken by a later one of its task, or failed; the same
-  arrival asked again is answered as it was, as long as its task has not arrived anew;
-- no arrival waits longer than it asked for, and is then told who is missing;
-- a generation in which nobody waits any more has ended;
-- a barrier at which nobody can ask again about an arrival is forgotten, so that names may be used up freely; the number
-  of a generation is greater than those of all generations before it under its name.
+- the members of a generation are decided once: all tasks that pass it get the same answer, even when the coordinator
+  dies meanwhile, and none passes before each member has arrived or left;
+- an arrival is answered exactly once: passed, too late, replaced by a later arrival of its task, or failed; a repeated
+  arrival gets the same answer, as long as its task has not arrived again;
+- no arrival waits longer than its timeout, and its error then names the missing tasks;
+- a generation ends when no task waits in it;
+- a barrier is forgotten once no task can repeat an arrival, so that a program may use any number of names; the number
+  of a generation is greater than those of all earlier generations under its name.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from dflow.distributed.durable_records import DurableRecords
 from dflow.distributed.messages import AwaitBarrier, BarrierPassed, Failure
 from dflow.tracing.task_name import short_task_name
 
-#: The tasks of a job that are live or expected now, and the version of the roster that says so.
+#: The tasks of a job that are live or expected now, and the roster's version.
 Present = Callable[[str], tuple[tuple[str, ...], int]]
-#: A task in an error about it, by name and time.
+#: Description of a task at a time, for an error.
 Describe = Callable[[str, float], str]
 
 
 @dataclass(frozen=True)
 class _Arrival:
-    """One that waits; `life` tells its task from others of the same name."""
+    """An arrival that waits; `life` tells its task from others of the same name, `ask` is the request to answer."""
 
     ask: int
     life: int
@@ -46,7 +46,7 @@ class _Arrival:
 
 
 class _Generation(msgspec.Struct, frozen=True):
-    """The tasks of a generation that are waited for, and the roster's version by which they are its members."""
+    """The remaining members of a generation, and the version of the roster that they were taken from."""
 
     number: int
     version: int
@@ -54,14 +54,14 @@ class _Generation(msgspec.Struct, frozen=True):
 
 
 class _Passed(msgspec.Struct, frozen=True):
-    """The last generation that passed, and the life and the number of each arrival."""
+    """The last generation that passed, and the life and number of each arrival by task."""
 
     generation: _Generation
     arrivals: dict[str, tuple[int, int]]
 
 
 class _Record(msgspec.Struct, frozen=True):
-    """What lasts of a barrier: `generation` has no members when none is open; until `until_s` that may be asked for."""
+    """The durable part of a barrier: `generation` has no members when none is open; `until_s` is the last deadline."""
 
     generation: _Generation
     passed: _Passed
@@ -69,7 +69,7 @@ class _Record(msgspec.Struct, frozen=True):
 
 
 class _Forgotten(msgspec.Struct, frozen=True):
-    """The greatest number of a generation of all barriers that are forgotten."""
+    """The greatest generation number of all forgotten barriers."""
 
     number: int = 0
 
@@ -79,7 +79,7 @@ _NONE = _Generation(0, 0, ())
 
 @dataclass
 class _Barrier:
-    """A barrier: what lasts, who waits, and who waits for the next generation."""
+    """A barrier: its durable part, the arrivals of its members (`here`), and those for the next generation (`late`)."""
 
     generation: _Generation = _NONE
     passed: _Passed = field(default_factory=lambda: _Passed(_NONE, {}))
@@ -89,16 +89,16 @@ class _Barrier:
     late: dict[str, _Arrival] = field(default_factory=dict)
 
     def missing(self) -> tuple[str, ...]:
-        """The members that have not arrived."""
+        """Return the members that have not arrived."""
         return tuple(task for task in self.generation.members if task not in self.here)
 
     def is_over(self, at_s: float) -> bool:
-        """Whether nobody waits, nor can ask again about an arrival."""
+        """Whether no task waits, and none can repeat an arrival."""
         return not self.here and not self.late and at_s >= self.until_s + ASKED_AGAIN_S
 
 
 class Barriers:
-    """The barriers of one cluster, which last as `records`."""
+    """The barriers of one cluster, kept in `records`."""
 
     def __init__(self, present: Present, describe: Describe, records: DurableRecords | None = None) -> None:
         self._present = present
@@ -111,7 +111,7 @@ class Barriers:
         self._forgotten = next((found for _, found in self._records.load(_FORGOTTEN, _Forgotten)), _Forgotten()).number
 
     def arrive(self, at_s: float, ask: int, life: int, request: AwaitBarrier, job: str) -> list[Reply]:
-        """A live task, of `job`, has come to a barrier."""
+        """Record the arrival of a live task of `job` at a barrier."""
         name, task = request.name, request.task
         barrier = self._barriers.setdefault(name, _Barrier(_Generation(self._forgotten, 0, ())))
         barrier.job = job
@@ -127,22 +127,22 @@ class Barriers:
         return replies + self._pass_if_complete(name, barrier)
 
     def leave(self, task: str, why: str) -> list[Reply]:
-        """A task is no longer part of the cluster; `why` is a sentence."""
+        """Remove a task that left the cluster; `why` is a sentence for the errors."""
         return [reply for name, barrier in self._barriers.items() for reply in self._leave(name, barrier, task, why)]
 
     def tick(self, at_s: float) -> list[Reply]:
-        """Answer all that have waited for too long."""
+        """Fail all arrivals past their deadline, and forget the barriers that are over."""
         replies = [reply for name, barrier in self._barriers.items() for reply in self._expire(name, barrier, at_s)]
         for name in [name for name, barrier in self._barriers.items() if barrier.is_over(at_s)]:
             self._forget(name)
         return replies
 
     def waiting(self) -> dict[str, tuple[str, ...]]:
-        """Who waits, by the name of the barrier."""
+        """Return the waiting tasks by the name of the barrier."""
         return {name: (*barrier.here, *barrier.late) for name, barrier in self._barriers.items() if barrier.here}
 
     def _overtake(self, barrier: _Barrier, task: str, request: AwaitBarrier) -> list[Reply]:
-        """Refuse the task's arrival that waits, since it came again."""
+        """Refuse the task's waiting arrival, since a later one came."""
         waits = barrier.here.pop(task, None) or barrier.late.pop(task, None)
         if waits is None:
             return []
@@ -166,7 +166,7 @@ class Barriers:
         return replies
 
     def _close(self, name: str, barrier: _Barrier) -> None:
-        """Nobody is in the generation any more; those that came too late for it begin the next."""
+        """End the generation, since no task waits in it; the late arrivals begin the next."""
         self._set(name, barrier, msgspec.structs.replace(barrier.generation, members=()))
         if barrier.late:
             self._open(name, barrier)
@@ -227,9 +227,9 @@ def _answer(generation: _Generation) -> BarrierPassed:
     return BarrierPassed(generation.number, generation.version, generation.members)
 
 
-#: How many of those that are missing an error names.
+#: An error names at most this many missing tasks.
 MOST_NAMED = 20
-#: By how much whoever waits may outlast what it asked for, as it asks again over another connection.
+#: A task may repeat an arrival, over another connection, until this long after its timeout, in s.
 ASKED_AGAIN_S = 60.0
 _BARRIER = "barrier/"
 _FORGOTTEN = "barriers forgotten"

@@ -1,8 +1,8 @@
-"""What a task, a worker or a tool says to the coordinator, as calls; `session_driver` carries them there.
+"""The coordinator's requests as method calls, for tasks, workers and tools; `session_driver` transmits them.
 
 Invariants:
-- every call has a deadline, and waits through the coordinator's absence until then;
-- `roster` is the newest one the coordinator sent, from the moment `join` returns on;
+- every call has a deadline, and waits until then even while the coordinator is away;
+- `roster` is the newest one that the coordinator sent, as soon as `join` has returned;
 - heartbeats are sent from `join` to `leave` or `close` while there is a connection, whatever the program does.
 """
 
@@ -53,17 +53,17 @@ from dflow.distributed.transport.exchange import on_reader_thread
 from dflow.tracing.errors import DeadlineExceeded, DflowError, InternalError
 from dflow.tracing.task_name import short_task_name
 
-#: How long a call waits for an answer that the coordinator gives at once.
+#: Deadline of a call that the coordinator answers immediately, in s.
 ANSWER_S = 30.0
-#: The most variables that one message asks for.
+#: The most variables that one message places.
 MOST_PLACED = 256
-#: The coordinator ends a wait at a barrier by itself; a client that hears nothing gives it this much more.
+#: The coordinator enforces a barrier's timeout; the client waits this much longer for its answer.
 BARRIER_GRACE_S = 5.0
-#: How long an error waits for what the coordinator knows of a task.
+#: Deadline of the health request that adds detail to an error, in s.
 DESCRIBE_S = 1.0
-#: How long a claim may wait for other workers to end their last steps.
+#: Deadline of a claim, which may wait for other workers to end their last steps, in s.
 CLAIM_S = 3600.0
-#: A claim that waits longer is announced, with the workers that hold the steps.
+#: A claim that waits longer is logged, with the workers that hold the steps.
 LONG_CLAIM_S = 60.0
 LOGGER = logging.getLogger("dflow")
 
@@ -73,7 +73,7 @@ def _no_traffic() -> tuple[EdgeTraffic, ...]:
 
 
 class CoordinatorClient:
-    """A connection to the coordinator at `address`, as `name`; see `SessionDriver` for its arguments and errors."""
+    """A connection to the coordinator at `address`, as `name`; `SessionDriver` documents its arguments and errors."""
 
     def __init__(
         self,
@@ -115,13 +115,13 @@ class CoordinatorClient:
         doing: Callable[[], str] = str,
         timeout_s: float = ANSWER_S,
     ) -> Roster:
-        """Be the task `task`, which listens at `address`, and start the heartbeats.
+        """Join as the task `task`, which listens at `address`, and start the heartbeats.
 
-        What each heartbeat tells is asked before it:
-        `traffic`  what the task has sent so far
-        `steps`    how many parts of steps it has ended so far
-        `doing`    what it is at, as a short text, empty when it is idle; busy without end of a step is a stall
-        raises     RemoteError when a live task has the name, with both addresses; DeviceError when it is no name
+        The callables are called before each heartbeat, which carries their results:
+        `traffic`  what the task has sent since it started
+        `steps`    number of parts of steps that it has ended
+        `doing`    short text on what it works on, empty when idle; a task that is busy and ends no part has stalled
+        raises     RemoteError with both addresses when a live task has the name; DeviceError for a malformed name
         """
         self._task, self._traffic, self._steps, self._doing = task, traffic, steps, doing
         self._driver.beat_later()
@@ -133,9 +133,9 @@ class CoordinatorClient:
         return self.roster
 
     def leave(self, reason: str = FINISHED, *, timeout_s: float = 5.0) -> None:
-        """Tell the last traffic, leave the cluster and close; does not raise when the coordinator has gone.
+        """Send a last heartbeat, leave the cluster and close; does not raise when the coordinator has gone.
 
-        Waits for a coordinator that is away for `timeout_s`, since it would take the task for one that failed.
+        Waits at most `timeout_s` for a coordinator that is away, which would otherwise declare this task dead.
         """
         if self._task and not self._driver.is_closed:
             self._beat()
@@ -144,42 +144,42 @@ class CoordinatorClient:
         self.close(reason)
 
     def close(self, reason: str = "closed by this side") -> None:
-        """End the connection, which is a leave with a fault if the task has joined; a second call does nothing."""
+        """End the connection; a task that has joined then leaves with a fault. A second call does nothing."""
         self._driver.close(reason)
 
     @property
     def process(self) -> str:
-        """What tells this process from all others that join under the name; see `TaskInfo.process`."""
+        """Identity of this process among all that join under the task's name; see `TaskInfo.process`."""
         return self._driver.process
 
     # The other tasks.
 
     @property
     def roster(self) -> Roster:
-        """Who has joined, who has left, who is expected."""
+        """The tasks that have joined, those that have left, and those expected."""
         return self._driver.roster
 
     @property
     def lost(self) -> str:
-        """Why there is no coordinator for this client any more; empty while there is, or may yet be again."""
+        """Why the coordinator is lost for good; empty while there is a connection or one may come back."""
         return self._driver.lost
 
     @property
     def open_asks(self) -> int:
-        """How many asks have no answer."""
+        """Number of requests without an answer."""
         return self._driver.open_asks
 
     def live(self, task: str) -> TaskInfo | None:
-        """The live task of that name."""
+        """Return the live task of that name, or None."""
         return _live(self.roster, task)
 
     @property
     def outage(self) -> str:
-        """Since when there is no connection to the coordinator and why, as the end of a sentence; empty with one."""
+        """How long the connection has been down and why, as the end of a sentence; empty while there is one."""
         return self._driver.outage
 
     def call_on_roster(self, callback: Callable[[Roster], None]) -> None:
-        """Call back with each new roster, and now with the one there is."""
+        """Call back with each new roster, and immediately with the present one."""
         self._driver.call_on_roster(callback)
 
     def call_on_lost(self, callback: Callable[[str], None]) -> None:
@@ -187,18 +187,18 @@ class CoordinatorClient:
         self._driver.call_on_lost(callback)
 
     def call_on_dump(self, callback: Callable[[str], None]) -> None:
-        """Call back with the reason when the tasks are to write their last events down. It must not wait."""
+        """Call back with the reason when this task must dump its newest events. The callback must not block."""
         self._driver.call_on_dump(callback)
 
     def ask_for_dumps(self, why: str) -> None:
-        """Have the other tasks write their last events down; nothing happens while there is no coordinator."""
+        """Make the other tasks dump their newest events; does nothing while there is no coordinator."""
         self._driver.tell(DumpEvents(why, self._task))
 
     def describe(self, task: str) -> str:
-        """The task for an error about it: when it was last heard, what it is at, or why it is not there.
+        """Describe the task for an error: its last heartbeat, what it works on, or why it is absent.
 
-        Never raises. Asks the coordinator, which may take `DESCRIBE_S`; says what is known here when that cannot be
-        asked, as on a thread that reads a connection.
+        Never raises. Asks the coordinator, for at most `DESCRIBE_S`. Uses the roster alone when it cannot ask: on a
+        connection's reader thread, or while the coordinator is away.
         """
         if on_reader_thread() or self._driver.ended or self.outage:
             return f"{_absence(self.roster, task)} ({self.outage.removeprefix('; ') or 'as far as is known here'})"
@@ -209,9 +209,9 @@ class CoordinatorClient:
         return describe_task(task, health)
 
     def wait_for_tasks(self, tasks: Iterable[str], *, timeout_s: float) -> Roster:
-        """Wait until all `tasks` are live; the roster in which they are.
+        """Wait until all `tasks` are live; return the roster that lists them.
 
-        raises  DeadlineExceeded naming those that are missing, and why each left if it was there;
+        raises  DeadlineExceeded naming the missing tasks, and why each left if it had joined;
                 TransportClosed when the coordinator is lost for good meanwhile
         """
         wanted = tuple(tasks)
@@ -243,16 +243,16 @@ class CoordinatorClient:
         on: str = "",
         timeout_s: float = ANSWER_S,
     ) -> Placed:
-        """The task that holds the variable, and which of its processes, the same for every asker; see `PlaceVariable`.
+        """Return the task and process that hold the variable, the same for every requester; see `PlaceVariable`.
 
         raises  VariableError when the name has another type or `near` is not placed; DeviceError without such a job,
-                and when it is on another task than `on`; TaskLost when the process that held it has left
+                or when the variable is on another task than `on`; TaskLost when the process that held it has left
         """
         request = PlaceVariable(name, dtype, shape, size_bytes, job, near, kind, on)
         return self._driver.ask(request, Placed, timeout_s)
 
     def place_all(self, requests: Sequence[PlaceVariable], *, timeout_s: float = ANSWER_S) -> list[Placed | Failure]:
-        """The task of each of these variables, as `place` has it, or why there is none."""
+        """Return for each request the task as in `place`, or the failure, in order."""
         answers: list[Placed | Failure] = []
         for first in range(0, len(requests), MOST_PLACED):
             part = PlaceVariables(tuple(requests[first : first + MOST_PLACED]))
@@ -260,7 +260,7 @@ class CoordinatorClient:
         return answers
 
     def unplace(self, name: str, *, timeout_s: float = ANSWER_S) -> None:
-        """Free a name whose state is gone."""
+        """Free a name whose state no longer exists."""
         self._driver.ask(Unplace(name), Ok, timeout_s)
 
     def claim(
@@ -275,10 +275,10 @@ class CoordinatorClient:
         not_finite: NotFinite | None = None,
         timeout_s: float = CLAIM_S,
     ) -> range:
-        """Report the last claim and get the next steps to do; an empty range says that the run is complete.
+        """Report the last claim and get the next steps; an empty range means that the run is complete.
 
-        Waits while other workers may yet give steps back. With `more` false it gives back what was not done, waits
-        for nothing and gets no steps.
+        Waits while other workers may return steps. With `more` false it returns the steps not done to the pool,
+        does not wait and gets no steps.
         raises  RemoteError when the run has another number of steps; TaskLost when this task has left
         """
         task = self._require_task()
@@ -294,7 +294,7 @@ class CoordinatorClient:
         return range(claimed.first, claimed.first + claimed.count)
 
     def _holders(self) -> str:
-        """The workers that hold claimed steps, as the end of an error; empty if there is none or it is not known."""
+        """The workers that hold claimed steps, as the end of an error; empty if there are none or none are known."""
         try:
             workers = self.status(timeout_s=DESCRIBE_S).workers
         except DflowError:
@@ -305,21 +305,22 @@ class CoordinatorClient:
         )
 
     def elect(self, what: str, *, timeout_s: float = ANSWER_S) -> bool:
-        """Whether this task is the one that does `what`."""
+        """Return whether this task is the one that does `what`: the first live task that asks."""
         return self._driver.ask(ElectOnce(what, self._require_task()), Elected, timeout_s).elected
 
     def barrier(self, name: str, *, timeout_s: float, fails_on_leave: bool = False) -> BarrierPassed:
-        """Wait until all tasks of this one's job have come to the barrier; who they are is in the answer.
+        """Wait until all members have come to the barrier; the answer lists them.
 
-        They are those that are live or expected when the first comes. One that leaves is waited for no longer, or with
-        `fails_on_leave` of any that waits fails the barrier; one that joins meanwhile is of the next.
-        raises  DeadlineExceeded naming those that are missing; TaskLost when the barrier has failed
+        Members are the tasks of this one's job that are live or expected at the first arrival. The barrier goes on
+        without a member that leaves, or fails if any waiting task set `fails_on_leave`. A task that joins later is
+        a member of the next generation.
+        raises  DeadlineExceeded naming the missing tasks; TaskLost when the barrier has failed
         """
         request = AwaitBarrier(name, self._require_task(), 0, timeout_s, fails_on_leave)
         return self._driver.ask(request, BarrierPassed, timeout_s + BARRIER_GRACE_S)
 
     def tell_rounds(self, report: RoundsDone) -> None:
-        """Say how a run of synchronous training goes; nobody waits, and without a coordinator it is not said."""
+        """Report the progress of a run of synchronous training, without waiting; dropped while no coordinator."""
         self._driver.tell(report)
 
     def report(self, name: str, value: float, *, timeout_s: float = ANSWER_S) -> None:
@@ -327,11 +328,11 @@ class CoordinatorClient:
         self._driver.ask(Report(name, value), Ok, timeout_s)
 
     def status(self, *, timeout_s: float = ANSWER_S) -> Status:
-        """Everything the coordinator knows that a person would ask."""
+        """Return a snapshot of the cluster."""
         return self._driver.ask(GetStatus(), Status, timeout_s)
 
     def tick(self) -> None:
-        """Beat and connect if that is due; only needed without a thread."""
+        """Send heartbeats and reconnect when due; only needed without a thread."""
         self._driver.tick()
 
     def _require_task(self) -> str:

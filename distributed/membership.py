@@ -1,19 +1,19 @@
-"""Which tasks are in the cluster, which have left and why, decided from events alone.
+"""The roster of a cluster: its live tasks, and the tasks that left with their reasons; a pure function of events.
 
 Invariants:
 - at most one live task per name and per connection;
-- a task once joined is listed, and `left` is set exactly when it is no longer live; of those that have left, the last
-  `MOST_LEFT` stay listed;
-- a task that joins again in the same incarnation is the member it was, and nobody is told; one of another incarnation
-  is a new entry, and the old one keeps its time and reason;
-- one that was given up may not come back in the same incarnation while it is listed, since its work has gone to others;
-- every change of the roster makes its next version, and is published once: at once while the cluster is small, else
-  together with the others of a tick, so that many who join do not tell many of each;
-- after a restart, the members are those of before, away until they join again;
-- time in which the coordinator itself stood still is no task's silence.
+- a task that has joined is listed, and its `left` is set exactly when it is no longer live; of the tasks that have
+  left, the last `MOST_LEFT` stay listed;
+- a task that rejoins in the same incarnation stays the same member, and no task is notified; another incarnation is a
+  new entry, and the old entry keeps its time and reason;
+- a task that was declared dead may not rejoin in the same incarnation while it is listed: its work went to others;
+- every change of the roster makes its next version, and is published once: immediately while the cluster is small,
+  else with the other changes of a tick, so that N joins do not send N messages to each of N tasks;
+- after a restart the members are those of before, away until they rejoin;
+- a pause of the coordinator itself does not count as a task's silence.
 
-A task is live from its Join until it says Leave, no heartbeat came for `heartbeat_timeout_s`, or its connection ended
-and it was away for `rejoin_s`. No clock is read: time comes with the events.
+A task is live from its Join until its Leave, until `heartbeat_timeout_s` without a heartbeat, or until `rejoin_s` after
+its connection ended. No clock is read: events carry the time.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from dflow.distributed.durable_records import DurableRecords
 from dflow.distributed.messages import Roster, RosterChange, TaskInfo
 from dflow.tracing.task_name import short_task_name, split_task_name, task_name
 
-#: Why a worker leaves when its program has ended well.
+#: Reason for leaving of a worker whose program has ended well.
 FINISHED = "finished"
-#: Why a server leaves when it was told to stop.
+#: Reason for leaving of a server that received a request to stop.
 STOPPED = "stopped"
 #: With more live tasks than this, changes of the roster wait for the next tick.
 PUBLISH_AT_ONCE = 64
-#: So many of those that have left stay listed.
+#: At most this many tasks that have left stay listed.
 MOST_LEFT = 1000
-#: After a longer pause between two ticks the coordinator has stood still, however short the time for heartbeats.
+#: Least pause between two ticks that counts as a pause of the coordinator, however short the heartbeat timeout.
 LONG_PAUSE_S = 2.0
 #: Reasons for leaving that are no fault.
 NORMAL_ENDS = frozenset({FINISHED, STOPPED})
@@ -46,7 +46,7 @@ NORMAL_ENDS = frozenset({FINISHED, STOPPED})
 
 @dataclass(frozen=True)
 class Joined:
-    """A task asked to join over the connection `peer`, and listens at `address`; `cluster` is the one it knows."""
+    """Task `task`, which listens at `address`, asked to join over connection `peer`; `cluster` is the one it knows."""
 
     at_s: float
     peer: int
@@ -58,7 +58,7 @@ class Joined:
 
 @dataclass(frozen=True)
 class HeartbeatArrived:
-    """A task said over `peer` that it is alive."""
+    """A heartbeat of the task arrived over `peer`."""
 
     at_s: float
     peer: int
@@ -76,7 +76,7 @@ class ConnectionLost:
 
 @dataclass(frozen=True)
 class LeaveAsked:
-    """The task behind `peer` goes by its own will."""
+    """The task behind `peer` leaves voluntarily."""
 
     at_s: float
     peer: int
@@ -88,7 +88,7 @@ MembershipEvent = Started | Joined | HeartbeatArrived | ConnectionLost | LeaveAs
 
 @dataclass(frozen=True)
 class RefuseJoin:
-    """Tell the asker that it may not join; the text has both sides and the remedy. `kind` names the error's class."""
+    """Answer the Join with an error; the text has both sides and the remedy. `kind` names the error's class."""
 
     text: str
     kind: str = "RemoteError"
@@ -96,7 +96,7 @@ class RefuseJoin:
 
 @dataclass(frozen=True)
 class ReleaseTask:
-    """Take back what the task held in this life: it has left."""
+    """Release what the task held in this life: it has left."""
 
     task: str
     life: int
@@ -105,7 +105,7 @@ class ReleaseTask:
 
 @dataclass(frozen=True)
 class EndConnection:
-    """The connection may still be open, and is no longer that of a task."""
+    """Close the connection if it is still open: it no longer belongs to a task."""
 
     peer: int
     reason: str
@@ -113,7 +113,7 @@ class EndConnection:
 
 @dataclass(frozen=True)
 class PublishRoster:
-    """Tell every live task what has changed since version `since`: `lives`, and those `dropped` from the list."""
+    """Notify every live task of the changes since version `since`: the entries `lives`, and those `dropped`."""
 
     since: int
     version: int
@@ -126,9 +126,9 @@ MembershipCommand = RefuseJoin | ReleaseTask | EndConnection | PublishRoster
 
 @dataclass(frozen=True)
 class _Live:
-    """A live task: which of all that joined it is, its connection (None while it is away), and its time.
+    """A live task: the number of its life, its connection (None while it is away), and its deadline.
 
-    It is given up at `until_s`, for `reason`.
+    It is declared dead at `until_s`, for `reason`.
     """
 
     life: int
@@ -138,25 +138,25 @@ class _Live:
 
 
 class _Identity(msgspec.Struct, frozen=True):
-    """Which cluster this is, and how many times its coordinator has started."""
+    """Id of the cluster, and number of starts of its coordinator."""
 
     cluster: str = ""
     epoch: int = 0
 
 
 class _Version(msgspec.Struct, frozen=True):
-    """How many times the roster has changed, and how many tasks have left."""
+    """Number of changes of the roster, and number of tasks that have left."""
 
     version: int = 0
     left: int = 0
 
 
 class Membership:
-    """The tasks of one cluster, which last as `records`.
+    """The tasks of one cluster, kept in `records`.
 
-    `jobs`                 the tasks that are expected, as job -> how many
-    `heartbeat_timeout_s`  a task not heard of for so long has left
-    `rejoin_s`             so has one whose connection ended so long ago
+    `jobs`                 number of expected tasks by job
+    `heartbeat_timeout_s`  a task without a heartbeat for this time has left
+    `rejoin_s`             a task without a connection for this time has left
     """
 
     def __init__(
@@ -191,13 +191,14 @@ class Membership:
             sorted((life for life, info in self._joined.items() if info.left_at_s is not None), key=self._end)
         )
         self._dropped: list[int] = []
-        #: The version that last changed each life, or dropped it, oldest first: complete after version `_complete_at`.
+        #: By life, the version that last changed it, oldest first. `_dropped_at` has versions of dropped lives. Both
+        #: are complete after version `_complete_at`.
         self._changed_at: dict[int, int] = {}
         self._dropped_at: deque[tuple[int, int]] = deque()
         self._complete_at = self._version
 
     def handle(self, event: MembershipEvent) -> list[MembershipCommand]:
-        """Take note of the event and say what follows from it."""
+        """Apply the event and return the commands that follow from it."""
         commands = self._decide(event)
         is_due = len(self._live) <= PUBLISH_AT_ONCE or isinstance(event, Ticked)
         return [*commands, self._publish()] if self._unpublished and is_due else commands
@@ -231,20 +232,20 @@ class Membership:
         return self._names_of.get(peer) == task
 
     def is_of_a_task(self, peer: int) -> bool:
-        """Whether the connection `peer` is that of a live task."""
+        """Whether the connection `peer` belongs to a live task."""
         return peer in self._names_of
 
     def life(self, task: str) -> int:
-        """The number of the life that the live task `task` leads, which no other task has or had."""
+        """Return the number of the live task's life, which no other life of any task shares."""
         return self._live[task].life
 
     def process(self, task: str) -> str:
-        """Return the process of a live task; empty when the task is not there."""
+        """Return the process of a live task; empty when the task is not live."""
         live = self._live.get(task)
         return "" if live is None else self._joined[live.life].process
 
     def end_of_process(self, task: str, process: str) -> str:
-        """When and why a process of the task left last; empty when it is there, or its end is no longer listed."""
+        """When and why that process of the task last left; empty if it is live, or its end is no longer listed."""
         for life in reversed(self._lives_of.get(task, [])):
             info = self._joined[life]
             if info.process == process:
@@ -253,15 +254,15 @@ class Membership:
 
     @property
     def version(self) -> int:
-        """That of the roster: how many times it has changed."""
+        """The roster's version: its number of changes."""
         return self._version
 
     def is_there(self, task: str) -> bool:
-        """Whether `task` is live, away or not."""
+        """Whether `task` is live, even if away."""
         return task in self._live
 
     def absence(self, task: str) -> str:
-        """Why nobody else may speak for `task`: it is live, or when and why it left last, or that it never joined."""
+        """Why another connection may not act for `task`: it is live, or when and why it last left, or never joined."""
         if task in self._live:
             live = self._live[task]
             gone = f"is away since its connection ended: {live.reason}" if live.peer is None else "is live over another"
@@ -271,7 +272,7 @@ class Membership:
         return f"{short_task_name(task)} has not joined"
 
     def roster(self) -> Roster:
-        """All that have joined, in order of joining, and the expected ones that never did."""
+        """Return all tasks that have joined, in order of joining, and the expected ones that never did."""
         identity = self._identity
         return Roster(
             tuple(self._joined.values()), tuple(self._expected), self._version, identity.cluster, identity.epoch
@@ -279,16 +280,16 @@ class Membership:
 
     @property
     def cluster(self) -> str:
-        """Which cluster this is."""
+        """Id of this cluster."""
         return self._identity.cluster
 
     @property
     def epoch(self) -> int:
-        """How many times the coordinator has started."""
+        """Number of starts of the coordinator."""
         return self._identity.epoch
 
     def changes_since(self, version: int) -> RosterChange | None:
-        """What has changed in the roster after `version`; None if that is no longer known."""
+        """Return the changes of the roster after `version`; None if they are no longer all known."""
         if not self._complete_at <= version <= self._version:
             return None
         newer = takewhile(lambda change: change[1] > version, reversed(self._changed_at.items()))
@@ -297,32 +298,32 @@ class Membership:
         return RosterChange(version, self._version, entries, dropped, self.epoch)
 
     def entry(self, life: int) -> TaskInfo:
-        """What the roster says of a life."""
+        """Return the roster's entry of a life."""
         return self._joined[life]
 
     @property
     def left_in_all(self) -> int:
-        """How many tasks have left, listed or not."""
+        """Number of tasks that have left, listed or not."""
         return self._left_in_all
 
     def live_peers(self) -> tuple[int, ...]:
-        """The connections of the live tasks that are not away, in order of joining."""
+        """Return the connections of the live tasks that are not away, in order of joining."""
         return tuple(live.peer for live in self._live.values() if live.peer is not None)
 
     def away(self) -> tuple[str, ...]:
-        """The live tasks without a connection, in order of joining."""
+        """Return the live tasks without a connection, in order of joining."""
         return tuple(task for task, live in self._live.items() if live.peer is None)
 
     def available(self, job: str) -> tuple[str, ...]:
-        """The tasks of `job` that are live or still expected, by index."""
+        """Return the tasks of `job` that are live or still expected, by index."""
         return self._by_job().get(job, ())
 
     def jobs(self) -> tuple[str, ...]:
-        """Every job with a live or expected task."""
+        """Return every job with a live or expected task."""
         return tuple(self._by_job())
 
     def _by_job(self) -> dict[str, tuple[str, ...]]:
-        """The tasks that are live or still expected, by job and index; kept while the roster stays as it is."""
+        """Return the live or still expected tasks by job, sorted by index; cached until the roster changes."""
         if self._available is None:
             found: dict[str, list[str]] = {}
             for task in sorted({*self._live, *self._expected}, key=split_task_name):
@@ -331,7 +332,7 @@ class Membership:
         return self._available
 
     def _excuse_pause(self, at_s: float) -> None:
-        """Put all deadlines off by a pause in which no heartbeat could be handled."""
+        """Extend all deadlines by a pause of the coordinator, which could handle no heartbeat meanwhile."""
         last_s, self._ticked_at_s = self._ticked_at_s, at_s
         pause_s = at_s - last_s if last_s is not None else 0.0
         if pause_s > max(LONG_PAUSE_S, self._timeout_s / 2):
@@ -401,7 +402,7 @@ class Membership:
         return (info.incarnation, info.address) == (event.incarnation, event.address)
 
     def _take_back(self, event: Joined, held: _Live) -> list[MembershipCommand]:
-        """The member that was there before comes over another connection, which replaces the old one."""
+        """Reconnect the same member: the new connection replaces the old one."""
         commands: list[MembershipCommand] = []
         if held.peer is not None:
             del self._names_of[held.peer]
@@ -419,7 +420,7 @@ class Membership:
         self._live[task] = replace(self._live[task], until_s=at_s + self._timeout_s, reason=reason)
 
     def _add(self, info: TaskInfo) -> int:
-        """List a task that has joined, which is away for now unless it has left again; the number of its life."""
+        """List a task that has joined and return its life; it is away for now, unless its entry says that it left."""
         life, self._next_life = self._next_life, self._next_life + 1
         self._joined[life] = msgspec.structs.replace(info, life=life)
         self._lives_of.setdefault(info.task, []).append(life)
@@ -448,7 +449,7 @@ class Membership:
         return commands
 
     def _drop(self, life: int) -> None:
-        """List a life no longer that has left."""
+        """Remove a life that has left from the list."""
         info = self._joined.pop(life)
         self._unpublished.pop(life, None)
         self._dropped.append(life)
@@ -463,7 +464,7 @@ class Membership:
         self._records.drop(f"{_LIFE}{life:012d}")
 
     def _changed(self, life: int) -> None:
-        """The entry of a life has changed."""
+        """Record that the entry of a life has changed."""
         self._available = None
         self._version += 1
         self._unpublished[life] = None

@@ -1,8 +1,8 @@
-"""What tasks, the coordinator and clients say to each other; nothing else.
+"""The messages between tasks, the coordinator and clients; nothing else.
 
-Every message is a frozen struct, told apart by its tag. A message that answers another is sent as a reply to it
-by the transport, so no message carries a request number. Arrays and programs travel as raw bytes behind the
-message (its payload), never inside it. A task is named `/job:<job>/task:<index>`.
+Every message is a frozen struct, distinguished by its tag. The transport pairs a reply with its request, so no
+message carries a request number. Arrays and programs travel as raw bytes after the message (its payload), never
+inside it. A task is named `/job:<job>/task:<index>`. "Not answered" marks a notification; all else is a request.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ class Message(msgspec.Struct, frozen=True, tag=True):
 
 
 class Hello(Message, frozen=True):
-    """First on each connection, both ways: who speaks, and which protocol.
+    """First message on each connection, in both directions: the sender's name and protocol version.
 
-    `session`   what this connection carries on or begins; empty when it ends with the connection. As an answer, empty
-                when the session that was to go on is not known
-    `received`  how many frames of the session have arrived at the speaker
-    `process`   which process speaks; see `transport.process_identity`
-    `resumes`   whether the session is one that was begun over another connection
-    `shares`    whether the speaker would send large payloads by memory that both see; done when both say so
+    `session`   id of the session that this connection starts or resumes; empty when the session ends with the
+                connection. Empty in a reply when the requested session is unknown
+    `received`  number of the session's frames that the sender has received
+    `process`   identity of the sender's process; see `transport.process_identity`
+    `resumes`   whether the session was started over an earlier connection
+    `shares`    whether the sender accepts large payloads in shared memory; used when both sides do
     """
 
     name: str
@@ -40,7 +40,7 @@ class Hello(Message, frozen=True):
 
 
 class Ok(Message, frozen=True):
-    """A request was carried out; there is nothing to add."""
+    """The request succeeded; the answer carries no data."""
 
 
 class Packed(Message, frozen=True):
@@ -58,34 +58,34 @@ class Failure(Message, frozen=True):
 
 
 class Introduce(Message, frozen=True):
-    """The sender's life in the roster: the first message over a connection to a task. Answered by `Ok`."""
+    """The sender's life number in the roster: the first message over a connection to a task. Answered by `Ok`."""
 
     life: int
 
 
 class ArrayInfo(msgspec.Struct, frozen=True):
-    """The dtype and shape of one of the arrays in a payload, which holds them one after the other."""
+    """Dtype and shape of one array in a payload, which holds its arrays one after the other."""
 
     dtype: str
     shape: tuple[int, ...]
 
 
 class ProgramCall(msgspec.Struct, frozen=True):
-    """The program number `program` on the values of these numbers."""
+    """Call of the program number `program` on the values numbered `takes`."""
 
     program: int
     takes: tuple[int, ...]
 
 
 class CreateVariable(msgspec.Struct, frozen=True):
-    """A variable to create unless it is there.
+    """A variable to create unless it exists.
 
-    `arrays`  number of the message's arrays that its first value takes, after those of the variables before it
+    `arrays`  number of the message's arrays for its initial value, after those of the variables before it
     `calls`   programs to run, in order
-    `result`  number of the first value: values are numbered, these arrays first, then the results of each call
-    `process` process of the task that shall hold it, by `Placed`; another one of the same name refuses
+    `result`  number of the initial value: values are numbered, these arrays first, then the results of each call
+    `process` process of the task that must hold it, from `Placed`; another process of that task refuses
 
-    Without arrays and calls there is no first value.
+    Without arrays and calls there is no initial value.
     """
 
     name: str
@@ -98,9 +98,9 @@ class CreateVariable(msgspec.Struct, frozen=True):
 
 
 class CreateVariables(Message, frozen=True):
-    """Create each of the variables unless it is there; answered by `VariablesCreated`.
+    """Create each of the variables unless it exists; answered by `VariablesCreated`.
 
-    The payload holds the `arrays`, then exported programs, of `program_sizes` bytes, for the calls.
+    The payload holds the `arrays`, then the exported programs for the calls, `program_sizes` bytes each.
     """
 
     variables: tuple[CreateVariable, ...]
@@ -109,9 +109,9 @@ class CreateVariables(Message, frozen=True):
 
 
 class VariablesCreated(Message, frozen=True):
-    """The variables are there, except the `missing`, sent without a first value, and the `failures`, by their places.
+    """The variables exist, except those at the indices in `missing` (sent without initial value) and in `failures`.
 
-    A variable that was there before, with the same dtype and shape, is unchanged.
+    A variable that existed before, with the same dtype and shape, is unchanged.
     """
 
     missing: tuple[int, ...] = ()
@@ -119,13 +119,13 @@ class VariablesCreated(Message, frozen=True):
 
 
 class ReadVariables(Message, frozen=True):
-    """Answered by `Arrays`, which have the values of one moment."""
+    """Read variables; answered by `Arrays`, a consistent snapshot."""
 
     keys: tuple[str, ...]
 
 
 class WriteVariable(Message, frozen=True):
-    """Replace the variable's value by the payload."""
+    """Replace the variable's value with the payload."""
 
     name: str
     dtype: str
@@ -133,7 +133,7 @@ class WriteVariable(Message, frozen=True):
 
 
 class SavedVariable(msgspec.Struct, frozen=True):
-    """A variable to write: its `key`, the `name` of its array, and its `place` within the folder."""
+    """A variable to write: its `key`, the `name` of its array, and its `place`, a path within the folder."""
 
     key: str
     name: str
@@ -141,18 +141,18 @@ class SavedVariable(msgspec.Struct, frozen=True):
 
 
 class SaveVariables(Message, frozen=True):
-    """Write the values of one moment into the folder of a save, which every task sees; answered by `Ok`."""
+    """Write a consistent snapshot into the folder of a save, which every task can access; answered by `Ok`."""
 
     folder: str
     variables: tuple[SavedVariable, ...]
 
 
 class ReadCheckpoint(Message, frozen=True):
-    """Read values from a checkpoint, and keep them until `EndRestore`; answered by `Ok`.
+    """Read values from a checkpoint and keep them until `EndRestore`; answered by `Ok`.
 
-    `number`     one that `origin` gives no other restore
-    `id`         that of the checkpoint at `path`, which every task sees
-    `variables`  from the names of arrays to the keys of variables
+    `number`     number of the restore, unique within `origin`
+    `id`         id of the checkpoint at `path`, which every task can access
+    `variables`  variable keys by the names of the checkpoint's arrays
     """
 
     origin: str
@@ -163,7 +163,7 @@ class ReadCheckpoint(Message, frozen=True):
 
 
 class EndRestore(Message, frozen=True):
-    """Set variables to what was read for a restore, or let go of it; answered by `Ok`."""
+    """Set the variables to the values read for a restore, or with `is_set` false, discard these; answered by `Ok`."""
 
     origin: str
     number: int
@@ -173,9 +173,9 @@ class EndRestore(Message, frozen=True):
 class RegisterPlan(Message, frozen=True):
     """Keep a plan for later runs; answered by `Registered`, or by `Wanted` when programs are missing.
 
-    `plan` is a msgspec-encoded `dflow.lowering.plan.Plan`; the payload holds the exported programs one after the
-    other, `program_sizes` bytes each. `programs` are the SHA-256 of all; by it a task that has a program knows one of
-    size 0, which is not sent. It may be empty where all are.
+    `plan` is a msgspec-encoded `dflow.lowering.plan.Plan`. The payload holds the exported programs one after the
+    other, `program_sizes` bytes each. `programs` lists the SHA-256 of each. A program that the task already has may
+    be omitted, with size 0. `programs` may be empty when all programs are in the payload.
     """
 
     plan: bytes
@@ -184,25 +184,25 @@ class RegisterPlan(Message, frozen=True):
 
 
 class Wanted(Message, frozen=True):
-    """The programs of a plan, by their places, that the task does not have: send the plan again, with these."""
+    """The indices of a plan's programs that the task does not have: send the plan again, with these."""
 
     programs: tuple[int, ...]
 
 
 class Registered(Message, frozen=True):
-    """The handle by which `RunPlan` names a registered plan."""
+    """The handle that `RunPlan` uses for a registered plan."""
 
     handle: int
 
 
 class ReleasePlan(Message, frozen=True):
-    """One registration of a plan is no longer needed. Not answered."""
+    """Undo one registration of a plan. Not answered."""
 
     handle: int
 
 
 class RunPlan(Message, frozen=True):
-    """Run a registered plan as part of a step; answered by `Ok` when it has ended."""
+    """Run a registered plan as part of a step; answered by `Ok` when the plan has ended."""
 
     handle: int
     origin: str
@@ -210,7 +210,7 @@ class RunPlan(Message, frozen=True):
 
 
 class QueueInfo(msgspec.Struct, frozen=True, tag="queue"):
-    """What makes a queue the queue it is; `seed` is a whole number in decimal, since it may be of any size."""
+    """The settings of a queue, which every creation must repeat; `seed` is an integer of any size, in decimal."""
 
     kind: str
     capacity: int
@@ -219,14 +219,14 @@ class QueueInfo(msgspec.Struct, frozen=True, tag="queue"):
 
 
 class AccumulatorInfo(msgspec.Struct, frozen=True, tag="accumulator"):
-    """What makes an accumulator the accumulator it is; a `limit` of 0 is none."""
+    """The settings of an accumulator, which every creation must repeat; a `limit` of 0 means none."""
 
     reduction: str
     limit: int = 0
 
 
 class CreateResource(Message, frozen=True):
-    """Create a queue or an accumulator unless it is there; answered by `ResourceCreated`.
+    """Create a queue or an accumulator unless it exists; answered by `ResourceCreated`.
 
     `handle` is its type, as graphs print it: `queue<f32[2], i32[]>`; for `process` see `CreateVariable`.
     """
@@ -238,16 +238,16 @@ class CreateResource(Message, frozen=True):
 
 
 class ResourceCreated(Message, frozen=True):
-    """`created` is false when it was there already, with the same type and settings."""
+    """The resource exists; `created` is false when it existed before, with the same type and settings."""
 
     created: bool
 
 
 class CallResource(Message, frozen=True):
-    """Do one op on a queue or an accumulator, waiting for it; answered by `Arrays`.
+    """Run one op on a queue or an accumulator; answered by `Arrays` when the op has ended, which may wait.
 
-    It is the task's part of a step of its own, so that `CancelStep` ends its wait, and so does the leaving of `origin`.
-    The payload holds the operands.
+    The op is the task's part of a step that `origin` numbered for it alone. So its wait ends when that step is
+    cancelled by `CancelStep`, or when `origin` leaves. The payload holds the operands.
     """
 
     key: str
@@ -268,10 +268,10 @@ class Arrays(Message, frozen=True):
 
 
 class ProposeRounds(Message, frozen=True):
-    """A worker takes part in this run from now on; answered by `RoundsAgreed`, the same for every worker.
+    """Register a worker in a run of synchronous training; answered by `RoundsAgreed`, the same for every worker.
 
-    The first worker fixes the number `wanted` of gradients that end each of the `rounds` rounds, and the name of the
-    accumulator. The host appends a number to a name that another run uses.
+    A run has `rounds` synchronous steps, called rounds. The first worker fixes `wanted`, the number of gradients per
+    round, and the name of the accumulator; a number is appended to a name that another run uses.
     """
 
     name: str
@@ -282,7 +282,7 @@ class ProposeRounds(Message, frozen=True):
 
 
 class RoundsAgreed(Message, frozen=True):
-    """The number of gradients that end a round, the name of the run's accumulator, and whether the run is over."""
+    """Number of gradients per round, name of the run's accumulator, and whether all rounds are done."""
 
     wanted: int
     accumulator: str
@@ -290,11 +290,11 @@ class RoundsAgreed(Message, frozen=True):
 
 
 class OpenRounds(Message, frozen=True):
-    """Be the host of a run of synchronous training, unless it is open here; answered by `Ok`.
+    """Become the step aggregator (round host) of a run, unless it is open here; answered by `Ok`.
 
-    In each of `rounds` rounds this task takes the mean of `wanted` gradients from the accumulator and starts the
-    update, a step of its own over the registered plans `handles`, by task. The payload holds what that is fed `before`
-    the mean and `after` it. `workers` take part.
+    In each of `rounds` rounds this task takes the mean of `wanted` gradients from the accumulator. It then starts the
+    update, a step over the registered plans `handles` (by task). The payload holds the arrays fed `before` the mean
+    and those fed `after` it. `workers` take part.
     """
 
     name: str
@@ -308,7 +308,7 @@ class OpenRounds(Message, frozen=True):
 
 
 class NextRound(Message, frozen=True):
-    """A worker is done with the opening `done` (-1: none yet); answered by `RoundOpen` once there is a later one."""
+    """A worker is done with the round opening number `done` (-1: none yet); answered by `RoundOpen` of a later one."""
 
     name: str
     worker: str
@@ -317,14 +317,14 @@ class NextRound(Message, frozen=True):
 
 
 class RoundOpen(Message, frozen=True):
-    """The tag of gradients of the open round, and the number of rounds `done`: all when the run is over."""
+    """The number of the open round, which tags its gradients, and the count of rounds `done` (all: the run is over)."""
 
     number: int
     done: int
 
 
 class LeaveRounds(Message, frozen=True):
-    """A worker takes part no more; it has given its gradients of the openings to `done`. Answered by `Ok`."""
+    """A worker stops taking part; it has sent its gradients for the openings up to `done`. Answered by `Ok`."""
 
     name: str
     worker: str
@@ -332,9 +332,9 @@ class LeaveRounds(Message, frozen=True):
 
 
 class ForgetState(Message, frozen=True):
-    """Let go of a variable's value, or of what a queue or an accumulator holds; answered by `Ok`.
+    """Free a variable's value, or the contents of a queue or an accumulator; answered by `Ok`.
 
-    Whoever uses it from now on, or waits for it, gets an error that says `reason` and `remedy`.
+    Ops that use it later or wait for it now fail with an error that contains `reason` and `remedy`.
     """
 
     key: str
@@ -344,7 +344,7 @@ class ForgetState(Message, frozen=True):
 
 
 class CancelStep(Message, frozen=True):
-    """Stop what is left of a step and forget its values."""
+    """Cancel the rest of a step and discard its values."""
 
     origin: str
     step: int
@@ -362,9 +362,9 @@ class Tensor(Message, frozen=True):
 
 
 class DumpEvents(Message, frozen=True):
-    """Write the last events down, for something is stuck; `task` is who asks, empty for a person.
+    """Write the newest events to a file, because something is stuck. `task` is the requester, empty for a person.
 
-    As a request to a task, answered by `Dumped`. Told to the coordinator by a task, it is passed on to all others.
+    A task answers this request with `Dumped`. The coordinator passes a task's notification on to all other tasks.
     """
 
     why: str
@@ -372,17 +372,17 @@ class DumpEvents(Message, frozen=True):
 
 
 class Dumped(Message, frozen=True):
-    """The file on the task's host; empty when it could not be written."""
+    """Path of the written file on the task's host; empty when it could not be written."""
 
     path: str
 
 
 class PulledTensor(Tensor, frozen=True):
-    """The value of an offer that was asked for. Not answered."""
+    """The value of an offer, sent after `Pull`. Not answered."""
 
 
 class Offer(Message, frozen=True):
-    """The sender keeps the value of an edge, of so many bytes, until it is asked for by `Pull`. Not answered."""
+    """The sender keeps the value of an edge, of `size_bytes` bytes, until the receiver sends `Pull`. Not answered."""
 
     origin: str
     step: int
@@ -391,7 +391,7 @@ class Offer(Message, frozen=True):
 
 
 class Pull(Message, frozen=True):
-    """Send the value that was offered, or with `wanted` false, drop it. Not answered."""
+    """Send the value that was offered, or with `wanted` false, discard it. Not answered."""
 
     origin: str
     step: int
@@ -400,25 +400,25 @@ class Pull(Message, frozen=True):
 
 
 class Credit(Message, frozen=True):
-    """So much of what the other task pushed to the sender has been taken; see `flow_control`. Not answered."""
+    """The sender has taken `size_bytes` of the values that the other task pushed; see `flow_control`. Not answered."""
 
     size_bytes: int
 
 
 class GetClock(Message, frozen=True):
-    """What is the time by the clock of the task's events? Answered by `ClockTold`, at once."""
+    """Read the clock that times the task's events. Answered by `ClockTold`, immediately."""
 
 
 class ClockTold(Message, frozen=True):
-    """Nanoseconds since any moment."""
+    """Nanoseconds since an arbitrary moment."""
 
     at_ns: int
 
 
 class StartTrace(Message, frozen=True):
-    """Keep so many events instead of the last few, and note when calls are computed; answered by `ClockTold`.
+    """Keep the last `events` events instead of the usual few, and time computations; answered by `ClockTold`.
 
-    It ends by `StopTrace`, or by itself after `longest_s`.
+    The trace ends at `StopTrace`, or after `longest_s`.
     """
 
     events: int
@@ -426,23 +426,23 @@ class StartTrace(Message, frozen=True):
 
 
 class StopTrace(Message, frozen=True):
-    """Answered by `TraceTold`: the events not before `since_ns`, and no longer so many of them."""
+    """End the trace; answered by `TraceTold`, which has the events from `since_ns` on."""
 
     since_ns: int
 
 
 class TraceTold(Message, frozen=True):
-    """The payload is a list of `dflow.lowering.recorder.Event` in msgpack; `lost` whether older ones gave way."""
+    """A list of `dflow.lowering.recorder.Event` in msgpack, in the payload; `lost`: whether older events were lost."""
 
     lost: bool
 
 
 class GetTaskState(Message, frozen=True):
-    """How is the task now? Answered by `TaskState`."""
+    """Read the task's counters; answered by `TaskState`."""
 
 
 class ResourceDepth(msgspec.Struct, frozen=True):
-    """A queue, of how many elements, or an accumulator, of how many gradients; `capacity` 0 when nothing bounds it."""
+    """Size of a queue in elements, or of an accumulator in gradients; `capacity` 0 means unbounded."""
 
     name: str
     size: int
@@ -450,14 +450,14 @@ class ResourceDepth(msgspec.Struct, frozen=True):
 
 
 class TaskState(Message, frozen=True):
-    """What a task has done since it started, and holds now.
+    """A task's counters since its start, and its present load.
 
-    `steps`    how many steps that it started have ended
-    `step_s`   how long they took lately, in the mean
-    `parts`    how many parts of steps have ended here
-    `running`  how many run here
-    `waiting`  how many values are waited for
-    `held`     how many values nobody has taken yet
+    `steps`    number of steps started by this task that have ended
+    `step_s`   running mean duration of those that succeeded, in s
+    `parts`    number of parts of steps that have ended here
+    `running`  number of parts running here
+    `waiting`  number of values awaited
+    `held`     number of values received and not taken yet
     `depths`   its queues and accumulators
     """
 
@@ -481,12 +481,12 @@ class Mark(msgspec.Struct, frozen=True):
 
 
 class Join(Message, frozen=True):
-    """A task is up and listens at `address`; answered by `Roster`; each `RosterChange` follows.
+    """Task `task` runs and listens at `address`; answered by `Roster`, and later by a `RosterChange` per change.
 
-    `incarnation`  one life of the task: with the same one and the same address it is the member it was before
-    `cluster`      the cluster it was a member of, or empty; a coordinator of another one refuses it
-    `since`        the version of the roster that it has, or 0; with it, a `RosterChange` may be the answer
-    `mark`         the newest that it has seen; a coordinator whose state is older refuses it
+    `incarnation`  id of one life of the task: a task with the same one and the same address stays the same member
+    `cluster`      id of the cluster that it was a member of, or empty; a coordinator of another cluster refuses it
+    `since`        version of the roster that it has, or 0; if it is not 0, the answer may be a `RosterChange`
+    `mark`         newest mark that it has seen; a coordinator whose state is older refuses it
     """
 
     task: str
@@ -498,9 +498,9 @@ class Join(Message, frozen=True):
 
 
 class TaskInfo(msgspec.Struct, frozen=True):
-    """A task of the cluster, by the number of its `life`, which no other has or had.
+    """A task of the cluster in one `life`, a number that no other life of any task shares.
 
-    `left` is empty while it is alive, else why it left; times are in s since the start.
+    `left` is the reason why it left, empty while it is live. Times are in s since the start of the coordinator.
     """
 
     task: str
@@ -513,7 +513,7 @@ class TaskInfo(msgspec.Struct, frozen=True):
 
     @property
     def process(self) -> str:
-        """The process of this life; a task that was taken for dead and came back has another life in one process."""
+        """Identity of the process; a task that was declared dead and rejoined has another life in the same process."""
         return process_of(self.incarnation)
 
 
@@ -523,11 +523,11 @@ def process_of(incarnation: str) -> str:
 
 
 class Roster(Message, frozen=True):
-    """Every task that has joined, but those that left long ago, and which tasks are still `expected`.
+    """Every task that has joined, except members that left long ago, and the tasks still `expected`.
 
-    `version`  counts the changes; a greater one is newer
-    `cluster`  which cluster this is, the same as long as its coordinator keeps its state
-    `epoch`    counts the starts of the cluster's coordinator
+    `version`  number of changes; a greater one is newer
+    `cluster`  id of the cluster, the same as long as its coordinator keeps its state
+    `epoch`    number of starts of the cluster's coordinator
     """
 
     tasks: tuple[TaskInfo, ...]
@@ -539,10 +539,10 @@ class Roster(Message, frozen=True):
 
 
 class RosterChange(Message, frozen=True):
-    """What has changed in the roster from version `since` to `version`, and the newest `epoch`.
+    """The changes of the roster from version `since` to `version`, and the newest `epoch`. Not answered.
 
-    Each of `entries` takes the place of the one of the same life, or is a new task, which is no longer expected; the
-    lives `dropped` are no longer listed. Not answered.
+    Each of `entries` replaces the entry of the same life, or adds a task, which is no longer expected. The lives in
+    `dropped` are no longer listed.
     """
 
     since: int
@@ -554,13 +554,13 @@ class RosterChange(Message, frozen=True):
 
 
 class PackedRoster(Message, frozen=True):
-    """The roster that `change` makes of the one in the payload, which is encoded and compressed."""
+    """The roster in the payload, encoded and compressed; the receiver applies `change` to it."""
 
     change: RosterChange
 
 
 class EdgeTraffic(msgspec.Struct, frozen=True):
-    """What a task has sent over one edge since it started."""
+    """Values and bytes that a task has sent over one edge since it started."""
 
     edge: str
     source: str
@@ -572,9 +572,9 @@ class EdgeTraffic(msgspec.Struct, frozen=True):
 class Heartbeat(Message, frozen=True):
     """A task is alive. Not answered.
 
-    `traffic`  its totals so far
-    `steps`    how many parts of steps it has ended in all
-    `doing`    what it is at, as a short text; empty when it is idle
+    `traffic`  its totals since it started
+    `steps`    number of parts of steps that it has ended since it started
+    `doing`    short text on what it works on; empty when it is idle
     """
 
     task: str
@@ -584,12 +584,12 @@ class Heartbeat(Message, frozen=True):
 
 
 class PlaceVariable(Message, frozen=True):
-    """Where is, or shall be, this variable? Answered by `Placed`, with the same answer to every asker.
+    """Choose the task that holds a variable; answered by `Placed`, the same for every requester.
 
-    `job`   the job over whose tasks variables are spread
-    `near`  the name of a placed variable whose task this one shall share, or empty
-    `kind`  what it is: a queue or an accumulator too, whose `dtype` says all that makes it what it is
-    `on`    the task that shall hold it, where that is stated, or empty
+    `job`   job over whose tasks variables are spread
+    `near`  name of a placed variable whose task this one must share, or empty
+    `kind`  "variable", or the kind of another resource, such as a queue, whose `dtype` lists all its settings
+    `on`    task that must hold it, or empty for any
     """
 
     name: str
@@ -603,7 +603,7 @@ class PlaceVariable(Message, frozen=True):
 
 
 class Placed(Message, frozen=True):
-    """The task that holds the variable, and its `process`; empty while that has not joined."""
+    """The task that holds the variable, and its `process`, empty until the task has joined."""
 
     task: str
     process: str = ""
@@ -611,19 +611,19 @@ class Placed(Message, frozen=True):
 
 
 class PlaceVariables(Message, frozen=True):
-    """Several questions, in order; answered by `PlacedAll`."""
+    """Several requests, in order; answered by `PlacedAll`."""
 
     requests: tuple[PlaceVariable, ...]
 
 
 class PlacedAll(Message, frozen=True):
-    """The answer to each."""
+    """The answers, in the order of the requests."""
 
     answers: tuple[Placed | Failure, ...]
 
 
 class Unplace(Message, frozen=True):
-    """The state of this name is gone from its task: the name is free. Answered by `Ok`."""
+    """The state of this name no longer exists on its task: free the name. Answered by `Ok`."""
 
     name: str
 
@@ -639,16 +639,16 @@ class NotFinite(msgspec.Struct, frozen=True):
 
 
 class ClaimSteps(Message, frozen=True):
-    """Ask for steps of a run to do; answered by `Claimed`, which waits while others may yet give steps back.
+    """Request steps of a run; answered by `Claimed`, which waits while other workers may return steps.
 
-    `run`        names the run; the first to ask fixes `total_steps`
-    `number`     of this claim, greater than those of the task's earlier ones; the same again is answered the same
-    `last`       the number of the last claim whose answer the task has seen, 0 for none
-    `done`       how many steps of that one were done
-    `step_s`     median seconds a step took since the last claim (0 when none)
-    `metrics`    the newest scalar metrics of the worker
-    `more`       false when the worker takes no further part in the run: it is answered at once, with no steps
-    `not_finite` the first loss of the steps done that is not finite; run and task need not be set
+    `run`        name of the run; the first claim fixes `total_steps`
+    `number`     number of this claim, greater than the task's earlier ones; a repeated number gets the same answer
+    `last`       number of the last claim whose answer the task has seen, 0 for none
+    `done`       number of steps of claim `last` that were done
+    `step_s`     median duration of a step since the last claim, in s (0 when there was none)
+    `metrics`    the worker's newest scalar metrics
+    `more`       false when the worker leaves the run: it is answered immediately, with no steps
+    `not_finite` first loss of the steps done that is not finite; run and task need not be set
     """
 
     run: str
@@ -664,7 +664,7 @@ class ClaimSteps(Message, frozen=True):
 
 
 class Claimed(Message, frozen=True):
-    """`count` steps from number `first` on; a count of 0 says the run is complete, or that no more were wanted."""
+    """Steps `first` to `first + count - 1`; a count of 0: all steps are done, or the claim had `more` false."""
 
     first: int
     count: int
@@ -672,13 +672,13 @@ class Claimed(Message, frozen=True):
 
 
 class RoundsDone(Message, frozen=True):
-    """How a run of synchronous training goes, as a worker sees it; not answered.
+    """Progress of a run of synchronous training, as a worker sees it. Not answered.
 
-    `rounds`   how many rounds of `total_rounds` are done
-    `steps`    steps of the worker since it last said so, of whose gradients `dropped` came too late
-    `step_s`   seconds a step took
-    `metrics`  the newest scalar metrics of the worker
-    `not_finite`  the first loss of these steps that is not finite; run and task need not be set
+    `rounds`   number of rounds done, of `total_rounds`
+    `steps`    number of the worker's steps since its last report; the gradients of `dropped` of them came too late
+    `step_s`   duration of a step, in s
+    `metrics`  the worker's newest scalar metrics
+    `not_finite`  first loss of these steps that is not finite; run and task need not be set
     """
 
     run: str
@@ -693,25 +693,25 @@ class RoundsDone(Message, frozen=True):
 
 
 class ElectOnce(Message, frozen=True):
-    """May this task be the one that does `what`? Answered by `Elected`; the first live task that asks may."""
+    """Ask whether this task is the one that does `what`; answered by `Elected`. The first live task that asks is."""
 
     what: str
     task: str
 
 
 class Elected(Message, frozen=True):
-    """Whether the asker was chosen."""
+    """Whether the requester was elected."""
 
     elected: bool
     mark: Mark = Mark()
 
 
 class AwaitBarrier(Message, frozen=True):
-    """The task has come to a barrier; answered by `BarrierPassed` when all its members have, or left.
+    """The task has arrived at a barrier; answered by `BarrierPassed` when all its members have arrived or left.
 
-    `number`          of this arrival, greater than those of the task's earlier ones; the same again is the same one
-    `timeout_s`       how long it waits
-    `fails_on_leave`  whether a member that leaves fails the barrier instead of being waited for no longer
+    `number`          number of this arrival, greater than the task's earlier ones; a repeated one is the same arrival
+    `timeout_s`       longest wait, in s
+    `fails_on_leave`  whether the barrier fails when a member leaves; otherwise it goes on without that member
     """
 
     name: str
@@ -722,9 +722,9 @@ class AwaitBarrier(Message, frozen=True):
 
 
 class BarrierPassed(Message, frozen=True):
-    """The barrier has been passed by `members`: those of roster `version` that stayed.
+    """The barrier was passed by `members`: those of its members at roster `version` that stayed.
 
-    `generation`  is greater than at the time before; it counts from 1 while the barrier is in use
+    `generation`  number of this pass, greater than the one before; it counts from 1 while the barrier is in use
     """
 
     generation: int
@@ -741,18 +741,18 @@ class Report(Message, frozen=True):
 
 
 class Leave(Message, frozen=True):
-    """A task goes by its own will."""
+    """A task leaves the cluster voluntarily."""
 
     task: str
     reason: str
 
 
 class GetStatus(Message, frozen=True):
-    """Answered by `Status`."""
+    """Read the state of the cluster; answered by `Status`."""
 
 
 class VariableInfo(msgspec.Struct, frozen=True):
-    """A placed variable, queue or accumulator, as `kind` says; for `process` see `Placed`."""
+    """A placed variable, queue or accumulator, by `kind`; for `process` see `Placed`."""
 
     name: str
     dtype: str
@@ -764,10 +764,10 @@ class VariableInfo(msgspec.Struct, frozen=True):
 
 
 class WorkerProgress(msgspec.Struct, frozen=True):
-    """What a worker has done so far in all runs; `step_s` and `metrics` are its newest.
+    """A worker's totals over all runs, and its newest `step_s` and `metrics`.
 
-    Of its steps `dropped` came too late for the round of synchronous training that they were for; `held` are claimed
-    and not reported yet.
+    `dropped` of its steps came too late for their round of synchronous training. `held` steps are claimed and not
+    reported yet.
     """
 
     task: str
@@ -779,10 +779,10 @@ class WorkerProgress(msgspec.Struct, frozen=True):
 
 
 class TaskHealth(msgspec.Struct, frozen=True):
-    """What a live task last said of itself; see `Heartbeat`.
+    """The newest heartbeat of a live task; see `Heartbeat`.
 
-    `heard_at_s`       when it was last heard
-    `stalled_since_s`  since when it has made no progress, or None when it is not stalled
+    `heard_at_s`       time when it arrived
+    `stalled_since_s`  time since when the task has made no progress, or None when it is not stalled
     """
 
     task: str
@@ -793,13 +793,13 @@ class TaskHealth(msgspec.Struct, frozen=True):
 
 
 class GetHealth(Message, frozen=True):
-    """How is this task? Answered by `Health`."""
+    """Read the newest heartbeat of a task; answered by `Health`."""
 
     task: str
 
 
 class Health(Message, frozen=True):
-    """`health` is None when the task is not live or not heard yet; `absence` says why it is not live, or nothing."""
+    """`health` is None for a task that is not live or not heard yet; `absence` says why it is not live, or is empty."""
 
     now_s: float
     health: TaskHealth | None
@@ -807,12 +807,12 @@ class Health(Message, frozen=True):
 
 
 class Status(Message, frozen=True):
-    """Everything the coordinator knows that a person would ask; times are in s since its start.
+    """A snapshot of all that the coordinator shows to people; times are in s since its start.
 
-    `away`  the tasks whose connection has ended, or that have yet to come back after the coordinator's restart; they
-            are live until their time for that is over
-    `left`  how many tasks have left in all, those among them that are no longer listed
-    `not_finite`  the first of each run and metric
+    `away`  live tasks without a connection: it has ended, or the task has not yet rejoined after the coordinator's
+            restart; each has until its deadline to rejoin
+    `left`  number of tasks that have left, including the ones no longer listed
+    `not_finite`  the first non-finite loss of each run and metric
     """
 
     now_s: float
@@ -830,7 +830,7 @@ class Status(Message, frozen=True):
     not_finite: tuple[NotFinite, ...] = ()
 
 
-#: Answers and news that carry the mark of the newest write of the coordinator's state.
+#: Answers and notifications that carry the mark of the newest write of the coordinator's state.
 Marked = Roster | RosterChange | Placed | Claimed | Elected | BarrierPassed
 
 AnyMessage = (
