@@ -1,6 +1,6 @@
-"""The cluster of one: what `dflow.connect()` gives a program that nobody launched as part of a larger one.
+"""The standalone cluster: `dflow.connect()` returns it when no cluster was configured.
 
-It answers as `Cluster` does, so that a script is the same lines in one process and in many.
+It has the methods of `Cluster`, so that a script is the same in one process and in many.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LOGGER = logging.getLogger("dflow")
 
 
 class Alone:
-    """This process, which is every task there is."""
+    """This process as the only task."""
 
     task = ALONE
     index = 0
@@ -30,35 +30,35 @@ class Alone:
         self._ledger = StepLedger()
         self._claims = itertools.count(1)
         self._last_claims: dict[str, int] = {}
-        #: What the program has reported, by name.
+        #: Reported results, by name.
         self.results: dict[str, float] = {}
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """The tasks that are alive: this one."""
+        """The live tasks: this one."""
         return (self.task,)
 
     def wanted_gradients(self, backup_workers: int) -> int:
-        """How many gradients end a round: this process's. Raises StrategyError with backup workers."""
+        """Number of gradients that end a round: one. Raises StrategyError with backup workers."""
         return without_backups(1, backup_workers)
 
     def shared_step(self) -> AbstractContextManager[None]:
-        """Run a step inside, which this process does alone."""
+        """Run a step inside; here no other worker takes part in it."""
         return nullcontext()
 
     def take_part(self, run: str, job: str) -> None:
-        """None: every step is a round of its own."""
+        """Return None: there is no run to take part in, since every step is a round of one worker."""
 
     def tell_rounds(self, report: RoundsDone) -> None:
-        """Nobody asks."""
+        """Do nothing: no status of a cluster is kept."""
 
     def traffic(self) -> tuple[EdgeTraffic, ...]:
-        """What this task has sent to others: nothing."""
+        """Values that this task has sent to others: none."""
         return ()
 
     @contextmanager
     def parameter_servers(self, job: str = "ps") -> Iterator[None]:
-        """Variables made inside live in this process, whatever the job."""
+        """Do nothing: variables made inside live in this process, whatever the job."""
         yield
 
     def claim(
@@ -72,7 +72,7 @@ class Alone:
         more: bool = True,
         not_finite: NotFinite | None = None,
     ) -> range:
-        """Report the last claimed steps and get the next, as from a cluster; a run goes on where it was left.
+        """Report the last claimed steps and get the next, as from a cluster; a later call resumes a run.
 
         Raises RemoteError when the run has another number of steps.
         """
@@ -88,11 +88,11 @@ class Alone:
         return range(reply.message.first, reply.message.first + reply.message.count)
 
     def elect(self, what: str) -> bool:
-        """True: there is nobody else to do it."""
+        """Return True: there is no other task."""
         return True
 
     def barrier(self, name: str, *, timeout_s: float = 600.0, fails_on_leave: bool = False) -> tuple[str, ...]:
-        """Pass at once: there is nobody to wait for."""
+        """Pass immediately: there is no other task."""
         return (self.task,)
 
     def report(self, name: str, value: float) -> None:
@@ -100,4 +100,4 @@ class Alone:
         self.results[name] = float(value)
 
     def close(self) -> None:
-        """Do nothing; there is nobody to leave."""
+        """Do nothing."""

@@ -1,8 +1,8 @@
-"""Queues and accumulators on other tasks, as a worker asks for them.
+"""Queues and accumulators on other tasks, as a worker uses them.
 
-The coordinator says which task holds one of a name, and says the same to every worker; whoever asks first creates it.
-An op outside of traced code is one message and its answer, and its wait is given up on the task too when it is given up
-here.
+The coordinator decides which task holds each name, the same for every worker; the first worker to ask creates the
+resource there. An op outside of traced code is one request and its answer; when the caller stops waiting, so does the
+op on the task.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ from dflow.tracing.types import AccumulatorType, HostType, RowsType
 
 
 class Tasks(Protocol):
-    """What is needed of a cluster."""
+    """The methods of a cluster that this file needs."""
 
     def place_resource(self, name: str, kind: str, said: str, size_bytes: int, *, job: str, on: str) -> Placed:
-        """The task that holds, or shall hold, the resource `name`, which is what is `said`."""
+        """Return the task that holds the resource `name`, described by `said`, or that must create it."""
         ...
 
     def unplace(self, name: str) -> None:
-        """Free a name whose state is gone."""
+        """Free a name whose state no longer exists."""
         ...
 
     def request(self, task: str, message: AnyMessage, payload: Any = b"") -> Reply:
-        """Ask another task, and wait for its answer."""
+        """Send another task a request, and wait for its answer."""
         ...
 
     def request_step(self, task: str, message: Callable[[StepId], AnyMessage], payload: Any, timeout_s: float) -> Reply:
-        """Ask another task for what is a step there, and wait for its answer."""
+        """Send another task a request that runs as a step there, and wait for its answer."""
         ...
 
 
@@ -68,10 +68,10 @@ class ClusterResources:
         self._tasks, self._job = tasks, job
 
     def create(self, resource: HostResource) -> Slot:
-        """Create it on its task, or find it there; where it is.
+        """Create the resource on its task, or find it there; return its location.
 
-        raises  the resource's error without a name, and when another is there under the name; DeviceError when the
-                scope names no task, or another than where it is
+        raises  the resource's error without a name, and when another one has the name; DeviceError when the scope
+                names no task, or another task than the one that holds it
         """
         if not resource.is_named:
             raise resource.error(
@@ -97,7 +97,7 @@ class ClusterResources:
     def use(
         self, resource: HostResource, op: str, operands: Sequence[Any], attributes: Mapping[str, Any]
     ) -> Sequence[jax.Array]:
-        """Do an op now, waiting for it; see `Home.use_resource`."""
+        """Run an op now and wait for it; see `Home.use_resource`."""
         task = task_of_resource(resource)
         infos, payload = encode_arrays([jnp.asarray(operand) for operand in operands])
         where, key = at(caller()), resource.key
@@ -111,17 +111,17 @@ class ClusterResources:
         return [jax.device_put(array) for array in decode_arrays(arrays, data)]
 
     def forget(self, resource: HostResource, reason: str, remedy: str) -> None:
-        """Let go of what it holds; the name is free."""
+        """Free the contents of a queue or an accumulator, and its name."""
         self.forget_state(task_of_resource(resource), resource.key, False, reason, remedy)
 
     def forget_state(self, task: str, key: str, is_variable: bool, reason: str, remedy: str) -> None:
-        """Let go of what a task holds under a key; the name is free."""
+        """Free the state that a task holds under a key, and its name."""
         self._tasks.request(task, ForgetState(key, is_variable, reason, remedy))
         self._tasks.unplace(key)
 
 
 def task_of_resource(resource: HostResource | Variable) -> str:
-    """The task that holds it."""
+    """Return the task that holds the resource."""
     assert resource.device is not None
     return resource.device
 
@@ -151,7 +151,7 @@ def _settings(resource: HostResource) -> QueueInfo | AccumulatorInfo:
 
 
 def _size_bytes(type: HostType, settings: QueueInfo | AccumulatorInfo) -> int:
-    """About how much it may come to hold."""
+    """Estimate of the bytes it may hold; unknown dimensions count as 1."""
     arrays = [array for part in type.components for array in (part.arrays() if isinstance(part, RowsType) else (part,))]
     count: int = settings.capacity if isinstance(settings, QueueInfo) else 1
     return count * sum(int(math.prod(dim or 1 for dim in array.shape) * array.dtype.itemsize) for array in arrays)

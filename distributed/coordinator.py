@@ -1,14 +1,14 @@
-"""The coordinator as a process: messages become events, commands become messages, and the clock ticks.
+"""The coordinator's shell: it turns messages into events, carries out commands, and ticks.
 
-Nothing is decided here; see `coordinator_state`.
+It decides nothing; see `coordinator_state`.
 
 Invariants:
-- events are handled one at a time, and their commands are carried out in their order, so that every task sees rosters
-  in the order in which they were made;
-- what follows from an event is carried out after what has to last of it was written down; events that came while
-  others were written are written together;
-- when that cannot be written, or an event or a command fails in a way that nobody has thought of, nothing more is
-  answered and the coordinator ends, so that the next one goes on from what was written;
+- events are handled one at a time, and their commands are carried out in order, so that every task sees rosters in
+  the order in which they were made;
+- the changes of an event are written to the store before its commands are carried out; events that arrive during a
+  write are written together;
+- when a write fails, or an event or command raises an unexpected error, the coordinator answers nothing more and ends,
+  so that the next one resumes from what was written;
 - carrying out a command never waits for a peer.
 """
 
@@ -51,7 +51,7 @@ from dflow.distributed.transport.exchange import become_reader
 from dflow.tracing.errors import InternalError, SecurityError, TransportClosed
 
 NAME = "coordinator"
-#: The first line the process prints, up to the address.
+#: Prefix of the first line that the process prints; the address follows.
 LISTENING = "dflow coordinator listening on "
 LOGGER = logging.getLogger("dflow")
 #: A message to more tasks than these is encoded once for all.
@@ -62,13 +62,13 @@ _FIRST_START = "shell/first start"
 class Coordinator:
     """A coordinator that listens until it is closed.
 
-    `jobs`         the tasks that are expected, as job -> how many
-    `store`        where its state is, and is kept; it is closed with the coordinator
-    `settings`     how long it waits
-    `tick_s`       how often silence is looked for; None leaves that to calls of `tick`
-    `clock`        seconds since any moment
+    `jobs`         number of expected tasks by job
+    `store`        holds its state across restarts; closed with the coordinator
+    `settings`     its timeouts
+    `tick_s`       interval between ticks, which detect silent tasks; None leaves them to calls of `tick`
+    `clock`        seconds since an arbitrary moment
     `wall_clock`   seconds since a moment that is the same after a restart
-    `on_fault`     called once when the coordinator has to end by itself, with the reason
+    `on_fault`     called once with the reason when a fault ends the coordinator
     raises         what `transport.listen` raises
     """
 
@@ -125,12 +125,12 @@ class Coordinator:
 
     @property
     def address(self) -> str:
-        """Where tasks connect to."""
+        """Address that tasks connect to."""
         assert self._listener is not None
         return self._listener.address
 
     def status(self) -> Status:
-        """Everything a person would ask."""
+        """Return a snapshot for people and tools."""
         with self._handling:
             return self._state.status(self._clock() - self._started_s)
 
@@ -140,11 +140,11 @@ class Coordinator:
             return tuple(self._state.log)
 
     def tick(self) -> None:
-        """Let the state see what time it is."""
+        """Advance the state's time, so that deadlines take effect."""
         self._submit(Ticked)
 
     def close(self) -> None:
-        """Stop listening, end every connection and let go of the state; a second call does nothing."""
+        """Stop listening, close every connection and the store; a second call does nothing."""
         self._closed.set()
         if self._listener is not None:
             self._listener.close()
@@ -152,7 +152,7 @@ class Coordinator:
             self._store.close()
 
     def on_call(self, peer: Peer, message: AnyMessage, payload: memoryview, responder: Responder) -> None:
-        """Take a request; see `transport.base.Handler`. Nobody joins by another name than its connection's."""
+        """Handle a request; see `transport.base.Handler`. A task may join only under its connection's name."""
         if isinstance(message, Join) and message.task != peer.name:
             raise SecurityError(f"{peer.name} asks to join as {message.task}; a task joins by its own name")
         with self._numbering:
@@ -161,7 +161,7 @@ class Coordinator:
         self._submit(lambda at_s: Asked(at_s, number, ask, message))
 
     def on_notify(self, peer: Peer, message: AnyMessage, payload: memoryview) -> None:
-        """Take a message that wants no answer."""
+        """Handle a notification."""
         with self._numbering:
             number = self._number(peer)
         self._submit(lambda at_s: Told(at_s, number, message))
@@ -184,7 +184,7 @@ class Coordinator:
         return self._last_number
 
     def _submit(self, event: Callable[[float], Event]) -> None:
-        """Handle the event before this returns, or after those being handled when a command of one caused it."""
+        """Handle the event before this returns, or after those in progress when a command of one caused it."""
         self._arrived.append(event)
         with self._handling:
             if self._is_handling:
@@ -197,7 +197,7 @@ class Coordinator:
                 self._is_handling = False
 
     def _handle_arrived(self) -> None:
-        """Handle all events that are there, or end by a fault."""
+        """Handle all queued events; an error ends the coordinator."""
         try:
             self._handle_all()
         except OSError as error:
@@ -207,7 +207,7 @@ class Coordinator:
             self._end_by_fault(f"it has failed: {type(error).__name__}: {error}")
 
     def _handle_all(self) -> None:
-        """Handle all events that are there, with one write for all of them."""
+        """Handle all queued events, with one write for all of them."""
         changes: list[Change] = []
         commands: list[Command] = []
         for _ in range(len(self._arrived)):
@@ -267,9 +267,9 @@ def serve_coordinator(
     settings: CoordinatorSettings,
     metrics: str = "",
 ) -> int:
-    """Be a coordinator until `stop`, and serve its metrics at `metrics` if that is said; returns the exit status.
+    """Run a coordinator until `stop`, with metrics served at `metrics` unless empty; return the exit status.
 
-    Its address is the first line that it prints.
+    The first line that it prints has its address.
     """
     coordinator = Coordinator(transport, address, jobs, store=store, settings=settings, on_fault=stop.stop)
     print(f"{LISTENING}{coordinator.address}", flush=True)

@@ -1,15 +1,14 @@
 """The coordinator as a state machine: events in, commands out, no clock, no sockets, no threads.
 
-It routes messages to the parts that decide (membership, directory, step ledger, elections, traffic) and lets
-what one decides follow in the others: a task that leaves gives back its steps and its offices.
+It routes messages to the parts that decide (membership, directory, step ledger, barriers, elections, traffic) and
+applies the consequences in the others: when a task leaves, its steps return to the pool and its elections are void.
 
 Invariants:
-- every Asked is answered by exactly one Reply, at once or, for a claim of steps, after a later event;
-- what has to outlive the coordinator is in a Persist before all that follows from it; a state made from what the
-  Persists of another have left answers, after Started, as that one would;
-- a message in the name of a task counts only from the connection over which that task joined;
-- the newest events are kept in order; as long as they are all there are, handling them again from the start gives the
-  same commands.
+- every Asked is answered by exactly one Reply, immediately, or after a later event for a claim of steps or a barrier;
+- what must outlive the coordinator is in a Persist, before the commands that depend on it; a state made from the
+  Persists of another one answers, after Started, as that one would;
+- a message that names a task counts only from the connection over which that task joined;
+- the log keeps the newest events in order; while it is complete, replaying it gives the same commands.
 """
 
 from __future__ import annotations
@@ -83,18 +82,18 @@ from dflow.distributed.variable_directory import VariableDirectory
 from dflow.tracing.errors import DeviceError
 from dflow.tracing.task_name import short_task_name, split_task_name
 
-#: How long all tasks are not asked for their last events again.
+#: Least time between two requests that all tasks dump their events, in s.
 DUMP_PAUSE_S = 5.0
 _RESULT = "result/"
 
 
 @dataclass(frozen=True)
 class CoordinatorSettings:
-    """How long a coordinator waits, in s.
+    """Timeouts of a coordinator, in s.
 
-    `heartbeat_timeout_s`  a task not heard of for so long has left; after a restart, each has so long to come back
-    `rejoin_s`             so has one whose connection ended so long ago
-    `stall_timeout_s`      one that is at work and has ended no step for so long is stalled, though it is heard
+    `heartbeat_timeout_s`  a task without a heartbeat for this time has left; after a restart, the time to rejoin
+    `rejoin_s`             a task without a connection for this time has left
+    `stall_timeout_s`      a busy task that has ended no step for this time is stalled, despite its heartbeats
     """
 
     heartbeat_timeout_s: float = 10.0
@@ -107,11 +106,11 @@ class _Result(msgspec.Struct, frozen=True):
 
 
 class CoordinatorState:
-    """All that the coordinator of one cluster knows.
+    """The whole state of a cluster's coordinator.
 
-    `jobs`      the tasks that are expected, as job -> how many
-    `settings`  how long it waits
-    `rows`      what the Persists of an earlier coordinator of this cluster have left
+    `jobs`      number of expected tasks by job
+    `settings`  its timeouts
+    `rows`      the rows that the Persists of this cluster's earlier coordinator wrote
     """
 
     def __init__(
@@ -135,7 +134,7 @@ class CoordinatorState:
         self.log = EventLog()
 
     def handle(self, event: Event) -> list[Command]:
-        """Take note of the event and say what the shell shall do, in order."""
+        """Apply the event and return the commands for the shell, in order."""
         self.log.append(event)
         commands = [*self._decide(event), *map(Log, self._ledger.take_news())]
         if self._records.has_changed:
@@ -182,7 +181,7 @@ class CoordinatorState:
                 return [*followed, *self._barriers.tick(at_s), *self._tell_stalls(at_s)]
 
     def status(self, at_s: float) -> Status:
-        """Everything a person would ask."""
+        """Return a snapshot for people and tools."""
         roster = self._membership.roster()
         return Status(
             now_s=at_s,
@@ -232,7 +231,7 @@ class CoordinatorState:
         return f"{stall.doing}; it holds {claims}" if claims else stall.doing
 
     def _ask_for_dumps(self, at_s: float, why: str, asker: int | None = None) -> list[Command]:
-        """Have all live tasks write their last events down; a stall is seen by many, who ask at once."""
+        """Make all live tasks dump their newest events, once for a stall that many tasks report at the same time."""
         if self._dumped_at_s is not None and at_s - self._dumped_at_s < DUMP_PAUSE_S:
             return []
         self._dumped_at_s = at_s
@@ -287,7 +286,7 @@ class CoordinatorState:
         return self._directory.place(request, members.available(request.job), members.jobs())
 
     def _from_task(self, event: Asked, task: str) -> list[Command]:
-        """A refusal when the message does not come from the live task in whose name it speaks, else nothing."""
+        """Return a refusal unless the message comes over the connection of the live task that it names."""
         if self._membership.is_live(task, event.peer):
             return []
         why = self._membership.absence(task)
@@ -317,7 +316,7 @@ class CoordinatorState:
         return [Reply(event.ask, change or self._membership.roster()), *self._follow(decided)]
 
     def _refuse_newer(self, event: Asked, join: Join, missing: str) -> list[Command]:
-        """Refuse a task that has seen newer state than there is here, and say so once in the log too."""
+        """Refuse a task that has seen newer state than this coordinator has; log it once."""
         text = (
             f"the coordinator's state is older than what {short_task_name(join.task)} has seen of it: {missing}; the "
             "file of its state was damaged or replaced, so end the run and start it again with a new one"
@@ -331,7 +330,7 @@ class CoordinatorState:
         return [*self._follow(decided), Reply(event.ask, Ok())]
 
     def _follow(self, decided: list[MembershipCommand]) -> list[Command]:
-        """What follows from a change of the membership, here and in the other parts."""
+        """Apply a change of the membership to the other parts, and return the commands."""
         left = [WorkerLeft(command.task, command.reason) for command in decided if isinstance(command, ReleaseTask)]
         commands: list[Command] = [*self._ledger.leave(left)] if left else []
         for command in decided:

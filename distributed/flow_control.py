@@ -1,14 +1,14 @@
-"""How much a task may send to another that does not take it, and what happens with the rest.
+"""Limits on values pushed to a task before it takes them: the excess is offered instead.
 
-Why: a value is best pushed, since it is then there when it is wanted. But a task that computes faster than another
-takes would fill the other's memory. So values are pushed while no more than a window of them lies untaken; beyond it
-the sender keeps the value and sends an offer, and the receiver asks for the value once someone waits for it.
+Why: pushing a value is fastest, since it is present when it is needed. But a task that computes faster than another
+takes would fill the other's memory. So values are pushed while the untaken ones fit a window. Beyond it the sender
+keeps the value and sends an offer, and the receiver requests the value once an op waits for it.
 
-Why this cannot deadlock: no thread waits for room, and a value that is asked for goes past the window. So whatever the
-order in which values come and are wanted, a wait ends as it would without a window, a message later.
+Why this cannot deadlock: no thread waits for room, and a requested value bypasses the window. So in whatever order
+values come and are needed, a wait ends as it would without a window, one message later.
 
-Invariants: what was pushed to a task and not credited by it is at most the window, or one value. An offer ends once: by
-being asked for or declined, with its step, with the other task, or when it expires. A receiver credits each pushed
+Invariants: the bytes pushed to a task and not credited are at most the window, or one value. An offer ends once: when
+it is requested or declined, with its step, with the other task, or when it expires. A receiver credits each pushed
 value once, when it was taken or dropped, and answers each offer at most once. No I/O, no clock, no locks.
 """
 
@@ -22,15 +22,15 @@ from dflow.lowering.channel import StepId
 
 Item = TypeVar("Item")
 
-#: What an untaken value costs beside its bytes.
+#: Cost of an untaken value in addition to its bytes.
 COST_BYTES = 256
 
-#: A receiver credits so much of a window at a time, so that small values cost no messages.
+#: A receiver sends credit in units of a window divided by this, so that small values cost no messages.
 CREDITED_PART = 4
 
 
 class Offered(NamedTuple):
-    """A value that its sender keeps for `destination`."""
+    """Identity of a value that its sender keeps for `destination`."""
 
     destination: str
     step: StepId
@@ -47,15 +47,15 @@ class Outflow(Generic[Item]):
 
     @property
     def offers(self) -> int:
-        """How many values are kept."""
+        """Number of values kept."""
         return len(self._offers)
 
     def untaken_bytes(self, destination: str) -> int:
-        """What was pushed to `destination` and not credited."""
+        """Bytes pushed to `destination` and not credited, including `COST_BYTES` per value."""
         return self._untaken.get(destination, 0)
 
     def pushes(self, destination: str, size_bytes: int) -> bool:
-        """Whether to push a value; then it counts until it is credited. Otherwise `keep` it and send an offer."""
+        """Whether to push a value, which then counts until it is credited. If false, `keep` it and send an offer."""
         untaken = self._untaken.get(destination, 0)
         after = untaken + size_bytes + COST_BYTES
         if untaken and after > self._window:
@@ -64,24 +64,24 @@ class Outflow(Generic[Item]):
         return True
 
     def keep(self, offer: Offered, item: Item) -> None:
-        """Keep a value that is offered."""
+        """Keep an offered value."""
         self._offers[offer] = item
 
     def end(self, offer: Offered) -> Item | None:
-        """The offered value, which was asked for, declined or has expired; None if it was ended before."""
+        """Remove and return an offered value that was requested, declined or has expired; None if it has ended."""
         return self._offers.pop(offer, None)
 
     def credit(self, destination: str, size_bytes: int) -> None:
-        """`destination` has taken so much of what was pushed."""
+        """Note that `destination` has taken `size_bytes` of the pushed values."""
         self._untaken[destination] = max(0, self._untaken.get(destination, 0) - size_bytes)
 
     def forget(self, destination: str) -> list[Offered]:
-        """The connection to `destination` has ended, and all that was under way with it; returns what was offered."""
+        """Drop all transfers to `destination`, whose connection has ended; return the offers dropped."""
         self._untaken.pop(destination, None)
         return self._end_all(lambda offer: offer.destination == destination)
 
     def abort(self, concerns: Callable[[StepId], bool]) -> list[Offered]:
-        """These steps are given up; returns what was offered in them."""
+        """Drop the offers in aborted steps, those that fulfil `concerns`; return them."""
         return self._end_all(lambda offer: concerns(offer.step))
 
     def _end_all(self, concerns: Callable[[Offered], bool]) -> list[Offered]:
@@ -93,7 +93,7 @@ class Outflow(Generic[Item]):
 
 @dataclass(frozen=True)
 class GiveCredit:
-    """Tell the task `to` that so much of what it pushed was taken."""
+    """Notify the task `to` that `size_bytes` of the values it pushed were taken."""
 
     to: str
     size_bytes: int
@@ -101,7 +101,7 @@ class GiveCredit:
 
 @dataclass(frozen=True)
 class Answer:
-    """Ask the task `to` for the value that it offered, or with `wanted` false, decline it."""
+    """Request from the task `to` the value that it offered, or with `wanted` false, decline it."""
 
     to: str
     step: StepId
@@ -128,16 +128,16 @@ class Inflow:
 
     @property
     def held(self) -> int:
-        """How many pushed values no one has taken."""
+        """Number of pushed values not taken yet."""
         return sum(map(len, self._held.values()))
 
     @property
     def offered(self) -> int:
-        """How many offers no one has asked for."""
+        """Number of offers not answered yet."""
         return sum(map(len, self._offered.values()))
 
     def came(self, source: str, step: StepId, edge: str, size_bytes: int, *, is_held: bool) -> list[Reaction]:
-        """A pushed value came, and lies here untaken or not."""
+        """Count a pushed value that arrived; `is_held`: it waits to be taken."""
         cost = size_bytes + COST_BYTES
         if not is_held:
             return self._owe(source, cost)
@@ -145,26 +145,26 @@ class Inflow:
         return []
 
     def taken(self, step: StepId, edge: str) -> list[Reaction]:
-        """The value that lay here was taken."""
+        """Count a waiting value as taken."""
         held = self._held.get(step)
         value = held.pop(edge, None) if held else None
         return self._owe(*value) if value is not None else []
 
     def offer(self, source: str, step: StepId, edge: str, *, is_awaited: bool, is_open: bool) -> list[Reaction]:
-        """`source` offers a value of a step that `is_open`, or has ended here; someone waits for it, or not yet."""
+        """Handle an offer of `source`: request the value if `is_awaited`, decline it if the step is not `is_open`."""
         if is_awaited or not is_open:
             return [Answer(source, step, edge, is_awaited)]
         self._offered.setdefault(step, {})[edge] = source
         return []
 
     def awaited(self, step: StepId, edge: str) -> list[Reaction]:
-        """Someone waits for a value that has not come."""
+        """Request the value, which an op now waits for, if it was offered."""
         offered = self._offered.get(step)
         source = offered.pop(edge, None) if offered else None
         return [Answer(source, step, edge, True)] if source is not None else []
 
     def ended(self, step: StepId) -> list[Reaction]:
-        """What is left of the step is dropped."""
+        """Credit and decline what remains of a step, which is dropped."""
         reactions: list[Reaction] = []
         for held in self._held.pop(step, {}).values():
             reactions += self._owe(*held)
@@ -173,11 +173,11 @@ class Inflow:
         return reactions
 
     def steps_of(self, origin: str) -> list[StepId]:
-        """The steps of `origin` of which something is here."""
+        """The steps of `origin` with held or offered values here."""
         return [step for step in {**self._held, **self._offered} if step.origin == origin]
 
     def forget(self, source: str) -> None:
-        """The connection to `source` has ended: what came over it is credited to no one, and its offers are void."""
+        """Forget `source`, whose connection has ended: its values are no longer credited, its offers are void."""
         self._owed.pop(source, None)
         for held in self._held.values():
             for edge in [edge for edge, value in held.items() if value.source == source]:

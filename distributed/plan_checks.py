@@ -1,7 +1,7 @@
-"""What must be true of a plan before a task keeps it.
+"""Checks of a plan before a task keeps it.
 
-Why: a plan may come from a peer, and a task runs it without looking again. Invariant: a plan that passes runs without
-an index going out of range, and every item of it can get its turn.
+Why: a plan may come from a peer, and a task runs it without further checks. Invariant: in a plan that passes, no index
+goes out of range, and no item waits for ever for another.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from dflow.tracing import ops
 from dflow.tracing.errors import ParseError, WireError
 from dflow.tracing.types import ArrayType, parse_dtype, parse_type
 
-#: A plan may number this many slots.
+#: Most slots (numbered values) of a plan.
 MAX_SLOTS = 1 << 20
-#: Bodies may be in bodies of bodies, so many deep.
+#: Most levels of bodies nested in bodies.
 MAX_DEPTH = 64
-#: A name, or the user's line, may have this many characters.
+#: Most characters of a name, or of the user's line.
 MAX_TEXT = 4096
-#: A queue may be asked for this many elements at once, or as its capacity.
+#: Largest capacity of a queue, and most elements that one op may take.
 MAX_COUNT = 1 << 31
 
-#: The ops that say how many they want.
+#: The ops with a `count` of elements or gradients to take.
 COUNTED = frozenset({"queue.dequeue_many", "queue.dequeue_up_to", "accumulator.take"})
 
 
 def check_plan(plan: Plan, task: str, programs: int, depth: int = 0) -> None:
-    """Raise WireError unless `task` can run `plan`, and the bodies in it, with so many programs."""
+    """Raise WireError unless `task` can run `plan` and its bodies, given this number of programs."""
     if depth > MAX_DEPTH:
         raise WireError(f"a plan with bodies within bodies more than {MAX_DEPTH} deep")
     if plan.task != task:
@@ -53,7 +53,7 @@ def check_plan(plan: Plan, task: str, programs: int, depth: int = 0) -> None:
 
 
 def _check_control(item: Branch | While | Scan, bodies: Sequence[Plan]) -> None:
-    """Raise WireError where a branch or a loop does not fit the bodies that it runs."""
+    """Raise WireError when a branch or a loop does not match the bodies that it runs."""
     taken, carry, rows, extra, results = len(item.takes), 0, 0, 0, len(item.gives)
     match item:
         case Branch():
@@ -89,7 +89,7 @@ def _check_stacked(item: Scan) -> None:
 
 
 def check_from_peer(plan: Plan) -> None:
-    """Raise WireError unless a plan that passed `check_plan` is one that a task runs for others."""
+    """Raise WireError unless a task may run for a peer a plan that passed `check_plan`."""
     for body in plan.bodies:
         check_from_peer(body)
     if plan.names and len(plan.names) != len(plan.items):
@@ -104,7 +104,7 @@ def check_from_peer(plan: Plan) -> None:
 
 
 def check_use(use: ResourceUse) -> None:
-    """Raise WireError unless this is an op on a queue or an accumulator that can be done at all."""
+    """Raise WireError unless this is a valid op on a queue or an accumulator."""
     if use.op not in ops.RESOURCE_OPS:
         raise WireError(f"{use.op[:MAX_TEXT]!r} is no op on a queue or an accumulator")
     least = 1 if use.op == "accumulator.take" else 0
@@ -132,7 +132,7 @@ def _check_scalar(scalar: Scalar) -> None:
 
 
 def _check_filled_once(plan: Plan) -> None:
-    """Raise WireError where two of items, feeds and numbers fill one slot."""
+    """Raise WireError when two of the items, feeds and numbers fill one slot."""
     filled = [*dict.fromkeys(plan.feeds), *(scalar.slot for scalar in plan.scalars)]
     filled += [slot for item in plan.items for slot in gives(item)]
     if twice := _repeated(filled):
@@ -140,7 +140,7 @@ def _check_filled_once(plan: Plan) -> None:
 
 
 def _check_order(plan: Plan) -> None:
-    """Raise WireError where items wait for each other in a circle, so that none of them gets its turn."""
+    """Raise WireError when items wait for each other in a cycle."""
     makers = {slot: index for index, item in enumerate(plan.items) for slot in gives(item)}
     waits = [{*item.after, *(makers[slot] for slot in takes(item) if slot in makers)} for item in plan.items]
     left, later = [len(before) for before in waits], [list[int]() for _ in waits]

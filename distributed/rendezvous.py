@@ -1,19 +1,19 @@
-"""Matching what is sent with what is awaited, by step and edge; either may come first.
+"""Matching of sent values with pending receives, by step and edge; either may come first.
 
-Why: tasks run their parts of a step without telling each other when, so a value may be here before anyone wants it,
-and must find its waiter later.
+Why: tasks run their parts of a step without notifying each other when, so a value may arrive before the op that
+receives it has started.
 
 Invariants:
 
-- An edge carries at most one value in a step, and has at most one waiter; whatever comes second is dropped or
-  refused. Of an edge in a turn of a loop nothing is kept once its value was delivered, so that a loop may turn for
-  ever; a second value of it would be dropped when the step ends.
-- Every waiter that `take` was given is handed to exactly one `EndWait`, by the call that ends its wait.
-- Nothing is kept for a step that has ended, but the fact. Per origin that is one number, below which every step has
-  ended, and at most `WINDOW` numbers above it. So the steps of an origin are numbered upwards and may overlap, but a
-  step first heard of after `WINDOW` later ones have ended counts as ended; a step that has begun never does.
-- No I/O, no clock, no locks: whoever owns a rendezvous calls it from one thread at a time, and carries out what it
-  returns.
+- An edge carries at most one value in a step, and has at most one waiter; the second one is dropped or refused. An
+  edge in an iteration of a loop is forgotten once its value was delivered, so that a loop may iterate for ever; a
+  second value of it would be dropped when the step ends.
+- Every waiter passed to `take` is in exactly one `EndWait`, returned by the call that ends its wait.
+- Of a step that has ended only that fact is kept. Per origin that is one number, below which every step has ended, and
+  at most `WINDOW` numbers above it. So the steps of an origin are numbered upwards and may overlap, but a step first
+  heard of after `WINDOW` later ones have ended counts as ended; a step that has begun never does.
+- No I/O, no clock, no locks: the owner of a rendezvous calls it from one thread at a time, and carries out the
+  commands that it returns.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from dflow.tracing.task_name import short_task_name
 Waiter = TypeVar("Waiter")
 Value = TypeVar("Value")
 
-#: How many ended steps of an origin are remembered above the mark below which all have ended.
+#: At most this many numbers of ended steps are remembered per origin, above the number below which all have ended.
 WINDOW = 256
 
 
 class EndWait(msgspec.Struct, Generic[Waiter, Value], frozen=True):
-    """Tell `waiter` the value it waited for, or why there will be none."""
+    """Command: pass `waiter` the value it waited for, or the error because of which there is none."""
 
     waiter: Waiter
     outcome: Value | BaseException
@@ -44,16 +44,15 @@ class EndWait(msgspec.Struct, Generic[Waiter, Value], frozen=True):
 
 @dataclass(frozen=True)
 class RendezvousStatistics:
-    """What a rendezvous holds now, and what it has done since it was made.
+    """Present contents of a rendezvous, and its counters since it was made.
 
-    `open_steps`  steps that have begun or hold something
-    `values`      values no one has taken yet
-    `waiters`     waits that have not ended
-    `delivered`   values handed to a waiter, in all
-    `dropped`     values that came twice, or for a step that had ended, or were not taken before it ended, in all
-    `remembered`  numbers of ended steps that are kept
+    `open_steps`  number of steps that have begun or hold something
+    `values`      number of values not taken yet
+    `waiters`     number of waits that have not ended
+    `delivered`   total of values passed to a waiter
+    `dropped`     total of values that came twice, came for a step that had ended, or were not taken before it ended
+    `remembered`  number of ended steps that are remembered
     """
-
     open_steps: int
     values: int
     waiters: int
@@ -72,7 +71,7 @@ class _Held(msgspec.Struct, Generic[Value], frozen=True):
 
 
 class _Done:
-    """The place of an edge whose value was delivered, or whose wait ended without."""
+    """Entry of an edge whose value was delivered, or whose wait ended without a value."""
 
 
 _DONE = _Done()
@@ -93,7 +92,7 @@ class _Step(Generic[Waiter, Value]):
 
 @dataclass
 class _Ended:
-    """Which steps of one origin have ended: all below `low`, and those in `above`."""
+    """The ended steps of one origin: all below `low`, and those in `above`."""
 
     low: int = 0
     above: set[int] = field(default_factory=set)
@@ -112,7 +111,7 @@ class _Ended:
 
 
 class Rendezvous(Generic[Waiter, Value]):
-    """The meeting place of one task; `Waiter` is whatever its owner can end a wait with."""
+    """The rendezvous of one task; a `Waiter` is anything with which its owner can end a wait."""
 
     def __init__(self) -> None:
         self._steps: dict[StepId, _Step[Waiter, Value]] = {}
@@ -122,20 +121,20 @@ class Rendezvous(Generic[Waiter, Value]):
         self._dropped = 0
 
     def begin(self, step: StepId) -> None:
-        """This task has its part in the step, which ends by `finish`, `abort` or `lose`.
+        """Begin this task's part in the step, until `finish`, `abort` or `lose`.
 
-        raises  StepCancelled if the step has ended already; the origin's own error if that was lost
+        raises  StepCancelled if the step has ended already; the error of `lose` if the origin was lost
         """
         self._open(step)
 
     def count_from(self, origin: str, number: int) -> None:
-        """Steps of `origin` below `number` are of its past lives: what still comes for them is dropped."""
+        """Treat steps of `origin` below `number` as ended, since earlier lives started them; drop their values."""
         ended = self._ended.setdefault(origin, _Ended())
         ended.low = max(ended.low, number)
         ended.above = {above for above in ended.above if above >= ended.low}
 
     def put(self, step: StepId, edge: str, value: Value) -> list[EndWait[Waiter, Value]]:
-        """A value came; it is dropped if the step has ended, or the edge has had its value."""
+        """Store or deliver a received value; drop it if the step has ended, or the edge has had its value."""
         try:
             opened = self._open(step)
         except DflowError:
@@ -154,7 +153,7 @@ class Rendezvous(Generic[Waiter, Value]):
         return [EndWait(place.waiter, value)]
 
     def take(self, step: StepId, edge: str, source: str, waiter: Waiter) -> list[EndWait[Waiter, Value]]:
-        """Someone waits for the value that the task `source` sends; ends at once if it is here, or cannot come."""
+        """Wait for the value that the task `source` sends; the wait ends now if the value is here, or cannot come."""
         try:
             opened = self._open(step)
         except DflowError as error:
@@ -173,17 +172,17 @@ class Rendezvous(Generic[Waiter, Value]):
         return []
 
     def holds(self, step: StepId, edge: str) -> bool:
-        """Whether a value lies here that no one has taken."""
+        """Whether a value is here and not taken."""
         opened = self._steps.get(step)
         return opened is not None and isinstance(opened.edges.get(edge), _Held)
 
     def is_open(self, step: StepId) -> bool:
-        """Whether the step may still go on here."""
+        """Whether the step has not ended here."""
         ended = self._ended.get(step.origin)
         return step in self._steps or not (step.origin in self._lost or (ended is not None and step.number in ended))
 
     def expire(self, step: StepId, edge: str, error: BaseException) -> list[EndWait[Waiter, Value]]:
-        """A wait has lasted too long; nothing happens if it has ended."""
+        """End a wait that has timed out; does nothing if it has ended."""
         opened = self._steps.get(step)
         place = opened.edges.get(edge) if opened is not None else None
         if opened is None or not isinstance(place, _Waiting):
@@ -192,11 +191,11 @@ class Rendezvous(Generic[Waiter, Value]):
         return [EndWait(place.waiter, error)]
 
     def finish(self, step: StepId) -> list[EndWait[Waiter, Value]]:
-        """This task's part has ended; what is left of it is dropped."""
+        """End this task's part of the step and drop the rest."""
         return self.abort(step, StepCancelled(f"{describe(step)} has ended"))
 
     def abort(self, step: StepId, error: BaseException) -> list[EndWait[Waiter, Value]]:
-        """The step is given up: its waits end with `error`, its values are dropped, as are those still to come."""
+        """Abort the step: its waits end with `error`; its values are dropped, including those that arrive later."""
         ended = self._ended.get(step.origin)
         if ended is None:
             ended = self._ended[step.origin] = _Ended()
@@ -211,7 +210,7 @@ class Rendezvous(Generic[Waiter, Value]):
         return commands
 
     def stop_waiting_for(self, source: str, error: BaseException) -> list[EndWait[Waiter, Value]]:
-        """Values that `source` sent may be lost: end the waits for them with `error`."""
+        """End the waits for values of `source` with `error`, since these may be lost."""
         commands: list[EndWait[Waiter, Value]] = []
         for opened in self._steps.values():
             for edge, place in opened.edges.items():
@@ -221,10 +220,10 @@ class Rendezvous(Generic[Waiter, Value]):
         return commands
 
     def lose(self, task: str, error: DflowError) -> list[EndWait[Waiter, Value]]:
-        """A task has left: the steps it started are aborted, and waits for its values end, now and until `welcome`.
+        """Handle the loss of a task: abort its steps, and fail waits for its values until `welcome`.
 
-        Its count of steps is forgotten, since a task of that name may come back and count anew. What ends now, or
-        until then, is remembered: its values may still be on their way when the same task has come back.
+        Which of its steps had ended is forgotten, since a new task of that name may count from 0. Steps that end now,
+        or before `welcome`, are remembered: if the same task comes back, their values may still arrive.
         """
         commands = self.stop_waiting_for(task, error)
         if task not in self._lost:
@@ -235,11 +234,11 @@ class Rendezvous(Generic[Waiter, Value]):
         return commands
 
     def welcome(self, task: str) -> None:
-        """A task of this name is in the cluster (again)."""
+        """Accept steps and values of a task of this name again."""
         self._lost.pop(task, None)
 
     def is_lost(self, task: str) -> bool:
-        """Whether a task has left, and none of its name has come since."""
+        """Whether a task has left, and no task of its name has come since."""
         return task in self._lost
 
     def open_steps(self, origin: str) -> tuple[StepId, ...]:
@@ -247,7 +246,7 @@ class Rendezvous(Generic[Waiter, Value]):
         return tuple(step for step in self._steps if step.origin == origin)
 
     def statistics(self) -> RendezvousStatistics:
-        """What is held, and what was done."""
+        """Return the present contents and the counters."""
         return RendezvousStatistics(
             open_steps=len(self._steps),
             values=self._count(lambda place: isinstance(place, _Held)),
@@ -258,7 +257,7 @@ class Rendezvous(Generic[Waiter, Value]):
         )
 
     def _open(self, step: StepId) -> _Step[Waiter, Value]:
-        """The state of a step that may still go on, made if this is the first that is heard of it."""
+        """Return the state of a step that has not ended, created when the step is first heard of."""
         opened = self._steps.get(step)
         if opened is not None:
             return opened
@@ -275,5 +274,5 @@ class Rendezvous(Generic[Waiter, Value]):
 
 
 def describe(step: StepId) -> str:
-    """The step in words."""
+    """Describe the step in words, for errors."""
     return f"step {step.place} of {short_task_name(step.origin)}"

@@ -1,9 +1,9 @@
-"""The host of synchronous training: a task that applies the averages, on behalf of workers that may die any time.
+"""The step aggregator (round host): a task that applies the average gradients for workers, which may die at any time.
 
-Why: an update that a worker runs is left half done on some tasks when that worker dies. So a parameter task is where
-rounds are decided (`rounds.py`), takes the average from its accumulator, and starts the update itself. Invariants: the
-events of a run are handled one at a time and in order; the commands of one are carried out before the next. A run
-without a worker keeps only its numbers: a later worker goes on with the run, or learns that it is over.
+Why: an update that a worker runs is left half done on some tasks when that worker dies. So a parameter task decides
+the rounds (`rounds.py`), takes the average from its accumulator, and starts the update itself. Invariants: the events
+of a run are handled one at a time and in order; the commands of one are carried out before the next. A run without a
+worker keeps only its numbers: a later worker resumes the run, or learns that it is over.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from dflow.lowering.timers import Stoppable, start_timer
 from dflow.lowering.waiters import Cancel
 from dflow.tracing.errors import DflowError, RemoteError, StepCancelled, TaskLost, TransportClosed, WireError
 
-#: Starts a step of this task's own over plans, by task, with feeds for its own; calls back with the error, if any.
+#: Starts a step of this task: plan handles by task, feeds for this task's part, callback with the error or None.
 StartStep = Callable[[Mapping[str, int], Sequence[Any], Callable[[BaseException | None], None]], None]
 
 
 class RoundHost:
-    """The runs of synchronous training that the task `task` is the host of; any method may be called by any thread.
+    """The runs of synchronous training that the task `task` aggregates; thread-safe.
 
-    has_left  whether a task has left the cluster; of one that leaves later `task_left` tells
+    has_left  whether a task has left the cluster; `task_left` reports tasks that leave later
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class RoundHost:
         return self._run(message.name).agree(message)
 
     def open(self, message: OpenRounds, payload: memoryview) -> None:
-        """Be the host of a run; raises WireError for what is none, DflowError without its accumulator."""
+        """Become the aggregator of a run. Raises WireError for a malformed request, DflowError without accumulator."""
         counts = message.rounds, message.wanted
         if not (0 <= counts[0] <= MAX_COUNT and 1 <= counts[1] <= MAX_COUNT) or self._task not in message.handles:
             raise WireError(f"rounds {message.name[:64]!r} with the counts {counts} and plans for {[*message.handles]}")
@@ -88,7 +88,7 @@ class RoundHost:
             arrays[: len(message.before)],
             arrays[len(message.before) :],
         )
-        # Who asks may have heard less of who has left.
+        # The sender may not know yet of all workers that have left.
         workers = tuple(worker for worker in message.workers if not self._has_left(worker))
         self._run(message.name).open(update, rounds.Opened(message.rounds, message.wanted, workers))
 
@@ -97,18 +97,18 @@ class RoundHost:
         self._run(message.name).ask(message, responder)
 
     def leave(self, message: LeaveRounds) -> None:
-        """A worker takes part no more."""
+        """Remove a worker that stops taking part."""
         self._run(message.name).handle(rounds.Left(message.worker, message.done))
 
     def task_left(self, task: str) -> None:
-        """A task is gone, and gives no more gradients."""
+        """Remove a task that left the cluster, and gives no more gradients."""
         with self._lock:
             runs = list(self._runs.values())
         for run in runs:
             run.handle(rounds.Left(task))
 
     def close(self, error: DflowError) -> None:
-        """Answer all who wait with `error`."""
+        """Answer all waiting requests with `error`."""
         with self._lock:
             runs = list(self._runs.values())
         for run in runs:
@@ -146,7 +146,7 @@ class _Accumulators:
 
 @dataclass(frozen=True)
 class _Update:
-    """How the averages of a run are made and applied."""
+    """How a run takes and applies its averages."""
 
     key: str
     accumulator: HeldAccumulator
@@ -188,7 +188,7 @@ class _Run:
             return RoundsAgreed(self._agreed, self.accumulator, self._rounds.is_over)
 
     def open(self, update: _Update, opened: rounds.Opened) -> None:
-        """Set how averages are made and applied; the first worker sets it for all, until an update fails."""
+        """Set how averages are taken and applied; the first worker sets it for all, until an update fails."""
         with self._lock:
             self._refuse_other(opened.rounds)
             if not self._rounds.is_over:
@@ -204,7 +204,7 @@ class _Run:
             )
 
     def ask(self, message: NextRound, responder: Responder) -> None:
-        """Let the worker wait; see `RoundHost.ask`."""
+        """Queue the worker's request; see `RoundHost.ask`."""
         wait_s = message.timeout_s if math.isfinite(message.timeout_s) else math.inf
         with self._lock:
             ask = next(self._numbers)
@@ -212,7 +212,7 @@ class _Run:
             self.handle(rounds.Came(ask, message.worker, message.done))
 
     def close(self, error: DflowError) -> None:
-        """Answer all who wait with `error`; what is decided later has no one to be told."""
+        """Answer all waiting requests with `error`; later answers to them are ignored."""
         with self._lock:
             responders = [self._answered(ask) for ask in list(self._asks)]
         for responder in responders:
@@ -220,7 +220,7 @@ class _Run:
                 responder.fail(error)
 
     def handle(self, event: rounds.Event) -> None:
-        """Handle the event now, or after the one being handled when a command of that one caused it."""
+        """Handle the event now, or after the current one if a command of that one caused it."""
         with self._lock:
             self._arrived.append(event)
             if self._is_handling:
@@ -233,7 +233,7 @@ class _Run:
             finally:
                 self._is_handling = False
             if not self._rounds.is_open:
-                # The feeds of its updates may be large.
+                # Free the feeds of its updates, which may be large.
                 self.update = None
 
     def _carry_out(self, command: rounds.Command) -> None:
@@ -253,7 +253,7 @@ class _Run:
                 self._rest()
 
     def _answered(self, ask: int) -> Responder | None:
-        """Whom to answer, unless that was done when the task closed."""
+        """Remove and return the responder of a request; None when it was answered as the task closed."""
         waiting = self._asks.pop(ask, None)
         if waiting is None:
             return None
@@ -274,7 +274,7 @@ class _Run:
             self._updated(error)
 
     def _taken(self, number: int, mean: Results) -> None:
-        """The average is there, on the thread of whoever brought the last gradient."""
+        """Handle the average, on the thread that brought the last gradient."""
         with self._lock:
             if not self._rounds.is_open or self._rounds.number != number:
                 return  # a Rest has ended the take

@@ -1,18 +1,19 @@
-"""Which round of synchronous training is open, who takes part in it, and how many gradients end it; no I/O.
+"""State of one run of synchronous training: the open round, its workers and its number of gradients; no I/O.
 
-In a round each worker gives a gradient, the first `wanted` of them are averaged and applied, and the next round opens.
-Here it is decided who may begin which round, how many gradients are still to be waited for, and what each waits for.
+A round is one synchronous step: each worker gives a gradient, the first `wanted` of them are averaged and applied, and
+the next round opens. This file decides which round a worker may begin, how many gradients the round still waits for,
+and what each request waits for.
 
 Invariants:
-- one round is open at a time; the next opens when the update of this one has ended. Each opening has a number of its
-  own, greater than those before, with which gradients are tagged: a round whose update failed is opened again under the
-  next number;
-- each ask of a worker gets one answer: an opening later than the one that the worker has completed, or an error;
-- as many gradients are waited for as are wanted, or as can come: from the workers that have not left, from those that
-  left after they had given theirs, and, until all others have given theirs, from those that died and may have; so none
-  of a worker that lives is left out for one of a worker that died; but one at least;
-- after a failed update each worker that took part gets the error once, and the run goes on when it is opened again;
-- after the last round every ask is answered immediately;
+- one round is open at a time; the next opens when the update of this one has ended. Each opening has its own number,
+  greater than earlier ones, which tags its gradients: a round whose update failed is opened again under the next
+  number;
+- each request of a worker gets one answer: an opening later than the one that the worker has completed, or an error;
+- a round waits for `wanted` gradients, or for all that can come if they are fewer, and for at least one. Gradients can
+  come from workers that have not left, from those that left after giving theirs, and, until all others have given
+  theirs, from workers that died and may have given one. So a dead worker's gradient never displaces a live worker's;
+- after a failed update each worker that took part gets the error once, and the run resumes when it is opened again;
+- after the last round every request is answered immediately;
 - the run holds nothing but numbers from each Rest to the next Began; a Rest comes as soon as no worker takes part and
   no gradient is left to apply.
 """
@@ -25,14 +26,14 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Began:
-    """A worker takes part from now on, until it leaves; it is about to open the run unless the run is open."""
+    """A worker takes part until it leaves; it is about to open the run, unless that is open."""
 
     worker: str
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A run of `rounds` rounds can go on, of `wanted` gradients each; `workers` take part unless they left before."""
+    """A run of `rounds` rounds of `wanted` gradients is open; `workers` take part, except any that left before."""
 
     rounds: int
     wanted: int
@@ -41,7 +42,7 @@ class Opened:
 
 @dataclass(frozen=True)
 class Came:
-    """A worker is done with the opening `done` (-1: with none yet), and asks for the next."""
+    """A worker is done with the opening `done` (-1: none yet), and requests the next one."""
 
     ask: int
     worker: str
@@ -50,14 +51,14 @@ class Came:
 
 @dataclass(frozen=True)
 class GaveUp:
-    """The ask is no longer waited for: its time is over."""
+    """The request `ask` has timed out."""
 
     ask: int
 
 
 @dataclass(frozen=True)
 class Left:
-    """A worker takes part no more: it gave its gradients of the openings to `done`. None: it died and cannot say."""
+    """A worker stops taking part. It gave its gradients for the openings up to `done`; None: unknown, since it died."""
 
     worker: str
     done: int | None = None
@@ -65,12 +66,12 @@ class Left:
 
 @dataclass(frozen=True)
 class Taken:
-    """The accumulator gave the average of enough gradients, which is about to be applied."""
+    """The accumulator returned the average of enough gradients, which will be applied next."""
 
 
 @dataclass(frozen=True)
 class Updated:
-    """The update of the open round has ended, and failed if there is an `error`, which is of the class `kind`."""
+    """The update of the open round has ended, and failed if there is an `error`, of the class `kind`."""
 
     error: str = ""
     kind: str = "RemoteError"
@@ -88,14 +89,14 @@ class OpenRound:
 
 @dataclass(frozen=True)
 class SetEnough:
-    """So many gradients are enough for the open round."""
+    """Set the number of gradients that end the open round."""
 
     count: int
 
 
 @dataclass(frozen=True)
 class Tell:
-    """Answer the ask: the opening `number` is there, after `done` rounds. All rounds done says that the run is over."""
+    """Answer the request: opening `number`, after `done` rounds. If all rounds are done, the run is over."""
 
     ask: int
     number: int
@@ -104,17 +105,17 @@ class Tell:
 
 @dataclass(frozen=True)
 class Refuse:
-    """Answer the ask by an error."""
+    """Answer the request with an error."""
 
     ask: int
     text: str
-    #: The class of the error, of `dflow.tracing.errors`.
+    #: Name of the error's class in `dflow.tracing.errors`.
     kind: str = "RemoteError"
 
 
 @dataclass(frozen=True)
 class Rest:
-    """Free all that the run holds but its numbers, and cancel the take that still waits."""
+    """Free all that the run holds but its numbers, and cancel its waiting accumulator take."""
 
 
 Command = OpenRound | SetEnough | Tell | Refuse | Rest
@@ -134,27 +135,27 @@ class Rounds:
     is_updating: bool = False
     #: Whether a Rest would free anything.
     is_held: bool = False
-    #: Who may still give gradients.
+    #: Workers that may still give gradients.
     workers: set[str] = field(default_factory=set)
     #: Workers that have begun and have not left.
     taking_part: set[str] = field(default_factory=set)
     #: Workers that gave a gradient for the opening, and wait for the next or have left.
     given: set[str] = field(default_factory=set)
-    #: Workers that died since the opening, and may have given one.
+    #: Workers that died since the opening, and may have given a gradient for it.
     lost: set[str] = field(default_factory=set)
-    #: Workers that left of their own accord, and have not come back.
+    #: Workers that left voluntarily, and have not come back.
     left: set[str] = field(default_factory=set)
     #: Workers that have yet to get the error of the failed update.
     untold: set[str] = field(default_factory=set)
-    #: By worker: the ask that waits.
+    #: By worker: its waiting request.
     asks: dict[str, int] = field(default_factory=dict)
     #: The last failed update.
     failure: Updated = Updated()
-    #: What was last commanded.
+    #: The count of the last SetEnough.
     enough: int = 0
 
     def handle(self, event: Event) -> list[Command]:
-        """Take note of the event, and say what to do, in order."""
+        """Apply the event and return the commands, in order."""
         match event:
             case Began(worker):
                 return self._began(worker)
@@ -174,7 +175,7 @@ class Rounds:
 
     @property
     def done(self) -> int:
-        """How many rounds are done."""
+        """Number of rounds done."""
         return self.number - self.failed
 
     @property
@@ -183,7 +184,7 @@ class Rounds:
         return self.rounds is not None and self.done >= self.rounds
 
     def missing(self) -> Sequence[str]:
-        """Workers that have given no gradient for the opening, as far as is known here."""
+        """Workers not known to have given a gradient for the opening."""
         return sorted(self.workers - self.given)
 
     def _began(self, worker: str) -> list[Command]:
@@ -249,7 +250,7 @@ class Rounds:
         elif self.is_open and done is not None and done >= self.number:
             self.given.add(worker)
         if self.rounds is None or (self.is_open and done is not None):
-            # A worker that leaves because an update failed is expected back.
+            # A worker that leaves because an update failed is expected back, so it is not added then.
             self.left.add(worker)
         self.workers.discard(worker)
         ask = self.asks.pop(worker, None)
@@ -267,7 +268,7 @@ class Rounds:
             return self._fail(event, asks)
         told: list[Command] = [Tell(ask, self.number, self.done) for ask in asks.values()]
         self.is_open = not self.is_over
-        # The round is open before anyone hears of it.
+        # Open the round before any worker is notified of it.
         return told if self.is_over else [OpenRound(self.number), *self._enough(), *told]
 
     def _fail(self, event: Updated, asks: Mapping[str, int]) -> list[Command]:

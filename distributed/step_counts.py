@@ -1,7 +1,7 @@
-"""How many steps ended in which way and how long they took, counted from the start of a task.
+"""Counts of steps by outcome, and their durations, since the start of a task.
 
-Invariants: counts never shrink; classes of errors are those of dflow, and all others are counted as one, so that a
-program cannot make ever more of them.
+Invariants: counts never shrink. Errors are counted by dflow class, all other classes as one, so that a program cannot
+create ever more counts.
 """
 
 from __future__ import annotations
@@ -12,22 +12,21 @@ from dataclasses import dataclass
 
 from dflow.tracing import errors
 
-#: Bounds of step times, in s: from what a step over tasks at least takes to what nobody waits for.
+#: Upper bounds of the buckets of durations, in s: from the fastest distributed step to longer than users wait.
 BOUNDS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
 OTHER_ERROR = "other"
-#: Of the time of a step, how much the newest one counts in the running mean.
+#: Weight of the newest step in the running mean of the duration.
 NEWEST_PART = 0.1
 
 
 @dataclass(frozen=True)
 class StepTotals:
-    """What was counted.
+    """The counts at one moment.
 
-    `buckets`  how many ended well by place of the least of `BOUNDS_S` that is no less than their time, those above all
-               of them last
-    `total_s`  their time in all
-    `mean_s`   a running mean of it, in which the newest count most; 0 while none has ended
-    `errors`   how many ended by an error, by its class
+    `buckets`  number of successful steps by bucket: bucket i has durations up to `BOUNDS_S[i]`, the last all above
+    `total_s`  their total duration, in s
+    `mean_s`   running mean of their duration, weighted to the newest; 0 while none has ended
+    `errors`   number of failed steps by error class
     """
 
     buckets: tuple[int, ...]

@@ -1,16 +1,16 @@
-"""Who does which steps of a run, so that each is done although workers come and go.
+"""Distribution of a run's steps over workers, such that each step is done although workers come and go.
 
 A run has `total_steps` steps. Workers claim consecutive ranges of them, large at first and small towards the end
 (guided self-scheduling), so that fast workers do more and all end at about the same time.
 
 Invariants, of each run:
 - each step is in the pool, in exactly one worker's claim, or done; it becomes done once;
-- the steps of a claim that were not reported when its worker leaves, or wants no more, go back to the pool, lowest
-  numbers first out;
-- an ask is answered exactly once; it waits only while the pool is empty and another worker holds a claim;
-- a claim that is asked again, by its number, gives the same steps and counts nothing twice; what was given to a claim
-  whose answer the worker never saw goes back with its next one;
-- an answer of no steps means that all steps are done, unless the asker wanted no more.
+- the unreported steps of a claim return to the pool when its worker leaves the cluster or the run; the lowest numbers
+  are claimed first;
+- a request is answered exactly once; it waits only while the pool is empty and another worker holds a claim;
+- a repeated claim, by its number, gets the same steps and counts nothing twice; steps given to a claim whose answer
+  the worker never saw return to the pool with its next claim;
+- an answer without steps means that all steps are done, unless the claim had `more` false.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from dflow.distributed.messages import Claimed, ClaimSteps, Failure, NotFinite, 
 from dflow.tracing.task_name import short_task_name
 
 LARGEST_CLAIM = 16
-#: A worker gets this part of its fair share of what remains, so that a slow worker's last claim stays small.
+#: A claim gets the worker's fair share of the remaining steps divided by this, so that a slow worker's last is small.
 SHARE_DIVISOR = 4
 
 
 @dataclass(frozen=True)
 class StepsAsked:
-    """A live worker asked for steps, and reported those of its last claim."""
+    """A live worker claimed steps, and reported those of its last claim."""
 
     ask: int
     claim: ClaimSteps
@@ -40,7 +40,7 @@ class StepsAsked:
 
 @dataclass(frozen=True)
 class WorkerLeft:
-    """A task is no longer part of the cluster, whether or not it took part in a run."""
+    """A task left the cluster, whether or not it took part in a run."""
 
     task: str
     reason: str
@@ -48,7 +48,7 @@ class WorkerLeft:
 
 @dataclass(frozen=True)
 class RoundsReported:
-    """A live worker said how a run of synchronous training goes."""
+    """A live worker reported the progress of a run of synchronous training."""
 
     report: RoundsDone
 
@@ -57,12 +57,12 @@ LedgerEvent = StepsAsked | WorkerLeft | RoundsReported
 
 
 class _Worker(msgspec.Struct, frozen=True):
-    """What a run knows of a live worker.
+    """A live worker's state in a run.
 
-    `number`         of its newest claim
-    `first`, `held`  the steps it holds, given in answer to that one
-    `answered`       whether that one was answered; it waits else
-    `takes_part`     whether it has a share of what remains
+    `number`         number of its newest claim
+    `first`, `held`  first and number of the steps it holds, the answer to that claim
+    `answered`       whether that claim was answered; otherwise it waits
+    `takes_part`     whether the worker gets a share of the remaining steps
     """
 
     task: str
@@ -87,7 +87,7 @@ class _WorkerRecord(msgspec.Struct, frozen=True):
 
 
 class StepLedger:
-    """The runs of one cluster, and what each worker has done in them, which last as `records`."""
+    """The runs of one cluster, and each worker's progress in them, kept in `records`."""
 
     def __init__(self, records: DurableRecords | None = None) -> None:
         self._records = records or DurableRecords()
@@ -96,17 +96,17 @@ class StepLedger:
             name: _Run(name, self._records, known.total_steps, known.done, [range(*part) for part in known.pool])
             for name, known in self._records.load(_RUN, _RunRecord)
         }
-        #: By run of synchronous training: the rounds that are done, and all. The workers say it again and again.
+        #: By run of synchronous training: rounds done, and rounds in all. Not kept: workers report them repeatedly.
         self._rounds: dict[str, tuple[int, int]] = {}
         self._not_finite = {(one.run, one.metric): one for _, one in self._records.load(_NOT_FINITE, NotFinite)}
-        #: By run, the number of steps done when it was last announced as abandoned.
+        #: By run, the number of steps done when it was last logged as abandoned.
         self._announced: dict[str, int] = {}
         self._news: list[str] = []
         for _, found in self._records.load(_WORKER, _WorkerRecord):
             self._runs[found.run].note(found.worker)
 
     def handle(self, event: LedgerEvent) -> list[Reply]:
-        """Take note of the event and answer every ask that can be answered now."""
+        """Apply the event and answer every request that can be answered now."""
         match event:
             case StepsAsked(ask, claim):
                 return self._ask(ask, claim)
@@ -116,7 +116,7 @@ class StepLedger:
                 return self.leave([event])
 
     def leave(self, left: Sequence[WorkerLeft]) -> list[Reply]:
-        """Take note of all that have left at once, so that none of them is given what another gives back."""
+        """Remove several workers that left together, so that none gets steps that another one returns."""
         replies = [reply for run in self._runs.values() for one in left for reply in run.leave(one.task, one.reason)]
         replies += [reply for run in self._runs.values() for reply in run.answer_waiting()]
         for run in self._runs.values():
@@ -124,23 +124,23 @@ class StepLedger:
         return replies
 
     def take_news(self) -> list[str]:
-        """Texts for the log since the last call."""
+        """Return the texts for the log since the last call."""
         news, self._news = self._news, []
         return news
 
     @property
     def not_finite(self) -> tuple[NotFinite, ...]:
-        """The first loss of each run and name that was not finite."""
+        """The first non-finite loss of each run and name."""
         return tuple(self._not_finite.values())
 
     @property
     def steps_done(self) -> int:
-        """Steps done in all runs."""
+        """Number of steps done in all runs."""
         return sum(run.done for run in self._runs.values()) + sum(done for done, _ in self._rounds.values())
 
     @property
     def steps_total(self) -> int:
-        """Steps that all runs have, done or not."""
+        """Number of steps of all runs, done or not."""
         totals = [run.total_steps for run in self._runs.values()]
         return sum(totals) + sum(total for _, total in self._rounds.values())
 
@@ -149,11 +149,11 @@ class StepLedger:
         return any(task in run.holding for run in self._runs.values())
 
     def describe_claims(self, task: str) -> str:
-        """The steps that the task has claimed and not reported, and the workers that wait for them, in words."""
+        """Describe the steps that the task has claimed and not reported, and the workers that wait for them."""
         return "; ".join(run.describe_claim(task) for run in self._runs.values() if task in run.holding)
 
     def workers(self) -> tuple[WorkerProgress, ...]:
-        """What each task that ever claimed has done, by name."""
+        """Return the progress of each task that ever claimed steps, by name."""
         return tuple(
             msgspec.structs.replace(self._progress[task], held=sum(run.held_by(task) for run in self._runs.values()))
             for task in sorted(self._progress)
@@ -221,7 +221,7 @@ class StepLedger:
 
 @dataclass
 class _Run:
-    """One run: the pool of steps no one has, its workers, and the asks that wait, by task and in order of asking."""
+    """One run: the pool of unclaimed steps, its workers, and the waiting requests by task, in order of arrival."""
 
     name: str
     records: DurableRecords
@@ -237,29 +237,29 @@ class _Run:
         self.pool = [part for part in self.pool if part]
 
     def note(self, worker: _Worker) -> None:
-        """Take over what is known of a worker."""
+        """Replace the state of a worker."""
         self.workers[worker.task] = worker
         (self.holding.add if worker.held else self.holding.discard)(worker.task)
         (self.sharing.add if worker.takes_part else self.sharing.discard)(worker.task)
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether steps are left that no worker does or waits for."""
+        """Whether unclaimed steps remain and no worker takes part any more."""
         return bool(self.pool) and not self.holding and not self.sharing
 
     def held_by(self, task: str) -> int:
-        """How many steps the task has claimed and not reported."""
+        """Number of steps that the task has claimed and not reported."""
         return self.workers[task].held if task in self.holding else 0
 
     def describe_claim(self, task: str) -> str:
-        """The steps that the task holds, and the workers that wait, in words."""
+        """Describe the steps that the task holds, and the workers that wait."""
         worker = self.workers[task]
         waiting = ", ".join(map(short_task_name, self.waiting))
         text = f"{worker.held} claimed steps of run {self.name!r}, from {worker.first} on"
         return f"{text} (waiting for them: {waiting})" if waiting else text
 
     def refusal(self, claim: ClaimSteps) -> str:
-        """Why this claim contradicts what is known, or empty."""
+        """Why this claim contradicts the known state; empty if it does not."""
         who = short_task_name(claim.task)
         if claim.total_steps < 0:
             return f"{who} asks for {claim.total_steps} steps in all; ask for 0 or more"
@@ -280,12 +280,12 @@ class _Run:
         return ""
 
     def is_repeated(self, claim: ClaimSteps) -> bool:
-        """Whether this is the worker's newest claim, once more."""
+        """Whether this is the worker's newest claim, sent again."""
         worker = self.workers.get(claim.task)
         return worker is not None and worker.number == claim.number
 
     def repeat(self, task: str, ask: int) -> list[Reply]:
-        """Answer as the first time; the ask takes the place of the one that waits."""
+        """Answer as the first time; a waiting request of the same claim is refused and replaced."""
         worker = self.workers[task]
         if worker.answered:
             return [Reply(ask, Claimed(worker.first, worker.held))]
@@ -297,9 +297,9 @@ class _Run:
         return replies + self.answer_waiting()
 
     def settle(self, claim: ClaimSteps) -> int:
-        """Take the worker's last claim back: its first steps are done, the rest go to the pool. The steps done.
+        """End the worker's last claim: its first steps are done, the rest return to the pool. Return the number done.
 
-        When the worker has not seen the answer to the last one, none of them is.
+        No step counts as done when the worker has not seen the answer to its last claim.
         """
         worker = self.workers.get(claim.task)
         if worker is None or not worker.held:
@@ -312,7 +312,7 @@ class _Run:
         return done
 
     def ask(self, claim: ClaimSteps, ask: int) -> list[Reply]:
-        """Let the worker wait for steps, or count it out if it wants no more, and answer all that can be answered."""
+        """Queue the worker's request for steps, or end its part if `more` is false; answer all that can be answered."""
         replies = self._replace(claim.task)
         self._save(_Worker(claim.task, claim.number, answered=not claim.more, takes_part=claim.more))
         if claim.more:
@@ -322,14 +322,14 @@ class _Run:
         return replies + self.answer_waiting()
 
     def _replace(self, task: str) -> list[Reply]:
-        """Refuse the worker's ask that waits, since a later one came."""
+        """Refuse the worker's waiting request, since a later one came."""
         if task not in self.waiting:
             return []
         text = f"a later claim of {short_task_name(task)} has taken the place of this one"
         return [Reply(self.waiting.pop(task), Failure("RemoteError", text))]
 
     def leave(self, task: str, reason: str) -> list[Reply]:
-        """Give the worker's unreported steps back; who waits for them is not yet answered."""
+        """Return the worker's unreported steps to the pool. Callers waiting for them are answered later."""
         replies = []
         if task in self.waiting:
             text = f"{short_task_name(task)} has left: {reason}"
@@ -344,7 +344,7 @@ class _Run:
         return replies
 
     def answer_waiting(self) -> list[Reply]:
-        """Answer all that can be answered now."""
+        """Answer all waiting requests that can be answered now."""
         replies = []
         for task, ask in list(self.waiting.items()):
             if not self.pool and self.holding:
@@ -365,7 +365,7 @@ class _Run:
         return steps
 
     def _give_back(self, steps: range) -> None:
-        """Put steps into the pool, which stays sorted and without two ranges that touch."""
+        """Return steps to the pool, which stays sorted, with adjacent ranges merged."""
         merged: list[range] = []
         for part in sorted((part for part in (*self.pool, steps) if part), key=lambda part: part.start):
             if merged and merged[-1].stop == part.start:

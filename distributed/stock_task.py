@@ -1,7 +1,7 @@
-"""A task that needs no code of the user's: it holds variables and runs the plans it is sent, until told to stop.
+"""The task server process: it runs no user code, holds variables, and runs the plans sent to it until it is stopped.
 
-Invariant: it outlives the coordinator, whose successor finds it as it was; it ends by itself when there was none for
-`give_up_s`, since nobody could find or stop it any more, and when its launcher has ended.
+Invariant: it outlives the coordinator, whose successor finds it unchanged. It ends when there was no coordinator for
+`give_up_s`, since no process could find or stop it any more, and when its launcher has ended.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from dflow.distributed.transport.base import Transport
 from dflow.lowering.recorder import Recorder
 from dflow.tracing.task_name import short_task_name
 
-#: How long a task that is told to end waits for the coordinator to hear of it.
+#: Longest wait of a stopping task for the coordinator to confirm that it leaves, in s.
 LEAVE_S = 1.0
 
 
 class StockTask:
     """The task `task` of the cluster whose coordinator is at `coordinator`, listening at `address`.
 
-    `give_up_s`  how long a coordinator that was lost is sought
-    raises       DeadlineExceeded when the coordinator is not there; RemoteError when a live task has the name
+    `give_up_s`  time for which it tries to reach a lost coordinator, in s
+    raises       DeadlineExceeded when the coordinator does not answer; RemoteError when a live task has the name
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class StockTask:
             raise
 
     def close(self) -> None:
-        """Leave the cluster and end what runs; a coordinator that is told to end with it is not waited for long."""
+        """Leave the cluster and cancel running parts; waits only briefly for a coordinator that is stopping too."""
         self.client.leave(STOPPED, timeout_s=LEAVE_S)
         self.server.close()
 
@@ -83,7 +83,7 @@ def serve_task(
     give_up_s: float = SessionSettings.give_up_s,
     metrics: str = "",
 ) -> int:
-    """Be a stock task until `stop`, and serve its metrics at `metrics` if that is said; returns the exit status.
+    """Run a task server until `stop`, with metrics served at `metrics` unless empty; return the exit status.
 
     raises  what `StockTask` and `MetricsEndpoint` raise
     """

@@ -1,7 +1,7 @@
-"""What a task answers to those who look on: its clock, its state, and all events of some steps.
+"""A task's answers to tools that watch it: its clock, its state, and all events of some steps.
 
-Invariant: a trace that nobody stops ends by itself, so that a task whose tracer has died keeps no more events than
-before, and waits for no more results.
+Invariant: a trace that no tool stops ends after its deadline, so that a task whose tracer has died then keeps no more
+events than before, and waits for no more results.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dflow.distributed.messages import (
 from dflow.lowering.recorder import Recorder
 from dflow.tracing.errors import WireError
 
-#: More events than this are kept for nobody, nor for longer.
+#: Limits of a trace: number of events kept, and duration in s.
 MOST_EVENTS = 1_000_000
 LONGEST_S = 3600.0
 
@@ -33,7 +33,7 @@ Observation = GetClock | StartTrace | StopTrace | GetTaskState
 
 
 class TaskObserver:
-    """Answers for the task whose events are in `recorder`; any thread may call it."""
+    """Answers for the task whose events are in `recorder`; thread-safe."""
 
     def __init__(self, recorder: Recorder, state: Callable[[], TaskState]) -> None:
         self._recorder, self._state = recorder, state
@@ -41,7 +41,7 @@ class TaskObserver:
         self._ends: threading.Timer | None = None
 
     def answer(self, message: Observation) -> tuple[AnyMessage, Payload]:
-        """The answer with its payload; raises WireError for more events than are kept for anybody."""
+        """Return the answer with its payload; raises WireError for a trace over the limits."""
         match message:
             case GetClock():
                 return ClockTold(self._recorder.clock()), b""

@@ -1,8 +1,8 @@
-"""The queues and accumulators that a task holds for others.
+"""The queues and accumulators that a task holds for peers.
 
-Why: a peer says by messages what to create and what to do, and this file is what believes them. Invariants: a name is
+Why: peers request by messages what to create and which ops to run, and this file checks them. Invariants: a name is
 one resource, with the type and settings it was first created with, until it is forgotten; an op reaches a resource
-only with operands that fit it, whoever sent the plan.
+only with operands that match it, whichever peer sent the plan.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from dflow.tracing.types import AccumulatorType, ArrayType, HostType, QueueType,
 
 
 class TaskResources:
-    """The queues and accumulators in `store` that were made for others; every method may be called from any thread."""
+    """The queues and accumulators in `store` that were made for peers; thread-safe."""
 
     def __init__(self, task: str, store: Store) -> None:
         self._task, self._store = task, store
@@ -42,10 +42,10 @@ class TaskResources:
         self._made: dict[str, _Checked] = {}
 
     def create(self, message: CreateResource) -> bool:
-        """Hold what the message says, unless it is held already; whether it was created.
+        """Create the resource unless it exists; return whether it was created.
 
-        raises  WireError for what is no queue and no accumulator; QueueError or AccumulatorError when another is held
-                under this name
+        raises  WireError for a malformed request; QueueError or AccumulatorError when the name has another type or
+                other settings
         """
         made = _made(message)
         with self._lock:
@@ -63,10 +63,10 @@ class TaskResources:
         return False
 
     def registration(self, message: CallResource) -> Registration:
-        """A plan that does one op: its feeds are the operands, its fetches the results.
+        """Return a plan of one op: its feeds are the operands, its fetches the results.
 
-        raises  DflowError when no such resource is held here; WireError and GraphTypeError for another op or operands
-                than it takes
+        raises  DflowError when no such resource is held here; WireError and GraphTypeError when the op or its operands
+                do not match the resource
         """
         held = self._store.resource(message.key)
         if not isinstance(held, _Checked):
@@ -80,35 +80,35 @@ class TaskResources:
         return Registration(Schedule(Plan(self._task, len(takes) + results, (item,), takes, gives)), ())
 
     def accumulator(self, name: str) -> HeldAccumulator:
-        """An accumulator that is held here; raises DflowError when none of this name is."""
+        """Return an accumulator that is held here; raises DflowError if there is none of this name."""
         held = self._store.resource(name)
         if not isinstance(held, _Checked) or not isinstance(held.held, HeldAccumulator):
             raise DflowError(f"{name!r} is no accumulator that {self._task} holds for others")
         return held.held
 
     def depths(self) -> tuple[ResourceDepth, ...]:
-        """How full each is, by name."""
+        """Size and capacity of each resource, sorted by name."""
         with self._lock:
             made = sorted(self._made.items())
         return tuple(ResourceDepth(name, *checked.held.depth()) for name, checked in made)
 
     def forget(self, name: str, reason: str, remedy: str) -> None:
-        """Let go of what a resource holds; the name is free. Nothing happens when none has it."""
+        """Free a resource's contents and its name; does nothing if there is none of this name."""
         with self._lock:
             held = self._made.pop(name, None)
         if held is not None:
             held.forget(reason, remedy)
 
 
-#: As many kinds of use of a resource are remembered, whatever its users think of.
+#: At most this many checked kinds of ops are remembered, since peers decide how many there are.
 _MOST_KINDS = 256
 
 
 @dataclass(frozen=True)
 class _Checked:
-    """A resource whose users are not to be believed.
+    """A resource that checks each op, since peers send them.
 
-    `said` is what it is, in words; `fitting` are the ops that are known to fit, with the types of their operands.
+    `said` describes its type and settings; `fitting` remembers ops that passed, with the types of their operands.
     """
 
     held: HeldQueue | HeldAccumulator
@@ -117,7 +117,7 @@ class _Checked:
     fitting: set[tuple[Any, ...]] = field(default_factory=set)
 
     def start(self, use: ResourceUse, operands: Sequence[Any], on_results: OnResults) -> Cancel:
-        """Do an op once it is known to fit; see `HeldQueue.start`."""
+        """Run an op after checking it; see `HeldQueue.start`."""
         kind = (use.op, use.count, *((operand.dtype, operand.shape) for operand in operands))
         if kind not in self.fitting:
             self.results(use, [array_type_of(operand).strong for operand in operands])
@@ -130,7 +130,7 @@ class _Checked:
         self.held.forget(reason, remedy)
 
     def results(self, use: ResourceUse, operands: Sequence[ArrayType]) -> int:
-        """How many arrays the op gives on operands of these types; raises for what does not fit."""
+        """Number of arrays that the op returns for operands of these types; raises if they do not match."""
         counted = {"count": use.count} if use.op in COUNTED else {}
         try:
             given = ops.RESOURCE_OPS[use.op].rule(self._type_for(use), *operands, **counted)  # type: ignore[misc]
@@ -139,7 +139,7 @@ class _Checked:
         return sum(isinstance(type, ArrayType) for type in given)
 
     def _type_for(self, use: ResourceUse) -> HostType:
-        """The type by which an op is checked: what it takes out has some shape, where the elements have no one."""
+        """The type to check an op with: for a dequeue, unknown dimensions are 0, so that its results have a shape."""
         if not isinstance(self.type, QueueType) or not use.op.startswith("queue.dequeue"):
             return self.type
         shapes = [tuple(dim or 0 for dim in component.shape) for component in self.type.components]
@@ -167,7 +167,7 @@ def _made(message: CreateResource) -> _Checked:
 
 
 def described(type: HostType, settings: QueueInfo | AccumulatorInfo) -> str:
-    """All that makes a resource what it is, in words. The seed of a shuffle, which may be drawn, is no part of it."""
+    """Describe a resource's type and settings, except the seed of a shuffle queue, which may be random."""
     if isinstance(settings, AccumulatorInfo):
         return f"{type}, {settings.reduction}" + (f" of at most {settings.limit}" if settings.limit else "")
     least = f", {settings.min_after_dequeue} held back" if settings.min_after_dequeue else ""
@@ -203,7 +203,7 @@ def _accumulator_settings(info: AccumulatorInfo, type: AccumulatorType) -> Accum
 
 
 def _is_array(part: ArrayType) -> bool:
-    """Whether it is the type of an array that travels."""
+    """Whether this is the type of an array that can be sent."""
     return not part.weak and not jnp.issubdtype(part.dtype, jax.dtypes.extended)
 
 

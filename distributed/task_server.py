@@ -1,16 +1,16 @@
-"""The shell of a task: a place that holds variables and runs its part of steps.
+"""The server of a task: it holds variables and runs the task's parts of steps.
 
-Why: this joins the pieces that decide (rendezvous), hold (store), run (execute) and reach others (peers, transport);
-it decides nothing of its own. Parameter servers are one of these and nothing else; a worker has one for the values
-that are sent to it, and runs its own part of each step through it.
+Why: this class connects the pieces that decide (rendezvous), hold state (store), run (execute) and reach other tasks
+(peers, transport); it decides nothing itself. A parameter server is one of these alone. A worker has one to receive
+values, and runs its own part of each step through it.
 
 Invariants:
 
-- An error in carrying out a message is the answer to that message, and never ends the task.
-- Reader threads sort messages: they begin steps, take values in and cancel, and run what a plan does that is quick
-  (see `plan_runs`). All else that reads or writes a variable, compiles or computes is done by the task's pool.
-- `RunPlan` is answered when the plan has ended, and no thread waits for that. It ends too by `CancelStep`, by the loss
-  of the task that started the step, and by `close`.
+- An error while handling a request is the answer to that request, and never ends the task.
+- Reader threads dispatch messages: they begin steps, receive values, cancel, and run the quick items of a plan (see
+  `plan_runs`). The task's pool does all else that reads or writes a variable, compiles or computes.
+- `RunPlan` is answered when the plan has ended, and no thread waits for that. The plan also ends by `CancelStep`, by
+  the loss of the task that started the step, and by `close`.
 """
 
 from __future__ import annotations
@@ -105,12 +105,12 @@ from dflow.tracing.task_name import short_task_name
 
 @dataclass(frozen=True)
 class TaskSettings:
-    """How long a task waits, and how much it does at a time.
+    """Timeouts and limits of a task.
 
-    `wait_timeout_s`     how long a receive waits for its value
-    `connect_timeout_s`  how long connecting to another task is tried
-    `threads`            how many items of plans, and requests, run at a time
-    `window_bytes`       values that another task may send before they are taken; beyond, it keeps and offers them
+    `wait_timeout_s`     longest wait of a receive for its value, in s
+    `connect_timeout_s`  longest attempt to connect to another task, in s
+    `threads`            number of plan items and requests that run concurrently
+    `window_bytes`       bytes that another task may push before they are taken; it keeps and offers what exceeds them
     """
 
     wait_timeout_s: float = 600.0
@@ -121,7 +121,7 @@ class TaskSettings:
 
 @dataclass(frozen=True)
 class TaskStatistics:
-    """What a task holds: plans registered, plans running now, and the state of its rendezvous."""
+    """Load of a task: number of plans registered, number running, and the state of its rendezvous."""
 
     plans: int
     running: int
@@ -129,14 +129,14 @@ class TaskStatistics:
 
 
 class TaskServer:
-    """The task `name`, listening at `address` from construction on.
+    """The task `name`, which listens at `address` as soon as it is constructed.
 
     process          identity of this process; state that the coordinator placed on another one is not created here
-    pool, deadlines  where its work is done and its waits end, instead of on threads of its own
-    recorder         what keeps its newest events
-    flights          what writes them down when a wait has lasted too long, and is asked to
-    on_stall         told why, then, so that others can do the same
-    described        how another task is, for an error about it; may take a second
+    pool, deadlines  executor for its work and scheduler of its timeouts, instead of threads of the task
+    recorder         recorder of its events
+    flights          writes the events to a file when a wait lasted too long, or on request
+    on_stall         called with the reason when a wait lasted too long, so that other tasks dump their events too
+    described        describes another task for an error; may take a second
     raises           what `Transport.listen` raises
     """
 
@@ -167,7 +167,7 @@ class TaskServer:
         self._resources = TaskResources(name, self.store)
         self._creation = VariableCreation(self.store, self._plans.program, self._refuse_for_another_process)
         self._pool = pool or ThreadPoolExecutor(settings.threads, thread_name_prefix=f"dflow {name}")
-        #: The steps that this task has started.
+        #: Counts of the steps that this task has started.
         self.steps = StepCounts()
         self.observer = TaskObserver(self.recorder, self.state)
         self._gate = MemberGate(name)
@@ -198,7 +198,7 @@ class TaskServer:
 
     @property
     def address(self) -> str:
-        """Where other tasks connect to."""
+        """Address that other tasks connect to."""
         return self._listener.address
 
     @property
@@ -208,31 +208,31 @@ class TaskServer:
 
     @property
     def parts(self) -> StepCounts:
-        """How the parts of steps ended that this task has run."""
+        """Counts of the parts of steps that this task has run, by outcome."""
         return self._runs.counts
 
     def peer(self, task: str) -> Peer:
-        """The connection to another task, opened if need be; see `Peers.get`."""
+        """Return the connection to another task, opened if needed; see `Peers.get`."""
         return self._peers.get(task)
 
     def taken_in(self) -> dict[str, int]:
-        """How many bytes of values came from each other task so far."""
+        """Bytes of values received since the start, by sending task."""
         return self._channel.taken_in()
 
     def connections(self) -> int:
-        """How many connections to other tasks are open."""
+        """Number of open connections to other tasks."""
         return self._peers.open_connections()
 
     def traffic(self) -> tuple[EdgeTraffic, ...]:
-        """What this task has sent to others so far, per edge."""
+        """Values and bytes that this task has sent since its start, per edge."""
         return self._channel.traffic()
 
     def steps_ended(self) -> int:
-        """How many parts of steps have ended here, well or not."""
+        """Number of parts of steps that have ended here, with or without an error."""
         return self._runs.ended
 
     def doing(self) -> str:
-        """The oldest part of a step that runs here, and what is waited for longest; empty when none runs."""
+        """Describe the oldest part of a step that runs here, and its longest wait; empty when none runs."""
         running = self._runs.running()
         if not running:
             return ""
@@ -241,13 +241,13 @@ class TaskServer:
         return f"{describe(running[0])}{more}" + (f": {waits}" if waits else "")
 
     def stalled(self, why: str) -> str:
-        """Something that should have ended has not: write the last events down; where they are, to end an error."""
+        """Dump the newest events after a timeout; return the name of the file, as the end of an error."""
         path = self._flights.dump(why) if self._flights is not None else ""
         self._on_stall(why)
         return f"\n  the last events of {short_task_name(self.name)} are in {path}" if path else ""
 
     def state(self) -> TaskState:
-        """What this task has done and holds now, for who looks on."""
+        """Counters and present load of this task, for tools that watch it."""
         steps, held = self.steps.totals(), self.statistics()
         return TaskState(
             steps=steps.done + sum(steps.errors.values()),
@@ -260,23 +260,23 @@ class TaskServer:
         )
 
     def statistics(self) -> TaskStatistics:
-        """What this task holds now."""
+        """Number of plans, of running parts, and the state of the rendezvous."""
         return TaskStatistics(len(self._plans), len(self._runs.running()), self._channel.statistics())
 
     # Running plans.
 
     def register(self, plan: Plan, programs: Sequence[Program]) -> int:
-        """Keep a plan of this task's own; returns its handle. Raises WireError if plan and programs do not fit."""
+        """Keep a plan of this task and return its handle. Raises WireError if plan and programs do not match."""
         return self._plans.add(plan, programs)
 
     def release(self, handle: int) -> None:
-        """Undo one registration of a plan, and drop the plan with the last."""
+        """Undo one registration of a plan; the last one drops the plan."""
         self._plans.release(handle)
 
     def run(self, handle: int, step: StepId, feeds: Sequence[Any], on_done: Callable[[Outcome], None]) -> None:
         """Run a registered plan as this task's part of `step`; `on_done` is called once, from any thread.
 
-        A task runs one plan in a step.
+        A task runs at most one plan per step.
 
         raises  InternalError if no such plan is registered, or one runs in this step; StepCancelled if the step has
                 ended here; TaskLost if the task that started it has left
@@ -284,17 +284,17 @@ class TaskServer:
         self._runs.run(self._plans.get(handle), step, feeds, on_done)
 
     def count_steps_from(self, number: int) -> None:
-        """Steps that this task starts have this number or more; what comes for those of its past lives is dropped."""
+        """Number this task's steps from `number` on; messages for lower ones, of its earlier lives, are dropped."""
         self._channel.count_from(number)
 
     def cancel(self, step: StepId, error: BaseException) -> None:
-        """End this task's part of `step` with `error`, now or when it comes."""
+        """End this task's part of `step` with `error`, now or as soon as it begins."""
         self._runs.cancel(step, error)
 
     # The other tasks.
 
     def roster_changed(self, roster: Roster) -> None:
-        """Take over who is in the cluster and where; those who left are given up, and never waited for again."""
+        """Apply a new roster. Waits on tasks that left fail now and are not retried."""
         live = {info.task: info for info in roster.tasks if info.left_at_s is None}
         gone = {info.task: info for info in roster.tasks if info.task not in live}
         with self._lock:
@@ -302,10 +302,10 @@ class TaskServer:
         self._gate.roster_changed(roster)
         self.recorder.note(ROSTER_CHANGED, None, "", f"version {roster.version}, {len(live)} live, {len(gone)} left")
         for task, info in gone.items():
-            # The rest has been given up before, and nothing came of it since.
+            # Other tasks that left were handled with an earlier roster, and have started nothing since.
             if task != self.name and (task in before or not self._channel.has_left(task)):
                 self.task_left(task, info.left or "no reason given")
-        # After the cancelled steps of those who left were answered, over connections that end here.
+        # Only after their cancelled steps were answered, over connections that end here.
         left = {task: info.left or "no reason given" for task, info in gone.items()}
         self._peers.set_addresses({task: info.address for task, info in live.items()}, left)
         if self.name in live:
@@ -317,7 +317,7 @@ class TaskServer:
         self._gate.admit()
 
     def task_left(self, task: str, why: str) -> None:
-        """Give a task up: steps it started are cancelled, and waits for its values end with `TaskLost`."""
+        """Handle the loss of a task: cancel the steps it started, and fail waits for its values with `TaskLost`."""
         error = TaskLost(f"{task} has left the cluster: {why}")
         for step in self._channel.task_left(task, error):
             self.cancel(step, error)
@@ -325,7 +325,7 @@ class TaskServer:
         self._checkpoints.task_left(task)
 
     def close(self) -> None:
-        """Cancel what runs, stop listening and end every connection; a second call does nothing."""
+        """Cancel the running parts, stop listening and close every connection; a second call does nothing."""
         for step in self._runs.running():
             self.cancel(step, TaskLost(f"{self.name} has left the cluster in {describe(step)}: it closes"))
         self._rounds.close(TaskLost(f"{self.name} has left the cluster: it closes"))
@@ -337,7 +337,7 @@ class TaskServer:
     # Messages; see `transport.base.Handler`.
 
     def on_call(self, peer: Peer, message: AnyMessage, payload: memoryview, responder: Responder) -> None:
-        """Take a request, from members of the cluster alone unless it only looks on."""
+        """Handle a request. Connections of non-members may only make the requests of tools (`_LOOKS_ON`)."""
         if isinstance(message, Introduce):
             self._gate.introduced(peer, message.life)
             responder.reply(Ok())
@@ -370,7 +370,7 @@ class TaskServer:
                 self._pool.submit(self._answer, message, payload, responder)
 
     def on_notify(self, peer: Peer, message: AnyMessage, payload: memoryview) -> None:
-        """Take a value or a cancellation; those of a process that is no member are dropped."""
+        """Handle a notification; see `MemberGate` for those from a connection that is not yet a member's."""
         if peer in self._gate.members:
             self._take_notice(peer, message, payload)
         else:
@@ -403,12 +403,12 @@ class TaskServer:
         self._channel.connection_lost(peer.name, error)
 
     def _soon(self, work: Callable[..., object], *args: Any) -> None:
-        """Have work done by the pool, which takes none once the task is closed."""
+        """Submit work to the pool; ignored once the task is closed."""
         with contextlib.suppress(RuntimeError):
             self._pool.submit(work, *args)
 
     def _take_in(self, peer: Peer, message: Tensor, payload: memoryview) -> None:
-        """Hand a value to who waits for it; one that is malformed ends its step, since no other will come."""
+        """Pass a received value to its receiver. A malformed value cancels its step, since no other will come."""
         try:
             self._channel.arrived(message, payload, peer)
         except WireError as error:
@@ -504,11 +504,11 @@ _NOTHING = memoryview(b"")
 
 
 def _life(info: TaskInfo) -> tuple[str, float]:
-    """What tells a task from its predecessors of the same name."""
+    """Identity of a task's life, which differs from earlier tasks of the same name."""
     return info.incarnation, info.joined_at_s
 
 
-#: Where a message says in whose name it is sent.
+#: The field of a message that names the task it acts for.
 _SPEAKERS: Mapping[type[AnyMessage], str] = {
     RunPlan: "origin",
     CancelStep: "origin",
@@ -522,18 +522,18 @@ _SPEAKERS: Mapping[type[AnyMessage], str] = {
 
 
 def _refuse_for_another(peer: Peer, message: AnyMessage) -> None:
-    """Raise SecurityError when a task speaks for another one."""
+    """Raise SecurityError when a task acts for another one."""
     field = _SPEAKERS.get(type(message))
     if field is not None and (whose := getattr(message, field)) != peer.name:
         raise SecurityError(f"{peer.name} may not speak for {whose}, as this {type(message).__name__} does")
 
 
-#: Requests of tools, which are in no roster.
+#: Requests that tools, which are in no roster, may make.
 _LOOKS_ON = (GetClock, StartTrace, StopTrace, GetTaskState, DumpEvents)
 
 
 def _answered(take: Callable[[], None], responder: Responder) -> None:
-    """Take a request after its reader thread has moved on; an error is its answer."""
+    """Handle a request that was held, outside of its reader thread; an error is its answer."""
     try:
         take()
     except Exception as error:
@@ -541,7 +541,7 @@ def _answered(take: Callable[[], None], responder: Responder) -> None:
 
 
 def _on_own_thread(work: Callable[..., None], *arguments: Any) -> None:
-    """Not by the pool, which may be what is stuck and is looked at."""
+    """Run on a new thread, not in the pool: the pool may be stuck, and these requests are made to find out."""
     threading.Thread(target=work, args=arguments, name="dflow look", daemon=True).start()
 
 
