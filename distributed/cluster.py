@@ -1,8 +1,8 @@
-"""A worker's view of the cluster: variables on other tasks, and steps that run over them.
+"""A worker's view of the cluster: variables on other tasks, and steps that run on several tasks.
 
-A step starts with one small message to each task that has a part in it; values then go straight from task to task,
-and the worker waits for its own part and for each task's word that its part has ended. Every wait has a deadline and
-its error names who is missing. What fails anywhere is cancelled everywhere.
+A step starts with one small message to each task that has a part in it. Values then travel directly from task to
+task; the worker waits for its own part and for each task's answer that its part has ended. Every wait has a deadline,
+and its error names the missing task. An error anywhere cancels the step everywhere.
 """
 
 from __future__ import annotations
@@ -77,11 +77,11 @@ from dflow.tracing.source import at, caller
 from dflow.tracing.task_name import short_task_name, split_task_name, task_name
 from dflow.tracing.trace import Traced
 
-#: How long the word of a step's end, or of why there is none, may take from task to task, in s.
+#: Time for the report of a step's end or error to travel from task to task, in s.
 WORD_S = 5.0
 
 LOGGER = logging.getLogger("dflow")
-#: From so much on two names of jobs may be one with a slip, such as worker and wroker.
+#: Least similarity of two job names to suspect a typo, such as wroker for worker.
 _ALIKE = 0.83
 _ENCODER = msgspec.msgpack.Encoder()
 
@@ -91,15 +91,15 @@ _joined: weakref.WeakSet[Cluster] = weakref.WeakSet()
 
 
 def cluster_with(tasks: Collection[str]) -> Cluster | None:
-    """The cluster joined by this process that has all of these tasks; None without one."""
+    """Return the joined cluster that has all of these tasks, else any joined cluster; None if there is none."""
     return next((cluster for cluster in _joined if {*tasks} <= {*cluster.tasks}), next(iter(_joined), None))
 
 
 @dataclass(frozen=True)
 class ClusterSettings:
-    """How long things may take, in s.
+    """Timeouts of a cluster, in s.
 
-    `join_timeout_s`     until the coordinator answers and the parameter tasks are up
+    `join_timeout_s`     until the coordinator answers, and then until the parameter tasks have joined
     `request_timeout_s`  a read, a write, the creation of a variable, the compilation of a plan on a task
     `step_timeout_s`     one step, from its start until every task has ended its part
     """
@@ -112,10 +112,10 @@ class ClusterSettings:
 class Cluster:
     """This process as the task `/job:<job>/task:<index>` of the cluster whose coordinator is at `coordinator`.
 
-    store    where this task's own variables are
-    address  where this task listens
+    store    holds the variables of this task
+    address  address that this task listens at
     raises   DeadlineExceeded when the coordinator or a parameter task does not answer: it names the role, the address
-            and how long was waited
+             and the time waited
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Cluster:
         self._used = UsedState(name, lambda: self._client.roster)
         waits = TaskSettings(wait_timeout_s=settings.step_timeout_s)
         recorder = Recorder()
-        #: What writes the newest events down when something is stuck.
+        #: Writes the newest events to a file when something is stuck.
         self.flights = FlightRecorder(name, recorder, run_folder(os.environ))
         self._client.call_on_dump(self.flights.dump_soon)
         self._server = TaskServer(
@@ -186,30 +186,30 @@ class Cluster:
 
     @property
     def step_timeout_s(self) -> float:
-        """How long one step may take."""
+        """Longest duration of one step, in s."""
         return self._settings.step_timeout_s
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """The tasks that are alive, this one included."""
+        """The live tasks, including this one."""
         return tuple(info.task for info in self._client.roster.tasks if info.left_at_s is None)
 
     @property
     def server(self) -> TaskServer:
-        """What runs this task's parts of steps."""
+        """The server that runs this task's parts of steps."""
         return self._server
 
     def traffic(self) -> tuple[EdgeTraffic, ...]:
-        """What this task has sent to others so far, per edge."""
+        """Values and bytes that this task has sent since its start, per edge."""
         return self._server.traffic()
 
     @contextmanager
     def parameter_servers(self, job: str = "ps") -> Iterator[None]:
         """Spread the variables made inside over the tasks of `job`, by size.
 
-        The coordinator decides where, the same for every worker; the first worker to ask creates the variable. All are
-        created together when the block ends, or before, when one of them is used. An error names the line on which its
-        variable was made.
+        The coordinator chooses the task of each, the same for every worker; the first worker to ask creates it. All
+        are created together when the block ends, or earlier when one of them is used. An error names the line on
+        which its variable was made.
         """
         variables = ClusterHome(self, job)
         with home(variables), variables.together():
@@ -232,19 +232,19 @@ class Cluster:
         )
 
     def shared_step(self) -> AbstractContextManager[None]:
-        """Run a step inside, which other workers do too; see `applying.shared_step`."""
+        """Run a step inside that other workers run too; see `applying.shared_step`."""
         return shared_step()
 
     def take_part(self, run: str, job: str) -> Part:
-        """This worker's part in a run of synchronous training, whose gradients go to a task of `job`."""
+        """Return this worker's part in a run of synchronous training, whose gradients go to a task of `job`."""
         return Part(self, run, job)
 
     def wanted_gradients(self, backup_workers: int) -> int:
-        """How many gradients end a round of synchronous training. Raises StrategyError when it is none."""
+        """Number of gradients per synchronous step. Raises StrategyError when there would be none."""
         return without_backups(self.colleagues()[1], backup_workers)
 
     def colleagues(self) -> tuple[tuple[str, ...], int]:
-        """The tasks of this one's job that are alive or yet to come, and how many there are with those that left."""
+        """Return the live and expected tasks of this task's job, and their number including those that left."""
         roster, (job, _) = self._client.roster, split_task_name(self.task)
         here = {info.task: info for info in roster.tasks if split_task_name(info.task)[0] == job}
         coming = {task for task in roster.expected if split_task_name(task)[0] == job}
@@ -252,20 +252,21 @@ class Cluster:
         return tuple(sorted(live | coming)), len({*here} | coming)
 
     def elect(self, what: str) -> bool:
-        """Whether this task is the one that does `what`: the first to ask is."""
+        """Return whether this task is the one that does `what`: the first live task that asks."""
         return self._client.elect(what)
 
     def barrier(self, name: str, *, timeout_s: float = 600.0, fails_on_leave: bool = False) -> tuple[str, ...]:
-        """Wait until all tasks of this one's job have come to the barrier `name`; who has.
+        """Wait until all members have come to the barrier `name`; return those that passed it.
 
-        They are those that are live or expected when the first comes. One that leaves is waited for no longer, or fails
-        the barrier when any says `fails_on_leave`; one that joins meanwhile waits for the next time.
-        raises  DeadlineExceeded naming those that are missing; TaskLost when the barrier has failed
+        Members are the tasks of this one's job that are live or expected at the first arrival. The barrier goes on
+        without a member that leaves, or fails if any waiting task set `fails_on_leave`. A task that joins later is
+        a member of the next generation.
+        raises  DeadlineExceeded naming the missing tasks; TaskLost when the barrier has failed
         """
         return self._client.barrier(name, timeout_s=timeout_s, fails_on_leave=fails_on_leave).members
 
     def tell_rounds(self, report: RoundsDone) -> None:
-        """Say how a run of synchronous training goes, for the status of the cluster."""
+        """Report the progress of a run of synchronous training, for the status of the cluster."""
         self._client.tell_rounds(report)
 
     def report(self, name: str, value: float) -> None:
@@ -274,9 +275,9 @@ class Cluster:
 
     @contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
-        """Write what all tasks do in the steps begun and ended inside to `path`, for Perfetto and chrome://tracing.
+        """Write the events of all tasks, for steps begun and ended inside, to `path`, for Perfetto or chrome://tracing.
 
-        Every worker's steps are in it. Tasks that cannot be reached are left out, with a warning.
+        It has every worker's steps. Tasks that cannot be reached are left out, with a warning.
         raises  OSError when the file cannot be written
         """
         reached: dict[str, Observed] = {self.task: Here(self._server.observer)}
@@ -294,7 +295,7 @@ class Cluster:
             found.write(path)
 
     def serve_metrics(self, place: str | int) -> str:
-        """Serve this task's metrics for Prometheus until `close`; the address. See `MetricsEndpoint`."""
+        """Serve this task's metrics for Prometheus until `close`; return the address. See `MetricsEndpoint`."""
         endpoint = MetricsEndpoint(task_metrics(self._server), place)
         self._endpoints.append(endpoint)
         return endpoint.address
@@ -310,10 +311,10 @@ class Cluster:
     # Variables on other tasks.
 
     def request(self, task: str, message: Any, payload: Any = b"") -> Reply:
-        """Ask another task, and wait for its answer.
+        """Send another task a request, and wait for its answer.
 
-        raises  TaskLost when the task is gone, or has lost what this one uses on it; DeadlineExceeded, which says how
-                the task is
+        raises  TaskLost when the task left, or lost state that this one uses on it; DeadlineExceeded, with a
+                description of the task
         """
         try:
             return self._call(task, message, payload, 0.0)
@@ -329,7 +330,7 @@ class Cluster:
             return self._server.peer(task).call(message, payload, timeout_s=wait_s + self._settings.request_timeout_s)
 
     def request_all(self, requests: Sequence[tuple[str, AnyMessage, Any]]) -> list[Reply | DflowError]:
-        """Ask tasks, all at a time; of each the answer, or why there is none."""
+        """Send requests to tasks concurrently; return the answer or the error of each, in order."""
         started = [self._started(*request) for request in requests]
         return [self._answer(task, wait) for (task, _, _), wait in zip(requests, started, strict=True)]
 
@@ -352,7 +353,7 @@ class Cluster:
             return error
 
     def place_all(self, requests: Sequence[PlaceVariable]) -> list[Placed | Failure]:
-        """The task that holds, or shall hold, each of the variables; or why there is none."""
+        """Return the task of each variable, where it is or must be created, or the failure, in order."""
         answers = self._client.place_all(requests)
         for request, answer in zip(requests, answers, strict=True):
             if isinstance(answer, Placed):
@@ -360,27 +361,27 @@ class Cluster:
         return answers
 
     def place_resource(self, name: str, kind: str, said: str, size_bytes: int, *, job: str, on: str) -> Placed:
-        """The task that holds, or shall hold, a queue or an accumulator; see `CoordinatorClient.place`."""
+        """Return the task where a queue or an accumulator is or must be created; see `CoordinatorClient.place`."""
         placed = self._client.place(name, said, (), size_bytes, job=job, kind=kind, on=on)
-        if kind != "run":  # of which there may be many; its accumulator is on the same task
+        if kind != "run":  # there may be many runs; a run's accumulator, on the same task, is noted
             self._used.note(name, placed)
         return placed
 
     def unplace(self, name: str) -> None:
-        """Free a name whose state is gone."""
+        """Free a name whose state no longer exists."""
         self._client.unplace(name)
         self._used.forget(name)
 
     def request_step(self, task: str, message: Callable[[StepId], AnyMessage], payload: Any, timeout_s: float) -> Reply:
-        """Ask another task for what is a step there, and wait for it; given up there too when it is given up here.
+        """Send another task a request that runs as a step there, and wait; cancel that step when this wait fails.
 
-        raises  the error it ended with; TaskLost when the task is gone
+        raises  the error that the step ended with; TaskLost when the task left
         """
         step = StepId(self.task, next(self._steps))
         with self._used.explained([task]):
             peer = self._server.peer(task)
             try:
-                # What waits there ends there first, by its own deadline.
+                # The step's own deadline on that task ends it first.
                 left_s = min(timeout_s + self._settings.request_timeout_s, threading.TIMEOUT_MAX)
                 return peer.start(message(step), payload).wait(left_s)
             except BaseException as error:
@@ -390,7 +391,7 @@ class Cluster:
     # Steps.
 
     def runner(self, traced: Traced, *, check: bool, observe: Observer | None) -> Runner:
-        """Place, cut and register a traced function; the result runs one step of it."""
+        """Place, partition and register a traced function; calling the result runs one step of it."""
         _refuse_two_handles(traced.variables)
         if traced.compiler_options:
             raise DflowError(
@@ -413,7 +414,7 @@ class Cluster:
     ) -> Mapping[str, int]:
         self._unused_plans.release(self._server, self.tasks)
         lowered = lower_programs(compiled.local, self._server.store, given_up, meshes=meshes)
-        # XLA compiles without the interpreter's lock, while other tasks' programs are exported and compiled.
+        # XLA compiles without the GIL, while other tasks' programs are exported and compiled.
         compiling = ThreadPoolExecutor(1, "dflow-compile")
         try:
             programs = compiling.submit(lambda: [program.compile() for program in lowered])
@@ -438,9 +439,9 @@ class Cluster:
         return found
 
     def register_hosted(self, traced: Traced, host: str) -> tuple[Mapping[str, int], Sequence[Any], Sequence[Any]]:
-        """Register a traced function that the task `host` is to run as a step of its own.
+        """Register a traced function that the task `host` will run as a step of `host`.
 
-        The handles of its parts, by task, and what `host` feeds its own beside the arguments: before and after them.
+        Returns the plan handles by task, and the arrays to feed `host`'s part before and after the arguments.
         """
         graph = run_passes(traced.graph, pipeline(host, self.tasks), check=False, observe=None)
         keys = {ref: variable.key for ref, variable in zip(graph.refs, traced.variables, strict=True)}
@@ -450,9 +451,9 @@ class Cluster:
         return handles, traced.constants, [literal.array for literal in compiled.literals]
 
     def run_step(self, handles: Mapping[str, int], feeds: Sequence[Any]) -> tuple[jax.Array, ...]:
-        """Run one step on every task that has a part in it; this task's fetches.
+        """Run one step on every task that has a part in it; return this task's fetches.
 
-        raises  what failed first on any of them, whose text names the task; TaskLost when a task is gone
+        raises  the first error of any task, whose text names it; TaskLost when a task left
         """
         step = StepId(self.task, next(self._steps))
         began_ns = self._server.recorder.note(STEP_BEGAN, step)
@@ -478,7 +479,7 @@ class Cluster:
                 peer.start(RunPlan(handles[task], step.origin, step.number), on_reply=partial(parts.ended, task))
             self._server.run(handles[self.task], step, feeds, partial(parts.ended, self.task))
             timeout_s = self._settings.step_timeout_s
-            # Longer by a little, for the wait for a value, which ends at its time too, says more than this one.
+            # Slightly longer than the receives' own timeout, whose error says more than this one.
             if not end.wait(timeout_s + min(WORD_S, timeout_s)):
                 whose = "; ".join(map(self._client.describe, parts.running))
                 text = f"{describe(step)} did not end within {timeout_s:g} s; still at it: {whose}"
@@ -503,7 +504,7 @@ class Cluster:
 
 
 class _Waited:
-    """The end of a step's parts, waited for by one thread, which wakes once."""
+    """The end of a step's parts, for one waiting thread, which wakes once."""
 
     def __init__(self) -> None:
         self._outcome: Outcome = ()
@@ -511,21 +512,21 @@ class _Waited:
         self._is_over.acquire()
 
     def over(self, outcome: Outcome) -> None:
-        """The step has ended."""
+        """Record the step's outcome and wake the waiting thread."""
         self._outcome = outcome
         self._is_over.release()
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether it has ended by then."""
+        """Wait at most `timeout_s`; return whether the step has ended."""
         return self._is_over.acquire(timeout=timeout_s)
 
     def fetches(self) -> tuple[jax.Array, ...]:
-        """What the own part gave; raises what ended the step."""
+        """Return the fetches of this task's part; raises the error that ended the step."""
         return fetched(self._outcome)
 
 
 class _Step:
-    """One traced function, registered on every task it touches."""
+    """One traced function, registered on every task that has a part in it."""
 
     def __init__(
         self, cluster: Cluster, handles: Mapping[str, int], constants: Sequence[Any], compiled: Compiled
@@ -541,7 +542,7 @@ class _Step:
 
 
 def _refuse_two_handles(variables: Sequence[Any]) -> None:
-    """Two handles of one variable would each be given its buffer, and its updates no order."""
+    """Raise VariableError for two handles of one variable: each would get its buffer, and its updates no order."""
     held: dict[tuple[str | None, str], Any] = {}
     for variable in variables:
         other = held.setdefault((variable.device, variable.key), variable)

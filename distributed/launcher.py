@@ -1,16 +1,16 @@
-"""A cluster started and watched: a coordinator, stock tasks, and a script once per worker, each a process of its own.
+"""Start and supervise a cluster of processes: a coordinator, task servers, and a script once per worker.
 
 Invariants:
 - whatever happens, each process that was started has ended and is reaped before `launch` returns;
-- when the launcher is killed instead, every child that watches its lifeline ends;
-- a task that fails is started again as its job's policy says, and only then counts as ended; a worker that has ended
-  does not end the run, while the coordinator or a stock task that has ended does;
-- a coordinator that is started again has the address and the state of the one before it;
-- stock tasks and the coordinator are told to end only after all workers have.
+- when the launcher is killed instead, every child with a parent watch (`lifeline`) ends;
+- a task that fails is restarted by its job's policy, and has ended only when that does not restart it; a worker that
+  has ended does not end the run, while the coordinator or a task server that has ended does;
+- a restarted coordinator has the address and the state of the one before it;
+- task servers and the coordinator are stopped only after all workers have ended.
 
-The exit status is 0 when at least one worker finished, none failed by itself, and all steps of all runs were done; it
-is 130 after SIGINT or SIGTERM, else 1. A worker killed by a signal has not failed by itself: others do its steps. One
-that never joined the cluster has failed.
+The exit status is 0 when at least one worker finished, no worker failed, and all steps of all runs were done; it is
+130 after SIGINT or SIGTERM, else 1. A worker killed by a signal has not failed: others do its steps. A worker that
+never joined the cluster has failed.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from dflow.tracing.task_name import short_task_name, split_task_name
 START_S = 60.0
 POLL_S = 0.2
 STATUS_S = 2.0
-#: How long a process that was asked to end may take before it is killed.
+#: Time between SIGTERM and SIGKILL, in s.
 GRACE_S = 5.0
 
 
 @dataclass(frozen=True)
 class TaskRow:
-    """A task as its launcher sees it: `task` is its short name, `restarts` how often it was started again."""
+    """A task as its launcher sees it: `task` is its short name, `restarts` the number of its restarts."""
 
     task: str
     state: str
@@ -53,22 +53,22 @@ class TaskRow:
 
 
 class LaunchView(Protocol):
-    """Where the launcher shows what happens; `show_line` is called from any thread, the rest from one."""
+    """The launcher's output; `show_line` is called from any thread, the rest from one."""
 
     def show_line(self, task: str, line: str) -> None:
-        """A process printed a line; `task` is its short name."""
+        """Show a line that a process printed; `task` is its short name."""
         ...
 
     def show_status(self, status: Status | None, rows: Sequence[TaskRow]) -> None:
-        """How far the run is, about five times a second; no status while the coordinator does not answer."""
+        """Show the run's progress, about five times a second; no status while the coordinator does not answer."""
         ...
 
     def show_event(self, text: str) -> None:
-        """Something happened that is not a line of any process."""
+        """Show an event of the launcher, which is not a line of any process."""
         ...
 
     def show_end(self, status: Status | None, ends: Mapping[str, str]) -> None:
-        """The run is over; how each task that has ended did so."""
+        """Show that the run is over, with the end of each task that has ended."""
         ...
 
 
@@ -88,15 +88,15 @@ def launch(stop: StopSignal, plan: LaunchPlan, place: Place, view: LaunchView, t
 
 
 class _Interrupted(Exception):
-    """SIGINT or SIGTERM came."""
+    """SIGINT or SIGTERM arrived."""
 
 
 class _Fault(Exception):
-    """The run cannot go on; the text says why."""
+    """The run cannot continue; the text says why."""
 
 
 class _Task:
-    """One task: its newest process, or when the next is due, or how it has ended."""
+    """One task: its newest process, or the time of its next start, or its end."""
 
     def __init__(self, task: str) -> None:
         self.task = task
@@ -136,7 +136,7 @@ class _Launch:
         return [self._coordinator, *self._servers, *self._workers]
 
     def run(self) -> int:
-        """Start everything, wait for the workers, end the rest, and show what came of it."""
+        """Start everything, wait for the workers, end the rest, and show the result."""
         self._start_coordinator()
         for task in (*self._servers, *self._workers):
             self._start(task)
@@ -152,7 +152,7 @@ class _Launch:
         return self._verdict([task.status for task in self._workers if task.status is not None]) or self._shortfall()
 
     def end(self) -> None:
-        """End every process that is left."""
+        """End every process that still runs."""
         if self._client is not None:
             self._client.close()
         self._end(self._everyone)
@@ -184,13 +184,13 @@ class _Launch:
             self._view.show_line(COORDINATOR, line)
 
     def _wait(self) -> None:
-        """Wait a moment; raises when a signal came."""
+        """Wait `POLL_S`; raises when a signal arrived."""
         which = self._stop.wait(POLL_S)
         if which is not None:
             raise _Interrupted(signal.Signals(which).name if which else "a fault")
 
     def _look_at(self, task: _Task) -> None:
-        """Start the task again when that is due, and take note of its end."""
+        """Restart the task if its pause is over, or record that its process has ended."""
         if task.is_over:
             return
         if task.running is None:
@@ -221,7 +221,7 @@ class _Launch:
                 self._view.show_event(f"{task.name} ended: {task.end}{rest}")
 
     def _server_ended(self, task: _Task, status: int, tail: Sequence[str]) -> None:
-        # It was not the launcher that told it to end, so an end with status 0 is a failure too.
+        # The launcher did not stop it, so an end with status 0 is a failure too.
         if not self._is_started_again(task, status or 1):
             last = "".join(f"\n  {line}" for line in tail) or " none"
             raise _Fault(
@@ -249,7 +249,7 @@ class _Launch:
             )
 
     def _has_joined(self, task: _Task) -> bool:
-        """Whether the task was ever in the cluster, as far as the coordinator can be asked."""
+        """Whether the task was ever in the cluster; true when the coordinator has never answered."""
         self._poll_status()
         return self._status is None or any(info.task == task.task for info in self._status.tasks)
 
@@ -274,7 +274,7 @@ class _Launch:
         ]
 
     def _end(self, tasks: Iterable[_Task]) -> None:
-        """End the processes: by SIGTERM, and by SIGKILL those that take too long or when a second signal comes."""
+        """End the processes by SIGTERM; by SIGKILL after `GRACE_S`, or when a second signal arrives."""
         running = [task.running for task in tasks if task.running is not None]
         for each in running:
             each.terminate()
@@ -292,7 +292,7 @@ class _Launch:
         return 1 if any(status > 0 for status in statuses) else 0
 
     def _shortfall(self) -> int:
-        """Exit status 1 when steps of a run were not done though all workers finished, else 0."""
+        """Exit status 1 when all workers finished but steps of a run were not done, else 0."""
         status = self._status
         if status is None or status.steps_done >= status.steps_total:
             return 0

@@ -53,6 +53,7 @@ class RendezvousStatistics:
     `dropped`     total of values that came twice, came for a step that had ended, or were not taken before it ended
     `remembered`  number of ended steps that are remembered
     """
+
     open_steps: int
     values: int
     waiters: int

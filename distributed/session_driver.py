@@ -1,12 +1,12 @@
-"""What drives a client's session with the coordinator: the connection, the clock and the thread.
+"""The driver of a client's session with the coordinator: the connection, the clock and the thread.
 
-What to do when the coordinator goes and comes back is decided in `coordinator_session`; nothing is decided here.
+It decides nothing; `coordinator_session` decides what to do when the coordinator goes away and comes back.
 
 Invariants:
-- every ask has a deadline, and waits through the coordinator's absence until then;
-- `roster` is the newest one the coordinator sent, from the moment the answer to a Join is there;
-- callbacks get the rosters in order, one at a time, on any thread: they must not wait, and must not ask;
-- `beat` is called again and again while there is a connection, whatever the program does.
+- every request has a deadline, and waits until then even while the coordinator is away;
+- `roster` is the newest one that the coordinator sent, as soon as a Join is answered;
+- callbacks get the rosters in order, one at a time, on any thread: they must not block, and must not call `ask`;
+- `beat` is called every `HEARTBEAT_S` while there is a connection, whatever the program does.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ _Answer = TypeVar("_Answer", bound=Message)
 
 
 class SessionDriver:
-    """A connection to the coordinator at `address`, as `name`, which is made again when it was lost.
+    """A connection to the coordinator at `address`, as `name`, which is opened again after a loss.
 
     `beat`         called every `HEARTBEAT_S` while the task has joined
-    `timeout_s`    how long the first connection is tried
-    `settings`     how its loss is borne
-    `is_threaded`  whether a thread of its own beats and connects; without one, `tick` has to be called again and again
-    `clock`        seconds since any moment
-    raises         DeadlineExceeded naming the coordinator, the address and the time it was tried; what `connect` raises
+    `timeout_s`    longest attempt to open the first connection, in s
+    `settings`     how long and how often it reconnects
+    `is_threaded`  whether a new thread calls `tick`; without one, the owner has to call it repeatedly
+    `clock`        seconds since an arbitrary moment
+    raises         DeadlineExceeded naming the coordinator, the address and the time it tried; what `connect` raises
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class SessionDriver:
         self._name = name
         self._clock = clock
         self._settings = settings or SessionSettings()
-        #: What tells this process from all others that join under the name.
+        #: Identity of this process among all that join under the name.
         self.process = secrets.token_hex(8)
         self._session = CoordinatorSession(
             who=f"the coordinator at {address}",
@@ -119,46 +119,46 @@ class SessionDriver:
             threading.Thread(target=self._run, name="dflow coordinator link", daemon=True).start()
 
     def close(self, reason: str) -> None:
-        """End the connection, which is a leave with a fault if the task has joined; a second call does nothing."""
+        """End the connection; a task that has joined then leaves with a fault. A second call does nothing."""
         self._closed = True
         self._handle(Ending(self._clock(), reason))
 
     @property
     def is_closed(self) -> bool:
-        """Whether this side has closed it."""
+        """Whether `close` was called."""
         return self._closed
 
     @property
     def ended(self) -> str:
-        """Why there is no coordinator any more, or who closed this; empty while there is, or may yet be again."""
+        """Why the coordinator is lost for good, or the reason given to `close`; empty while neither is so."""
         return self._session.ended
 
     @property
     def lost(self) -> str:
-        """As `ended`, but empty when this side has closed it."""
+        """Like `ended`, but empty after `close`."""
         with self._changed:
             return "" if self._closed else self._session.ended
 
     @property
     def outage(self) -> str:
-        """Since when there is no connection to the coordinator and why, as the end of a sentence; empty with one."""
+        """How long the connection has been down and why, as the end of a sentence; empty while there is one."""
         with self._changed:
             return self._session.outage(self._clock())
 
     @property
     def open_asks(self) -> int:
-        """How many asks have no answer."""
+        """Number of requests without an answer."""
         with self._changed:
             return self._session.open_asks
 
     @property
     def roster(self) -> Roster:
-        """Who has joined, who has left, who is expected."""
+        """The tasks that have joined, those that have left, and those expected."""
         with self._changed:
             return self._roster
 
     def wait_for_roster(self, condition: Callable[[Roster], bool], timeout_s: float) -> Roster:
-        """Wait for a roster that fulfils the condition; the newest, when none has come within `timeout_s`.
+        """Wait for a roster that fulfils the condition; return the newest one, even if `timeout_s` has passed first.
 
         raises  TransportClosed when the coordinator is lost for good meanwhile
         """
@@ -172,7 +172,7 @@ class SessionDriver:
             return self._roster
 
     def call_on_roster(self, callback: Callable[[Roster], None]) -> None:
-        """Call back with each new roster, and now with the one there is."""
+        """Call back with each new roster, and immediately with the present one."""
         with self._calling:
             with self._changed:
                 self._on_roster.append(callback)
@@ -189,14 +189,14 @@ class SessionDriver:
             callback(lost)
 
     def call_on_dump(self, callback: Callable[[str], None]) -> None:
-        """Call back with the reason when the tasks are to write their last events down. It must not wait."""
+        """Call back with the reason when this task must dump its newest events. The callback must not block."""
         self._on_dump.append(callback)
 
     def ask(self, message: AnyMessage, wanted: type[_Answer], timeout_s: float) -> _Answer:
-        """Ask the coordinator, and wait for its answer.
+        """Send the coordinator a request, and wait for its answer.
 
-        raises  the error that it answers with; DeadlineExceeded, which says since when there is no connection;
-                WireError for another answer than is `wanted`
+        raises  the error that it answers with; DeadlineExceeded, with the present outage if any; WireError for an
+                answer that is not of type `wanted`; InternalError on a reader thread, which must not wait
         """
         what = type(message).__name__
         if on_reader_thread():
@@ -223,19 +223,19 @@ class SessionDriver:
         return expect(answer, wanted, "the coordinator")
 
     def tell(self, message: AnyMessage) -> None:
-        """Send a message that has no answer, if there is a connection."""
+        """Send a notification; dropped while there is no connection."""
         link = self._session.joined_link
         peer = self._links.get(link) if link is not None else None
         if peer is not None:
-            with contextlib.suppress(DflowError):  # its end is told by the link
+            with contextlib.suppress(DflowError):  # the link reports the end of its connection
                 peer.notify(message)
 
     def beat_later(self) -> None:
-        """Beat when the time between two beats has passed."""
+        """Put the next heartbeat off by `HEARTBEAT_S`."""
         self._beat_at_s = self._clock() + HEARTBEAT_S
 
     def tick(self) -> None:
-        """Beat and connect if that is due; only needed without a thread."""
+        """Send heartbeats and reconnect when due; only needed without a thread."""
         now_s = self._clock()
         if now_s >= self._beat_at_s and self._session.joined_link is not None:
             self._beat_at_s = now_s + HEARTBEAT_S
@@ -248,11 +248,11 @@ class SessionDriver:
         while self._wait_until_due():
             try:
                 self.tick()
-            except Exception:  # of a callback: without this thread the task would be taken for dead
+            except Exception:  # of a callback: without this thread the task would be declared dead
                 LOGGER.exception("%s: the connection to the coordinator goes on after a fault", self._name)
 
     def _wait_until_due(self) -> bool:
-        """Wait until there is something to do; False when it is over."""
+        """Wait until `tick` has work to do; False when the session has ended."""
         with self._changed:
             while not self._session.ended:
                 wake_at_s = self._session.wake_at_s
@@ -272,7 +272,7 @@ class SessionDriver:
     def _try_to_open(self) -> None:
         try:
             self._open(self._settings.connect_s)
-        except Exception as error:  # whatever it is: the session waits for word of it
+        except Exception as error:  # any error: the session waits for the outcome
             self._handle(OpenFailed(self._clock(), str(error) or type(error).__name__))
 
     def _open(self, timeout_s: float) -> None:
@@ -282,16 +282,16 @@ class SessionDriver:
         )
         self._links[link] = peer
         self._handle(Opened(self._clock(), link))
-        if peer.closed:  # it may have ended before the session knew of it
+        if peer.closed:  # it may have ended before the session knew about it
             self.link_ended(link, peer.closed)
 
     def link_ended(self, link: int, reason: str) -> None:
-        """The connection `link` is no more."""
+        """Handle the end of the connection `link`."""
         self._links.pop(link, None)
         self._handle(LinkEnded(self._clock(), link, reason))
 
     def link_heard(self, link: int, message: AnyMessage, payload: memoryview) -> None:
-        """A message came over the connection `link` that was not asked for."""
+        """Handle a notification that came over the connection `link`."""
         message = _unpacked(message, payload)
         if isinstance(message, DumpEvents):
             for callback in self._on_dump:
@@ -309,7 +309,7 @@ class SessionDriver:
         self._changed.notify_all()
 
     def _carry_out_all(self) -> None:
-        """In order, and by one thread at a time: one that finds another at it leaves its own commands to that one."""
+        """Carry out queued commands in order. One thread at a time does; others leave their commands to it."""
         while (command := self._next_command()) is not None:
             try:
                 self._carry_out(command)
@@ -367,7 +367,7 @@ class SessionDriver:
 
     def _reply_came(self, link: int, ask: int, reply: Reply | BaseException) -> None:
         if isinstance(reply, TransportClosed):
-            return  # the end of the link is told by the link
+            return  # the link reports its end
         message = failure_of(reply) if isinstance(reply, BaseException) else _unpacked(*reply)
         self._handle(Answered(self._clock(), link, ask, message))
 
@@ -382,18 +382,18 @@ class SessionDriver:
 
 
 class _Link(RefuseAll):
-    """What to do with the messages of one connection."""
+    """Handler of the messages of one connection."""
 
     def __init__(self, owner: SessionDriver, link: int) -> None:
         self._owner = owner
         self._link = link
 
     def on_notify(self, peer: Peer, message: AnyMessage, payload: memoryview) -> None:
-        """Hand it on."""
+        """Pass the notification to the driver."""
         self._owner.link_heard(self._link, message, payload)
 
     def on_close(self, peer: Peer, reason: str) -> None:
-        """Hand it on."""
+        """Pass the end of the connection to the driver."""
         self._owner.link_ended(self._link, reason)
 
 
