@@ -1,4 +1,4 @@
-"""Many hosts: tasks, coordinator, transfers, sharding, strategies and recovery."""
+"""Clusters of tasks: the coordinator, transfers between tasks, launching, and training strategies."""
 
 from dflow.distributed.strategies.async_ import Async
 from dflow.distributed.strategies.sync import Sync

@@ -1,4 +1,4 @@
-"""The check that another process has answered with what was asked for."""
+"""The check that another process answered with the expected type."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _Answer = TypeVar("_Answer")
 
 
 def expect(answer: Any, wanted: type[_Answer], who: str) -> _Answer:
-    """The answer of `who`; raises WireError when it is none that was `wanted`, as one of another version may be."""
+    """Return the answer of `who`; raises WireError unless it is a `wanted`, which another version may not send."""
     if not isinstance(answer, wanted):
         raise WireError(
             f"{who} answered with {type(answer).__name__} where {wanted.__name__} was due; "

@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 
 def encode_arrays(arrays: Sequence[jax.Array | npt.NDArray[Any]]) -> tuple[tuple[ArrayInfo, ...], Payload]:
-    """The types and the elements of `arrays`. Waits until they are computed; raises what `encode_array` raises."""
+    """Return the types and the elements of `arrays`. Waits until they are computed; raises what `encode_array` raises."""
     infos = tuple(ArrayInfo(dtype_name(array.dtype), tuple(array.shape)) for array in arrays)
     encoded = [encode_array(array) for array in arrays]
     return infos, encoded[0] if len(encoded) == 1 else b"".join(encoded)
 
 
 def decode_arrays(infos: Sequence[ArrayInfo], payload: Payload) -> list[npt.NDArray[Any]]:
-    """The arrays of these types that `payload` holds, without a copy.
+    """Split `payload` into arrays of these types, without a copy.
 
-    raises  WireError if a dtype does not travel, or the payload has another size than the types ask for
+    raises  WireError if a dtype cannot be sent, or the size of the payload does not match the types
     """
     sizes = [array_bytes(info.dtype, info.shape) for info in infos]
     if sum(sizes) != len(payload):

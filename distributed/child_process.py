@@ -1,10 +1,10 @@
-"""A child process with its own session: its output line by line, its end, and the end of all it started.
+"""A child process with its own session: its output line by line, its end, and the end of all that it started.
 
 Invariants:
-- stdout and stderr of the child and its descendants are one stream, handed on line by line in order;
-- when the child has ended, what is left of its process group is killed before the child is reaped, so that the
-  number of the group cannot yet belong to anyone else;
-- a child that has ended is reaped by the `poll` that says so.
+- stdout and stderr of the child and its descendants are one stream, passed on line by line in order;
+- when the child has ended, the rest of its process group is killed before the child is reaped, while the number of the
+  group cannot yet be reused;
+- the `poll` that returns a child's exit status has reaped it.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 LOGGER = logging.getLogger("dflow")
 
 TAIL_LINES = 20
-#: A descendant that made a session of its own may hold the output open; its lines are not waited for longer.
+#: Longest wait for the last lines, in s: a descendant with its own session may hold the output open.
 LAST_LINES_S = 2.0
 
 
 class ChildProcess:
     """Start `command` as `name` with `environment`.
 
-    `lifeline`  the read end of the launcher's pipe, which the child inherits under the same number
-    `on_line`   called with each line of output, without its end, from a thread of its own
-    `cores`     the cores that it and all that it starts are kept on; none given, those of this process
+    `lifeline`  read end of the launcher's pipe, which the child inherits under the same number
+    `on_line`   called with each line of output, without its newline, from a reader thread
+    `cores`     CPU cores that the child and its descendants are restricted to; empty: no restriction
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class ChildProcess:
             start_new_session=True,
         )
         if cores:
-            # Its interpreter has no thread but the first yet, whose cores later ones take over.
+            # The interpreter has only its first thread yet, and later threads inherit its cores.
             with contextlib.suppress(ProcessLookupError):
                 os.sched_setaffinity(self._process.pid, cores)
         self._reader = threading.Thread(target=self._read, name=f"dflow output {name}", daemon=True)
@@ -66,16 +66,16 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """The process, which leads a group and a session of the same number."""
+        """The process id, which is also that of its group and session."""
         return self._process.pid
 
     @property
     def tail(self) -> tuple[str, ...]:
-        """The last lines of output."""
+        """The last `TAIL_LINES` lines of output."""
         return tuple(self._tail)
 
     def poll(self) -> int | None:
-        """None while it runs, else its exit status, negative for the signal that killed it."""
+        """Return None while the child runs, else its exit status, negative for the signal that killed it."""
         if self._process.returncode is None and self._has_ended():
             self._signal_group(signal.SIGKILL)
             self._process.wait()
@@ -83,12 +83,12 @@ class ChildProcess:
         return self._process.returncode
 
     def terminate(self) -> None:
-        """Ask it and all that it started to end; without effect when it has ended."""
+        """Send SIGTERM to the child and its process group; does nothing when it has ended."""
         if self._process.returncode is None:
             self._signal_group(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End it and all that it started, and wait until it is gone."""
+        """Kill the child and its process group, and wait until it has ended."""
         if self._process.returncode is None:
             self._signal_group(signal.SIGKILL)
             self._process.wait()
@@ -108,12 +108,12 @@ class ChildProcess:
                 self._tail.append(line.rstrip("\n"))
                 try:
                     self._on_line(line.rstrip("\n"))
-                except Exception:  # such as a full disk; unread, the child's output would soon make it wait
+                except Exception:  # such as a full disk; if it were not read, the child's output would soon block it
                     LOGGER.exception("a line of %s was not handed on", self.name)
 
 
 def describe_end(status: int) -> str:
-    """An exit status as a person would say it: "finished", "exit status 1", "killed by SIGKILL"."""
+    """Describe an exit status: "finished", "exit status 1", "killed by SIGKILL"."""
     if status == 0:
         return "finished"
     if status > 0:

@@ -1,12 +1,12 @@
-"""How far the clocks of tasks are from ours, from round trips and from the values they sent to each other.
+"""Offsets of tasks' clocks from ours, computed from round trips and from the values that tasks sent to each other.
 
-Each round trip bounds a clock from both sides, as in NTP: what it was told between asking and hearing. Each value
-bounds one clock by another: it was sent before it was received. All of these are differences of two unknowns, so
-shortest paths give the greatest and the least offsets that agree with all; what lies halfway agrees too, for the set of
-all that do is convex. So in a trace that is aligned by these no value is received before it was sent.
+Each round trip bounds a clock from both sides, as in NTP: the time it reported lies between our request and its answer.
+Each value bounds one clock by another: it was sent before it was received. All of these bound the difference of two
+offsets, so shortest paths give the greatest and the least offsets that satisfy all bounds. Their midpoint satisfies
+them too, since the set of solutions is convex. So in a trace aligned with it no value is received before it was sent.
 
-Clocks that drift while they are watched may leave nothing that agrees; then the values, and at last all but the
-shortest round trip, are left out, and an order of less than the error means nothing.
+If clocks drift during the trace, no offsets may satisfy all bounds. Then the values are ignored, and at last all but
+the shortest round trip; an order of events closer than the error then means nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ OURS = ""
 
 
 class ClockSample(NamedTuple):
-    """We asked at `asked_ns` and heard at `heard_ns`, by our clock, that the other one was at `told_ns`."""
+    """A round trip: by our clock from `asked_ns` to `heard_ns`, while the other clock reported `told_ns`."""
 
     asked_ns: int
     told_ns: int
@@ -26,7 +26,7 @@ class ClockSample(NamedTuple):
 
 
 class Crossing(NamedTuple):
-    """A value left `source` at `sent_ns` and reached `destination` at `received_ns`, each by its own clock."""
+    """A value left `source` at `sent_ns` and reached `destination` at `received_ns`, each by the task's own clock."""
 
     source: str
     sent_ns: int
@@ -35,7 +35,7 @@ class Crossing(NamedTuple):
 
 
 class Offset(NamedTuple):
-    """A clock is `offset_ns` ahead of ours, give or take `error_ns`."""
+    """A clock is `offset_ns` ahead of ours, with an error of at most `error_ns`."""
 
     offset_ns: int
     error_ns: int
@@ -45,7 +45,7 @@ _Bounds = Mapping[tuple[str, str], int]
 
 
 def align(samples: Mapping[str, Sequence[ClockSample]], crossings: Iterable[Crossing]) -> dict[str, Offset]:
-    """The offset of each clock that was asked at least once."""
+    """Return the offset of each clock that has at least one sample."""
     by_trips = _bounds_of_trips(samples)
     if any(by_trips[OURS, task] + by_trips[task, OURS] < 0 for task in samples):
         return {task: _by_shortest(found) for task, found in samples.items()}
@@ -61,7 +61,7 @@ def align(samples: Mapping[str, Sequence[ClockSample]], crossings: Iterable[Cros
 
 
 def _bounds_of_trips(samples: Mapping[str, Sequence[ClockSample]]) -> dict[tuple[str, str], int]:
-    """By (one, other): how much the other's offset may at most exceed the one's; ours is 0."""
+    """By (one, other): upper bound of the other's offset minus the one's; our offset is 0."""
     found = {}
     for task, trips in samples.items():
         found[OURS, task] = min(trip.told_ns - trip.asked_ns for trip in trips)
@@ -76,14 +76,14 @@ def _bounds_of_crossings(
     for crossing in crossings:
         key = (crossing.source, crossing.destination)
         if key[0] in samples and key[1] in samples and key[0] != key[1]:
-            # One less, so that it holds of halves that were rounded.
+            # One less, so that it also holds for midpoints rounded to whole ns.
             bound = crossing.received_ns - crossing.sent_ns - 1
             found[key] = min(found.get(key, bound), bound, others.get(key, bound))
     return found
 
 
 def _shortest_paths(bounds: _Bounds, tasks: Iterable[str]) -> dict[str, int] | None:
-    """The shortest way from ours to each task; None when there is a circle that gets ever shorter."""
+    """Length of the shortest path from our clock to each task; None when there is a negative cycle."""
     length = {OURS: 0} | {task: bounds[OURS, task] for task in tasks}
     for _ in range(len(length) + 1):
         is_shortest = True

@@ -244,7 +244,7 @@ class Cluster:
         return without_backups(self.colleagues()[1], backup_workers)
 
     def colleagues(self) -> tuple[tuple[str, ...], int]:
-        """Return the live and expected tasks of this task's job, and their number including those that left."""
+        """Return the live and expected tasks of this task's job, and their number including tasks that left."""
         roster, (job, _) = self._client.roster, split_task_name(self.task)
         here = {info.task: info for info in roster.tasks if split_task_name(info.task)[0] == job}
         coming = {task for task in roster.expected if split_task_name(task)[0] == job}
@@ -256,7 +256,7 @@ class Cluster:
         return self._client.elect(what)
 
     def barrier(self, name: str, *, timeout_s: float = 600.0, fails_on_leave: bool = False) -> tuple[str, ...]:
-        """Wait until all members have come to the barrier `name`; return those that passed it.
+        """Wait until all members have come to the barrier `name`; return the tasks that passed it.
 
         Members are the tasks of this one's job that are live or expected at the first arrival. The barrier goes on
         without a member that leaves, or fails if any waiting task set `fails_on_leave`. A task that joins later is

@@ -1,11 +1,10 @@
-"""Message to bytes, array to bytes, and back.
+"""Encoding of messages and arrays as bytes, and decoding.
 
-Why: everything that crosses a process border passes here, so that this is the one file which decides what bytes
-from a peer may become.
+Why: everything that crosses a process border passes here, so this one file decides what bytes from a peer may become.
 
 Invariants: nothing is pickled and no bytes name code. A message is msgpack of one struct of `messages.AnyMessage`,
-checked against its types. An array is its elements, row by row, little-endian, without a header: its dtype and
-shape travel in the message, and the size of the bytes must agree with both.
+checked against its types. An array is its elements in row-major order, little-endian, without a header: the message
+has its dtype and shape, and the payload's size must match both.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ if TYPE_CHECKING:
     # The coordinator and the launcher send no arrays, and start in half the time without JAX.
     import jax
 
-#: Bytes behind a message: what a sender may hand over, and (as a memoryview) what a receiver gets.
+#: Bytes after a message: any of these types when sent, a memoryview when received.
 Payload = bytes | bytearray | memoryview
 
 #: Received payloads start at a multiple of this, so that XLA's CPU client may use them without a copy.
 ALIGNMENT_BYTES = 64
 
-#: The most extents that a NumPy array has.
+#: Most dimensions of a NumPy array.
 MAX_RANK = 64
 MAX_ARRAY_BYTES = 1 << 62
 
@@ -48,16 +47,16 @@ _ML_DTYPES = (
     *("float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
 )
 
-#: Every dtype that travels, by its name.
+#: Every dtype that can be sent, by its name.
 DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
     {name: np.dtype(name).newbyteorder("<") for name in _NUMPY_DTYPES}
     | {name: np.dtype(getattr(ml_dtypes, name)) for name in _ML_DTYPES}
 )
 
-#: To copy so many bytes takes less time than to make a view of them.
+#: Up to this many bytes, a copy takes less time than making a view.
 _COPIED_BYTES = 1 << 10
 
-#: The dtypes whose elements lie in memory as they travel.
+#: The dtypes whose elements have the same layout in memory as when sent.
 _AS_THEY_ARE = frozenset(dtype for dtype in DTYPES.values() if dtype.isnative)
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -65,9 +64,9 @@ _DECODER: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessa
 
 
 def encode_message(message: AnyMessage) -> bytes:
-    """The message as msgpack.
+    """Encode the message as msgpack.
 
-    raises  WireError if a field holds a value of a type that does not travel
+    raises  WireError if a field holds a value of a type that cannot be sent
     """
     try:
         return _ENCODER.encode(message)
@@ -76,9 +75,9 @@ def encode_message(message: AnyMessage) -> bytes:
 
 
 def decode_message(data: Payload) -> AnyMessage:
-    """The message that `data` holds.
+    """Decode a message.
 
-    raises  WireError if it is not msgpack, or not a message of this protocol with fields of the stated types
+    raises  WireError if `data` is not msgpack, or not a message of this protocol with fields of the declared types
     """
     try:
         return _DECODER.decode(data)
@@ -87,11 +86,11 @@ def decode_message(data: Payload) -> AnyMessage:
 
 
 def encode_array(value: jax.Array | npt.NDArray[Any]) -> memoryview:
-    """The elements of `value`; a view of its own memory when that is large, on the host, contiguous and little-endian.
+    """Return the elements of `value` as bytes; a view if it is large, on the host, contiguous and little-endian.
 
     Waits until a `jax.Array` is computed.
 
-    raises  WireError for PRNG key arrays, for dtypes that do not travel, and for arrays spread over processes
+    raises  WireError for PRNG key arrays, for dtypes that cannot be sent, and for arrays spread over processes
     """
     if type(value) is np.ndarray and value.nbytes <= _COPIED_BYTES and value.dtype in _AS_THEY_ARE:
         return memoryview(value.tobytes())
@@ -103,9 +102,9 @@ def encode_array(value: jax.Array | npt.NDArray[Any]) -> memoryview:
 
 
 def decode_array(dtype: str, shape: Sequence[int], payload: Payload) -> npt.NDArray[Any]:
-    """The array whose elements are `payload`, without a copy.
+    """Return the array with the elements `payload`, without a copy.
 
-    raises  WireError if `dtype` does not travel, or if `payload` has not the size that dtype and shape ask for
+    raises  WireError if `dtype` cannot be sent, or if the size of `payload` does not match dtype and shape
     """
     known = parse_dtype(dtype)
     shape = tuple(shape)
@@ -117,13 +116,13 @@ def decode_array(dtype: str, shape: Sequence[int], payload: Payload) -> npt.NDAr
 
 @lru_cache(maxsize=4096)
 def array_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """How many bytes an array has, at a cost that no sender can raise; raises WireError for what is no array's type."""
+    """Size of an array in bytes, at bounded cost for any shape a peer sends; raises WireError for an invalid type."""
     if len(shape) > MAX_RANK:
         raise WireError(f"a shape of {len(shape)} extents; at most {MAX_RANK} are taken")
     if any(extent < 0 for extent in shape):
         raise WireError(f"shape {shape} has a negative extent; extents are 0 or more")
     itemsize = parse_dtype(dtype).itemsize
-    # An array without elements has extents too, and NumPy multiplies those that are not 0.
+    # An array without elements has dimensions too, and NumPy multiplies the nonzero ones.
     if math.prod(extent or 1 for extent in shape) * itemsize > MAX_ARRAY_BYTES:
         raise WireError(f"{dtype}{list(shape)} is larger than any array; at most {MAX_ARRAY_BYTES} bytes are taken")
     return math.prod(shape) * itemsize
@@ -131,12 +130,12 @@ def array_bytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 @lru_cache(maxsize=256)
 def dtype_name(dtype: np.dtype[Any]) -> str:
-    """The name of a dtype, which NumPy makes anew each time."""
+    """Name of a dtype, cached because NumPy builds the string each time."""
     return dtype.name
 
 
 def parse_dtype(name: str) -> np.dtype[Any]:
-    """The dtype called `name`; raises WireError if it does not travel."""
+    """Return the dtype called `name`; raises WireError if it cannot be sent."""
     try:
         return DTYPES[name]
     except KeyError:

@@ -1,14 +1,14 @@
-"""The coordinator's shell: it turns messages into events, carries out commands, and ticks.
+"""The coordinator's shell: it makes events of messages, carries out commands, and ticks.
 
 It decides nothing; see `coordinator_state`.
 
 Invariants:
-- events are handled one at a time, and their commands are carried out in order, so that every task sees rosters in
-  the order in which they were made;
+- events are handled one at a time, and their commands are carried out in order, so that every task sees rosters
+  in the order of their versions;
 - the changes of an event are written to the store before its commands are carried out; events that arrive during a
   write are written together;
 - when a write fails, or an event or command raises an unexpected error, the coordinator answers nothing more and ends,
-  so that the next one resumes from what was written;
+  so that the next one resumes from the last write;
 - carrying out a command never waits for a peer.
 """
 
@@ -243,7 +243,7 @@ class Coordinator:
                     there = [self._peers[number] for number in peers if number in self._peers]
                 small, payload = pack(message, goes_to_many=len(there) > FEW)
                 for peer in there:
-                    with contextlib.suppress(TransportClosed):  # its end is an event of its own
+                    with contextlib.suppress(TransportClosed):  # its end is another event
                         peer.notify(small, payload)
             case Disconnect(number, reason):
                 with self._numbering:

@@ -156,7 +156,7 @@ class CoordinatorClient:
 
     @property
     def roster(self) -> Roster:
-        """The tasks that have joined, those that have left, and those expected."""
+        """The tasks that have joined, including any that have left, and the expected ones."""
         return self._driver.roster
 
     @property

@@ -1,8 +1,8 @@
-"""What happens to the coordinator, and what it decides to do about it.
+"""Events of the coordinator, and the commands with which it responds.
 
-Events are facts in the past tense, commands are orders; both are frozen and hold no objects of the transport. A
-connection is the number `peer`, a call that wants an answer the number `ask`; the shell gives both out and never
-uses one twice. `at_s` is the time of the event in seconds since the coordinator's first start, and never decreases.
+Events are facts in the past tense, commands are imperatives; both are frozen and hold no objects of the transport. A
+connection is the number `peer`, a request the number `ask`; the shell assigns both and never reuses one. `at_s` is the
+time of the event in seconds since the coordinator's first start, and never decreases.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from dflow.distributed.messages import AnyMessage
 
 @dataclass(frozen=True)
 class Started:
-    """The coordinator is up, for the first time or again; the first event of all.
+    """The coordinator has started, for the first time or again; always the first event.
 
-    `cluster` names the cluster from now on, unless it has a name from an earlier start.
+    `cluster` becomes the cluster's id, unless it has one from an earlier start.
     """
 
     at_s: float
@@ -26,7 +26,7 @@ class Started:
 
 @dataclass(frozen=True)
 class Asked:
-    """A message came that wants an answer: one `Reply` to `ask`, now or after a later event."""
+    """A request arrived: it needs one `Reply` to `ask`, now or after a later event."""
 
     at_s: float
     peer: int
@@ -36,7 +36,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Told:
-    """A message came that wants no answer."""
+    """A notification arrived."""
 
     at_s: float
     peer: int
@@ -45,7 +45,7 @@ class Told:
 
 @dataclass(frozen=True)
 class PeerClosed:
-    """A connection has ended; nothing more comes from it or can be sent to it."""
+    """A connection has ended; nothing more arrives from it or can be sent to it."""
 
     at_s: float
     peer: int
@@ -64,14 +64,14 @@ Event = Started | Asked | Told | PeerClosed | Ticked
 
 @dataclass(frozen=True)
 class Persist:
-    """Write all of the changes down, or none, before any later command is carried out."""
+    """Write all of the changes, or none, before any later command is carried out."""
 
     changes: tuple[Change, ...]
 
 
 @dataclass(frozen=True)
 class Reply:
-    """Answer the call `ask`; without effect when its connection has ended."""
+    """Answer the request `ask`; ignored when its connection has ended."""
 
     ask: int
     message: AnyMessage
@@ -87,7 +87,7 @@ class Broadcast:
 
 @dataclass(frozen=True)
 class Disconnect:
-    """End a connection whose task is no longer part of the cluster."""
+    """Close a connection whose task is no longer part of the cluster."""
 
     peer: int
     reason: str
@@ -95,7 +95,7 @@ class Disconnect:
 
 @dataclass(frozen=True)
 class Log:
-    """Tell whoever reads the coordinator's log."""
+    """Log a warning."""
 
     text: str
 

@@ -1,17 +1,17 @@
-"""A client's side of the coordinator as a state machine: what is asked, over which link, and what after a loss.
+"""A client's session with the coordinator as a state machine: its requests, its links, and recovery after a loss.
 
-No clock, no sockets, no threads: times come with the events, and what is to be done is a command. A link is one
-connection, named by a number that is never used twice, as an ask is.
+No clock, no sockets, no threads: events carry the time, and actions are commands. A link is one connection, with a
+number that is never reused; the same holds for a request (`ask`).
 
 Invariants:
 - each Asking is settled by exactly one Settle, unless it is Withdrawn;
-- an ask that has no answer is asked again over the next link, in the order of asking, after the task is back in the
-  cluster; the coordinator carries none out twice, since claims and arrivals have numbers and the rest may be repeated;
-- a task comes back as the member it was: in the same incarnation, and to no other cluster;
-- a link is sought again after pauses that grow up to `longest_pause_s`, each shortened by chance from `seed`, until
-  none could be had for `give_up_s`; then, and when the coordinator has given the task up, it is over: GaveUp, once;
-- each outage is announced when it begins and when it ends, to a process that is a task;
-- `roster` never gets older: of two, the one with the greater version is shown last.
+- a request without an answer is sent again over the next link, in the original order, after the task has rejoined; the
+  coordinator executes none twice, since claims and arrivals have numbers and the others may be repeated;
+- a task rejoins as the same member: in the same incarnation, and never in another cluster;
+- a lost link is opened again after pauses that grow up to `longest_pause_s`, each shortened at random from `seed`; the
+  session ends with one GaveUp when that failed for `give_up_s`, or when the coordinator has declared the task dead;
+- each outage is logged when it begins and when it ends, in a process that is a task;
+- `roster` never gets older: of two rosters, the one with the greater version is shown last.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from dflow.distributed.messages import (
 )
 from dflow.distributed.roster_changes import changed_roster
 
-#: The ask by which a task comes back; those of the program are greater.
+#: The request number of a rejoin; those of the program are greater.
 REJOIN = 0
 
 
 @dataclass(frozen=True)
 class SessionSettings:
-    """How a client bears the loss of the coordinator.
+    """Timeouts and pauses after the loss of the coordinator, in s.
 
-    `first_pause_s`    after the first loss; each pause is twice as long as the one before
-    `longest_pause_s`  where that ends
-    `connect_s`        how long each attempt may take
-    `join_s`           how long the answer to a Join may take, before the link is held to be dead
-    `give_up_s`        how long it is sought
-    `rejoins_anew`     when it was given up meanwhile, whether it joins as a new task of the same name; this fits one
-                       that holds variables and has no program that would have to begin again
+    `first_pause_s`    pause before the first attempt to reconnect; each later pause is twice as long
+    `longest_pause_s`  limit of the pauses
+    `connect_s`        longest duration of each attempt
+    `join_s`           longest wait for the answer to a Join; then the link counts as dead
+    `give_up_s`        time after which the session gives the coordinator up
+    `rejoins_anew`     whether a task that was declared dead meanwhile joins as a new task of the same name. This suits
+                       one that holds variables and runs no program that would have to start again
     """
 
     first_pause_s: float = 0.05
@@ -63,7 +63,7 @@ class SessionSettings:
 
 @dataclass(frozen=True)
 class Opened:
-    """A link to the coordinator is there."""
+    """A link to the coordinator was opened."""
 
     at_s: float
     link: int
@@ -71,7 +71,7 @@ class Opened:
 
 @dataclass(frozen=True)
 class OpenFailed:
-    """No link could be had."""
+    """An attempt to open a link failed."""
 
     at_s: float
     why: str
@@ -79,7 +79,7 @@ class OpenFailed:
 
 @dataclass(frozen=True)
 class LinkEnded:
-    """A link is no more; nothing more comes over it."""
+    """A link has ended; nothing more arrives over it."""
 
     at_s: float
     link: int
@@ -88,7 +88,7 @@ class LinkEnded:
 
 @dataclass(frozen=True)
 class Asking:
-    """The program asks; `ask` is greater than all before."""
+    """The program sends a request; `ask` is greater than all before."""
 
     at_s: float
     ask: int
@@ -97,7 +97,7 @@ class Asking:
 
 @dataclass(frozen=True)
 class Withdrawn:
-    """The program waits for the answer no longer."""
+    """The program no longer waits for the answer."""
 
     at_s: float
     ask: int
@@ -105,7 +105,7 @@ class Withdrawn:
 
 @dataclass(frozen=True)
 class Answered:
-    """The answer to an ask came over a link; a `Failure` is one too."""
+    """The answer to a request, possibly a `Failure`, arrived over a link."""
 
     at_s: float
     link: int
@@ -115,7 +115,7 @@ class Answered:
 
 @dataclass(frozen=True)
 class Heard:
-    """A message came over a link that was not asked for."""
+    """A notification arrived over a link."""
 
     at_s: float
     link: int
@@ -124,14 +124,14 @@ class Heard:
 
 @dataclass(frozen=True)
 class Woke:
-    """It is `wake_at_s`, or later."""
+    """The time `wake_at_s` has come."""
 
     at_s: float
 
 
 @dataclass(frozen=True)
 class Ending:
-    """The program is done with the coordinator."""
+    """The program closes the session."""
 
     at_s: float
     reason: str
@@ -142,12 +142,12 @@ SessionEvent = Opened | OpenFailed | LinkEnded | Asking | Withdrawn | Answered |
 
 @dataclass(frozen=True)
 class OpenLink:
-    """Connect to the coordinator: an Opened or an OpenFailed is to follow."""
+    """Connect to the coordinator: an Opened or an OpenFailed must follow."""
 
 
 @dataclass(frozen=True)
 class Send:
-    """Ask over the link; the answer is to be told as Answered with the same `ask`."""
+    """Send a request over the link; its answer must come back as Answered with the same `ask`."""
 
     link: int
     ask: int
@@ -156,7 +156,7 @@ class Send:
 
 @dataclass(frozen=True)
 class Tell:
-    """Say over the link what has no answer."""
+    """Send a notification over the link."""
 
     link: int
     message: AnyMessage
@@ -164,7 +164,7 @@ class Tell:
 
 @dataclass(frozen=True)
 class EndLink:
-    """End the link; its LinkEnded changes nothing any more."""
+    """Close the link; its LinkEnded is ignored."""
 
     link: int
     reason: str
@@ -172,7 +172,7 @@ class EndLink:
 
 @dataclass(frozen=True)
 class Settle:
-    """Give the program its answer."""
+    """Pass the program its answer."""
 
     ask: int
     message: AnyMessage
@@ -180,21 +180,21 @@ class Settle:
 
 @dataclass(frozen=True)
 class ShowRoster:
-    """There is a newer roster."""
+    """Publish a newer roster."""
 
     roster: Roster
 
 
 @dataclass(frozen=True)
 class GaveUp:
-    """There is no coordinator for this client any more."""
+    """Report that the coordinator is lost for good."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Warn:
-    """Log for the user of this process that the coordinator is lost or back: once each for an outage."""
+    """Log that the coordinator is lost or back: once each per outage."""
 
     text: str
 
@@ -203,10 +203,10 @@ SessionCommand = OpenLink | Send | Tell | EndLink | Settle | ShowRoster | GaveUp
 
 
 class CoordinatorSession:
-    """One client of the coordinator, from its first Opened on.
+    """One client of the coordinator, starting with its first Opened.
 
-    `who`          how errors call the coordinator, with its address
-    `incarnation`  this life of the process, different from all others
+    `who`          name of the coordinator in errors, with its address
+    `incarnation`  id of this life of the process, different from all others
     """
 
     def __init__(self, *, who: str, incarnation: str, settings: SessionSettings | None = None, seed: int = 0) -> None:
@@ -233,34 +233,34 @@ class CoordinatorSession:
 
     @property
     def ended(self) -> str:
-        """Why it is over; empty while it is not."""
+        """Why the session has ended; empty while it has not."""
         return self._ended.text if self._ended is not None else ""
 
     @property
     def joined_link(self) -> int | None:
-        """The link over which this client is a task of the cluster now."""
+        """The link over which this client is a task of the cluster now; None if there is none."""
         return self._link if self._is_in and self._member is not None else None
 
     @property
     def wake_at_s(self) -> float | None:
-        """When Woke is due; None when nothing is waited for."""
+        """Time when the driver must send Woke; None when no timeout is pending."""
         if self._ended is not None or self._is_opening:
             return None
         return self._open_at_s if self._link is None else self._join_by_s
 
     @property
     def open_asks(self) -> int:
-        """How many asks have no answer."""
+        """Number of requests without an answer."""
         return len(self._asks)
 
     def outage(self, at_s: float) -> str:
-        """Since when there is no coordinator and why, as the end of a sentence; empty while there is one."""
+        """How long the connection has been down and why, as the end of a sentence; empty while there is one."""
         if self._down_since_s is None:
             return ""
         return f"; there is no connection to it since {at_s - self._down_since_s:.1f} s: {self._down_reason}"
 
     def handle(self, event: SessionEvent) -> list[SessionCommand]:
-        """Take note of the event and say what is to be done, in order."""
+        """Apply the event and return the commands, in order."""
         if self._ended is not None:
             return self._refuse(event)
         match event:
@@ -310,7 +310,7 @@ class CoordinatorSession:
         return [*self._up(at_s), *self._send_all()]
 
     def _joining(self, member: Join) -> Join:
-        """The Join to send now, with what is known here of the cluster."""
+        """Return the Join to send now, with the newest known version and mark."""
         return msgspec.structs.replace(member, since=self.roster.version, mark=self._mark)
 
     def _drop_link(self, at_s: float, why: str) -> list[SessionCommand]:
@@ -350,7 +350,7 @@ class CoordinatorSession:
 
     @property
     def _is_announced(self) -> bool:
-        """Whether outages are for the user of this process to know: it has joined, and no tool that only asks."""
+        """Whether to log outages: this client has joined, and is no tool that only sends requests."""
         return self._member is not None and bool(self._member.cluster)
 
     def _up(self, at_s: float) -> list[SessionCommand]:
@@ -439,7 +439,7 @@ class CoordinatorSession:
     # Rosters.
 
     def _note_mark(self, message: AnyMessage) -> None:
-        """Keep the newest mark, that of the coordinator's newest start if there were several."""
+        """Keep the newest mark; one of another start of the coordinator is newer."""
         if isinstance(message, Marked) and message.mark.start:
             is_newer = message.mark.start != self._mark.start or message.mark.revision > self._mark.revision
             self._mark = message.mark if is_newer else self._mark

@@ -1,10 +1,9 @@
-"""Where a coordinator writes down what has to outlive it: in memory, or in an SQLite file.
+"""Storage for the durable state of a coordinator: in memory, or in an SQLite file.
 
 Invariants:
-- `write` is all or nothing: after a crash at any point the file holds the changes of a number of whole calls, the
-  first ones;
-- when `write` has returned, neither a crash of the process nor one of the machine loses any of it;
-- one process at a time has a file open.
+- `write` is all or nothing: after a crash at any point the file holds the changes of the first calls, each complete;
+- when `write` has returned, no crash of the process or the machine loses its changes;
+- at most one process has a file open.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Protocol
 from dflow.distributed.durable_records import Change, apply_changes
 from dflow.tracing.errors import ConfigError
 
-#: Of the tables in the file; a file of another number is refused.
+#: Version of the tables in the file; a file of another version is refused.
 FORMAT = 2
 
 
@@ -25,7 +24,7 @@ class CoordinatorStore(Protocol):
     """Keeps the records of one coordinator."""
 
     def load(self) -> Mapping[str, bytes]:
-        """All records."""
+        """Return all records."""
         ...
 
     def write(self, changes: Iterable[Change]) -> None:
@@ -33,18 +32,18 @@ class CoordinatorStore(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of the place; a second call does nothing."""
+        """Release the file; a second call does nothing."""
         ...
 
 
 class MemoryStore:
-    """Records that last as long as this object."""
+    """Records that are lost with this object."""
 
     def __init__(self) -> None:
         self._rows: dict[str, bytes] = {}
 
     def load(self) -> Mapping[str, bytes]:
-        """All records."""
+        """Return all records."""
         return dict(self._rows)
 
     def write(self, changes: Iterable[Change]) -> None:
@@ -56,9 +55,9 @@ class MemoryStore:
 
 
 class SqliteStore:
-    """Records in the SQLite file at `path`, made if it is not there.
+    """Records in the SQLite file at `path`, created if it does not exist.
 
-    raises  ConfigError when another process has it open, or it is no such file
+    raises  ConfigError when another process has it open, or it is not a file of this format
     """
 
     def __init__(self, path: Path) -> None:
@@ -83,7 +82,7 @@ class SqliteStore:
 
     def _open(self) -> None:
         database = self._database
-        # Exclusive before the first use of the log, which then needs no memory shared with other processes.
+        # Exclusive before the first use of the write-ahead log, which then needs no shared memory.
         database.execute("PRAGMA locking_mode = EXCLUSIVE")
         database.execute("PRAGMA journal_mode = WAL")
         database.execute("PRAGMA synchronous = FULL")
@@ -100,7 +99,7 @@ class SqliteStore:
         database.execute("COMMIT")
 
     def load(self) -> Mapping[str, bytes]:
-        """All records."""
+        """Return all records."""
         return dict(self._database.execute("SELECT key, value FROM records").fetchall())
 
     def write(self, changes: Iterable[Change]) -> None:
@@ -117,5 +116,5 @@ class SqliteStore:
             raise OSError(f"the coordinator's state could not be written to {self._path}: {error}") from error
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._database.close()

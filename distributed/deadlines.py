@@ -1,9 +1,9 @@
-"""One deadline for each of many waits that all last equally long.
+"""One deadline for each of many waits that all have the same timeout.
 
-Why: thousands of receives may wait at a time, and a timer thread for each would cost more than the step; so would
-waking one for each.
-Invariant: since all last equally long, the oldest wait is the next to expire, so a dict in order of insertion is
-the queue; `expire` is called once for each key that is neither discarded nor overtaken by `close`.
+Why: thousands of receives may wait concurrently, and a timer thread for each would cost more than the step; so would
+waking one thread for each.
+Invariant: since all have the same timeout, the oldest wait is the next to expire, so a dict in order of insertion is
+the queue; `expire` is called once for each key, unless that is discarded or `close` is called first.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ _Key = TypeVar("_Key", bound=Hashable, contravariant=True)
 
 
 class EndOfWaits(Protocol[_Key]):
-    """What a channel needs of `Deadlines`; a simulator has one on a clock of its own."""
+    """The part of `Deadlines` that a channel uses; a simulator has one on a simulated clock."""
 
     timeout_s: float
 
     def add(self, key: _Key) -> None:
-        """Start the time of `key`."""
+        """Start the timeout of `key`."""
         ...
 
     def discard(self, key: _Key) -> None:
-        """The wait for `key` has ended."""
+        """End the timeout of `key`, whose wait has ended."""
         ...
 
     def close(self) -> None:
-        """Let nothing expire any more."""
+        """Stop all timeouts: nothing expires any more."""
         ...
 
 
-#: Makes the deadlines of a channel, from how long each wait lasts and what to do with one that is over.
+#: Makes the deadlines of a channel from the timeout of each wait, in s, and the callback for an expired one.
 MakeDeadlines = Callable[[float, Callable[[Any], None]], EndOfWaits[Any]]
 
 
 class Deadlines(Generic[Key]):
-    """Calls `expire` with each key that was added `timeout_s` ago and not discarded, from a thread of its own."""
+    """Calls `expire`, on one background thread, with each key added `timeout_s` ago and not discarded."""
 
     def __init__(self, timeout_s: float, expire: Callable[[Key], None]) -> None:
         self.timeout_s = timeout_s
@@ -56,7 +56,7 @@ class Deadlines(Generic[Key]):
         threading.Thread(target=self._watch, name="dflow deadlines", daemon=True).start()
 
     def add(self, key: Key) -> None:
-        """Start the time of `key`."""
+        """Start the timeout of `key`."""
         with self._lock:
             self._ends_at[key] = time.monotonic() + self.timeout_s
             if self._is_idle:
@@ -64,12 +64,12 @@ class Deadlines(Generic[Key]):
                 self._changed.notify()
 
     def discard(self, key: Key) -> None:
-        """The wait for `key` has ended; nothing happens if it is unknown."""
+        """End the timeout of `key`, whose wait has ended; does nothing if it is unknown."""
         with self._lock:
             self._ends_at.pop(key, None)
 
     def close(self) -> None:
-        """Let nothing expire any more."""
+        """Stop all timeouts: nothing expires any more."""
         with self._lock:
             self._is_closed = True
             self._changed.notify()
@@ -84,7 +84,7 @@ class Deadlines(Generic[Key]):
     def _next_expired(self) -> Key | None:
         """Wait for the next key to expire; None once closed.
 
-        Who sleeps until one key's time is not woken when that wait ends, and finds another key, whose time is later.
+        A discarded key does not wake this thread, which then finds a later key when it wakes.
         """
         with self._lock:
             while not self._is_closed:

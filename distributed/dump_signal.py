@@ -1,7 +1,7 @@
-"""SIGUSR2 has a process write its last events down, as a person asks who sees that it is stuck.
+"""SIGUSR2 makes a process dump its newest events, to find out why it is stuck.
 
-The signal is taken only from a process that has no handler of its own for it, and only in its main thread, where
-Python runs handlers. A main thread that is inside XLA runs none until it returns; `dflow dump` reaches such a task.
+The handler is installed only in a process that has no other handler for this signal, and only from its main thread,
+where Python runs handlers. A main thread inside XLA runs none until it returns; `dflow dump` reaches such a task.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ WHY = "SIGUSR2"
 
 
 def dump_on_signal(dump: Callable[[str], None]) -> None:
-    """Call `dump` with the reason at each SIGUSR2; it must not wait."""
+    """Call `dump` with the reason at each SIGUSR2; it must not block."""
     is_free = signal.getsignal(signal.SIGUSR2) in (signal.SIG_DFL, *_ours)
     if not is_free or threading.current_thread() is not threading.main_thread():
         return
@@ -27,5 +27,5 @@ def dump_on_signal(dump: Callable[[str], None]) -> None:
     signal.signal(signal.SIGUSR2, handle)
 
 
-#: The handler that was installed here last.
+#: The handler that this file installed last.
 _ours: list[Callable[[int, FrameType | None], None]] = []

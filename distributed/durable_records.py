@@ -1,10 +1,10 @@
-"""What of a coordinator's state outlives its process: named records, and which of them an event has changed.
+"""The durable part of a coordinator's state: named records, and those changed by an event.
 
-Why: the parts that decide (membership, ledger, elections, directory) say what has to last where they change it, and
-know nothing of files; whoever carries out the commands writes the changes down before it answers.
+Why: the parts that decide (membership, ledger, elections, directory) put a record where they change what must outlive
+the process, and know nothing of files. The shell writes the changes before it answers.
 
-Invariant: the changes of all `take_changes` so far, applied in order to nothing, are the records. A part that is made
-from them answers as the one that wrote them would.
+Invariant: the changes of all `take_changes` calls, applied in order to an empty dict, are the records. A part made from
+them answers as the part that wrote them would.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 @dataclass(frozen=True)
 class Change:
-    """The record under `key` is `value` from now on, or is gone when that is None."""
+    """The record under `key` becomes `value`, or is deleted when that is None."""
 
     key: str
     value: bytes | None
@@ -33,7 +33,7 @@ class Change:
 class DurableRecords:
     """The records of one coordinator.
 
-    `rows`  those that an earlier process of the same coordinator has left
+    `rows`  records written by an earlier process of the same coordinator
     """
 
     def __init__(self, rows: Mapping[str, bytes] | None = None) -> None:
@@ -41,9 +41,9 @@ class DurableRecords:
         self._changed: dict[str, bytes | None] = {}
 
     def load(self, prefix: str, type: type[Record]) -> Iterator[tuple[str, Record]]:
-        """Each record that was there from the start whose key begins with `prefix`, with the rest of the key, by key.
+        """Yield each initial record whose key begins with `prefix`, with the rest of its key, sorted by key.
 
-        raises  InternalError when it is of another form, as that of another version may be
+        raises  InternalError when the record does not decode, such as one written by another version
         """
         for key in sorted(key for key in self._rows if key.startswith(prefix)):
             try:
@@ -59,23 +59,23 @@ class DurableRecords:
         self._changed[key] = _ENCODER.encode(record)
 
     def drop(self, key: str) -> None:
-        """Let go of a record, if it is there."""
+        """Delete a record, if it exists."""
         self._changed[key] = None
 
     @property
     def has_changed(self) -> bool:
-        """Whether there is anything to take."""
+        """Whether there are changes to take."""
         return bool(self._changed)
 
     def take_changes(self) -> tuple[Change, ...]:
-        """What has changed since the last call."""
+        """Return the changes since the last call."""
         changes = tuple(Change(key, value) for key, value in self._changed.items())
         self._changed.clear()
         return changes
 
 
 def apply_changes(rows: dict[str, bytes], changes: Iterable[Change]) -> None:
-    """Bring `rows` to what they are after the changes."""
+    """Apply the changes to `rows`."""
     for change in changes:
         if change.value is None:
             rows.pop(change.key, None)

@@ -1,9 +1,9 @@
-"""Which one task does a thing that shall be done once, such as making a first value or writing a summary.
+"""Election of one task for an action that must happen once, such as writing a summary.
 
 Invariants:
-- the first live task that asks is elected, and is told so each time it asks;
-- the elected keeps its office while it is live and after a normal end, since it has then done what it was for;
-- when it left for any other reason, the next to ask is elected in its place.
+- the first live task that asks is elected, and gets the same answer each time it asks;
+- an elected task stays elected while it is live and after a normal end, since it has then done the action;
+- when it left for any other reason, the next task that asks is elected instead.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dflow.distributed.membership import NORMAL_ENDS
 
 
 class _Office(msgspec.Struct, frozen=True):
-    """Who holds it, in which of its lives, and whether that one has failed."""
+    """The elected task, the number of its life, and whether that has failed."""
 
     task: str
     life: int
@@ -23,21 +23,21 @@ class _Office(msgspec.Struct, frozen=True):
 
 
 class Elections:
-    """The offices of one cluster, which last as `records`."""
+    """The elections of one cluster, kept in `records`."""
 
     def __init__(self, records: DurableRecords | None = None) -> None:
         self._records = records or DurableRecords()
         self._offices = dict(self._records.load(_OFFICE, _Office))
 
     def elect(self, what: str, task: str, life: int) -> bool:
-        """Whether the live task, in this one of its lives, is the one for `what`."""
+        """Return whether the live task, in this life, is elected for `what`; elect it if there is no other."""
         office = self._offices.get(what)
         if office is None or office.vacant:
             office = self._set(what, _Office(task, life))
         return (office.task, office.life) == (task, life)
 
     def leave(self, life: int, reason: str) -> None:
-        """The task is no longer live."""
+        """Void the elections of a life that has left, unless by a normal end."""
         for what, office in self._offices.items():
             if office.life == life and reason not in NORMAL_ENDS:
                 self._set(what, msgspec.structs.replace(office, vacant=True))

@@ -1,6 +1,6 @@
-"""The newest events of the coordinator, which are bounded in number and in bytes.
+"""The newest events of the coordinator, bounded in number and in bytes.
 
-Why: a message may have a megabyte, and who sends many such should not have ten thousand of them kept.
+Why: a message may have a megabyte, and ten thousand such messages of one peer would fill the memory.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from dflow.distributed.messages import Heartbeat
 
 LOG_EVENTS = 10_000
 LOG_BYTES = 8 << 20
-#: What an event takes beside its message, about.
+#: Approximate size of an event in addition to its message.
 _EVENT_BYTES = 200
 
 _ENCODER = msgspec.msgpack.Encoder()
 
 
 class EventLog:
-    """Iterating gives the events that are kept, the oldest first; heartbeats are without the traffic that they tell."""
+    """Iterable of the kept events, oldest first; heartbeats are kept without their traffic."""
 
     def __init__(self, most: int = LOG_EVENTS, most_bytes: int = LOG_BYTES) -> None:
         self._most, self._most_bytes = most, most_bytes
         self._kept: deque[tuple[Event, int]] = deque()
-        #: What those that are kept take, about.
+        #: Approximate size of the kept events.
         self.size_bytes = 0
 
     def append(self, event: Event) -> None:
-        """Keep the event, and no longer the oldest if these are too many now."""
+        """Keep the event, and drop the oldest ones beyond the limits."""
         if isinstance(event, Told) and isinstance(event.message, Heartbeat):
             event = Told(event.at_s, event.peer, msgspec.structs.replace(event.message, traffic=()))
         size_bytes = _EVENT_BYTES

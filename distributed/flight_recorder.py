@@ -1,10 +1,10 @@
-"""Writes a task's last events to files when something is stuck, so that it can be understood afterwards.
+"""Dumps of a task's newest events to files when something is stuck, to find the cause afterwards.
 
 Invariants:
-- a file is named by the task's own name and a number, never by what another says;
-- at most `MOST_DUMPS` are kept for a task, the oldest giving way, and each holds no more than a recorder keeps;
-- one that is asked for within `PAUSE_S` of another is that one, for a stall is seen in many places at once;
-- what cannot be written is logged, and hinders nothing else.
+- a file's name has the task's name and a number, and nothing that a peer sent;
+- at most `MOST_DUMPS` dumps of a task are kept, and the oldest is overwritten; each has at most a recorder's events;
+- a request within `PAUSE_S` of a dump gets that dump, since many tasks notice a stall at the same time;
+- an error while writing is logged, and has no other effect.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ PAUSE_S = 5.0
 
 
 class FlightRecorder:
-    """Dumps what `recorder` has kept of the task `task` into `folder`.
+    """Dumps the events in `recorder`, of the task `task`, into `folder`.
 
-    `clock`  seconds since any moment, by which pauses are measured
+    `clock`  seconds since an arbitrary moment, to measure pauses
     """
 
     def __init__(
@@ -49,9 +49,9 @@ class FlightRecorder:
         self._newest = ""
 
     def dump(self, why: str) -> str:
-        """Write the events down; the path of the text, or nothing when it cannot be written.
+        """Write the newest events; return the path of the text file, or "" when it cannot be written.
 
-        Beside the text, whose name ends in .txt, the same is written as lines of JSON, one for each event.
+        A second file, with suffix .jsonl, has the same events as JSON, one per line.
         """
         with self._lock:
             now_s = self._clock()
@@ -66,7 +66,7 @@ class FlightRecorder:
             return self._newest
 
     def dump_soon(self, why: str) -> None:
-        """Write the events down on a thread of its own, and log where."""
+        """Write the newest events on a new thread, and log the path."""
         threading.Thread(target=self._dump_and_say, args=(why,), name="dflow dump", daemon=True).start()
 
     def _dump_and_say(self, why: str) -> None:
@@ -88,7 +88,7 @@ class FlightRecorder:
         return text
 
     def _next_number(self) -> int:
-        """The first number without a file; that of the oldest when there is none."""
+        """Return the first number without a file, or that of the oldest file."""
         written: list[tuple[float, int]] = []
         for number in range(1, MOST_DUMPS + 1):
             try:
@@ -102,7 +102,7 @@ class FlightRecorder:
 
 
 def _make_private(folder: Path) -> None:
-    """Make the folder, for this user alone; refuse one in the common temporary folder that is another's."""
+    """Create the folder, private to this user; raise PermissionError for another user's in the temporary folder."""
     if folder.parent == Path(tempfile.gettempdir()):
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()

@@ -1,7 +1,7 @@
-"""A task's last events as a person reads them: what it is at, since when, and what came before.
+"""A task's newest events as text for people: what is in progress, since when, and what came before.
 
-All of it is made from events and numbers; nothing here looks at a clock or writes a file. Texts of other tasks are
-printed so that they cannot pass for lines of ours.
+A pure function of events and times. Texts from other tasks are escaped, so that they cannot pass for lines of this
+file.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dflow.lowering.channel import STEPS_OF_A_LIFE
 from dflow.lowering.recorder import ITEM_BEGAN, PART_BEGAN, Event
 from dflow.tracing.task_name import short_task_name
 
-#: What is under way is told of so many steps, and of so many items of each.
+#: At most this many steps in progress are listed, and this many items of each.
 MOST_STEPS, MOST_ITEMS = 20, 20
 
 
 def flight_text(events: Sequence[Event], now_ns: int) -> str:
-    """What is under way and what happened, oldest first; times are in s before `now_ns`."""
+    """List what is in progress and what happened, oldest first; times are in s before `now_ns`."""
     lines = ["under way:", *(_under_way(events, now_ns) or ["  nothing"]), "", "events:"]
     lines += [f"{_age(event.at_ns, now_ns)}  {_said(event)}" for event in events]
     return "\n".join(lines) + "\n"
@@ -73,7 +73,7 @@ def _after(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """On one line, whatever it holds."""
+    """Escape a text that is not printable, so that it stays on one line."""
     return text.encode("unicode_escape").decode() if not text.isprintable() else text
 
 

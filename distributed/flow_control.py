@@ -81,7 +81,7 @@ class Outflow(Generic[Item]):
         return self._end_all(lambda offer: offer.destination == destination)
 
     def abort(self, concerns: Callable[[StepId], bool]) -> list[Offered]:
-        """Drop the offers in aborted steps, those that fulfil `concerns`; return them."""
+        """Drop the offers in aborted steps, for which `concerns` is true; return them."""
         return self._end_all(lambda offer: concerns(offer.step))
 
     def _end_all(self, concerns: Callable[[Offered], bool]) -> list[Offered]:

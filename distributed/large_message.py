@@ -1,5 +1,5 @@
 """Messages that grow with the cluster, sent as a compressed payload when they are large: a message alone has a limit
-that ten thousand tasks would exceed. A message to many tasks is encoded once, and a roster once for many joins.
+that ten thousand tasks would exceed. A message to many tasks is encoded once, and so is a roster for many joins.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from dflow.tracing.errors import WireError
 LARGE_BYTES = 1 << 16
 #: Limit of an unpacked payload.
 MOST_BYTES = 64 << 20
-#: Rosters with fewer tasks are packed one by one.
+#: Rosters with fewer tasks are packed individually.
 LARGE_ROSTER = 256
-#: With changes of more than this part of the tasks, the roster is encoded again.
+#: When more than this fraction of the tasks has changed, the roster is encoded again.
 _CHANGED_PART = 1 / 16
 
 

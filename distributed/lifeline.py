@@ -1,6 +1,6 @@
-"""Ending a process when the one that launched it has ended, however that came about.
+"""Parent watch: it ends a process when its launcher has ended for any reason.
 
-The launcher holds the write end of a pipe and says nothing; each child gets the read end, whose number stands in
+The launcher holds the write end of a pipe and never writes to it. Each child inherits the read end, whose number is in
 `DFLOW_LIFELINE_FD`. The system closes the write end when the launcher ends, even by SIGKILL, and the read end
 then reports it. Invariant: nothing is ever written to the pipe.
 """
@@ -16,10 +16,10 @@ ORPHANED = 70
 
 
 def watch() -> bool:
-    """End this process at once, by `os._exit`, when its launcher ends; returns whether a launcher is watched.
+    """Start a thread that ends this process by `os._exit` when its launcher ends; return whether there is a launcher.
 
-    Without a launcher, and when called again, this does nothing. The variable is taken out of the environment, as
-    the processes that this one starts do not have the pipe.
+    Without a launcher, or when called again, this does nothing. It removes the variable from the environment, since
+    processes started by this one do not have the pipe.
     """
     number = os.environ.pop(LIFELINE_VARIABLE, "")
     if not number.isdigit():
@@ -33,5 +33,5 @@ def _end_with(read_end: int) -> None:
         os.set_inheritable(read_end, False)
         os.read(read_end, 1)
     except OSError:
-        return  # the number names no pipe here, so there is nobody to outlive
+        return  # the number is not a pipe of this process, so there is no launcher to watch
     os._exit(ORPHANED)

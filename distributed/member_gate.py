@@ -1,14 +1,14 @@
-"""Which connections may use a task: those of members of the newest roster that the task has.
+"""Admission of connections to a task: only members of the newest roster that the task has may use it.
 
-Why: any process that knows a task's address can send to it. One that never joined, or that the coordinator gave up,
-would change variables that others go on using.
+Why: any process that knows a task's address can send to it. A process that never joined, or that the coordinator
+declared dead, would change variables that others still use.
 
 Invariants:
 
 - a connection that this task opened, to an address of the roster, is a member's; any other is a member's once
   `Introduce` has named its life, while the roster lists that life of the connection's task as live;
 - messages of a life that is newer than the roster are held, in order, until the roster lists that life or a later one,
-  or the connection ends: a task that has just joined may be faster than the news of it;
+  or the connection ends: messages of a task that has just joined may overtake the roster;
 - each message of a connection that is no member's is delivered, refused or, with its connection, dropped.
 """
 
@@ -38,7 +38,7 @@ class Arrived:
 
 
 class MemberGate:
-    """The gate of the task `name`. Methods may be called from any thread; they call `deliver` and `refuse`."""
+    """The gate of the task `name`; thread-safe. Its methods call `deliver` and `refuse`."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -56,7 +56,7 @@ class MemberGate:
             self.members |= {peer}
 
     def introduced(self, peer: Peer, life: int) -> None:
-        """Take note of the life that a connection belongs to."""
+        """Record the life that a connection belongs to."""
         with self._lock:
             self.members -= {peer}
             self._lives[peer] = life
@@ -81,7 +81,7 @@ class MemberGate:
                 self._held[peer].append(message)
 
     def roster_changed(self, roster: Roster) -> None:
-        """Refuse the tasks that the roster does not list as live."""
+        """Apply a roster: connections of lives that it does not list as live are no longer members."""
         newest = {info.task: info for info in sorted(roster.tasks, key=lambda info: info.life)}
         with self._lock:
             self._newest = newest
@@ -90,7 +90,7 @@ class MemberGate:
                 self._held[peer] = []
 
     def admit(self) -> None:
-        """Decide about the connections whose messages are held, by the newest roster."""
+        """Deliver or refuse the held messages, by the newest roster."""
         with self._lock:
             for peer in list(self._held):
                 self._decide(peer)
@@ -113,7 +113,7 @@ class MemberGate:
         return info is not None and info.life == self._lives[peer] and info.left_at_s is None
 
     def _refusal(self, peer: Peer) -> str:
-        """Why a connection will not be a member's; empty when it is, or when a later roster may list its life."""
+        """Why a connection is not a member's; empty when it is, or when a later roster may list its life."""
         life, info, task = self._lives.get(peer), self._newest.get(peer.name), short_task_name(peer.name)
         if life is None:
             return f"{task} has not joined it; join by dflow.connect()"

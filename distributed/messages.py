@@ -453,7 +453,7 @@ class TaskState(Message, frozen=True):
     """A task's counters since its start, and its present load.
 
     `steps`    number of steps started by this task that have ended
-    `step_s`   running mean duration of those that succeeded, in s
+    `step_s`   running mean duration of successful steps, in s
     `parts`    number of parts of steps that have ended here
     `running`  number of parts running here
     `waiting`  number of values awaited

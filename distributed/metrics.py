@@ -1,7 +1,7 @@
-"""What a task or the coordinator has counted, for Prometheus, over HTTP.
+"""Metrics of a task or the coordinator for Prometheus, over HTTP.
 
-Everything is read when it is asked for; nothing here is on the way of a step. Invariant: the labels are bounded,
-whatever a program calls its queues and however many tasks there are: what is beyond the first `MOST_NAMED` is one sum.
+Counters are read when a scrape arrives; nothing here slows a step down. Invariant: the number of labels is bounded,
+however a program names its queues and however many tasks exist: values beyond the first `MOST_NAMED` are one sum.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 VARIABLE = "DFLOW_METRICS_PORT"
 LOOPBACK = "127.0.0.1"
-#: How many peers, and how many queues and accumulators, have labels of their own.
+#: At most this many peers, and this many queues and accumulators, have their own label.
 MOST_NAMED = 100
 OTHERS = "others"
 
@@ -31,9 +31,9 @@ Collect = Callable[[], "Iterable[Metric]"]
 
 
 class MetricsEndpoint:
-    """Serves what `collect` gives at `place`, which is a port of this machine, or `host:port`; 0 is a free port.
+    """Serves the metrics that `collect` returns at `place`: a port of this machine, or `host:port`; port 0 is any free.
 
-    raises  ConfigError without the package prometheus_client, and for what is no place; OSError when it is taken
+    raises  ConfigError without the package prometheus_client, and for a malformed place; OSError for a port in use
     """
 
     def __init__(self, collect: Collect, place: str | int) -> None:
@@ -56,14 +56,14 @@ class MetricsEndpoint:
         self.address = f"http://{host}:{self._server.server_port}/metrics"
 
     def close(self) -> None:
-        """Serve no more."""
+        """Stop serving."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
 
 
 def metrics_place(place: str | int) -> tuple[str, int]:
-    """The host and the port that `9100`, `0.0.0.0:9100` or a number says; raises ConfigError for anything else."""
+    """Parse `9100`, `0.0.0.0:9100` or a number into host and port; raises ConfigError for anything else."""
     host, _, port = str(place).rpartition(":")
     if not port.isdecimal() or int(port) > 65535:
         raise ConfigError(f"metrics are to be served at {place!r}; give a port, or host:port, such as 9100")
@@ -71,12 +71,12 @@ def metrics_place(place: str | int) -> tuple[str, int]:
 
 
 def task_metrics(server: TaskServer) -> Collect:
-    """The metrics of one task."""
+    """Return a function that collects the metrics of one task."""
     return lambda: _of_task(server)
 
 
 def coordinator_metrics(status: Callable[[], Status]) -> Collect:
-    """The metrics of the coordinator, as its status says."""
+    """Return a function that collects the coordinator's metrics from its status."""
     return lambda: _of_coordinator(status())
 
 
@@ -160,7 +160,7 @@ def _short(by_task: Mapping[str, int]) -> dict[str, int]:
 
 
 def _bounded(values: Mapping[str, int]) -> dict[str, int]:
-    """The first, which stay the same as more come, and the sum of the others."""
+    """Keep the first values, which stay the same as more are added, and sum the others."""
     first = dict(itertools.islice(values.items(), MOST_NAMED))
     others = sum(value for name, value in values.items() if name not in first)
     return first | ({OTHERS: others} if len(values) > MOST_NAMED else {})

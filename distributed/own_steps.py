@@ -1,4 +1,4 @@
-"""Steps that a task starts itself, over plans that others have registered: nobody else's death ends them."""
+"""Task-initiated steps: a task starts them over plans that workers have registered, and no worker's loss ends them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ OnEnd = Callable[[BaseException | None], None]
 
 
 class Server(Protocol):
-    """What is needed of the task."""
+    """The part of a task server that is used here."""
 
     name: str
 
     def peer(self, task: str) -> Peer:
-        """The connection to another task."""
+        """Return the connection to another task."""
         ...
 
     def run(self, handle: int, step: StepId, feeds: Sequence[Any], on_done: Callable[[Outcome], None]) -> None:
@@ -33,7 +33,7 @@ class Server(Protocol):
         ...
 
     def cancel(self, step: StepId, error: BaseException) -> None:
-        """End this task's part of a step."""
+        """End this task's part of a step with `error`."""
         ...
 
 
@@ -45,10 +45,10 @@ class OwnSteps:
         self._numbers = itertools.count(first_of_a_life() + 1)
 
     def start(self, handles: Mapping[str, int], feeds: Sequence[Any], on_end: OnEnd) -> None:
-        """Run the plans `handles`, by task, as one step; `feeds` are for this task's own.
+        """Run the plans `handles`, by task, as one step; `feeds` are for this task's plan.
 
-        `on_end` is called once, from any thread, when all parts have ended, or with the first error. May wait for
-        connections.
+        `on_end` is called once, from any thread: with None when all parts have ended, or with the first error. May
+        block while connecting.
         """
         step = StepId(self._server.name, next(self._numbers))
         parts = StepParts(handles, partial(self._over, step, [*handles], on_end))

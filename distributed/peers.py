@@ -1,10 +1,10 @@
 """Connections to the other tasks, by name.
 
-Why: plans and messages name tasks; only this file knows where they are. Invariants: one connection per task, opened
-when it is first needed, or taken over from the task that opened it to run plans here, and kept; one that has ended is
-opened again when next needed; a task that is not in the address book is not tried, and no longer tried from the
-moment that it is taken out; whatever the reason why a task cannot be reached, that is a TaskLost. The first message
-over a connection opened here, and the next one after this task has another life, is `Introduce`.
+Why: plans and messages name tasks; only this file knows their addresses. Invariants: there is one connection per task,
+opened when it is first needed, or taken over from a task that opened it to run plans here. A connection that has ended
+is opened again when next needed. A task that is not in the address book is not tried, and an attempt stops when the
+task is removed. An unreachable task is a TaskLost, whatever the reason. The first message over a connection opened
+here, and the next one after this task has another life, is `Introduce`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Place:
 
 
 class Peers:
-    """The other tasks of the cluster, as `name` reaches them; every method may be called from any thread."""
+    """Connections from the task `name` to the other tasks of the cluster; thread-safe."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Peers:
         self._is_closed = False
 
     def set_addresses(self, addresses: Mapping[str, str], left: Mapping[str, str] = {}) -> None:
-        """Replace the address book, ending connections to tasks that left or moved; `left` says why tasks did."""
+        """Replace the address book, and close connections to tasks that left or moved; `left` has the reasons."""
         with self._lock:
             self._left = left
             stale = [place for task, place in self._places.items() if addresses.get(task) != place.address]
@@ -67,7 +67,7 @@ class Peers:
                 place.peer.close(_GONE)
 
     def set_life(self, life: int) -> None:
-        """Introduce this task as that life of its name, over connections that are open and over later ones."""
+        """Introduce this task with its life number, over open connections now and over later ones."""
         with self._lock:
             if life == self._life:
                 return
@@ -78,12 +78,12 @@ class Peers:
                 peer.start(Introduce(life), on_reply=_need_no_reply)
 
     def get(self, task: str) -> Peer:
-        """The connection to `task`, opened if need be.
+        """Return the connection to `task`, opened if needed.
 
-        raises  TaskLost if no such task is in the cluster, or it leaves or cannot be reached while it is tried;
+        raises  TaskLost if no such task is in the cluster, or it leaves or cannot be reached during the attempt;
                 WireError and SecurityError as `Transport.connect`
         """
-        # Without the lock: the book is replaced, and never changed.
+        # Without the lock: the dict is replaced, never changed.
         places = self._places
         place = places.get(task)
         if place is None and self._is_closed:
@@ -116,13 +116,13 @@ class Peers:
         return TaskLost(f"{task} at {place.address} has left or moved while a connection to it was made{why}")
 
     def open_connections(self) -> int:
-        """How many are open."""
+        """Number of open connections."""
         with self._lock:
             places = list(self._places.values())
         return sum(place.peer is not None and not place.peer.closed for place in places)
 
     def adopt(self, peer: Peer) -> None:
-        """Let what goes to a task go over the connection that came from it, where there is none yet."""
+        """Use a connection that a task opened also for messages to that task, if there is none yet."""
         with self._lock:
             place = self._places.get(peer.name)
         if place is not None and place.peer is None:
@@ -130,7 +130,7 @@ class Peers:
             self._note(CONNECTED, None, peer.name, "by its own will")
 
     def close(self) -> None:
-        """End every connection and forget every address, for good."""
+        """Close every connection and forget every address, for good."""
         self._is_closed = True
         self.set_addresses({})
 
@@ -159,7 +159,7 @@ class Peers:
         return peer
 
     def _introduce(self, place: _Place, peer: Peer) -> Peer:
-        """Keep a new connection, once this task has introduced itself over it: other threads may send from then on."""
+        """Keep a new connection after this task has introduced itself over it; then other threads may use it."""
         told = None
         while place.peer is not peer or told != self._life:
             told = self._life
@@ -173,4 +173,4 @@ class Peers:
 
 
 def _need_no_reply(reply: Reply | BaseException) -> None:
-    """What is sent next is refused, or the connection ends, if the introduction fails."""
+    """Ignore the reply: if the introduction fails, the next message is refused or the connection ends."""

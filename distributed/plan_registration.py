@@ -1,6 +1,6 @@
-"""Registering a plan with another task, which compiles its programs while this process does other work.
+"""Registration of a plan with another task, which compiles its programs while this process does other work.
 
-A plan is sent first with the fingerprints of its programs alone: another worker, or an earlier trace, has most often
+A plan is first sent with only the fingerprints of its programs, since another worker, or an earlier trace, has usually
 sent the same programs.
 """
 
@@ -24,7 +24,7 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 class PlanRegistration:
-    """A plan on its way to a task; `exports` are shared with other tasks.
+    """The registration of a plan with a task, in progress; `exports` are shared with other tasks.
 
     Raises TransportClosed when the connection has ended.
     """
@@ -38,7 +38,7 @@ class PlanRegistration:
         peer.start(RegisterPlan(self._plan, (0,) * len(self._blobs), self._names), on_reply=self._asked)
 
     def handle(self, timeout_s: float) -> int:
-        """The handle that runs the plan; raises the task's error, DeadlineExceeded, TransportClosed."""
+        """Wait for the plan's handle; raises the task's error, DeadlineExceeded, TransportClosed."""
         task = short_task_name(self._peer.name)
         try:
             answer, _ = self._answer.result(timeout_s)
@@ -47,7 +47,7 @@ class PlanRegistration:
         return expect(answer, Registered, task).handle
 
     def _asked(self, reply: Reply | BaseException) -> None:
-        """Send the programs that the task lacks. On a reader thread."""
+        """Send the programs that the task lacks. Runs on a reader thread."""
         if isinstance(reply, BaseException) or not isinstance(reply.message, Wanted):
             self._registered(reply)
             return

@@ -1,9 +1,9 @@
-"""The plans a task was given, ready to run.
+"""The plans registered with a task, ready to run.
 
-Why: a step names a plan by its handle, so that it costs one small message; checking, loading and compiling happen
-once, here. Invariants: equal plans with equal programs share a handle, and equal programs are compiled once, however
-many workers register them; a plan that is kept can be run without an index going out of range, and is kept until it is
-released as often as it was registered.
+Why: a step names a plan by its handle, in one small message; checking, loading and compiling happen once, here.
+Invariants: equal plans with equal programs share a handle, and equal programs are compiled once, however many workers
+register them; no index of a registered plan goes out of range, and it is kept until it was released as often as it was
+registered.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from dflow.lowering.waits import Schedule
 from dflow.tracing.errors import InternalError, TaskLost, WireError
 from dflow.tracing.task_name import short_task_name
 
-#: A plan that uses more variables than this is not quick, whatever its programs do.
+#: A plan that uses more variables than this is never quick.
 MOST_QUICK_KEYS = 64
-#: Programs that no plan uses any more are kept for the next plan, at most this many.
+#: At most this many programs that no plan uses any more are kept for later plans.
 MOST_UNUSED = 32
-#: How long one registration waits for another to compile the same program.
+#: Longest wait of one registration for another to compile the same program, in s.
 COMPILE_TIMEOUT_S = 600.0
 
 _DECODER = msgspec.msgpack.Decoder(Plan)
@@ -44,14 +44,14 @@ _Identity = tuple[bytes, tuple[_ProgramKey, ...]]
 
 @dataclass(frozen=True)
 class Registration:
-    """A plan with what it needs to run."""
+    """A plan's schedule and its compiled programs."""
 
     schedule: Schedule
     programs: tuple[Program, ...]
 
     @cached_property
     def is_quick(self) -> bool:
-        """Whether none of its items takes long once it may run, so that whoever brings it what it needs may run it."""
+        """Whether each item is quick once it may run, so that the thread that makes it ready may run it."""
         items = self.schedule.plan.items
         if len(self.keys) > MOST_QUICK_KEYS:
             return False
@@ -62,20 +62,20 @@ class Registration:
 
     @cached_property
     def keys(self) -> tuple[str, ...]:
-        """The variables that its calls use."""
+        """The keys of the variables that its calls use."""
         return tuple(dict.fromkeys(key for call in calls_in(self.schedule.plan) for key in (*call.writes, *call.reads)))
 
 
 class PlanRegistry:
-    """The plans of the task `task`; every method may be called from any thread."""
+    """The plans of the task `task`; thread-safe."""
 
     def __init__(self, task: str) -> None:
         self._task = task
         self._lock = threading.RLock()
-        # A task that was started anew must not take a handle of its past life for a plan of its own.
+        # A random start, so that a restarted task rejects the handles of its earlier process.
         self._first = self._next = secrets.randbits(40) << 20
         self._plans: dict[int, Registration] = {}
-        #: Registrations of each plan less its releases.
+        #: Registrations minus releases of each plan.
         self._holds: Counter[int] = Counter()
         self._handles: dict[_Identity, int] = {}
         self._identities: dict[int, _Identity] = {}
@@ -88,7 +88,7 @@ class PlanRegistry:
         return len(self._plans)
 
     def get(self, handle: int) -> Registration:
-        """The plan behind a handle; raises TaskLost if it was not registered with this process of the task."""
+        """Return the plan of a handle; raises TaskLost if it was not registered with this process of the task."""
         found = self._plans.get(handle)
         if found is None and self._first <= handle < self._next:
             raise InternalError(f"{self._task} was asked for plan {handle} after that had been released")
@@ -100,7 +100,7 @@ class PlanRegistry:
         return found
 
     def add(self, plan: Plan, programs: Sequence[Program]) -> int:
-        """Keep a plan whose programs are compiled already; returns its handle."""
+        """Keep a plan whose programs are already compiled; return its handle."""
         check_plan(plan, self._task, len(programs))
         registration = Registration(Schedule(plan), tuple(programs))
         with self._lock:
@@ -113,7 +113,7 @@ class PlanRegistry:
         return handle
 
     def release(self, handle: int) -> None:
-        """Undo one registration of a plan, and drop the plan with the last; its programs stay for a while."""
+        """Undo one registration of a plan; the last one drops the plan. Its programs stay for a while."""
         with self._lock:
             if handle not in self._plans:
                 return
@@ -127,7 +127,7 @@ class PlanRegistry:
                 self._put_aside(identity[1])
 
     def _put_aside(self, keys: Iterable[_ProgramKey]) -> None:
-        """Note that a plan with these programs was dropped."""
+        """Release the programs of a plan that was dropped, and evict the oldest unused ones."""
         for key in keys:
             self._uses[key] -= 1
             if not self._uses[key]:
@@ -139,10 +139,10 @@ class PlanRegistry:
             self._programs.pop(oldest, None)
 
     def add_encoded(self, message: RegisterPlan, payload: memoryview) -> int:
-        """Keep a plan that came over the network, compiling its programs; returns its handle.
+        """Keep a plan that a peer sent, and compile its programs; return its handle.
 
-        raises  WireError if the plan is malformed, does not fit its programs, or if one is `wanted`; what loading a
-                program raises
+        raises  WireError if the plan is malformed or does not match its programs, or if a program is missing; what
+                loading a program raises
         """
         blobs = list(_split(payload, message.program_sizes))
         plan, donated = self._checked(message)
@@ -173,11 +173,11 @@ class PlanRegistry:
             return known
 
     def program(self, blob: memoryview) -> Program:
-        """A program that writes no variables, compiled once; raises what loading it raises."""
+        """Load a program that writes no variables, compiled once; raises what `load_program` raises."""
         return self._load((hashlib.sha256(blob).digest(), 0), blob)
 
     def wanted(self, message: RegisterPlan) -> tuple[int, ...]:
-        """The programs of a plan, by their places, that are neither sent with it nor here. Raises WireError."""
+        """Indices of a plan's programs that were not sent with it and are not here. Raises WireError."""
         if all(message.program_sizes):
             return ()
         _, donated = self._checked(message)
@@ -187,7 +187,7 @@ class PlanRegistry:
             return tuple(place for place, (size, *key) in named if size == 0 and tuple(key) not in self._programs)
 
     def _checked(self, message: RegisterPlan) -> tuple[Plan, list[int]]:
-        """The plan, which can be run, and how many arguments each of its programs donates."""
+        """Decode and check the plan; return it and the number of arguments that each of its programs donates."""
         plan = _decode(message.plan)
         check_plan(plan, self._task, len(message.program_sizes))
         check_from_peer(plan)
@@ -225,7 +225,7 @@ def _check_named(message: RegisterPlan) -> None:
 
 
 def _fingerprints(message: RegisterPlan, blobs: Sequence[memoryview]) -> list[bytes]:
-    """The SHA-256 of each program: of what was sent, and as it is said of what was not."""
+    """SHA-256 of each program: computed for those sent, as declared for the others. Raises WireError on a mismatch."""
     if message.programs or not all(message.program_sizes):
         _check_named(message)
     found = [hashlib.sha256(blob).digest() if blob else message.programs[n] for n, blob in enumerate(blobs)]
@@ -243,7 +243,7 @@ def _split(payload: memoryview, sizes: Sequence[int]) -> Iterator[memoryview]:
 
 
 def _donated(plan: Plan, programs: int) -> list[int]:
-    """How many arguments each program donates: as many as the calls of it write variables."""
+    """Number of arguments that each program donates: the number of variables that its calls write."""
     donated: list[int | None] = [None] * programs
     for item in calls_in(plan):
         before = donated[item.program]

@@ -3,8 +3,8 @@
 Invariants:
 
 - A plan that was begun ends exactly once: by its last item, its first error, or `cancel`.
-- What a plan does that is quick (`Registration.is_quick`) is done by the thread that brings what it needs, since to
-  wake another thread takes longer, unless it would have to wait for a variable there; all else is done by the pool.
+- The thread that makes items of a quick plan ready (`Registration.is_quick`) runs them, since waking another thread
+  takes longer, unless it would have to wait for a variable. The pool runs all other items.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from dflow.tracing.errors import InternalError, StepCancelled
 
 
 class PlanRuns:
-    """The plans that the task `task` runs; any method may be called from any thread.
+    """The plans that the task `task` runs; thread-safe.
 
-    counts  how they ended
+    counts  number of ended plans by outcome
     """
 
     def __init__(self, task: str, store: Store, channel: TaskChannel, recorder: Recorder, pool: Executor) -> None:
@@ -42,11 +42,11 @@ class PlanRuns:
 
     @property
     def ended(self) -> int:
-        """How many have ended, well or not."""
+        """Number of plans that have ended, with or without an error."""
         return self._ended_count
 
     def running(self) -> list[StepId]:
-        """The steps of which a part runs here, oldest first."""
+        """The steps that have a part running here, oldest first."""
         with self._lock:
             return list(self._runs)
 
@@ -69,9 +69,9 @@ class PlanRuns:
             self._cancel_run(step, StepCancelled(f"{self._task} is closed"))
 
     def cancel(self, step: StepId, error: BaseException) -> None:
-        """End the task's part of `step` with `error`, now or when it comes."""
-        # The run first, so that it ends with `error` and not with what the channel then refuses it; and once more
-        # for a run that began in between, which later ones cannot.
+        """End the task's part of `step` with `error`, now or as soon as it begins."""
+        # Cancel the run first, so that it ends with `error` and not with the channel's later refusal. Cancel again for
+        # a run that began in between; none begins after `abort`.
         self._cancel_run(step, error)
         self._channel.abort(step, error)
         self._cancel_run(step, error)
@@ -83,7 +83,7 @@ class PlanRuns:
             self._ended(run, step, error)
 
     def _do(self, registration: Registration, work: Callable[[], None]) -> None:
-        """Do what is quick on this thread, unless it would have to wait for a variable."""
+        """Run quick work on this thread, unless it would have to wait for a variable."""
         if self._store.is_busy(registration.keys):
             self._pool.submit(work)
         else:
@@ -120,10 +120,10 @@ class PlanRuns:
 
 
 class _Run:
-    """A plan being run, or about to be: one that is cancelled before it begins never does.
+    """A plan that runs, or will; one that is cancelled before it begins never runs.
 
-    A cancelled step also refuses what the plan does next, so an error may reach the end before the cancellation that
-    caused it does; the cause is what is told.
+    After a cancellation the channel also refuses the plan's next operation. That error may arrive first; the outcome
+    is the cancellation, its cause.
     """
 
     def __init__(self, on_done: Callable[[Outcome], None]) -> None:
@@ -134,14 +134,14 @@ class _Run:
         self._cause: BaseException | None = None
 
     def begins(self, execution: Execution) -> bool:
-        """Whether the execution is to start; from then on it is what ends the run."""
+        """Whether to start the execution, which from then on ends the run."""
         with self._lock:
             if self._cause is None:
                 self._execution = execution
             return self._cause is None
 
     def cancel(self, error: BaseException) -> bool:
-        """Whether this ends a run that has not begun; one that has is ended by its execution."""
+        """Cancel the run; true if it had not begun and this ends it. A run that has begun ends by its execution."""
         with self._lock:
             is_first, self._cause = self._cause is None, self._cause or error
             execution = self._execution

@@ -1,9 +1,9 @@
-"""Which tasks are alive but stuck: they are heard, say that they are at work, and end no step.
+"""Detection of stalled tasks: alive and busy by their heartbeats, but ending no step.
 
 Invariants:
-- a task is stalled when it has been busy without ending a step for `stall_timeout_s`, and no longer once it ends one
-  or is idle; to be idle is not to be stuck, however long;
-- each stall is told once when it begins, and once when it ends while the task is there.
+- a task is stalled when it has been busy for `stall_timeout_s` without ending a step, until it ends one or is idle; an
+  idle task is never stalled;
+- each stall is reported once when it begins, and once when it ends while the task is live.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class StallBegan:
 
 @dataclass(frozen=True)
 class StallEnded:
-    """A task that was stalled goes on, or is idle, after so long."""
+    """A stalled task has ended a step or is idle; the stall lasted `lasted_s`."""
 
     task: str
     lasted_s: float
@@ -32,7 +32,7 @@ class StallEnded:
 
 @dataclass(frozen=True)
 class _Seen:
-    """A task: when it was heard, what it said, since when it is busy without progress, and whether that is a stall."""
+    """A task: its newest heartbeat, the time since when it has been busy without progress, and if that is a stall."""
 
     task: str
     heard_at_s: float
@@ -44,14 +44,14 @@ class _Seen:
 
 
 class ProgressWatch:
-    """The live tasks of one cluster, each by the number of its life."""
+    """The live tasks of one cluster, by the number of their life."""
 
     def __init__(self, stall_timeout_s: float) -> None:
         self._timeout_s = stall_timeout_s
         self._seen: dict[int, _Seen] = {}
 
     def hear(self, life: int, task: str, at_s: float, steps: int, doing: str, is_busy: bool) -> list[StallEnded]:
-        """A task said how many steps it has ended in all, and what it is at."""
+        """Apply a heartbeat: the steps that the task has ended since its start, and what it works on."""
         seen = self._seen.get(life)
         if seen is not None and seen.is_busy and is_busy and seen.steps == steps:
             self._seen[life] = replace(seen, heard_at_s=at_s, doing=doing)
@@ -60,11 +60,11 @@ class ProgressWatch:
         return [StallEnded(task, at_s - seen.since_s)] if seen is not None and seen.is_stalled else []
 
     def leave(self, life: int) -> None:
-        """The task is there no longer."""
+        """Forget a task that has left."""
         self._seen.pop(life, None)
 
     def tick(self, at_s: float) -> list[StallBegan]:
-        """The stalls that have begun by now."""
+        """Return the stalls that have begun since the last call."""
         began = []
         for life, seen in self._seen.items():
             if seen.is_busy and not seen.is_stalled and at_s - seen.since_s >= self._timeout_s:
@@ -73,7 +73,7 @@ class ProgressWatch:
         return began
 
     def health(self, life: int) -> TaskHealth | None:
-        """What is known of a task; None before it was heard."""
+        """Return the newest heartbeat of a task; None before the first."""
         seen = self._seen.get(life)
         if seen is None:
             return None
@@ -81,5 +81,5 @@ class ProgressWatch:
         return TaskHealth(seen.task, seen.heard_at_s, seen.steps, seen.doing, stalled_s)
 
     def all_health(self) -> tuple[TaskHealth, ...]:
-        """What is known of each, in order of joining."""
+        """Return the newest heartbeat of each task, in order of joining."""
         return tuple(health for life in sorted(self._seen) if (health := self.health(life)) is not None)

@@ -36,7 +36,7 @@ WINDOW = 256
 
 
 class EndWait(msgspec.Struct, Generic[Waiter, Value], frozen=True):
-    """Command: pass `waiter` the value it waited for, or the error because of which there is none."""
+    """Command: pass `waiter` the value it waited for, or the error that explains why there is none."""
 
     waiter: Waiter
     outcome: Value | BaseException
@@ -196,7 +196,7 @@ class Rendezvous(Generic[Waiter, Value]):
         return self.abort(step, StepCancelled(f"{describe(step)} has ended"))
 
     def abort(self, step: StepId, error: BaseException) -> list[EndWait[Waiter, Value]]:
-        """Abort the step: its waits end with `error`; its values are dropped, including those that arrive later."""
+        """Abort the step: its waits end with `error`; its values are dropped, including later ones."""
         ended = self._ended.get(step.origin)
         if ended is None:
             ended = self._ended[step.origin] = _Ended()

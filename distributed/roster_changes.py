@@ -1,4 +1,4 @@
-"""Rosters as changes of earlier ones: applied where they arrive, and found where many similar rosters are sent."""
+"""Rosters as changes of earlier ones: applied by receivers, and computed where many similar rosters are sent."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dflow.distributed.messages import Roster, RosterChange
 
 
 def changed_roster(roster: Roster, change: RosterChange) -> Roster:
-    """The roster after the change."""
+    """Return the roster after the change."""
     tasks = {info.life: info for info in roster.tasks} | {info.life: info for info in change.entries}
     for life in change.dropped:
         tasks.pop(life, None)
@@ -25,7 +25,7 @@ def changed_roster(roster: Roster, change: RosterChange) -> Roster:
 
 
 def change_between(earlier: Roster, later: Roster) -> RosterChange:
-    """The change that makes `later` of `earlier`, of the same start of the same coordinator."""
+    """Return the change from `earlier` to `later`, two rosters of the same start of the same coordinator."""
     known = {info.life: info for info in earlier.tasks}
     entries = tuple(info for info in later.tasks if known.pop(info.life, None) != info)
     return RosterChange(earlier.version, later.version, entries, tuple(known), later.epoch, later.mark)

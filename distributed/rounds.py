@@ -10,7 +10,7 @@ Invariants:
   number;
 - each request of a worker gets one answer: an opening later than the one that the worker has completed, or an error;
 - a round waits for `wanted` gradients, or for all that can come if they are fewer, and for at least one. Gradients can
-  come from workers that have not left, from those that left after giving theirs, and, until all others have given
+  come from workers that have not left, from workers that left after giving theirs, and, until all others have given
   theirs, from workers that died and may have given one. So a dead worker's gradient never displaces a live worker's;
 - after a failed update each worker that took part gets the error once, and the run resumes when it is opened again;
 - after the last round every request is answered immediately;

@@ -1,4 +1,4 @@
-"""Where the files of a run go that its processes write by themselves."""
+"""The folder for files that a run's processes write without a path from the user."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ RUN_FOLDER_VARIABLE = "DFLOW_RUN_DIR"
 
 
 def run_folder(environment: Mapping[str, str]) -> Path:
-    """What DFLOW_RUN_DIR says, else a folder of this user's for temporary files."""
+    """Return the folder in DFLOW_RUN_DIR, else a folder of this user among the temporary files."""
     named = environment.get(RUN_FOLDER_VARIABLE)
     return Path(named) if named else Path(tempfile.gettempdir()) / f"dflow-{os.geteuid()}"

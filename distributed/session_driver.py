@@ -153,7 +153,7 @@ class SessionDriver:
 
     @property
     def roster(self) -> Roster:
-        """The tasks that have joined, those that have left, and those expected."""
+        """The tasks that have joined, including any that have left, and the expected ones."""
         with self._changed:
             return self._roster
 

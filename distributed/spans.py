@@ -1,7 +1,7 @@
-"""What began and what ended of a task's events, put together.
+"""Spans of a task's steps, parts and items: each a pair of events, its beginning and its end.
 
-An item of a loop's body may run in several turns at once; of those that look alike, the first to begin is taken for the
-first to end.
+An item of a loop's body may run in several iterations concurrently. Among events that look alike, the first beginning
+is paired with the first end.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _ENDS = {STEP_ENDED: "step", PART_ENDED: "part", ITEM_ENDED: "item", ITEM_FAILED
 
 @dataclass
 class Span:
-    """A step, a part of one, or an item, from its beginning; `ended` is None while it goes on.
+    """A step, a part of one, or an item; `ended` is None while it runs.
 
-    `computed`  when what an XLA call gives was seen to be there
+    `computed`  event that the results of an XLA call were seen to be ready
     """
 
     began: Event
@@ -38,7 +38,7 @@ class Span:
 
 
 def spans(events: Iterable[Event]) -> list[Span]:
-    """In order of beginning; ends whose beginnings are not among the events are left out."""
+    """Pair the events into spans, in order of beginning; an end without its beginning is ignored."""
     found: list[Span] = []
     going_on: dict[Hashable, list[Span]] = {}
     being_computed: dict[Hashable, list[Span]] = {}

@@ -36,12 +36,12 @@ class StepTotals:
 
     @property
     def done(self) -> int:
-        """How many ended well."""
+        """Number of successful steps."""
         return sum(self.buckets)
 
 
 class StepCounts:
-    """Counts steps; any thread may call this."""
+    """Counts steps; thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -51,7 +51,7 @@ class StepCounts:
         self._errors: dict[str, int] = {}
 
     def ended(self, took_s: float, outcome: object) -> None:
-        """A step took so long; `outcome` is what it ended with, an error or anything else."""
+        """Count a step that took `took_s`; it failed if `outcome` is an exception."""
         with self._lock:
             if isinstance(outcome, BaseException):
                 name = error_class(outcome)
@@ -62,13 +62,13 @@ class StepCounts:
             self._mean_s += (took_s - self._mean_s) * (NEWEST_PART if self._mean_s else 1.0)
 
     def totals(self) -> StepTotals:
-        """What was counted so far."""
+        """Return the counts."""
         with self._lock:
             return StepTotals(tuple(self._buckets), self._total_s, self._mean_s, dict(self._errors))
 
 
 def error_class(error: BaseException) -> str:
-    """The name of an error's class, or of the nearest one above it that is dflow's."""
+    """Name of the error's class, or of its nearest base class in dflow; `OTHER_ERROR` if there is none."""
     for kind in type(error).__mro__:
         if kind is not errors.DflowError and getattr(errors, kind.__name__, None) is kind:
             return str(kind.__name__)

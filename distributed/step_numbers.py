@@ -1,4 +1,4 @@
-"""Where a task begins to count the steps that it starts."""
+"""Numbering of the steps that a task starts."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ _lives = itertools.count()
 
 
 def first_of_a_life() -> int:
-    """The first number of the steps of a task that begins now: none of its past lives on any host has come so far."""
+    """Return a first step number for a task that starts now, greater than the numbers of its earlier lives."""
     tenths_of_s = time.time_ns() // 100_000_000
     return (tenths_of_s + next(_lives)) * STEPS_OF_A_LIFE

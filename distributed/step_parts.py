@@ -1,4 +1,4 @@
-"""The parts of one step, each on a task of its own, as the task sees them that started it."""
+"""The parts of one step, each on another task, as seen by the task that started the step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dflow.tracing.errors import DflowError
 
 
 class StepParts:
-    """Calls `on_over` once, from any thread: with the first error, or with what the own part gave when all ended."""
+    """Calls `on_over` once, from any thread: with the first error, or with this task's outcome when all have ended."""
 
     def __init__(self, tasks: Iterable[str], on_over: Callable[[Outcome], None]) -> None:
         self._on_over = on_over
@@ -29,7 +29,7 @@ class StepParts:
             return sorted(self._running)
 
     def ended(self, task: str, outcome: Outcome | Reply) -> None:
-        """The part of `task` has ended."""
+        """Record that the part of `task` has ended; later calls after an error do nothing."""
         with self._lock:
             if not self._running:
                 return
@@ -45,7 +45,7 @@ class StepParts:
 
 
 def cancel_elsewhere(step: StepId, peers: Iterable[Peer], error: BaseException) -> None:
-    """Have other tasks end their parts of a step."""
+    """Notify other tasks that their parts of a step are cancelled."""
     message = CancelStep(step.origin, step.number, f"{type(error).__name__}: {error}")
     for peer in peers:
         with contextlib.suppress(DflowError):  # the task is gone, and its part with it

@@ -30,7 +30,7 @@ LEAVE_S = 1.0
 class StockTask:
     """The task `task` of the cluster whose coordinator is at `coordinator`, listening at `address`.
 
-    `give_up_s`  time for which it tries to reach a lost coordinator, in s
+    `give_up_s`  longest attempt to reach a lost coordinator, in s
     raises       DeadlineExceeded when the coordinator does not answer; RemoteError when a live task has the name
     """
 

@@ -1,7 +1,7 @@
-"""Waiting until a process is told to stop: by SIGTERM, by SIGINT, or by itself.
+"""Waiting until a process must stop: by SIGTERM, by SIGINT, or by its own fault.
 
-Invariant: from construction on, neither signal interrupts the process wherever it may be; both are read by `wait`
-when the process is ready for them, whichever thread the system gave them to.
+Invariant: after construction neither signal interrupts the process at an arbitrary point; `wait` reads both when the
+process is ready for them, whichever thread received them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _BY_ITSELF = 0
 
 
 class StopSignal:
-    """Takes over SIGTERM and SIGINT for the rest of the process; to be made in the main thread."""
+    """Takes over SIGTERM and SIGINT for the rest of the process; construct it in the main thread."""
 
     def __init__(self) -> None:
         self._fault = ""
@@ -27,23 +27,23 @@ class StopSignal:
             signal.signal(number, _leave_it_to_the_pipe)
 
     def stop(self, fault: str) -> None:
-        """Let `wait` return because of a fault; any thread may call this."""
+        """Make `wait` return because of a fault; thread-safe."""
         self._fault = self._fault or fault
         os.write(self._write_end, bytes([_BY_ITSELF]))
 
     def wait(self, timeout_s: float | None = None) -> int | None:
-        """The signal that came, 0 for a fault of the process itself, or None after `timeout_s`."""
+        """Wait for a signal and return its number, 0 for a fault of this process, or None after `timeout_s`."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             left_s = None if deadline is None else max(deadline - time.monotonic(), 0.0)
             ready, _, _ = select.select([self._read_end], [], [], left_s)
             which = os.read(self._read_end, 1)[0] if ready else None
-            # Python writes the numbers of all signals that have a handler; those of others are not for us.
+            # Python writes the number of every signal with a handler; skip those of other handlers.
             if which in (None, _BY_ITSELF, signal.SIGTERM, signal.SIGINT):
                 return which
 
     def wait_for_exit_status(self) -> tuple[int, str]:
-        """Wait without end; the exit status that is due (0 for SIGTERM), and the fault or an empty text."""
+        """Wait without a timeout; return the exit status (0 for SIGTERM), and the fault or an empty text."""
         which = self.wait()
         if which == _BY_ITSELF:
             return 1, self._fault
@@ -51,4 +51,4 @@ class StopSignal:
 
 
 def _leave_it_to_the_pipe(number: int, frame: FrameType | None) -> None:
-    """Python has written the number to the pipe already."""
+    """Do nothing: Python has written the number to the pipe."""

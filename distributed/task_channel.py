@@ -1,9 +1,9 @@
 """Send and Recv between tasks: the `Channel` of a task's executor.
 
-Why: the executor knows edges and tasks; this file knows that a value for another task is a `Tensor` to its server,
-and that a value from one arrives on some reader thread. Invariants: the rendezvous is touched under one lock, and
-what it commands is carried out after the lock is let go, so that a waiter may call back; every wait has a deadline.
-What a task does not take is pushed to it up to a window, and offered beyond; see `flow_control`.
+Why: the executor knows edges and tasks. This file sends a value for another task as a `Tensor` to its server, and
+receives values on reader threads. Invariants: the rendezvous is used under one lock, and its commands are carried out
+after the lock is released, so that a waiter may call back; every wait has a deadline. Values are pushed to a task
+until the untaken ones fill a window, and offered beyond; see `flow_control`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from dflow.tracing.task_name import short_task_name
 
 LOGGER = logging.getLogger("dflow")
 
-#: How much may lie untaken at a task, of each other task.
+#: Limit of the untaken bytes at a task, for each other task.
 WINDOW_BYTES = 256 << 20
 
 _Wait = tuple[StepId, str]
@@ -46,7 +46,7 @@ class _Total:
 
 
 class _Receiver(msgspec.Struct, frozen=True, eq=False):
-    """A waiter of the rendezvous, with what an error about it has to say."""
+    """A waiter of the rendezvous, with the data for an error about it."""
 
     wait: _Wait
     source: str
@@ -55,7 +55,7 @@ class _Receiver(msgspec.Struct, frozen=True, eq=False):
 
 @dataclass(frozen=True)
 class _Kept:
-    """A value that was offered."""
+    """An offered value, ready to be sent."""
 
     message: Tensor
     payload: Payload
@@ -63,7 +63,7 @@ class _Kept:
 
 @dataclass(frozen=True)
 class FlowStatistics:
-    """Values this task keeps for others, offers of others that no one here has asked for, and values no one took."""
+    """Number of values kept here for other tasks, of their offers not requested here, and of values not taken."""
 
     kept: int
     offered: int
@@ -71,7 +71,7 @@ class FlowStatistics:
 
 
 class TaskChannel:
-    """The channel of the task `name`; see `lowering.channel.Channel`. Any method may be called from any thread."""
+    """The channel of the task `name`; see `lowering.channel.Channel`. Thread-safe."""
 
     def __init__(
         self,
@@ -99,11 +99,11 @@ class TaskChannel:
         self._outflow: Outflow[_Kept] = Outflow(window_bytes)
         self._inflow = Inflow(window_bytes)
         self._offers: EndOfWaits[Offered] = deadlines(wait_timeout_s, self._expire_offer)
-        # By which connection the newest value or offer of a task came.
+        # The connection over which the newest value or offer of a task came.
         self._senders: dict[str, Peer] = {}
 
     def send(self, step: StepId, edge: str, destination: str, value: Sent) -> None:
-        """Hand `value` over for `destination`, waiting until it is computed and the connection has taken it.
+        """Send `value` to `destination`; returns when it is computed and the connection has taken it, or offered.
 
         raises  TaskLost if the destination is not in the cluster; what connecting and sending raise
         """
@@ -144,7 +144,7 @@ class TaskChannel:
             total.size_bytes += size_bytes
 
     def receive(self, step: StepId, edge: str, source: str, deliver: Deliver) -> None:
-        """Call `deliver` once, with the value, or with the error that ended the wait."""
+        """Call `deliver` once, with the value or with the error that ended the wait."""
         receiver = _Receiver((step, edge), source, deliver)
         with self._lock:
             commands = self._rendezvous.take(step, edge, source, receiver)
@@ -159,7 +159,7 @@ class TaskChannel:
         self._carry_out(commands)
 
     def arrived(self, tensor: Tensor, payload: memoryview, peer: Peer) -> None:
-        """A value came from another task; raises WireError if it is malformed."""
+        """Handle a value from another task; raises WireError if it is malformed."""
         step = StepId(tensor.origin, tensor.step)
         source = peer.name
         self._recorder.note(RECEIVED, step, tensor.edge, source, len(payload))
@@ -187,7 +187,7 @@ class TaskChannel:
         self._carry_out(commands)
 
     def offered(self, offer: Offer, peer: Peer) -> None:
-        """Another task keeps a value for this one."""
+        """Handle an offer: another task keeps a value for this one."""
         step = StepId(offer.origin, offer.step)
         with self._lock:
             self._senders[peer.name] = peer
@@ -197,7 +197,7 @@ class TaskChannel:
             self._react(reactions)
 
     def pulled(self, pull: Pull, peer: Peer) -> None:
-        """Another task asks for a value that was offered to it, or declines it."""
+        """Send an offered value that another task requests, or drop it if declined."""
         step = StepId(pull.origin, pull.step)
         offer = Offered(peer.name, step, pull.edge)
         with self._lock:
@@ -213,7 +213,7 @@ class TaskChannel:
             self._sent(step, pull.edge, peer.name, len(kept.payload), began)
 
     def credited(self, credit: Credit, peer: Peer) -> None:
-        """Another task has taken what was pushed to it."""
+        """Handle credit: another task has taken values pushed to it."""
         with self._lock:
             self._outflow.credit(peer.name, credit.size_bytes)
 
@@ -223,12 +223,12 @@ class TaskChannel:
             self._rendezvous.begin(step)
 
     def count_from(self, number: int) -> None:
-        """See `Rendezvous.count_from`, of this task's own steps."""
+        """See `Rendezvous.count_from`, for this task's steps."""
         with self._lock:
             self._rendezvous.count_from(self._name, number)
 
     def finish(self, step: StepId) -> None:
-        """This task's part of the step has ended."""
+        """End this task's part of the step."""
         with self._lock:
             commands = self._rendezvous.finish(step)
             reactions = self._inflow.ended(step)
@@ -237,7 +237,7 @@ class TaskChannel:
         self._carry_out(commands)
 
     def abort(self, step: StepId, error: BaseException) -> None:
-        """The step is given up; its waits end with `error`."""
+        """Abort the step; its waits end with `error`."""
         with self._lock:
             commands = self._rendezvous.abort(step, error)
             reactions = self._inflow.ended(step)
@@ -247,7 +247,7 @@ class TaskChannel:
         self._carry_out(commands)
 
     def connection_lost(self, task: str, error: DflowError) -> None:
-        """Values that `task` sent may be lost; waits for them end with `error`."""
+        """End the waits for values of `task` with `error`, since these may be lost."""
         with self._lock:
             commands = self._rendezvous.stop_waiting_for(task, error)
             self._inflow.forget(task)
@@ -256,7 +256,7 @@ class TaskChannel:
         self._carry_out(commands)
 
     def task_left(self, task: str, error: DflowError) -> tuple[StepId, ...]:
-        """Waits for values of `task` end with `error`, as do the steps it started, which are returned."""
+        """End the waits for values of `task`, and the steps it started, with `error`; return these steps."""
         with self._lock:
             steps = self._rendezvous.open_steps(task)
             commands = self._rendezvous.lose(task, error)
@@ -271,17 +271,17 @@ class TaskChannel:
         return steps
 
     def task_joined(self, task: str) -> None:
-        """A task of this name is in the cluster."""
+        """Accept steps and values of a task of this name again."""
         with self._lock:
             self._rendezvous.welcome(task)
 
     def has_left(self, task: str) -> bool:
-        """Whether a task has left, and none of its name has joined since."""
+        """Whether a task has left, and no task of its name has joined since."""
         with self._lock:
             return self._rendezvous.is_lost(task)
 
     def oldest_wait(self) -> str:
-        """What is waited for longest, in words; empty when nothing is."""
+        """Describe the longest wait; empty when there is none."""
         with self._lock:
             receiver = next(iter(self._receivers.values()), None)
         if receiver is None:
@@ -290,7 +290,7 @@ class TaskChannel:
         return f"waits for {short_task_name(receiver.source)} to send the value {edge!r} in {describe(step)}"
 
     def traffic(self) -> tuple[EdgeTraffic, ...]:
-        """What was sent to other tasks so far, per edge and destination."""
+        """Values and bytes sent since the start, per edge and destination."""
         with self._lock:
             return tuple(
                 EdgeTraffic(edge, self._name, destination, total.values, total.size_bytes)
@@ -298,22 +298,22 @@ class TaskChannel:
             )
 
     def taken_in(self) -> dict[str, int]:
-        """How many bytes of values came from each other task."""
+        """Bytes of values received since the start, by sending task."""
         with self._lock:
             return {task: total.size_bytes for task, total in self._taken_in.items()}
 
     def statistics(self) -> RendezvousStatistics:
-        """What the rendezvous holds, and has done."""
+        """Present contents and counters of the rendezvous."""
         with self._lock:
             return self._rendezvous.statistics()
 
     def close(self) -> None:
-        """Let no wait expire any more."""
+        """Stop all deadlines: no wait expires any more."""
         self._deadlines.close()
         self._offers.close()
 
     def flow(self) -> FlowStatistics:
-        """What lies untaken on either side."""
+        """Number of untaken values and offers on either side."""
         with self._lock:
             return FlowStatistics(self._outflow.offers, self._inflow.offered, self._inflow.held)
 
@@ -353,7 +353,7 @@ class TaskChannel:
             self._offers.discard(offer)
 
     def _react(self, reactions: Iterable[Reaction]) -> None:
-        """Tell other tasks of credit, and which of their offers are wanted; who has gone needs neither."""
+        """Send credit and answers to offers; skip tasks whose connection has ended, which need neither."""
         for reaction in reactions:
             peer = self._senders.get(reaction.to)
             message = (

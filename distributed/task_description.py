@@ -1,4 +1,4 @@
-"""A task in an error about it: when it was last heard and what it is at, or why it is not there."""
+"""Description of a task for an error: its last heartbeat and what it works on, or why it is absent."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dflow.tracing.task_name import short_task_name
 
 
 def describe_task(task: str, answer: Health) -> str:
-    """Such as "ps:0 (last heard 0.3 s ago, 12 steps ended, now idle)", or "ps:0 (has not joined)"."""
+    """Describe a task, such as "ps:0 (last heard 0.3 s ago, 12 steps ended, now idle)", or "ps:0 (has not joined)"."""
     name, health = short_task_name(task), answer.health
     if health is None:
         return f"{name} ({answer.absence.removeprefix(name).strip() or 'just joined'})"

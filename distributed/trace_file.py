@@ -1,8 +1,8 @@
 """The events of many tasks as one trace for Perfetto and chrome://tracing, in the Trace Event Format.
 
-A process for each task, with tracks for the steps it started, its parts of steps, what it computes, transfers and
-waits; an arrow from each send to where the value arrived. Slices of one track that would overlap without being nested,
-which the format does not allow, go to further tracks of the same name. Times are in us from the first event, by our
+Each task is a process, with tracks for the steps it started, its parts of steps, its computations, transfers and
+waits. An arrow goes from each send to the arrival of the value. The format forbids slices that overlap without being
+nested, so such slices go to further tracks of the same name. Times are in us from the first event, by the tracer's
 clock: see `clock_alignment`.
 """
 
@@ -39,7 +39,7 @@ _TRACK_OF_ITEM = {
     "UseResource": "waits",
 }
 _INSTANTS = (CONNECTED, CONNECTION_LOST, ROSTER_CHANGED, WAIT_EXPIRED)
-#: What an arrival takes in a picture, which has no end of its own.
+#: Drawn length of an arrival, which has no duration.
 _ARRIVAL_NS = 1000
 
 Events = Mapping[str, Sequence[Event]]
@@ -47,7 +47,7 @@ _Value = tuple[str, int, str, str, str]
 
 
 def first_steps(events: Events, steps: int | None) -> dict[str, list[Event]]:
-    """The events of the first `steps` whole steps that each task started, or of all; and those of no step."""
+    """Keep the events of the first `steps` complete steps (None: of all) that each task started, and of no step."""
     wanted: set[tuple[str, int]] = set()
     for task, own in events.items():
         began = {event.step for event in own if event.what == STEP_BEGAN and event.origin == task}
@@ -60,7 +60,7 @@ def first_steps(events: Events, steps: int | None) -> dict[str, list[Event]]:
 
 
 def crossings(events: Events) -> list[Crossing]:
-    """The values whose sending and arrival were both noted."""
+    """The values whose sending and arrival were both recorded."""
     sent, received = _values(events, SENT), _values(events, RECEIVED)
     return [
         Crossing(value[3], event.began_ns or event.at_ns, value[4], received[value].at_ns)
@@ -70,7 +70,7 @@ def crossings(events: Events) -> list[Crossing]:
 
 
 def trace_of(events: Events, offsets: Mapping[str, Offset]) -> dict[str, Any]:
-    """The trace as JSON takes it; `otherData` says how far the clocks are known."""
+    """Return the trace as JSON data; `otherData` has the clocks' offsets and errors."""
     tasks = sorted(events, key=split_task_name)
     times = [
         min(event.at_ns, event.began_ns or event.at_ns) - offsets[task].offset_ns
@@ -94,7 +94,7 @@ def trace_of(events: Events, offsets: Mapping[str, Offset]) -> dict[str, Any]:
 
 
 def _values(events: Events, what: str) -> dict[_Value, Event]:
-    """By step, edge, and both tasks: an edge carries a value once in a step."""
+    """Events of type `what` by step, edge and both tasks: an edge carries at most one value in a step."""
     return {_value(task, event): event for task, own in events.items() for event in own if event.what == what}
 
 
@@ -118,7 +118,7 @@ class _Slice:
 
 
 class _Process:
-    """One task of the trace. `zero_ns` is the start of the trace by the task's own clock."""
+    """One task of the trace. `zero_ns` is the start of the trace by the task's clock."""
 
     def __init__(self, task: str, pid: int, zero_ns: int, arrows: Mapping[_Value, int]) -> None:
         self._task, self._pid, self._zero_ns, self._arrows = task, pid, zero_ns, arrows
@@ -148,7 +148,7 @@ class _Process:
         return [_slice_of(span, last_ns) for span in spans(events)]
 
     def _transfers(self, events: Sequence[Event]) -> list[_Slice]:
-        """The handing over of each value, which may be after its send has ended, and the arrival."""
+        """A slice for the sending of each value, which may outlast its Send item, and one for each arrival."""
         found = []
         for event in events:
             about = {"step": _step(event), "bytes": event.size_bytes, "value": event.name}
@@ -162,7 +162,7 @@ class _Process:
         return found
 
     def _arrow_ends(self, events: Sequence[Event], ends: Sequence[tuple[_Slice, int]]) -> list[dict[str, Any]]:
-        """Each arrow begins in the slice of a send and ends in that of an arrival."""
+        """The two ends of each arrow: in the slice of a send, and in that of an arrival."""
         found = []
         for event in events:
             if event.what not in (SENT, RECEIVED) or (number := self._arrows.get(_value(self._task, event))) is None:
@@ -214,7 +214,7 @@ def _step(event: Event) -> str:
 
 
 def _in_lanes(slices: Iterable[_Slice]) -> list[tuple[str, list[_Slice]]]:
-    """Tracks in order, each as many times as it takes so that no two of its slices overlap unless nested."""
+    """Tracks in order, each repeated as often as needed so that its slices overlap only when nested."""
     lanes: list[tuple[str, list[_Slice]]] = []
     for track in TRACKS:
         rows: list[tuple[list[int], list[_Slice]]] = []
@@ -231,7 +231,7 @@ def _in_lanes(slices: Iterable[_Slice]) -> list[tuple[str, list[_Slice]]]:
 
 
 def _fits(ends: list[int], each: _Slice) -> bool:
-    """Whether the slice begins after the open ones of a row, or lies within the innermost; drops those that ended."""
+    """Whether the slice fits a row: after its open slices, or inside the innermost. Drops from `ends` those over."""
     while ends and ends[-1] <= each.start_ns:
         ends.pop()
     return not ends or each.end_ns <= ends[-1]

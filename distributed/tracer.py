@@ -1,7 +1,7 @@
-"""Gathers the events of some steps from all tasks of a cluster.
+"""Collection of the events of some steps from all tasks of a cluster.
 
-Each task keeps its own events; nothing passes between them but what the steps send anyway. Clocks are asked before and
-after, so that their offsets are those of the middle.
+Each task records its own events; the steps send nothing more than without a trace. The clocks are sampled before and
+after the steps, so that their offsets apply to the middle.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from dflow.tracing.task_name import short_task_name
 
 #: Events that a task keeps during a trace.
 EVENTS = 200_000
-#: How many times each clock is asked, before and after.
+#: Number of samples of each clock, before and after.
 TRIPS = 20
 ANSWER_S = 30.0
 POLL_S = 0.02
@@ -45,13 +45,13 @@ _Answer = TypeVar("_Answer", bound=Message)
 
 
 class Here:
-    """The task of this process, as `observer` answers for it."""
+    """The task of this process, with the answers of `observer`."""
 
     def __init__(self, observer: TaskObserver) -> None:
         self._observer = observer
 
     def call(self, message: AnyMessage, *, timeout_s: float) -> Reply:
-        """Answer at once."""
+        """Answer immediately."""
         assert isinstance(message, Observation)
         answer, payload = self._observer.answer(message)
         return Reply(answer, memoryview(payload))
@@ -67,8 +67,11 @@ class Observed(Protocol):
 
 @dataclass(frozen=True)
 class Trace:
-    """What was gathered: `events` by task and by its own clock, `offsets` of these clocks, `lost` whose first events
-    gave way, and `missing` who did not answer and why.
+    """A finished trace.
+
+    `events`   by task, timed by its clock; `offsets` are those of these clocks
+    `lost`     tasks whose earliest events were overwritten
+    `missing`  errors of the tasks that did not answer
     """
 
     events: Mapping[str, list[Event]]
@@ -77,23 +80,23 @@ class Trace:
     missing: Mapping[str, str]
 
     def json(self) -> bytes:
-        """In the Trace Event Format."""
+        """Encode the trace in the Trace Event Format."""
         return msgspec.json.encode(trace_of(self.events, self.offsets))
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write it to a file, whole or not at all."""
+        """Write the trace to a file, atomically."""
         write_whole_file(path, self.json())
 
     @property
     def steps(self) -> int:
-        """How many steps it shows."""
+        """Number of steps in the trace."""
         return len({(event.origin, event.step) for own in self.events.values() for event in own if event.origin})
 
 
 class Tracer:
-    """Traces `tasks` from construction on, until `stop`; one that does not answer, or refuses, is left out.
+    """Traces `tasks` from construction until `stop`; a task that does not answer, or refuses, is left out.
 
-    `clock`  ours, in ns since any moment
+    `clock`  clock of the trace, in ns since an arbitrary moment
     """
 
     def __init__(
@@ -114,9 +117,9 @@ class Tracer:
         self._before = self._ask_all(GetTaskState(), TaskState)
 
     def wait_for_steps(self, steps: int, timeout_s: float) -> None:
-        """Wait until each task that starts steps has ended so many of them.
+        """Wait until each task that starts steps has ended more than `steps` of them.
 
-        raises  DeadlineExceeded when none was ended within `timeout_s`; with fewer than `steps` it goes on
+        raises  DeadlineExceeded when none has ended within `timeout_s`; with fewer than `steps` it returns
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -125,7 +128,7 @@ class Tracer:
                 for task, state in self._ask_all(GetTaskState(), TaskState).items()
                 if state.steps > self._before[task].steps or (state.running and state.steps)
             }
-            if done and min(done.values()) > steps:  # one was perhaps begun before
+            if done and min(done.values()) > steps:  # one may have begun before the trace
                 return
             if time.monotonic() > deadline:
                 if any(done.values()):
@@ -135,7 +138,7 @@ class Tracer:
             time.sleep(POLL_S)
 
     def stop(self, steps: int | None = None) -> Trace:
-        """What was gathered, of the first `steps` whole steps that each task started, or of all."""
+        """End the trace; return the first `steps` complete steps that each task started, or all steps."""
         events: dict[str, list[Event]] = {}
         lost = []
         for task in tuple(self._tasks):

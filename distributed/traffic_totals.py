@@ -1,8 +1,8 @@
-"""How much has been sent over each edge, from totals that each task reports again and again.
+"""Total traffic over each edge, from totals that each task reports repeatedly.
 
-Invariants: a newer report of a task replaces its last one; what a task had reported when it left is kept and is
-added to what its successor of the same name reports, so the sum over all edges never shrinks. An entry of one edge may:
-what a task reports last decides which of its edges are told by name, and which are among the others.
+Invariants: a newer report of a task replaces its last one. When a task leaves, its totals are kept and added to those
+of its successor of the same name, so the sum over all edges never shrinks. The entry of one edge may shrink: a task's
+last report decides which of its edges have an entry, and which are summed as `OTHERS`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import msgspec
 
 from dflow.distributed.messages import EdgeTraffic
 
-#: How many edges a message tells of; a graph may have more than fit into one.
+#: Most edges in a message; a graph may have more than fit into one.
 EDGES_TOLD = 1000
 OTHERS = "all other edges"
 
@@ -26,21 +26,21 @@ class TrafficTotals:
         self._kept: tuple[EdgeTraffic, ...] = ()
 
     def report(self, life: int, totals: tuple[EdgeTraffic, ...]) -> None:
-        """A task has sent so much since it started; `life` tells it from its predecessors of the same name."""
+        """Replace a task's totals since it started; its `life` differs from earlier tasks of the same name."""
         if totals:
             self._newest[life] = totals
 
     def leave(self, life: int) -> None:
-        """The task reports no more."""
+        """Keep the totals of a task that left, which reports no more."""
         self._kept = _summed((*self._kept, *self._newest.pop(life, ())))
 
     def totals(self) -> tuple[EdgeTraffic, ...]:
-        """One entry per edge and pair of tasks, in order of first report."""
+        """Return one entry per edge and pair of tasks, in order of first report."""
         return _summed((*self._kept, *(entry for totals in self._newest.values() for entry in totals)))
 
 
 def largest(traffic: Sequence[EdgeTraffic], count: int = EDGES_TOLD) -> tuple[EdgeTraffic, ...]:
-    """The `count` edges over which most was sent; all others as one entry for each pair of tasks."""
+    """Return the `count` edges with the most bytes; the others as one entry for each pair of tasks."""
     known = [entry for entry in traffic if entry.edge != OTHERS]
     if len(known) <= count:
         return tuple(traffic)

@@ -1,8 +1,8 @@
-"""Work done on the thread that brings it, one piece after another.
+"""Running short callbacks on the thread that submits them, one after another.
 
-Why: handing a piece of a few microseconds to another thread costs more than the piece. Invariant: a piece that is
-brought by another, on the same thread, is done after that one and never within it, so that chains of steps which feed
-each other use no more stack than one.
+Why: passing a callback of a few microseconds to another thread costs more than the callback. Invariant: a callback that
+is submitted by another, on the same thread, runs after that one and never within it, so that chains of steps which
+feed each other use no more stack than one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _QUEUE = _Queue()
 
 
 def run_soon(work: Callable[[], None]) -> None:
-    """Do `work` now, or on return to the outermost call of this on the thread."""
+    """Run `work` now, or when the callback that runs on this thread has returned."""
     if _QUEUE.work is not None:
         _QUEUE.work.append(work)
         return
@@ -32,7 +32,7 @@ def run_soon(work: Callable[[], None]) -> None:
 
 
 def _drain(queue: deque[Callable[[], None]]) -> None:
-    """Do all there is, whatever one of them raises."""
+    """Run all queued callbacks, even if one raises; then raise its error."""
     while queue:
         try:
             queue.popleft()()

@@ -1,7 +1,7 @@
-"""Plans of functions that were garbage-collected, which their tasks need not keep.
+"""Plans of functions that were garbage-collected, which tasks no longer need to keep.
 
-Why: a finalizer runs on any thread, between any two instructions, so that it must take no lock and send nothing. It
-notes the plans, and the next registration of a plan releases them.
+Why: a finalizer runs on any thread, between any two instructions, so it must take no lock and send nothing. It
+records the plans, and the next registration of a plan releases them.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ class Server(Protocol):
         ...
 
     def peer(self, task: str) -> Peer:
-        """The connection to another task."""
+        """Return the connection to another task."""
         ...
 
 
 class UnusedPlans:
-    """Plans by task and handle, noted by finalizers."""
+    """Plans by task and handle, recorded by finalizers."""
 
     def __init__(self) -> None:
         self._noted: deque[Mapping[str, int]] = deque()
 
     def release_after(self, step: object, handles: Mapping[str, int]) -> None:
-        """Note the plans once `step` is gone."""
+        """Record the plans when `step` is garbage-collected."""
         weakref.finalize(step, self._noted.append, handles).atexit = False
 
     def release(self, server: Server, tasks: Collection[str]) -> None:
-        """Release the noted plans, on `server` and on its peers among `tasks`, which are alive."""
+        """Release the recorded plans, on `server` and on its peers among the live `tasks`."""
         while self._noted:
             for task, handle in self._noted.popleft().items():
                 if task == server.name:

@@ -1,7 +1,7 @@
-"""The variables, queues and accumulators that this task uses on others, and the processes that hold them.
+"""The variables, queues and accumulators that this task uses on other tasks, and the processes that hold them.
 
-Why: a task that was started again is empty. Its own error is about a plan or a name that it does not know; this file
-knows which variables were lost.
+Why: a restarted task is empty. Its own error is about a plan or a name that it does not know; this file knows which
+variables were lost.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from dflow.tracing.task_name import short_task_name
 
 
 class UsedState:
-    """Which process holds what the task `user` uses; every method may be called from any thread.
+    """The process that holds each name used by the task `user`; thread-safe.
 
-    `roster`  gives the newest roster
+    `roster`  returns the newest roster
     """
 
     def __init__(self, user: str, roster: Callable[[], Roster]) -> None:
@@ -29,12 +29,12 @@ class UsedState:
         self._placed: dict[str, Placed] = {}
 
     def note(self, name: str, placed: Placed) -> None:
-        """Note the coordinator's answer about `name`."""
+        """Record the coordinator's answer about `name`."""
         with self._lock:
             self._placed[name] = placed
 
     def forget(self, name: str) -> None:
-        """The name is free again."""
+        """Forget a name, which is free again."""
         with self._lock:
             self._placed.pop(name, None)
 
@@ -53,7 +53,7 @@ class UsedState:
 
     @contextmanager
     def explained(self, tasks: Collection[str]) -> Iterator[None]:
-        """Replace an error by TaskLost when one of `tasks`, or state that it held, was lost."""
+        """Replace an error in the block by TaskLost when one of `tasks`, or state that it held, was lost."""
         try:
             yield
         except DflowError as error:

@@ -1,11 +1,11 @@
-"""Variables of parameter servers that are created together: one question to the coordinator, then few to each task.
+"""Creation of many variables of parameter servers together: one request to the coordinator, then few to each task.
 
-Why: a question and its answer take longer than the creation of a small variable. Variables made within one
+Why: a request and its answer take longer than creating a small variable. Variables made within one
 `parameter_servers()` are created when the block ends, or when one of them is used, whichever is first.
 
-Invariants: tasks are asked first which variables they have, so that a process that joins late computes and sends
-nothing; a variable that a task cannot create keeps no other from being created; each use of a variable that is not
-created asks again.
+Invariants: tasks are first asked which variables they have, so that a process that joins late computes and sends
+nothing; a variable that a task cannot create does not prevent any other; each use of a variable that is not created
+tries again.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from dflow.tracing.resources import Variable
 from dflow.tracing.source import at
 from dflow.tracing.task_name import short_task_name
 
-#: The most variables, and bytes of values, that one message creates.
+#: Most variables, and most bytes of values, that one message creates.
 MOST_VARIABLES = 256
 MOST_BYTES = 16 << 20
 #: A batch with more bytes than this to send is created before its block ends.
@@ -54,36 +54,36 @@ FULL_BYTES = 64 << 20
 
 
 class CreatingTasks(Protocol):
-    """What is needed of a cluster."""
+    """The methods of a cluster that this file needs."""
 
     def place_all(self, requests: Sequence[PlaceVariable]) -> Sequence[Placed | Failure]:
-        """The task that holds, or shall hold, each of the variables."""
+        """Return the task of each variable, where it is or must be created, or the failure, in order."""
         ...
 
     def request_all(self, requests: Sequence[tuple[str, AnyMessage, Any]]) -> Sequence[Reply | DflowError]:
-        """Ask tasks, all at a time; of each the answer, or why there is none."""
+        """Send requests to tasks concurrently; return the answer or the error of each, in order."""
         ...
 
 
 class Wanted:
-    """A variable to create on a task of `job`, on that of `near` if given; `first` gives its first value."""
+    """A variable to create on a task of `job`, or on the task of `near`; `first` returns or is its initial value."""
 
     def __init__(
         self, variable: Variable, job: str, near: Variable | None, first: TypedInitial | npt.NDArray[Any]
     ) -> None:
         self.variable, self.job, self.near = variable, job, near
         self._first = first
-        #: Its place, from the coordinator's answer on.
+        #: The coordinator's answer; empty before it.
         self.placed = Placed("")
-        #: By its ops, on its task, and not by a value that is sent there.
+        #: Whether its task makes the initial value by ops; otherwise the value is sent there.
         self.is_made_there = False
-        #: The bytes that are kept until it is created, or sent then.
+        #: Bytes kept in memory until it is created, or sent then.
         self.size_bytes = variable.type.size_bytes
         if isinstance(first, InitialOps) and first.are_sent:
             self.is_made_there, self.size_bytes = True, first.size_bytes
 
     def placing(self) -> PlaceVariable:
-        """The question for its task."""
+        """Return the request for its task."""
         type = self.variable.type
         near = self.near.name if self.near is not None else ""
         return PlaceVariable(
@@ -91,12 +91,12 @@ class Wanted:
         )
 
     def asked(self) -> CreateVariable:
-        """The question whether it is there."""
+        """Return the request without an initial value, which finds out if the variable exists."""
         type = self.variable.type
         return CreateVariable(self.variable.name, jnp.dtype(type.dtype).name, type.shape, process=self.placed.process)
 
     def value(self, computed: dict[int, npt.NDArray[Any]]) -> npt.NDArray[Any]:
-        """The first value. Results of ops are kept in `computed`, by the ops' identity."""
+        """Return the initial value. Results of initialisers are cached in `computed`, by their identity."""
         if not isinstance(self._first, TypedInitial):
             return self._first
         try:
@@ -108,13 +108,13 @@ class Wanted:
             raise
 
     def recipe(self, exports: Exports) -> Recipe:
-        """How the first value is made on its task."""
+        """Return the programs and arrays that make the initial value on its task."""
         assert isinstance(self._first, InitialOps)
         return self._first.recipe(exports)
 
 
 class VariableBatch:
-    """Variables that are created together on the tasks of one cluster. For any thread."""
+    """Variables that are created together on the tasks of one cluster; thread-safe."""
 
     def __init__(self, tasks: CreatingTasks) -> None:
         self.tasks = tasks
@@ -124,7 +124,7 @@ class VariableBatch:
         self._failed: dict[Variable, Wanted] = {}
 
     def add(self, wanted: Wanted) -> None:
-        """Have a variable created when the batch is, which is now if it is full."""
+        """Add a variable; create the whole batch now if it is full."""
         with self._lock:
             self._wanted.append(wanted)
             _batches[wanted.variable] = self
@@ -145,7 +145,7 @@ class VariableBatch:
                 raise type(error)(f"{error}{at(variable.loc)}") from None
 
     def create_again(self, variable: Variable) -> None:
-        """Like `create`, with a variable that failed before."""
+        """Like `create`, and also retry a variable that failed before."""
         with self._lock:
             failed = self._failed.pop(variable, None)
             self._wanted += [] if failed is None else [failed]
@@ -158,7 +158,7 @@ _current: ContextVar[VariableBatch | None] = ContextVar("dflow_variable_batch", 
 
 @contextmanager
 def created_together(tasks: CreatingTasks) -> Iterator[None]:
-    """Create the variables made inside on `tasks` together, at the latest at the end."""
+    """Create the variables made inside on `tasks` together, at the latest when the block ends."""
     batch = _batch_of(tasks)
     token = _current.set(batch)
     try:
@@ -169,7 +169,7 @@ def created_together(tasks: CreatingTasks) -> Iterator[None]:
 
 
 def create(tasks: CreatingTasks, wanted: Wanted) -> None:
-    """Create a variable, with the others of the batch that is open in this context, if one is."""
+    """Create a variable, together with the batch that is open in this context, if any."""
     batch = _batch_of(tasks)
     if wanted.near is not None and _batches[wanted.near] is not batch:
         settle(wanted.near)
@@ -179,7 +179,7 @@ def create(tasks: CreatingTasks, wanted: Wanted) -> None:
 
 
 def settle(variable: Variable) -> None:
-    """Create a variable that waits for its batch, and the batch with it."""
+    """Create a variable that waits for its batch, with the whole batch."""
     if "device" not in vars(variable):
         _batches[variable].create_again(variable)
 
@@ -195,12 +195,12 @@ class _Creation:
     def __init__(self, tasks: CreatingTasks) -> None:
         self._tasks = tasks
         self._exports = Exports()
-        #: What ops that several variables share have given.
+        #: Results of initialisers that several variables share, by the initialiser's identity.
         self._computed: dict[int, npt.NDArray[Any]] = {}
         self._failed: dict[Variable, DflowError] = {}
 
     def create(self, wanted: Sequence[Wanted]) -> dict[Variable, DflowError]:
-        """Create all of these; why those failed that did."""
+        """Create all of these; return the errors by failed variable."""
         placed = self._placed(wanted)
         questions = [
             _Parcel(task, CreateVariables(tuple(each.asked() for each in part)), part)
@@ -212,7 +212,7 @@ class _Creation:
         return self._failed
 
     def _placed(self, wanted: Sequence[Wanted]) -> dict[str, list[Wanted]]:
-        """The variables by their tasks, which the coordinator says."""
+        """Ask the coordinator for the task of each variable; return them by task."""
         answers = self._tasks.place_all([each.placing() for each in wanted]) if wanted else ()
         for each, answer in zip(wanted, answers, strict=True):
             if isinstance(answer, Failure):
@@ -222,7 +222,7 @@ class _Creation:
         return _by_task(each for each in wanted if each.variable not in self._failed)
 
     def _parcels(self, task: str, missing: Sequence[Wanted]) -> Iterator[_Parcel]:
-        """Messages that create variables. One made there has a message to itself, since making it may take long."""
+        """Yield messages that create variables: one each for those made there, which may take long, else many each."""
         for part in _parts([each for each in missing if not each.is_made_there]):
             values = [each.value(self._computed) for each in part]
             arrays, payload = encode_arrays(values)
@@ -243,7 +243,7 @@ class _Creation:
         return _Parcel(task, message, [wanted], b"".join((payload, *blobs)))
 
     def _send(self, parcels: Sequence[_Parcel]) -> list[Wanted]:
-        """Send them all; returns the variables that the tasks lack and got no first value for."""
+        """Send all messages; return the variables that the tasks lack and got no initial value for."""
         missing: list[Wanted] = []
         answers = self._tasks.request_all([(parcel.task, parcel.message, parcel.payload) for parcel in parcels])
         for parcel, answer in zip(parcels, answers, strict=True):
@@ -281,7 +281,7 @@ def _by_task(wanted: Iterable[Wanted]) -> dict[str, list[Wanted]]:
 
 
 def _parts(wanted: Sequence[Wanted]) -> Iterator[Sequence[Wanted]]:
-    """Groups that each fit one message."""
+    """Split into groups that each fit one message."""
     part: list[Wanted] = []
     size_bytes = 0
     for each in wanted:

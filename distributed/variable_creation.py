@@ -1,8 +1,8 @@
-"""Creating variables on a task, many by one message.
+"""Creation of variables on a task, many per message.
 
-Why: a model has hundreds of variables, most of them small, and a message and its answer take longer than it takes to
-create one. Invariants: the first process to send a variable's value creates it, and the others find it; a variable that
-cannot be created does not keep the others of its message from being created.
+Why: a model has hundreds of variables, most of them small, and a message and its answer take longer than creating one.
+Invariants: the first process to send a variable's value creates it, and the others find it; a variable that cannot be
+created does not prevent the others of its message.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from dflow.tracing.types import ArrayType
 
 
 class VariableCreation:
-    """Creates variables in `store`, from any thread.
+    """Creates variables in `store`; thread-safe.
 
-    `compiled`  gives the program that an export holds
-    `check`     raises for a variable, by its name, that another process is to hold
+    `compiled`  loads the program of an export
+    `check`     raises for a variable that another process must hold; called with its name and process
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class VariableCreation:
         self._store, self._compiled, self._check = store, compiled, check
 
     def create(self, message: CreateVariables, payload: memoryview) -> VariablesCreated:
-        """Carry the message out. Raises WireError when its parts do not fit together."""
+        """Carry out the message. Raises WireError when its parts do not match."""
         arrays, programs = _parts(message, payload)
         ends = itertools.accumulate(variable.arrays for variable in message.variables)
         missing: list[int] = []
@@ -72,7 +72,7 @@ class VariableCreation:
 
 
 def _parts(message: CreateVariables, payload: memoryview) -> tuple[Sequence[Any], Sequence[memoryview]]:
-    """The arrays and the exported programs in the payload."""
+    """Split the payload into the arrays and the exported programs."""
     taken = [variable.arrays for variable in message.variables]
     if min((*taken, *message.program_sizes), default=0) < 0 or sum(taken) != len(message.arrays):
         raise WireError(

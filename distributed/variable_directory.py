@@ -1,11 +1,11 @@
 """The task that holds each variable, queue or accumulator, and the task's process, decided once per name.
 
 Invariants:
-- a name is placed once; every later asker with the same dtype and shape gets the same task;
-- a variable goes to the task with the fewest bytes so far, and to the lowest index among equals, so the same
+- a name is placed once; every later request with the same dtype and shape gets the same task;
+- a variable goes to the task with the fewest bytes placed, and to the lowest index among equals, so the same
   requests in the same order give the same placement;
-- `near` overrides the spreading: the variable shares the task of the one named, and its bytes count there; so does a
-  stated task;
+- `near` overrides this: the variable shares the task of the one named, and its bytes count there; so does an explicit
+  task;
 - an abandoned name is free;
 - the state of a process is lost when another process joins under its task's name: each later request for it is refused
   until the name is abandoned, since the new process would create it from its initial value.
@@ -35,16 +35,16 @@ class Processes(Protocol):
     """The processes of the tasks; see `Membership`."""
 
     def process(self, task: str) -> str:
-        """The process of a live task; empty when the task is not there."""
+        """Return the process of a live task; empty when the task is not live."""
         ...
 
     def end_of_process(self, task: str, process: str) -> str:
-        """When and why a process of the task left last; empty when it is there, or its end is no longer known."""
+        """When and why that process of the task last left; empty if it is live, or its end is no longer known."""
         ...
 
 
 class VariableDirectory:
-    """The placed variables of one cluster, which last as `records`."""
+    """The placed variables of one cluster, kept in `records`."""
 
     def __init__(self, processes: Processes, records: DurableRecords | None = None) -> None:
         self._processes = processes
@@ -61,11 +61,11 @@ class VariableDirectory:
     def place(self, request: PlaceVariable, tasks: Sequence[str], jobs: Sequence[str]) -> Placed | Failure:
         """Find or decide the variable's task.
 
-        `tasks`  those of `request.job` that may hold it, by index
-        `jobs`   the jobs there are, for the error
-        Answers with Failure of kind VariableError when the name has another type or `near` is unknown, of kind
-        DeviceError when there is no task to place it on, or it is on another than the one stated, and of kind TaskLost
-        when the process that held it, or the variable `near`, has left.
+        `tasks`  the tasks of `request.job` that may hold it, by index
+        `jobs`   the existing jobs, for the error
+        Returns a Failure of kind VariableError when the name has another type or `near` is unknown, of kind
+        DeviceError when there is no task to place it on, or it is on another task than `request.on`, and of kind
+        TaskLost when the process that held it, or the variable `near`, has left.
         """
         known = self._placements.get(request.name)
         if known is not None:
@@ -91,7 +91,7 @@ class VariableDirectory:
         return Placed(task, process)
 
     def joined(self, task: str) -> None:
-        """Note that a task has joined; its first process is the holder of everything placed on the task before."""
+        """Note that a task has joined; its first process holds everything placed on the task before."""
         for name in self._before_joining.pop(task, ()):
             placement = self._placements.get(name)
             if placement is not None and (placement.info.task, placement.info.process) == (task, ""):
@@ -100,7 +100,7 @@ class VariableDirectory:
                 self._records.put(_PLACED + name, bound)
 
     def give_up(self, name: str) -> None:
-        """What had this name is gone; nothing happens when nothing had."""
+        """Free a name whose state no longer exists; does nothing if the name is free."""
         placement = self._placements.pop(name, None)
         if placement is not None:
             self._load_bytes[placement.info.task] -= placement.info.size_bytes
@@ -114,7 +114,7 @@ class VariableDirectory:
             self._before_joining[info.task].append(info.name)
 
     def variables(self) -> tuple[VariableInfo, ...]:
-        """Every placed variable, in order of placement."""
+        """Return every placed variable, in order of placement."""
         return tuple(placement.info for placement in self._placements.values())
 
     def _loss(self, known: VariableInfo) -> str:
@@ -167,7 +167,7 @@ def _what(one: VariableInfo | PlaceVariable) -> str:
 
 
 def _type(one: VariableInfo | PlaceVariable) -> str:
-    """The type as messages say it; that of a queue or an accumulator is all in its `dtype`."""
+    """The type, as errors show it; the `dtype` of a queue or an accumulator is its whole type."""
     return f"{one.dtype}{list(one.shape)}" if one.kind == "variable" else one.dtype
 
 

@@ -1,4 +1,4 @@
-"""Writing a file that appears whole or not at all, and replaces an older one."""
+"""Atomic writing of a file, which replaces an older one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def write_whole_file(path: str | os.PathLike[str], data: bytes) -> None:
-    """Write the file. A reader sees all of it or the older one, also while other processes write it too."""
+    """Write the file. A reader sees all of it or the older file, even while several processes write it."""
     place = Path(path)
     part = place.with_name(f".{place.name}.{secrets.token_hex(8)}.part")
     try:
