@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def encode_arrays(arrays: Sequence[jax.Array | npt.NDArray[Any]]) -> tuple[tuple[ArrayInfo, ...], Payload]:
-    """Return the types and the elements of `arrays`. Waits until they are computed; raises what `encode_array` raises."""
+    """Return the types and the elements of `arrays`. Waits until they are computed; raises like `encode_array`."""
     infos = tuple(ArrayInfo(dtype_name(array.dtype), tuple(array.shape)) for array in arrays)
     encoded = [encode_array(array) for array in arrays]
     return infos, encoded[0] if len(encoded) == 1 else b"".join(encoded)

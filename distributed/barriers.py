@@ -35,7 +35,7 @@ Describe = Callable[[str, float], str]
 
 @dataclass(frozen=True)
 class _Arrival:
-    """An arrival that waits; `life` tells its task from others of the same name, `ask` is the request to answer."""
+    """An arrival that waits; `life` distinguishes tasks of the same name, `ask` is the request to answer."""
 
     ask: int
     life: int

@@ -240,7 +240,7 @@ class Cluster:
         return Part(self, run, job)
 
     def wanted_gradients(self, backup_workers: int) -> int:
-        """Number of gradients per synchronous step. Raises StrategyError when there would be none."""
+        """Number of gradients per synchronous step. Raises StrategyError if all workers would be backups."""
         return without_backups(self.colleagues()[1], backup_workers)
 
     def colleagues(self) -> tuple[tuple[str, ...], int]:

@@ -320,7 +320,7 @@ class CoordinatorClient:
         return self._driver.ask(request, BarrierPassed, timeout_s + BARRIER_GRACE_S)
 
     def tell_rounds(self, report: RoundsDone) -> None:
-        """Report the progress of a run of synchronous training, without waiting; dropped while no coordinator."""
+        """Report the progress of a run of synchronous training; does not wait, and is dropped during an outage."""
         self._driver.tell(report)
 
     def report(self, name: str, value: float, *, timeout_s: float = ANSWER_S) -> None:

@@ -1,7 +1,7 @@
 """The coordinator as a state machine: events in, commands out, no clock, no sockets, no threads.
 
 It routes messages to the parts that decide (membership, directory, step ledger, barriers, elections, traffic) and
-applies the consequences in the others: when a task leaves, its steps return to the pool and its elections are void.
+applies the consequences in the others: when a task fails, its steps return to the pool and its elections are void.
 
 Invariants:
 - every Asked is answered by exactly one Reply, immediately, or after a later event for a claim of steps or a barrier;

@@ -1,7 +1,7 @@
 """A task's newest events as text for people: what is in progress, since when, and what came before.
 
-A pure function of events and times. Texts from other tasks are escaped, so that they cannot pass for lines of this
-file.
+A pure function of events and times. Texts from other tasks are escaped, so that they cannot imitate lines of this
+text.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Every message is a frozen struct, distinguished by its tag. The transport pairs a reply with its request, so no
 message carries a request number. Arrays and programs travel as raw bytes after the message (its payload), never
-inside it. A task is named `/job:<job>/task:<index>`. "Not answered" marks a notification; all else is a request.
+inside it. A task is named `/job:<job>/task:<index>`. "Not answered" marks messages that are sent as notifications.
 """
 
 from __future__ import annotations
@@ -244,7 +244,7 @@ class ResourceCreated(Message, frozen=True):
 
 
 class CallResource(Message, frozen=True):
-    """Run one op on a queue or an accumulator; answered by `Arrays` when the op has ended, which may wait.
+    """Run one op on a queue or an accumulator, which may wait; answered by `Arrays` when the op has ended.
 
     The op is the task's part of a step that `origin` numbered for it alone. So its wait ends when that step is
     cancelled by `CancelStep`, or when `origin` leaves. The payload holds the operands.
@@ -344,7 +344,7 @@ class ForgetState(Message, frozen=True):
 
 
 class CancelStep(Message, frozen=True):
-    """Cancel the rest of a step and discard its values."""
+    """Cancel the rest of a step and discard its values. A request, answered by `Ok`, or a notification."""
 
     origin: str
     step: int
@@ -416,7 +416,7 @@ class ClockTold(Message, frozen=True):
 
 
 class StartTrace(Message, frozen=True):
-    """Keep the last `events` events instead of the usual few, and time computations; answered by `ClockTold`.
+    """Keep the last `events` events instead of the usual few, and record when XLA calls end; answered by `ClockTold`.
 
     The trace ends at `StopTrace`, or after `longest_s`.
     """
@@ -432,7 +432,7 @@ class StopTrace(Message, frozen=True):
 
 
 class TraceTold(Message, frozen=True):
-    """A list of `dflow.lowering.recorder.Event` in msgpack, in the payload; `lost`: whether older events were lost."""
+    """Payload: a msgpack list of `dflow.lowering.recorder.Event`. `lost`: whether older events were overwritten."""
 
     lost: bool
 
@@ -500,7 +500,7 @@ class Join(Message, frozen=True):
 class TaskInfo(msgspec.Struct, frozen=True):
     """A task of the cluster in one `life`, a number that no other life of any task shares.
 
-    `left` is the reason why it left, empty while it is live. Times are in s since the start of the coordinator.
+    `left` is the reason why it left, empty while it is live. Times are in s since the coordinator's first start.
     """
 
     task: str
@@ -807,7 +807,7 @@ class Health(Message, frozen=True):
 
 
 class Status(Message, frozen=True):
-    """A snapshot of all that the coordinator shows to people; times are in s since its start.
+    """A snapshot of all that the coordinator shows to people; times are in s since its first start.
 
     `away`  live tasks without a connection: it has ended, or the task has not yet rejoined after the coordinator's
             restart; each has until its deadline to rejoin

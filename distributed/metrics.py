@@ -31,7 +31,7 @@ Collect = Callable[[], "Iterable[Metric]"]
 
 
 class MetricsEndpoint:
-    """Serves the metrics that `collect` returns at `place`: a port of this machine, or `host:port`; port 0 is any free.
+    """Serves the metrics of `collect` at `place`: a port on 127.0.0.1, or `host:port`; port 0 picks any free one.
 
     raises  ConfigError without the package prometheus_client, and for a malformed place; OSError for a port in use
     """

@@ -38,7 +38,7 @@ class Server(Protocol):
 
 
 class OwnSteps:
-    """The steps that `server` starts."""
+    """The steps that `server` initiates."""
 
     def __init__(self, server: Server) -> None:
         self._server = server

@@ -216,7 +216,7 @@ class Rounds:
         self.taking_part.add(worker)
         self.left.discard(worker)
         if done < self.number:
-            # A worker that is new here, or was taken for dead, has given nothing for this opening.
+            # A worker that is new here, or was declared dead, has given nothing for this opening.
             self.given.discard(worker)
             return [*before, Tell(ask, self.number, self.done), *self._enough()]
         self.asks[worker] = ask

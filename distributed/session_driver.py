@@ -6,7 +6,7 @@ Invariants:
 - every request has a deadline, and waits until then even while the coordinator is away;
 - `roster` is the newest one that the coordinator sent, as soon as a Join is answered;
 - callbacks get the rosters in order, one at a time, on any thread: they must not block, and must not call `ask`;
-- `beat` is called every `HEARTBEAT_S` while there is a connection, whatever the program does.
+- `beat` is called every `HEARTBEAT_S` while the joined task has a connection, whatever the program does.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Marks in the history of a coordinator's state: its clients detect by them that the newest changes were lost.
+"""Marks in the history of a coordinator's state, with which its clients detect that the newest changes were lost.
 
 Why: a state file can lose its newest changes without an error, as when a bit flips in SQLite's write-ahead log. The
-coordinator that starts from it would give the same steps, offices and places again. Its clients know better: answers
-carry a `Mark`, and a task that comes back shows the newest one that it has seen.
+coordinator that starts from it would assign the same steps, elections and placements again. Its clients can detect
+this: answers carry a `Mark`, and a task that rejoins sends the newest one that it has seen.
 
 Invariants: `revision` counts the writes of the state since the cluster began; an answer carries the mark of a write
-that was made before it; `missing` is empty for each mark that a coordinator of this very history has given.
+that was made before it; `missing` is empty for each mark given by a coordinator with this history.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Revision(msgspec.Struct, frozen=True):
 
 
 class StateMarks:
-    """The marks of one cluster's state, which last as `records`."""
+    """The marks of one cluster's state, kept in `records`."""
 
     def __init__(self, records: DurableRecords) -> None:
         self._records = records
@@ -41,7 +41,7 @@ class StateMarks:
         return Mark(self._starts[-1].name, self._revision) if self._starts else Mark()
 
     def started(self, name: str) -> None:
-        """The coordinator has started; `name` is that of no other start."""
+        """Record a start of the coordinator, under a unique `name`."""
         start = _Start(name, self._revision)
         self._records.put(f"{_START}{len(self._starts):09d}", start)
         self._starts.append(start)
@@ -52,7 +52,7 @@ class StateMarks:
         self._records.put(_REVISION, _Revision(self._revision))
 
     def missing(self, mark: Mark) -> str:
-        """The changes up to `mark` that are not here, in words; empty if all are."""
+        """Describe the changes up to `mark` that this state lacks; empty if it has all."""
         if not mark.start:
             return ""
         places = [place for place, start in enumerate(self._starts) if start.name == mark.start]

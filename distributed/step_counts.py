@@ -1,7 +1,7 @@
 """Counts of steps by outcome, and their durations, since the start of a task.
 
-Invariants: counts never shrink. Errors are counted by dflow class, all other classes as one, so that a program cannot
-create ever more counts.
+Invariants: counts never shrink. Errors are counted by dflow class, all other classes as one, so that their number is
+bounded.
 """
 
 from __future__ import annotations
