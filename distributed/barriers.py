@@ -157,6 +157,7 @@ class Barriers:
 
     def _pass_if_complete(self, name: str, barrier: _Barrier) -> list[Reply]:
         replies: list[Reply] = []
+        # A loop, since late arrivals may complete the next generation immediately.
         while barrier.generation.members and len(barrier.here) == len(barrier.generation.members):
             arrivals, barrier.here = barrier.here, {}
             replies += [Reply(arrival.ask, _answer(barrier.generation)) for arrival in arrivals.values()]

@@ -174,6 +174,7 @@ class Cluster:
         job, _ = split_task_name(self.task)
         tasks = {*roster.expected, *(info.task for info in roster.tasks)} - {self.task}
         jobs = {split_task_name(task)[0] for task in tasks}
+        # A numbered job, such as worker2 beside worker, is no typo.
         for meant in () if job.rstrip("0123456789") in jobs else get_close_matches(job, jobs, 1, _ALIKE):
             LOGGER.warning("%s has joined as the first of job %r, was %r meant?", self.task, job, meant)
         others = [task for task in roster.expected if split_task_name(task)[0] != job]

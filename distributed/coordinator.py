@@ -91,6 +91,7 @@ class Coordinator:
         self._clock = clock
         now_s = wall_clock()
         first_s = msgspec.msgpack.decode(rows[_FIRST_START], type=float) if _FIRST_START in rows else now_s
+        # Times count from the first start. The wall clock may have been set back since.
         self._started_s = clock() - max(now_s - first_s, 0.0)
         self._on_fault = on_fault
         self._handling = threading.RLock()
@@ -115,6 +116,7 @@ class Coordinator:
             threading.Thread(target=self._tick_every, args=(tick_s,), name="dflow tick", daemon=True).start()
 
     def _begin(self, transport: Transport, address: str) -> None:
+        # A fault before this coordinator listens is raised here; `on_fault` gets the later ones.
         faults: list[str] = []
         self._on_fault, on_fault = faults.append, self._on_fault
         self._submit(lambda at_s: Started(at_s, secrets.token_hex(8)))
@@ -210,6 +212,7 @@ class Coordinator:
         """Handle all queued events, with one write for all of them."""
         changes: list[Change] = []
         commands: list[Command] = []
+        # Only the events queued by now: events that keep arriving must not delay the write.
         for _ in range(len(self._arrived)):
             for command in self._state.handle(self._arrived.popleft()(self._clock() - self._started_s)):
                 if isinstance(command, Persist):

@@ -396,6 +396,7 @@ class CoordinatorSession:
         return [Send(self._link, ask, message)] if may_go and self._link is not None else []
 
     def _answered(self, at_s: float, ask: int, message: AnyMessage) -> list[SessionCommand]:
+        # An answer resets the pauses; a connection alone does not.
         self._pauses = 0
         self._note_mark(message)
         if self._member is not None and ask == self._join_ask:

@@ -137,6 +137,7 @@ class CoordinatorState:
         """Apply the event and return the commands for the shell, in order."""
         self.log.append(event)
         commands = [*self._decide(event), *map(Log, self._ledger.take_news())]
+        # Before `take_changes`, since the revision is a record too.
         if self._records.has_changed:
             self._marks.written()
         changes = self._records.take_changes()

@@ -58,6 +58,7 @@ class Outflow(Generic[Item]):
         """Whether to push a value, which then counts until it is credited. If false, `keep` it and send an offer."""
         untaken = self._untaken.get(destination, 0)
         after = untaken + size_bytes + COST_BYTES
+        # A value larger than the window is pushed when no other is untaken.
         if untaken and after > self._window:
             return False
         self._untaken[destination] = after

@@ -82,6 +82,7 @@ class MemberGate:
 
     def roster_changed(self, roster: Roster) -> None:
         """Apply a roster: connections of lives that it does not list as live are no longer members."""
+        # Of several lives of a task, the newest.
         newest = {info.task: info for info in sorted(roster.tasks, key=lambda info: info.life)}
         with self._lock:
             self._newest = newest

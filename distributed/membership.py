@@ -185,6 +185,7 @@ class Membership:
         self._available: dict[str, tuple[str, ...]] | None = None
         self._unpublished: dict[int, None] = {}
         for key, info in self._records.load(_LIFE, TaskInfo):
+            # A life keeps its number, which `_add` takes from `_next_life`.
             self._next_life = int(key)
             self._add(info)
         self._left.extend(
@@ -336,6 +337,7 @@ class Membership:
         last_s, self._ticked_at_s = self._ticked_at_s, at_s
         pause_s = at_s - last_s if last_s is not None else 0.0
         if pause_s > max(LONG_PAUSE_S, self._timeout_s / 2):
+            # Not beyond the deadline that a heartbeat at this moment would set.
             latest_s = at_s + self._timeout_s
             for task, live in self._live.items():
                 self._live[task] = replace(live, until_s=min(live.until_s + pause_s, latest_s))
@@ -444,6 +446,7 @@ class Membership:
             commands.append(ReleaseTask(task, live.life, why))
             if live.peer is not None:
                 del self._names_of[live.peer]
+                # It reached its deadline, so its connection may still be open.
                 if not reason:
                     commands.append(EndConnection(live.peer, why))
         return commands
@@ -456,6 +459,7 @@ class Membership:
         self._changed_at.pop(life, None)
         self._dropped_at.append((self._version, life))
         if len(self._dropped_at) > MOST_LEFT:
+            # Without this drop, the changes since an earlier version can no longer be listed.
             self._complete_at, _ = self._dropped_at.popleft()
         lives = self._lives_of[info.task]
         lives.remove(life)
@@ -469,6 +473,7 @@ class Membership:
         self._version += 1
         self._unpublished[life] = None
         self._changed_at.pop(life, None)
+        # Removed and inserted again, so that the dict stays ordered by version.
         self._changed_at[life] = self._version
         self._records.put(_VERSION, _Version(self._version, self._left_in_all))
         self._records.put(f"{_LIFE}{life:012d}", self._joined[life])

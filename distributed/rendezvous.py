@@ -104,6 +104,7 @@ class _Ended:
     def add(self, number: int) -> None:
         if number >= self.low:
             self.above.add(number)
+        # Steps in the lowest gap count as ended from now on.
         if len(self.above) > WINDOW:
             self.low = min(self.above)
         while self.low in self.above:

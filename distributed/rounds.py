@@ -296,6 +296,7 @@ class Rounds:
     def _enough(self) -> list[Command]:
         if self.is_over or not self.is_open:
             return []
+        # Once every live worker has given a gradient, those of dead workers are no longer waited for.
         all_gave = self.workers <= self.given
         can_come = self.given if all_gave else self.workers | self.given | self.lost
         enough = max(1, min(self.wanted, len(can_come)))

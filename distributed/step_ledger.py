@@ -166,6 +166,7 @@ class StepLedger:
         refusal = run.refusal(claim)
         if refusal:
             return [Reply(ask, Failure("RemoteError", f"run {claim.run!r}: {refusal}"))]
+        # Only now, so that a refused claim creates no run.
         self._runs[claim.run] = run
         if run.is_repeated(claim):
             return run.repeat(claim.task, ask)
@@ -347,6 +348,7 @@ class _Run:
         """Answer all waiting requests that can be answered now."""
         replies = []
         for task, ask in list(self.waiting.items()):
+            # Claimed steps may still return to the pool.
             if not self.pool and self.holding:
                 break
             steps = self._take()

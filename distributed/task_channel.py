@@ -128,6 +128,7 @@ class TaskChannel:
         try:
             peer.notify(message, payload)
         except BaseException:
+            # The receiver will not credit a value that was not sent.
             with self._lock:
                 self._outflow.credit(destination, size_bytes + COST_BYTES)
             raise
@@ -178,6 +179,7 @@ class TaskChannel:
             total.size_bytes += len(payload)
             commands = self._rendezvous.put(step, tensor.edge, value)
             reactions: list[Reaction] = []
+            # A requested value does not count in the window.
             if not isinstance(tensor, PulledTensor):
                 self._senders[source] = peer
                 is_held = not commands and self._rendezvous.holds(step, tensor.edge)

@@ -314,6 +314,7 @@ class TaskServer:
             if task in before and _life(before[task]) != _life(info):
                 self.task_left(task, "it has started anew")
             self._channel.task_joined(task)
+        # Held messages of new members, only now: before `task_joined` the channel may drop values in their steps.
         self._gate.admit()
 
     def task_left(self, task: str, why: str) -> None:

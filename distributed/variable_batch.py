@@ -140,6 +140,7 @@ class VariableBatch:
             try:
                 failed = _Creation(self.tasks).create(wanted)
             finally:
+                # Also after an error: the next use of a variable without a location creates it.
                 self._failed.update((each.variable, each) for each in wanted if "device" not in vars(each.variable))
             for variable, error in failed.items():
                 raise type(error)(f"{error}{at(variable.loc)}") from None
