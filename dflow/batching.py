@@ -1,4 +1,4 @@
-"""`dflow.data.batches`: batches of arrays or of what an iterable gives, in NumPy, shuffled by a seed."""
+"""`dflow.data.batches`: NumPy batches of arrays or of an iterable's elements, with seeded shuffling."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from dflow.tracing.errors import InputError
 from dflow.tracing.near_names import suggests_keywords
 from dflow.tracing.source import at, caller
 
-#: A batch begins with room for so much of each array, in bytes, and doubles it; most begin with room for all.
+#: Largest initial buffer for one array of a batch, in bytes; larger batches double it as they fill.
 _AT_ONCE_BYTES = 1 << 26
 
-#: What nobody can write to.
+#: Immutable types, which are buffered without a copy.
 _FIXED = (jax.Array, np.generic, bool, int, float, complex, str, bytes)
 
 
@@ -31,18 +31,19 @@ def batches(
     epochs: int | None = 1,
     drop_remainder: bool = False,
 ) -> Batches:
-    """Batches of `size` elements: pytrees of NumPy arrays with one dimension more, in front.
+    """Return an iterable over batches of `size` elements: pytrees of NumPy arrays of shape (size, *element shape).
 
-    data     an array, or a dict or tuple of arrays, of which an element is a row; or any other iterable of elements,
-             each a pytree of arrays and numbers
-    shuffle  True puts the rows of arrays in a random order, another one each epoch; a number is the size of the buffer
-             from which each next element is drawn, as an iterable needs it
-    seed     of the order; equal seeds give equal batches
-    epochs   how often to go through the data; None is without end
-    drop_remainder  whether to leave out what does not fill a batch at the end of an epoch, as queues of one shape need
+    data     an array, or a dict or tuple of arrays, whose rows (along axis 0) are the elements; or any other iterable
+             of elements, each a pytree of arrays and numbers
+    shuffle  True draws a new random order of an array's rows for each epoch. An integer is the size of the buffer from
+             which each next element is drawn at random; an iterable needs this form
+    seed     seed of the order; equal seeds give equal batches
+    epochs   number of passes over the data; None repeats it without end
+    drop_remainder  whether to drop the last, smaller batch of an epoch; queues with fixed shapes need this
 
-    An element is copied before the next is asked for, so an iterable may give one buffer again and again. The result
-    may be iterated over again, from the beginning. Raises InputError for what cannot be used so.
+    Each element is copied before the next is taken, so an iterable may reuse one buffer. The result may be iterated
+    several times, each time from the beginning. Raises InputError if `size` or `epochs` is not an integer of at least
+    1, the arrays differ in their number of rows, or `data` cannot be shuffled or repeated as requested.
     """
     made = Batches(data, size, shuffle, seed, epochs, drop_remainder)
     _check(made)
@@ -51,7 +52,7 @@ def batches(
 
 @dataclass(frozen=True, eq=False)
 class Batches:
-    """What `batches` gives; each iteration over it begins anew."""
+    """The result of `batches`; each iteration over it starts from the beginning."""
 
     data: Any
     size: int
@@ -67,11 +68,11 @@ class Batches:
                 is_empty = False
                 yield batch
             if is_empty:
-                # Without end there would be no next batch, and no end either.
+                # An empty epoch ends the iteration: with `epochs=None` the loop would never yield or return.
                 return
 
     def __len__(self) -> int:
-        """How many batches there are. Raises TypeError where that is not known."""
+        """Return the number of batches. Raises TypeError when it is unknown, as for `epochs=None` or a generator."""
         if self.epochs is None:
             raise TypeError("batches without end have no len()")
         count = len(_columns(self.data)[0]) if _is_of_arrays(self.data) else len(self.data)
@@ -109,7 +110,7 @@ class Batches:
 
 
 def _drawn(elements: Iterable[Any], size: int, random: np.random.Generator) -> Iterator[Any]:
-    """The elements in the order in which they are drawn from a buffer of `size`, each time refilled by the next."""
+    """Yield the elements in random order, each drawn from a buffer of `size` elements that is then refilled."""
     buffer: list[Any] = []
     for element in elements:
         if len(buffer) < size:
@@ -122,7 +123,7 @@ def _drawn(elements: Iterable[Any], size: int, random: np.random.Generator) -> I
 
 
 class _Rows:
-    """A batch while it fills: each element is copied in before the next is asked for, which may reuse its memory."""
+    """A batch being filled. Each element is copied in before the next is taken, which may reuse its memory."""
 
     def __init__(self, first: Any, size: int) -> None:
         leaves, tree = jax.tree_util.tree_flatten(first)
@@ -137,7 +138,7 @@ class _Rows:
             self._shapes.append(row.shape)
 
     def add(self, element: Any) -> None:
-        """Copy an element in. Raises InputError when it has another structure than the first, or other shapes."""
+        """Copy an element in. Raises InputError if its structure or shapes differ from those of the first."""
         try:
             leaves = self._tree.flatten_up_to(element)
         except ValueError as error:
@@ -157,12 +158,12 @@ class _Rows:
         self.count += 1
 
     def batch(self) -> Any:
-        """The elements so far, stacked."""
+        """Return the collected elements, stacked along a new first axis."""
         return self._tree.unflatten([column[: self.count] for column in self._columns])
 
 
 def _own(element: Any) -> Any:
-    """The element with arrays that whoever gave it does not write to."""
+    """Return the element with copies of the arrays that its producer could overwrite."""
     leaves, tree = jax.tree_util.tree_flatten(element)
     return jax.tree_util.tree_unflatten(tree, [leaf if isinstance(leaf, _FIXED) else np.array(leaf) for leaf in leaves])
 

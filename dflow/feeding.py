@@ -1,7 +1,7 @@
-"""`dflow.data.feed`: threads that put what an iterable gives into a queue.
+"""`dflow.data.feed`: threads that move the elements of an iterable into a queue.
 
-Invariants: every element that the iterable gave before it ended, failed or was stopped is put in, or the queue is
-closed; the thread that ends last closes the queue; no thread keeps the queue alive.
+Invariants: every element that the iterable yields before it ends, fails or is stopped is enqueued, unless the queue
+closes first; the last thread to end closes the queue; no thread keeps the queue alive.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from dflow.tracing.queues import Queue
 from dflow.tracing.resources import Variable, is_variable
 from dflow.tracing.source import Loc, at, caller
 
-#: An enqueue may wait so long for room, in s: until it is stopped.
+#: Timeout of an enqueue that waits for room, in s: in effect until the feed is stopped.
 _FOREVER_S = 1e8
 
-#: What queues take as it is; all else is made a NumPy array.
+#: Leaf types passed to the queue unchanged; all others are converted to NumPy arrays.
 _TAKEN = (jax.Array, np.ndarray, np.generic, Variable, bool, int, float, complex)
 
-#: How long the process waits for the threads of all feeds when it ends, in s.
+#: Longest wait for the threads of all feeds at process exit, in s.
 _EXIT_S = 2.0
 
-#: How long leaving a `with` block waits for the threads, in s.
+#: Longest wait for the threads on leaving a `with` block, in s.
 _LEAVE_S = 60.0
 
 LOGGER = logging.getLogger("dflow")
@@ -57,20 +57,22 @@ def feed(
     device: Any = None,
     close: bool = True,
 ) -> Feed:
-    """Put the elements of `iterable` into `queue`, from threads of their own; what runs them is returned.
+    """Start threads that put the elements of `iterable` into `queue`; return their handle.
 
-    iterable  gives pytrees of arrays in the queue's structure (a list may stand for a tuple): a generator, a
-              DataLoader of PyTorch, a dataset of Grain or tf.data, `dflow.data.batches`; it may be without end
-    threads   how many; they take turns at the iterable, so it need not be thread-safe. With one, order is kept
-    map       a function of an element that gives what is put in; the threads run it at the same time
-    device    the device or sharding to put the arrays on; given none, JAX's default
-    close     whether the queue is closed at the end of the data; say no when others feed it too
+    iterable  yields pytrees of arrays in the queue's structure (a list may stand for a tuple): a generator, a PyTorch
+              DataLoader, a dataset of Grain or tf.data, `dflow.data.batches`; it may be infinite
+    threads   number of threads, at least 1. Only one calls the iterable at any moment, so it need not be thread-safe.
+              With one thread, the order is kept
+    map       function from an element to the element to enqueue; the threads call it concurrently
+    device    device or sharding to put the arrays on; None means JAX's default
+    close     whether to close the queue at the end of the data; pass False when other producers use the queue too
 
-    Elements are on the device by the time they are taken, up to the queue's capacity ahead; when it is full, the
-    threads wait. An error of the iterable or of `map` closes the queue: who takes more than what came before it gets
-    FeedError, with that error as its cause. It stops when the queue is closed, or nobody has it any more.
+    The arrays are on the device before they are dequeued. The threads work ahead up to the queue's capacity and wait
+    while it is full. An error of the iterable or of `map` always closes the queue: consumers get the elements enqueued
+    before it and then FeedError, with that error as its cause. The feed stops when the queue is closed or collected.
 
-    Raises InputError for what is no iterable, no queue of this process, or no number of threads.
+    Raises InputError if `iterable` is not iterable, `queue` is not a queue of this process, or `threads` is not an
+    integer of at least 1.
     """
     loc = caller()
     given: Any = queue
@@ -91,7 +93,7 @@ def feed(
 
 
 class Feed:
-    """What `feed` gives: the threads that put elements into a queue. As a context it stops them at the end."""
+    """The running threads of a `feed` call. As a context manager, it stops and joins them on exit."""
 
     def __init__(
         self,
@@ -109,9 +111,10 @@ class Feed:
         self._held, self._queue = held, weakref.ref(queue)
         self._tree = jax.tree_util.tree_structure(queue.spec)
         self._title, self._where = queue.title, at(loc)
+        #: Held while a thread takes the next element from the iterable.
         self._turn = threading.Lock()
         self._lock = threading.Lock()
-        #: Nothing more is taken from the iterable, and nothing more is put in.
+        #: Over: no more elements are taken. Stopped: pending enqueues are cancelled too.
         self._is_over, self._is_stopped = False, False
         self._error: BaseException | None = None
         self._count = 0
@@ -129,22 +132,22 @@ class Feed:
 
     @property
     def count(self) -> int:
-        """How many elements have been put in."""
+        """Number of elements enqueued."""
         return self._count
 
     @property
     def error(self) -> BaseException | None:
-        """What the iterable or `map` raised, if it did."""
+        """The first error that the iterable or `map` raised, or None."""
         return self._error
 
     def is_running(self) -> bool:
-        """Whether a thread still runs."""
+        """Whether at least one thread is still running."""
         return any(thread.is_alive() for thread in self._threads)
 
     def stop(self) -> None:
-        """Take nothing more from the iterable and put nothing more in; as at the end of the data, the queue is closed.
+        """Take no more elements and cancel pending enqueues; the queue closes unless `feed` was passed `close=False`.
 
-        It returns at once: `join` waits until the iterable has given what it was asked for.
+        Returns immediately, without waiting for a call into the iterable that is in progress; see `join`.
         """
         with self._lock:
             self._is_over = self._is_stopped = True
@@ -153,10 +156,10 @@ class Feed:
             cancel(StepCancelled(f"the feed of {self._title} was stopped"))
 
     def join(self, timeout_s: float = 600.0) -> None:
-        """Wait until the threads have ended: the data is all in, or has failed, or the feed was stopped.
+        """Wait up to `timeout_s` seconds for all threads to end: at the end of the data, an error or `stop`.
 
-        Raises DeadlineExceeded, which says what they wait for. An error of the iterable is raised to who dequeues; it
-        is in `error`.
+        Raises DeadlineExceeded, naming what the threads wait for. Does not raise the iterable's error, which consumers
+        of the queue get; it is also in `error`.
         """
         if alive := _join(self._threads, timeout_s):
             with self._lock:
@@ -197,13 +200,13 @@ class Feed:
                 self._is_over = True
                 return False
             except BaseException:
-                # Nobody asks again what has failed.
+                # Never call an iterator again after it has failed.
                 self._is_over = True
                 raise
         return self._put(self._arrays(element if self._map is None else self._map(element)))
 
     def _arrays(self, element: Any) -> list[Any] | None:
-        """The arrays of an element as the queue holds them; None when there is no queue any more."""
+        """Return the arrays of an element as the queue stores them, or None if the queue was collected."""
         queue = self._queue()
         if queue is None:
             return None
@@ -213,7 +216,7 @@ class Feed:
     def _put(self, arrays: list[Any] | None) -> bool:
         if arrays is None:
             return False
-        # Its `put` is one step, whoever is interrupted that makes room.
+        # `SimpleQueue.put` is atomic, even when the consumer that frees room is interrupted while calling it.
         done: SimpleQueue[Any] = SimpleQueue()
         use = ResourceUse("queue.enqueue", timeout_s=_FOREVER_S, where=self._where)
         cancel = self._held.start(use, arrays, done.put)
@@ -246,11 +249,11 @@ class Feed:
             elif self._close:
                 self._held.shared.close()
         except DflowError:
-            # The queue's container was reset, and who uses the queue is told so.
+            # The queue's container was reset; users of the queue get that error themselves.
             LOGGER.debug("%s was gone before its feed ended", self._title)
 
     def _close_elements(self) -> None:
-        """Have a generator that has not ended run its `finally`."""
+        """Run the `finally` blocks of a generator that has not ended."""
         if isinstance(self._elements, Generator):
             try:
                 self._elements.close()
@@ -259,7 +262,7 @@ class Feed:
 
 
 def _in_structure(element: Any, wanted: Any) -> Any:
-    """The element with arrays for leaves; in the wanted structure where it has lists in the place of tuples alone."""
+    """Return the element with arrays as leaves; its lists become tuples where the expected structure has tuples."""
     leaves, tree = jax.tree_util.tree_flatten(element, is_leaf=is_variable)
     arrays = [leaf if isinstance(leaf, _TAKEN) else np.asarray(leaf) for leaf in leaves]
     if tree != wanted and _tuples(tree) == _tuples(wanted):
@@ -269,7 +272,7 @@ def _in_structure(element: Any, wanted: Any) -> Any:
 
 @cache
 def _tuples(tree: Any) -> Any:
-    """The structure with tuples in the place of lists."""
+    """Return the structure with every list replaced by a tuple."""
 
     def plain(part: Any) -> Any:
         if type(part) in (list, tuple):
@@ -280,14 +283,14 @@ def _tuples(tree: Any) -> Any:
 
 
 def _stop_soon(feed: weakref.ref[Feed]) -> None:
-    """Stop a feed whose queue nobody has any more; not on this thread, which may have the queue's lock."""
+    """Stop the feed of a collected queue, on a new thread: the collecting thread may hold the queue's lock."""
     running = feed()
     if running is not None and running.is_running():
         threading.Thread(target=running.stop, daemon=True).start()
 
 
 def _join(threads: Sequence[threading.Thread], timeout_s: float) -> list[threading.Thread]:
-    """Wait until the threads have ended; those that have not in time."""
+    """Wait for the threads until the timeout; return those still alive."""
     deadline = time.monotonic() + timeout_s
     for thread in threads:
         thread.join(min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX))
@@ -296,7 +299,7 @@ def _join(threads: Sequence[threading.Thread], timeout_s: float) -> list[threadi
 
 @atexit.register
 def _stop_all() -> None:
-    # A thread that runs JAX while the interpreter goes down may crash it.
+    # A thread that runs JAX during interpreter shutdown may crash the process.
     feeds = list(_running)
     for running in feeds:
         running.stop()

@@ -1,4 +1,4 @@
-"""`dflow.load`: the functions of an export, over variables of this process, without the code they were made from."""
+"""`dflow.load`: the functions of an export over variables of this process, without their Python code."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from dflow.tracing.types import DTYPES, array_type_of, dtype_name
 
 
 class Loaded:
-    """Functions that were exported, and their variables. Made by `load`; printed, it lists both.
+    """Exported functions and their variables. Made by `load`; its `str` lists both.
 
-    Each function is an attribute of its name, and `loaded["name"]`; the only one is also called by `loaded(...)`. They
-    are compiled functions over `variables`, which they update in place, and may be differentiated as often as they were
-    exported for.
+    Each function is an attribute under its name, and `loaded["name"]`; if there is only one, `loaded(...)` calls it.
+    They are compiled functions, update `variables` in place, and are differentiable up to the `vjp_order` of the
+    export.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Loaded:
         self._manifest = manifest
         self._constants = constants
         self._contents = contents
-        #: The variables of all functions, by the names they were exported under.
+        #: The variables of all functions, by the names under which they were exported.
         self.variables = dict(variables)
         self._functions = dict(functions)
         self._programs = programs
@@ -66,17 +66,17 @@ class Loaded:
         return tuple(self._functions)
 
     def save(self, path: Any, *, overwrite: bool = False) -> Path:
-        """Write the same functions with the values that the variables have now, as `Exported.save` does."""
+        """Write the same functions with the current values of the variables, like `Exported.save`; return the path."""
         place = Path(path)
         write(place, self._manifest, self._contents, values_now(self.variables), self._constants, overwrite=overwrite)
         return place
 
     def mlir_module(self, signature: str | None = None) -> str:
-        """The StableHLO of a function, as text. Raises ExportError for one that is not there."""
+        """Return the StableHLO text of a function. Raises ExportError if there is no such function."""
         return str(self._programs[chosen(signature, self.signatures)].mlir_module())
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Call the only function. Raises ExportError where there are several."""
+        """Call the only function. Raises ExportError if there are several."""
         return self._functions[chosen(None, self.signatures)](*args, **kwargs)
 
     def __getitem__(self, name: str) -> Function[..., Any]:
@@ -103,14 +103,14 @@ class Loaded:
 
 @suggests_keywords
 def load(path: Any, *, prefix: str = "", disabled_checks: Sequence[export.DisabledSafetyCheck] = ()) -> Loaded:
-    """The functions that `dflow.export(...).save(path)` wrote, over new variables that hold what was saved.
+    """Load the functions that `dflow.export(...).save(path)` wrote, over new variables with the saved values.
 
-    prefix           begins the names of the variables, which are those they were exported under
-    disabled_checks  as given to `dflow.export`: the targets outside of XLA that the programs may call. A call hands the
-                     target what the program says, so allow those alone that are registered here and check it
+    prefix           prepended to the variables' names, which are otherwise those of the export
+    disabled_checks  as for `dflow.export`: custom-call targets that the programs may use. A call passes the program's
+                     data to native code, so allow only targets that are registered here and check their input
 
-    No code is run but the programs. Raises ExportError for a directory that is no export, is damaged or
-    malformed, calls a target that it may not, or was written by a version that this one cannot read.
+    Only the programs run, no Python code. Raises ExportError if the directory is no export, is damaged or malformed,
+    calls a target that is not allowed, needs 64-bit precision that is off here, or has an unreadable version.
     """
     place = present(path)
     manifest = read_manifest(place)
@@ -129,7 +129,7 @@ def load(path: Any, *, prefix: str = "", disabled_checks: Sequence[export.Disabl
     for name, entry in manifest.variables.items():
         if (held := str(array_type_of(values[name]))) != entry.type:
             raise damaged(place / VARIABLES, f"{name} is {held}, and {entry.type} in the manifest")
-    # Each array is let go of as soon as it is copied, so that not all are there twice.
+    # `pop` frees each host array as soon as it is copied, so that memory never holds all of them twice.
     variables = {
         name: Variable(values.pop(name), name=prefix + name, trainable=entry.trainable)
         for name, entry in manifest.variables.items()
@@ -143,7 +143,7 @@ def load(path: Any, *, prefix: str = "", disabled_checks: Sequence[export.Disabl
 
 
 def _check_precision(place: Path, manifest: Manifest) -> None:
-    """JAX makes 32-bit arrays of 64-bit ones unless it is told not to."""
+    """Raise ExportError if the export has 64-bit arrays, which JAX would silently make 32-bit ones here."""
     if jax.dtypes.canonicalize_dtype(np.float64) == np.float64:
         return
     types = {f"variable {name!r}": entry.type for name, entry in manifest.variables.items()}
@@ -192,7 +192,7 @@ def _program(
 
 
 def _told(name: str, order: int, program: export.Exported) -> export.Exported:
-    """The program, which says when it is differentiated more often than it was exported for."""
+    """Return the program, whose `vjp` raises a clear ExportError beyond the exported order."""
     often = "more often" if order else "once"
     fields = [field.name for field in dataclasses.fields(export.Exported)]
 
@@ -246,7 +246,7 @@ def _function(
 
 @contextmanager
 def _told_by_name(name: str, positional: Sequence[Parameter]) -> Iterator[None]:
-    """Say of sizes that do not go together what JAX says, with the names of the parameters."""
+    """Replace JAX's errors about inconsistent sizes by SignatureError, with the parameters' names."""
     try:
         yield
     except ValueError as error:
@@ -268,7 +268,7 @@ def _told_by_name(name: str, positional: Sequence[Parameter]) -> Iterator[None]:
 
 def _check_platform(name: str, signature: Signature) -> None:
     platform = default_name().partition(":")[0]
-    if platform == "gpu":  # which programs call by its maker
+    if platform == "gpu":  # exports distinguish "cuda" and "rocm"
         platform = export.default_export_platform()
     if platform not in signature.platforms:
         raise ExportError(
@@ -280,7 +280,7 @@ def _check_platform(name: str, signature: Signature) -> None:
 def _bound(
     name: str, signature: Signature, python: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """The value of each parameter."""
+    """Return the value of each parameter. Raises SignatureError if the arguments do not match."""
     try:
         return python.bind(*args, **kwargs).arguments
     except TypeError as error:
@@ -304,7 +304,7 @@ def _leaves(name: str, parameter: Parameter, value: Any) -> Iterator[Any]:
 
 
 def _fitting(name: str, path: str, wanted: str, leaf: Any) -> Any:
-    """The leaf as an array; a Python number gets the type that is due."""
+    """Return the leaf as an array of the expected type. Python numbers take its dtype; others raise SignatureError."""
     array = leaf.read() if is_variable(leaf) else jnp.asarray(leaf)
     dtype, dims = parts_of_type(wanted)
     given = array_type_of(array)

@@ -1,7 +1,7 @@
-"""`dflow.save` and `dflow.restore`: the state of a program in a folder, as of one moment, and back in one moment.
+"""`dflow.save` and `dflow.restore`: write a program's state to a directory, and read it back.
 
-The file format is `lowering/array_files.py`'s. Invariant: a save reads all variables of a process together, and a
-restore changes all variables or none.
+The file format is that of `lowering/array_files.py`. Invariants: a save sees the variables of one process at one
+moment, between two steps; a restore changes all of a process's variables or none.
 """
 
 from __future__ import annotations
@@ -33,33 +33,34 @@ from dflow.tracing.resources import Variable, is_variable, path_name
 from dflow.tracing.source import at, caller
 from dflow.tracing.types import ArrayType
 
-#: From the name of a variable to the name of its array: a function, or the names that differ.
+#: Array names that differ from the variables' names: a mapping or function from variable name to array name.
 Names = Mapping[str, str] | Callable[[str], str]
 
 _Path = tuple[Any, ...]
 
-#: How often a restore begins anew because the checkpoint was replaced while it read.
+#: Most attempts of a restore; each retry is because the checkpoint was replaced during the read.
 _ATTEMPTS = 5
 
 
 @suggests_keywords
 def save(path: str | os.PathLike[str], variables: Any, *, overwrite: bool = False, names: Names | None = None) -> None:
-    """Write the values of variables into the folder `path`, all as of one moment.
+    """Write the values of variables to the directory `path`, all at one moment (on a cluster: one moment per task).
 
-    variables  a pytree of variables, generators and optimizers (their slots); or the name of a container
-    overwrite  whether a checkpoint that is there may be replaced; until the new one is whole, the old one stays
-    names      how an array is called in the file where it is not called as its variable: a function from the
-               variable's name, or a dict of those that differ
+    variables  a pytree of variables, generators and optimizers (meaning their slots); or the name of a container
+    overwrite  whether to replace an existing checkpoint, which stays in place until the new one is complete
+    names      array names that differ from the variables' names: a function from variable name to array name, or a
+               dict with only the names that differ
 
-    A variable, generator or optimizer that was given no name is called by its path in the pytree, its keys and indices
-    joined by `/`: `layers/0/w`.
+    An array's default name is the name passed when its variable, generator or optimizer was created, or else its path
+    in the pytree: the keys and indices joined by `/`, as in `layers/0/w`.
 
-    Other threads may go on training: what is saved is the state between two of their steps. Each array is in zarr's
-    format, under its name; zarr, TensorStore and Orbax read the folder. When the call returns, it is on the disk; if
-    the process or the machine stops before, `path` is as it was.
+    Other threads may keep training: the checkpoint is the state between two of their steps. Each array is stored in
+    zarr's format under its name, which zarr, TensorStore and Orbax can read. The data is on disk when the call returns;
+    if the process or machine stops earlier, `path` is unchanged.
 
-    Raises CheckpointExists when `path` is there; CheckpointError when two variables have one name or one has neither a
-    name nor a key in its path, when something given is no variable of this process, and when the disk refuses it.
+    Raises CheckpointExists if `path` exists and `overwrite` is False. Raises CheckpointError inside traced code, if two
+    variables have the same name, if one has neither a name nor a key in its path, if `variables` contains anything else
+    than the objects above, or if writing fails.
     """
     place = _local(path, "save")
     named = _named(variables, names, "save")
@@ -81,18 +82,18 @@ def restore(
     ignore: Collection[str] = (),
     names: Names | None = None,
 ) -> RestoreReport:
-    """Set variables to what `save` wrote, all in one moment; the report says what was restored.
+    """Set variables to the values that `save` wrote, all at one moment; return a report.
 
-    variables, names  as in `save`
-    strict  whether the checkpoint and the variables must have the same arrays; else those that fit are restored
-    ignore  the differences that are allowed though it is strict: "missing" (in the checkpoint), "unexpected" (there),
-            "changed" (of another shape or dtype)
+    variables, names  as for `save`
+    strict  whether the checkpoint and the variables must have the same arrays; if False, restore the arrays that match
+    ignore  differences to allow although `strict` is True: "missing" (a variable without an array in the checkpoint),
+            "unexpected" (an array without a variable), "changed" (a different shape, dtype or generator algorithm)
 
-    A variable keeps its sharding, whatever that of the saved one was. All arrays are read and checked first, so that
-    after an error every variable is as it was. Generators go on from where they were.
+    Each variable keeps its own sharding. All arrays are read and checked before any variable changes, so an error
+    leaves every variable as it was. Generators continue from their saved state.
 
-    Raises NoCheckpoint when there is none; CheckpointError, with a table, for differences that are not allowed, and
-    naming the array, for one that is damaged.
+    Raises NoCheckpoint if `path` has none. Raises CheckpointError inside traced code, with a table for differences that
+    are not allowed, naming the array for a damaged one, or if the checkpoint keeps being replaced during the read.
     """
     given: Any = ignore
     if isinstance(given, str) or not set(given) <= set(DIFFERENCES):
@@ -118,7 +119,7 @@ def restore(
 
 @dataclass(frozen=True)
 class _Entry:
-    """A variable to save or restore, and what it is called; `impl` is the algorithm of the generator it is of."""
+    """A variable to save or restore, under its default array name; `impl` is a generator's algorithm, or empty."""
 
     variable: Variable
     name: str
@@ -126,7 +127,7 @@ class _Entry:
 
 
 def _named(tree: Any, names: Names | None, task: str) -> dict[str, _Entry]:
-    """The variables of all that was given, by the names of their arrays."""
+    """Return the entries of all variables in `tree`, by array name."""
     if is_tracing():
         raise CheckpointError(
             f"{task} is called inside traced code, which runs once, not once a step{at(caller())}\n"
@@ -149,7 +150,7 @@ def _named(tree: Any, names: Names | None, task: str) -> dict[str, _Entry]:
 
 
 def _check_used(named: Mapping[str, _Entry], names: Names | None, task: str) -> None:
-    """Raise CheckpointError for no variables at all, and for names of variables that are not there."""
+    """Raise CheckpointError if there are no variables, or if `names` mentions unknown ones."""
     if not named:
         raise CheckpointError(
             f"{task} was given no variables{at(caller())}\n  give it some, in a pytree or by container"
@@ -212,7 +213,7 @@ def _slots(path: _Path, optimizer: Optimizer, task: str) -> Iterator[_Entry]:
 
 
 def _name_of(path: _Path, held: Variable | Optimizer, kind: str, task: str) -> str:
-    """The name that was given, or else the path: a name that was made up is another variable's in another program."""
+    """Return the name passed by the user, or else the path: a generated name may differ in another program."""
     if held.is_named:
         return held.name
     if not any(isinstance(key, jax.tree_util.DictKey | jax.tree_util.GetAttrKey) for key in path):
@@ -244,7 +245,7 @@ def _compared(files: ArrayFiles, named: Mapping[str, _Entry]) -> RestoreReport:
     changed = {}
     for name, entry in named.items():
         saved, held = files.types.get(name), entry.variable.type
-        # Who asks for a generator's plain variable takes any algorithm.
+        # A plain variable may be restored from a generator of any algorithm.
         impl = impls.get(name, "") if entry.impl else ""
         if saved is not None and (saved != held or impl not in ("", entry.impl)):
             changed[name] = _described(saved, impl), _described(held, entry.impl)
@@ -257,7 +258,7 @@ def _compared(files: ArrayFiles, named: Mapping[str, _Entry]) -> RestoreReport:
 
 
 def _implementations(files: ArrayFiles) -> dict[str, str]:
-    """The algorithm of each generator that was saved, by the name of its array. Raises CheckpointError."""
+    """Return the algorithm of each saved generator, by array name. Raises CheckpointError for damaged metadata."""
     try:
         return msgspec.convert(files.metadata.get("generators", {}), dict[str, str])
     except msgspec.ValidationError as error:
@@ -269,7 +270,7 @@ def _described(type: ArrayType, impl: str) -> str:
 
 
 def _restored(files: ArrayFiles, variables: Mapping[str, Variable]) -> bool:
-    """Set the variables, if the checkpoint is not replaced while it is read; whether they were set."""
+    """Read and set the variables. Return False, with nothing set, if the checkpoint was replaced meanwhile."""
     with ExitStack() as stack:
         try:
             settings = [
