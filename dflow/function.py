@@ -1,13 +1,14 @@
 """`@dflow.jit`: the whole path of a call.
 
-JAX does the tracing, by the very rules of `jax.jit`. What a trace finds decides how calls of those argument types run:
+JAX does the tracing, by the same rules as for `jax.jit`. The content of a trace decides how calls with those argument
+types run:
 
-- no state and nothing large closed over: `jax.jit` runs them, and dflow adds nothing but a check per call;
-- else the trace becomes a graph, goes through the passes, and its plan is kept under the types. Most plans are one XLA
-  call (`whole_step`); while one such is all there is, calls go to it without a look at their types.
+- no state and no large closed-over arrays: `jax.jit` runs them, and dflow adds only a check per call;
+- otherwise the trace becomes a graph, passes transform it, and its plan is stored by the types. Most plans are one XLA
+  call (`whole_step`); while a function has only one such step, calls go to it without a look-up of their types.
 
-Inside another trace a function is part of that trace. Invariant: JAX never compiles a function before its trace was
-looked at, because it asks the planner for arguments that it has no program for.
+Inside another trace, a function becomes part of that trace. Invariant: JAX never compiles a function before dflow has
+inspected its trace, because JAX calls the planner for arguments without a compiled program.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from types import MethodType
 from typing import Any, Generic, ParamSpec, TypeVar, cast, overload
 
 import jax
-from jax import jit as jax_jit  # JAX's own for good, also where a program has put `dflow.jit` in its place
+from jax import jit as jax_jit  # bound here once, since a program may replace `jax.jit` by `dflow.jit`
 
 from dflow.advice import advise_on_arguments, advise_on_mapping, advised_options
 from dflow.eager_mode import call_eagerly, eager
@@ -61,17 +62,17 @@ R = TypeVar("R")
 
 
 class Function(Generic[P, R]):
-    """A function compiled for each structure and type of arguments it is called with. Made by `jit`.
+    """A function compiled for each structure and type of its arguments. Made by `jit`.
 
-    It has what a function made by `jax.jit` has (`lower`, `trace`, `eval_shape`, `clear_cache`), and `trace_log`.
+    It has the methods of a `jax.jit` function (`lower`, `trace`, `eval_shape`, `clear_cache`), and `trace_log`.
     """
 
     def __init__(self, fn: Callable[P, R], options: Mapping[str, Any]) -> None:
         with advised_options(jax_jit, fn, options):
-            jitted: Any = jax_jit(_shareable(fn), **options)  # refuses what JAX refuses, in JAX's words
+            jitted: Any = jax_jit(_shareable(fn), **options)  # raises JAX's own errors for wrong options
         functools.update_wrapper(self, jitted, updated=())
         self.__dict__.update(getattr(fn, "__dict__", {}), __wrapped__=fn)
-        with suppress(ValueError, TypeError):  # a builtin that tells nobody
+        with suppress(ValueError, TypeError):  # a builtin without an inspectable signature
             self.__signature__ = jitted.__signature__
         self.fn = fn
         self._options = dict(options)
@@ -79,14 +80,14 @@ class Function(Generic[P, R]):
         self._planner = self._new_planner()
         self._dispatch = self._new_dispatch()
         self._plans = self._planner.shared.plans
-        #: Whether a call was given variables among its arguments.
+        #: Whether any call had variables among its arguments.
         self._takes_variables = False
-        #: By the identity of an object: the function as its method.
+        #: For methods, by the `id` of the instance: a weak reference to it, and the function bound to it.
         self._methods: dict[int, tuple[weakref.ref[Any], Function[..., Any]]] = {}
 
     @passes_handles
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run the function on the values of its variables; inside another trace, become part of it."""
+        """Call the function. Inside another trace, add it to that trace instead."""
         try:
             if not runs_plainly():
                 return self._called_otherwise(args, kwargs)
@@ -101,7 +102,7 @@ class Function(Generic[P, R]):
             except HandleNeeded:
                 self._takes_variables = True
                 given, named = self._with_handles(args, kwargs)
-            except (NotEntered, PlainJitError):  # types not seen yet, or that a plan of ours runs
+            except (NotEntered, PlainJitError):  # types not seen yet, or types with a plan of dflow's
                 forget_failed_dispatch(self._jitted if whole is None else whole.jitted)
             except (TypeError, ValueError) as error:
                 advise_on_arguments(error)
@@ -112,17 +113,17 @@ class Function(Generic[P, R]):
             raise
 
     def trace_log(self) -> TraceLog:
-        """Every trace so far: what changed, from which line, and what it cost."""
+        """Return the log of all traces: what changed, the line of the call, and the cost in ms."""
         return self._planner.shared.log
 
     @hides_frames
     def lower(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
-        """As `jax.jit`'s `lower`. Raises PlainJitError for a function whose variables are on a cluster."""
+        """Like `jax.jit`'s `lower`. Raises PlainJitError for a function whose variables are on a cluster."""
         return self.trace(*args, **kwargs).lower()
 
     @hides_frames
     def trace(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
-        """As `jax.jit`'s `trace`."""
+        """Like `jax.jit`'s `trace`."""
         given, named = self._with_handles(args, kwargs)
         with watched_for_leaks():
             stage = self._planner.trace(given, named)
@@ -132,13 +133,13 @@ class Function(Generic[P, R]):
 
     @hides_frames
     def eval_shape(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
-        """As `jax.jit`'s `eval_shape`: the types of the result, computed without running anything."""
+        """Like `jax.jit`'s `eval_shape`: return the types of the result without running anything."""
         given, named = self._with_handles(args, kwargs)
         with watched_for_leaks():
             return self._planner.trace(given, named).out_info
 
     def clear_cache(self) -> None:
-        """Forget every trace and every compiled program."""
+        """Drop every trace and every compiled program."""
         self._jitted.clear_cache()
         self._plans.clear()
         self._methods.clear()
@@ -148,7 +149,7 @@ class Function(Generic[P, R]):
             return self
         if 0 in self._planner.shared.static.positions or not jax.tree_util.all_leaves([instance]):
             return MethodType(self, instance)
-        # An object that JAX knows nothing of: each has traces of its own, which are gone with it.
+        # JAX cannot trace this instance as an argument, so each instance has its own traces, dropped with it.
         number = id(instance)
         if number not in self._methods:
             alive = weakly(instance, functools.partial(_forget_method, weakref.ref(self), number))
@@ -174,7 +175,7 @@ class Function(Generic[P, R]):
 
     def _new_traces(self) -> SharedTraces:
         fn = self.fn
-        # The code of a wrapper is that of many functions.
+        # Not for a wrapper: many functions share its code.
         code = None if hasattr(fn, "__wrapped__") else getattr(fn, "__code__", None)
         log = TraceLog(getattr(self, "__name__", type(fn).__name__), code, caller())
         return SharedTraces(static_arguments(self._jitted), log)
@@ -196,7 +197,7 @@ class Function(Generic[P, R]):
             return cast(R, hoisted(stage, leaves))
 
     def _with_handles(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The arguments as JAX is given them: with handles for variables, but in static ones."""
+        """Return the arguments for JAX, with handles in place of variables except in static arguments."""
         static = self._planner.shared.static
         if not static.positions and not static.names:
             return handles(args), handles(kwargs) if kwargs else kwargs
@@ -238,11 +239,11 @@ def jit(fn: Callable[P, R] | None = None, **options: Any) -> Any:
     fn       takes and returns pytrees of arrays; variables may be closed over, passed and returned
     options  those of `jax.jit`, with the same meaning: `static_argnums`, `static_argnames`, `donate_argnums`,
              `donate_argnames`, `keep_unused`, `device`, `backend`, `inline`, `compiler_options`, `in_shardings`,
-             `out_shardings`; a function with state refuses `device` and another `backend`
+             `out_shardings`; a function with state refuses `device` and a `backend` other than the default
     raises   TypeError for an option that `jax.jit` does not have
 
-    It is traced once for each structure and type of arguments. The effects on one variable happen in the order of
-    the program. Without `fn` it gives a decorator.
+    Returns a `Function`, or a decorator if `fn` is omitted. `fn` is traced once for each structure and type of its
+    arguments. The effects on one variable happen in program order.
     """
     if fn is None:
         return lambda function: jit(function, **options)
@@ -256,9 +257,9 @@ def _forget_method(function: weakref.ref[Function[..., Any]], number: int, _: An
 
 
 def _shareable(fn: Any) -> Any:
-    """The function, or one of this object's own where JAX's caches, whose keys are functions, cannot hold it."""
+    """Return the function, or a private wrapper where JAX's caches, keyed by function, cannot hold it."""
     if not callable(fn) or isinstance(fn, staticmethod) or may_share(fn):
-        return fn  # or JAX refuses it
+        return fn  # or an object that JAX rejects
 
     @functools.wraps(fn)
     def own(*args: Any, **kwargs: Any) -> Any:

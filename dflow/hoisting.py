@@ -1,7 +1,7 @@
-"""A function with state within a transform of JAX's that runs at once, such as an outermost `jax.grad`.
+"""Calls of a function with state inside a JAX transform that runs eagerly, such as an outermost `jax.grad`.
 
-There is no graph for the state to be part of: the variables are read, a pure function of their values is called, and
-what it gives for them is written.
+There is no enclosing trace that could hold the state. So the variables are read, a pure function of their values is
+called, and its new values are written back.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from dflow.tracing.discharge import Border, State, evaluate
 from dflow.tracing.jax_frontend import closed_parts, closed_tracers
 from dflow.tracing.one_device import on_one_device
 
-#: The pure function of each program, by which JAX knows what it has compiled for it. It must not keep its program.
+#: The pure function of each program, so that JAX's cache finds what it compiled. It must not keep the program alive.
 _PURE: MutableMapping[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def hoisted(looked: Any, leaves: Sequence[Any]) -> Any:
-    """The result of what `jax.jit(fn).trace(...)` gave, on the leaves of its arguments."""
+    """Return the result of `looked`, a trace by `jax.jit(fn).trace(...)`, for the leaves of its arguments."""
     closed = looked.jaxpr
     border = _border(closed)
     pure = _PURE.get(closed)
@@ -41,7 +41,7 @@ def _border(closed: Any) -> Border:
 def _pure(program: weakref.ref[Any]) -> Any:
     @jax_jit
     def pure(values: list[Any], leaves: list[Any]) -> tuple[list[Any], list[Any]]:
-        closed = program()  # whoever calls has it
+        closed = program()  # alive: the caller holds it
         border, (jaxpr, consts) = _border(closed), closed_parts(closed)
         state = State(dict(zip(border.touched, values, strict=True)))
         return evaluate(jaxpr, consts, leaves, state), state.of(border.writes)

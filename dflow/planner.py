@@ -1,9 +1,9 @@
-"""How the calls of a function run, found out by tracing it.
+"""Plans: trace a function, and decide how its calls run.
 
-JAX traces the Python function itself, so that all its own ways to trace (`jax.eval_shape`, `jax.make_jaxpr`, another
-`jax.jit`) and ours share one trace. The content of a trace decides whether a
-graph with a plan runs the calls, or `jax.jit`. A function that returns variables is traced through one of this
-planner's own, which returns their handles: JAX would read them. The first such trace runs what JAX has traced already.
+JAX traces the Python function itself, so that JAX's own ways to trace it (`jax.eval_shape`, `jax.make_jaxpr`, another
+`jax.jit`) and dflow share one trace. The content of a trace decides whether a plan of dflow's or `jax.jit` runs the
+calls. A function that returns variables is traced through a wrapper that returns their handles instead, because JAX
+would read the variables. The wrapper's first trace replays the trace that JAX already made.
 """
 
 from __future__ import annotations
@@ -56,17 +56,17 @@ from dflow.tracing.trace import Traced, argument_names, traced_from
 from dflow.tracing.variable_trees import handles
 from dflow.whole_step import NotEntered, WholeStep
 
-#: Whether the passes are checked or dumped, so that every function goes through them.
+#: Whether checks or dumps of graphs are on, so that every function goes through the passes.
 _LOOK_AT_GRAPHS = CONFIG.check or CONFIG.dump is not None
 
 
 class Planner:
-    """Traces one function, and finds how its calls run.
+    """Traces one function, and decides how its calls run.
 
     fn       the Python function
     options  those of `jax.jit`
-    raw      `jax.jit` of both
-    shared   what other functions of `fn` share
+    raw      `jax.jit(fn, **options)`
+    shared   state that all compiled functions of `fn` share
     """
 
     def __init__(self, fn: Callable[..., Any], options: Mapping[str, Any], raw: Any, shared: SharedTraces) -> None:
@@ -77,7 +77,7 @@ class Planner:
 
     @property
     def jitted(self) -> Any:
-        """What JAX traces and runs: `jax.jit` of the function, or once it returned a variable, of one around it."""
+        """The `jax.jit` function that JAX traces and runs: of `fn`, or of its wrapper once `fn` returned a variable."""
         if not self.shared.returns_variables:
             return self._raw
         if self._giving_handles is None:
@@ -87,13 +87,13 @@ class Planner:
         return self._giving_handles
 
     def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What `jax.jit`'s `trace` gives; a trace that was not there before is logged."""
+        """Return the result of `jax.jit`'s `trace`; log the trace if it is new."""
         started, shared = time.perf_counter(), self.shared
         try:
             stage = self._traced_by_jax(args, kwargs)
             jaxpr, _ = closed_parts(stage.jaxpr)
             if jaxpr.effects and names_the_dead(jaxpr.effects):
-                self.jitted.clear_cache()  # of variables that are gone, in whose place there may be others
+                self.jitted.clear_cache()  # the trace is of collected variables, which others may have replaced
                 stage = self._traced_by_jax(args, kwargs)
                 jaxpr, _ = closed_parts(stage.jaxpr)
         except (TypeError, ValueError, IndexError, ShardingTypeError) as error:
@@ -120,9 +120,9 @@ class Planner:
             return self.jitted.trace(*args, **kwargs)
 
     def missed(self, jitted: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """What JAX calls for arguments that `jitted` has no program for.
+        """Have JAX compile and run arguments new to `jitted`, and return what JAX's dispatch expects.
 
-        Raises NotEntered where a plan of ours runs them, or a function that returns handles.
+        Raises NotEntered if a plan of dflow's, or the wrapper that returns handles, runs these arguments.
         """
         plan, _ = self.plan(args, kwargs)
         if plan is not None or jitted is not self.jitted:
@@ -132,7 +132,7 @@ class Planner:
         return result
 
     def plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Plan | None, list[Any]]:
-        """How a call runs, or None if JAX runs it; and the leaves of its traced arguments."""
+        """Return the plan of a call, or None if JAX runs it; and the leaves of its traced arguments."""
         key, leaves = self.shared.key_of(args, kwargs)
         plan = self.shared.plans.get(key)
         if plan is UNKNOWN:
@@ -145,7 +145,7 @@ class Planner:
         return plan, leaves
 
     def lowered(self, stage: Any, args: Any, kwargs: Any, platforms: tuple[str, ...] | None) -> LoweredRun:
-        """What a call runs, lowered; for other platforms than this process's if they are named.
+        """Return the lowered programs that a call runs, for `platforms` if not None, else for this process's devices.
 
         Raises PlainJitError for a function whose variables are on a cluster.
         """
@@ -160,14 +160,14 @@ class Planner:
         key, _ = self.shared.key_of(args, kwargs)
         with self.shared.one_thread():
             plan = self._plan_of(stage, traced, args, kwargs)
-            # Under another key than calls, whose arguments are checked when they first come.
+            # Not under the key of calls: their first call must still check its arguments.
             self.shared.plans.put(("lowered", key), plan, resources_in((args, kwargs)))
         if plan.lower is None:
             raise InternalError(f"the plan of {self.shared.log.name} is one of this process, and cannot be lowered")
         return plan.lower(args, kwargs)
 
     def traced(self, stage: Any, args: Any, kwargs: Any) -> Traced:
-        """The graph of a trace."""
+        """Return the graph of a trace."""
         if any(self.options.get(name) is not None for name in ("in_shardings", "out_shardings")):
             stage = constrained(self.fn, self.options).trace(*args, **kwargs)
         names = argument_names(self.fn, args, kwargs, self.shared.static.test_of(args))
@@ -175,7 +175,7 @@ class Planner:
         return traced_from(stage, names, self.options.get("compiler_options"), leaves)
 
     def _first_call(self, args: Any, kwargs: Any, leaves: list[Any]) -> Plan | None:
-        """Trace for arguments of new types, and see how their calls are to run."""
+        """Trace for arguments of new types, and decide how their calls run: the plan, or None if JAX runs them."""
         started, traces = time.perf_counter(), len(self.shared.log)
         try:
             with watched_for_leaks():
@@ -197,7 +197,7 @@ class Planner:
         return self._plan_of(stage, self.traced(stage, args, kwargs), args, kwargs)
 
     def _plan_of(self, stage: Any, traced: Traced, args: Any, kwargs: Any) -> Plan:
-        """The plan of a trace: the one that is there, or a new one."""
+        """Return the plan of a trace, which is made if it does not exist yet."""
         jaxpr, _ = closed_parts(stage.jaxpr)
         found = self.shared.plans.of_trace(jaxpr)
         if found is not None:
@@ -219,20 +219,20 @@ class Planner:
 
 
 def resources_in(tree: Any) -> list[Any]:
-    """The variables, by their handles, and queues in a pytree."""
+    """Return the variables and queues in a pytree. Variables may be there as handles."""
     leaves = jax.tree_util.tree_leaves(tree, is_leaf=is_resource)
     return [leaf.handle.variable for leaf in leaves if is_resource(leaf)]
 
 
 class _First(threading.local):
-    """What this thread's next trace runs instead of the function: the trace that found it to return variables."""
+    """Per thread: the trace to replay in the next trace of the wrapper, with the variables it was found to return."""
 
     stage: Any = None
     found: Mapping[int, Handle] = MappingProxyType({})
 
     @contextmanager
     def being(self, stage: Any, found: Mapping[int, Handle]) -> Iterator[None]:
-        """Have the next trace within run a stage, some of whose results are variables; nothing if none was seen."""
+        """Replay `stage` in the next trace inside this context, if `found` has variables among its results."""
         self.stage, self.found = (stage if found else None), found
         try:
             yield
@@ -240,7 +240,7 @@ class _First(threading.local):
             self.stage, self.found = None, {}
 
     def replayed(self, leaves: Sequence[Any]) -> Any:
-        """The results of the stage, once."""
+        """Return the results of the stage, and clear it so that it is replayed only once."""
         stage, self.stage = self.stage, None
         results = replayed(*closed_parts(stage.jaxpr), leaves, self.found)
         return jax.tree_util.tree_unflatten(stage.out_tree, results)
@@ -249,7 +249,7 @@ class _First(threading.local):
 def _giving_handles(
     fn: Callable[..., Any], options: Mapping[str, Any], name: str, static: StaticArguments, first: _First
 ) -> Any:
-    """`jax.jit` of `fn` with handles for the variables among its results."""
+    """Return `jax.jit` of a wrapper of `fn` that returns handles in place of variables."""
 
     @functools.wraps(fn)
     def giving_handles(*args: Any, **kwargs: Any) -> Any:
@@ -257,8 +257,8 @@ def _giving_handles(
             return handles(fn(*args, **kwargs))
         return first.replayed(jax.tree_util.tree_leaves(handles(static.split(args, kwargs)[:2])))
 
-    giving_handles.__name__ = name  # which names the program; a partial has none to be copied
+    giving_handles.__name__ = name  # JAX names the program by it; `functools.partial` has none for `wraps` to copy
     with warnings.catch_warnings():
-        if {"backend", "device"} & options.keys():  # JAX warned when `fn` was compiled with them
+        if {"backend", "device"} & options.keys():  # JAX already warned about these for `fn`
             warnings.simplefilter("ignore", DeprecationWarning)
         return jax_jit(giving_handles, **options)

@@ -1,4 +1,4 @@
-"""How the calls of one function run, by the types of their arguments."""
+"""Plans of one function's calls, by the types of the arguments."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ UNKNOWN: Any = object()
 
 @dataclass(frozen=True)
 class Plan:
-    """How calls of one set of argument types run.
+    """How to run the calls for one set of argument types.
 
-    `run`        on the arguments, and on the leaves of the traced ones among them
-    `variables`  what it names that is no argument, kept alive with it
-    `writes`     the keys of the variables it writes
-    `jaxpr`      that of the trace
-    `whole`      calls it, when it is one XLA call of this process
-    `lower`      gives what calls run, lowered, for arguments of these types; None where another process runs it
+    `run`        runs a call: takes args, kwargs, and the leaves of the traced arguments
+    `variables`  variables and queues used that are not arguments; the plan keeps them alive
+    `writes`     keys of the variables it writes
+    `jaxpr`      the jaxpr of the trace
+    `whole`      the single-executable step that runs it, if it is one XLA call of this process
+    `lower`      returns the lowered programs for arguments of these types; None where another process runs them
     """
 
     run: Callable[[Any, Any, list[Any]], Any]
@@ -45,11 +45,11 @@ class Plan:
 def plan_of_whole(
     whole: WholeStep, step: PureStep, traced: Traced, variables: tuple[Any, ...], jaxpr: weakref.ref[Any]
 ) -> Plan:
-    """The plan of a traced step that is one XLA call."""
+    """Plan of a traced step that is one XLA call."""
     out_tree = traced.out_tree
 
     def run(args: Any, kwargs: Any, leaves: list[Any]) -> Any:
-        # JAX tells apart more than we do, such as where the arguments lie.
+        # JAX distinguishes more than the plan's key does, such as the devices of the arguments.
         with suppress(NotEntered):
             return whole(args, kwargs)
         return whole.enter(step, out_tree, args, kwargs)
@@ -61,14 +61,14 @@ def plan_of_whole(
 
 
 def plan_of_programs(lowered: LoweredStep, traced: Traced, variables: tuple[Any, ...], jaxpr: weakref.ref[Any]) -> Plan:
-    """The plan of a traced step of several programs of this process, which its first call compiles."""
+    """Plan of a traced step of several programs of this process, compiled by its first call."""
     compiled = functools.cache(lowered.compile)
     runner = plan_of_runner(lambda leaves: compiled().run(leaves), traced, variables, jaxpr)
     return replace(runner, lower=lambda args, kwargs: lowered)
 
 
 def plan_of_runner(runner: Runner, traced: Traced, variables: tuple[Any, ...], jaxpr: weakref.ref[Any]) -> Plan:
-    """The plan of a traced step of several parts, which cannot be lowered here."""
+    """Plan of a traced step of several partitions, which cannot be lowered here."""
     out_tree = traced.out_tree
 
     def run(args: Any, kwargs: Any, leaves: list[Any]) -> Any:
@@ -78,42 +78,42 @@ def plan_of_runner(runner: Runner, traced: Traced, variables: tuple[Any, ...], j
 
 
 class Plans:
-    """The plans of one function; None stands for a call that JAX runs. A plan is gone with what was passed to it.
+    """Plans of one function, by argument types; None means that JAX runs the call. Thread-safe.
 
-    Invariant, by which no two functions wait for each other: a finalizer never waits for the lock, and a plan, with
-    what it keeps alive, is freed by who has let go of it.
+    A plan is dropped when a variable or queue passed to its call is collected. Two rules prevent deadlock: a finalizer
+    never waits for the lock, and a dropped plan, with all it keeps alive, is freed outside the critical section.
     """
 
     def __init__(self) -> None:
         self._by_key: dict[Hashable, Plan | None] = {}
         self._finalizers: dict[Hashable, list[weakref.finalize[..., Any]]] = {}
-        #: What is to be forgotten when the lock may be had.
+        #: Keys to drop as soon as the lock is free.
         self._dropped: deque[Hashable] = deque()
-        #: Finalizers run wherever garbage is collected, on a thread that holds the lock too.
+        #: Re-entrant, because garbage collection may run a finalizer on the thread that holds it.
         self._lock = threading.RLock()
-        #: What calls every call so far, if one thing does.
+        #: The one step that runs all calls of all types seen, if there is one.
         self.whole: WholeStep | None = None
-        #: Whether `jax.jit` runs the calls of all types seen.
+        #: Whether JAX runs the calls of all types seen.
         self.is_empty = True
 
     def get(self, key: Hashable) -> Any:
-        """The plan, None, or UNKNOWN."""
+        """Return the plan, None if JAX runs the call, or UNKNOWN."""
         try:
             return self._by_key.get(key, UNKNOWN)
-        except TypeError:  # a static argument that cannot be hashed, about which JAX says more
+        except TypeError:  # an unhashable static argument; JAX's own error for it is better
             return UNKNOWN
 
     def of_trace(self, jaxpr: Any) -> Plan | None:
-        """The plan that was made of a trace."""
+        """Return the plan made from this trace, if any."""
         return next((plan for plan in self._made() if plan.jaxpr() is jaxpr), None)
 
     def put(self, key: Hashable, plan: Plan | None, passed: Iterable[Any] = ()) -> None:
-        """Keep a plan as long as the variables and queues `passed` live."""
+        """Store a plan until one of the variables and queues `passed` is collected."""
         with self._lock:
             before = self._by_key.get(key)
             self._by_key[key] = plan
             for resource in passed:
-                # Weakly, for a variable may outlive the function.
+                # A weak reference to the plans, since a variable may outlive the function.
                 finalizer = weakref.finalize(resource, _drop, weakref.ref(self), key)
                 finalizer.atexit = False
                 self._finalizers.setdefault(key, []).append(finalizer)
@@ -122,12 +122,12 @@ class Plans:
         self._sweep()
 
     def clear(self) -> None:
-        """Forget all."""
+        """Drop all plans."""
         for key in list(self._by_key):
             self.drop(key)
 
     def whole_like(self, step: PureStep) -> WholeStep | None:
-        """What calls a step over the same variables and constants already."""
+        """Return the existing step with the same variables and constants, if any."""
         wholes = (plan.whole for plan in self._made() if plan.whole is not None)
         return next((whole for whole in wholes if whole.takes(step)), None)
 
@@ -135,12 +135,12 @@ class Plans:
         return [plan for plan in list(self._by_key.values()) if plan is not None]
 
     def drop(self, key: Hashable) -> None:
-        """Forget a plan, now or when a call on another thread that is about to keep or forget one has done so."""
+        """Drop a plan: now, or when the thread that holds the lock has released it."""
         self._dropped.append(key)
         self._sweep()
 
     def _sweep(self) -> None:
-        """Forget what was dropped. Who has the lock does it after letting go."""
+        """Remove the dropped plans. If another thread holds the lock, that thread does it after release."""
         while self._dropped and self._lock.acquire(blocking=False):
             gone: list[Any] = []
             try:
@@ -154,7 +154,7 @@ class Plans:
             del gone
 
     def _settle(self) -> WholeStep | None:
-        """Say what calls every call now; what it was, for the caller to free."""
+        """Update `whole` and `is_empty`; return the previous `whole`, for the caller to free outside the lock."""
         before = self.whole
         plans = list(self._by_key.values())
         wholes = [None if plan is None else plan.whole for plan in plans]

@@ -1,4 +1,4 @@
-"""A function with state before it is called: traced, lowered and compiled, with the methods that `jax.stages` has."""
+"""The stages of a function with state before a call: traced, lowered and compiled, with the methods of `jax.stages`."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _KNOWN = (
 
 
 class LoweredRun(Protocol):
-    """What a function with state runs, as programs that are not compiled yet."""
+    """The lowered programs of a function with state."""
 
     @property
     def programs(self) -> Sequence[Any]:
-        """The programs, each with JAX's `stage` of it."""
+        """The programs, each with JAX's `Lowered` as `stage`."""
         ...
 
     def compile(self, compiler_options: dict[str, Any] | None = None) -> CompiledStep:
@@ -42,7 +42,7 @@ class LoweredRun(Protocol):
 
 
 class _Stage:
-    """What is known of the arguments and results since the trace."""
+    """Properties of the arguments and results that are known since the trace."""
 
     def __init__(self, looked: Any) -> None:
         self._looked = looked
@@ -57,16 +57,16 @@ class _Stage:
 
 
 class Traced(_Stage):
-    """What `fn.trace(...)` gives for a function with state: JAX's `Traced`, lowered by dflow."""
+    """Result of `fn.trace(...)` for a function with state: JAX's `Traced`, but lowered by dflow."""
 
     def __init__(self, looked: Any, lower: Callable[[tuple[str, ...] | None], LoweredRun]) -> None:
         super().__init__(looked)
         self._lower = lower
 
     def lower(self, *, lowering_platforms: tuple[str, ...] | None = None, _private_parameters: Any = None) -> Lowered:
-        """The programs of the function, not compiled yet; for other platforms than this one if they are named.
+        """Lower the function to programs, for `lowering_platforms` if not None, else for this process's devices.
 
-        Raises PlainJitError for `jax.export`, which asks in its own way.
+        Raises PlainJitError when `jax.export` calls it, which passes `_private_parameters`.
         """
         if _private_parameters is not None:
             raise PlainJitError(
@@ -77,10 +77,10 @@ class Traced(_Stage):
 
 
 class Lowered(_Stage):
-    """What `fn.lower(...)` gives for a function with state.
+    """Result of `fn.lower(...)` for a function with state.
 
-    It is one program, or several where a queue stands between them. A program takes the values of the variables it
-    writes, then of those it reads, then its operands, and gives the new values first.
+    It is one program, or several if a queue op separates them. The inputs of a program are the values of the variables
+    that it writes, of those it only reads, and its operands. Its first outputs are the new values.
     """
 
     def __init__(self, looked: Any, step: LoweredRun) -> None:
@@ -88,15 +88,15 @@ class Lowered(_Stage):
         self._step = step
 
     def as_text(self, dialect: str | None = None, *, debug_info: bool = False) -> str:
-        """The StableHLO, of one program after the other."""
+        """Return the StableHLO of all programs, one after the other."""
         return _texts(program.stage.as_text(dialect, debug_info=debug_info) for program in self._step.programs)
 
     def cost_analysis(self) -> Mapping[str, float]:
-        """XLA's estimates before compilation, such as `flops`, summed over the programs."""
+        """Return XLA's estimates before compilation, such as `flops`, summed over the programs."""
         return _sum(program.stage.cost_analysis() for program in self._step.programs)
 
     def compile(self, compiler_options: dict[str, Any] | None = None) -> Compiled:
-        """Compile it. Calls of the result read and write the variables as calls of the function do."""
+        """Compile the programs. Calls of the result read and write the variables like calls of the function."""
         return Compiled(self._looked, self._step.compile(compiler_options))
 
 
@@ -109,22 +109,22 @@ class Compiled(_Stage):
         self._programs = [program.compiled for program in compiled.programs]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it, on all arguments but the static ones. Raises TypeError for other types or structure."""
+        """Call it with all arguments except the static ones. Raises TypeError for another type or structure."""
         args, kwargs = handles((args, kwargs))
         self._check(args, kwargs)
         leaves = jax.tree_util.tree_leaves((args, kwargs))
         return jax.tree_util.tree_unflatten(self._looked.out_tree, self._run(leaves))
 
     def as_text(self) -> str:
-        """XLA's text, of one program after the other."""
+        """Return XLA's text of all programs, one after the other."""
         return _texts(program.as_text() for program in self._programs)
 
     def cost_analysis(self) -> Mapping[str, float]:
-        """XLA's figures, such as `flops` and `bytes accessed`, summed over the programs."""
+        """Return XLA's estimates, such as `flops` and `bytes accessed`, summed over the programs."""
         return _sum(program.cost_analysis() for program in self._programs)
 
     def memory_analysis(self) -> Any:
-        """XLA's figures in bytes, such as `temp_size_in_bytes`. Raises PlainJitError for several programs."""
+        """Return XLA's sizes in bytes, such as `temp_size_in_bytes`. Raises PlainJitError for several programs."""
         if len(self._programs) != 1:
             raise PlainJitError(
                 f"{self._looked.fun_name} is {len(self._programs)} programs, which are not all in memory at once"

@@ -1,4 +1,4 @@
-"""Why a function was traced, each time: what changed, from which line it was called, and what it cost."""
+"""Log of a function's traces: what changed, the line of the call, and the cost."""
 
 from __future__ import annotations
 
@@ -21,31 +21,32 @@ from dflow.tracing.source import Loc
 from dflow.tracing.trace import argument_names
 from dflow.tracing.types import array_type_of, type_of_aval
 
-#: A function traced this often for changing arguments is warned about, once.
+#: Number of traces with changed arguments after which a function is warned about, once.
 WARN_AFTER = 6
 
-#: One function compiled this often anew, from one line and for the same arguments, is warned about, once. Not sooner,
-#: since the tests of a program do that for good reasons.
+#: Number of functions compiled from the same code, line and argument types after which a warning is given, once. It is
+#: large because a program's tests have good reasons to compile a function again.
 WARN_AFTER_REMAKING = 50
 
-#: How often functions of one code, compiled from one line, were first traced, by the arguments.
+#: By code: how often a new function was first traced, by the line that compiled it and its arguments.
 _remade: weakref.WeakKeyDictionary[CodeType, Counter[Any]] = weakref.WeakKeyDictionary()
 
 
 class RetraceWarning(UserWarning):
-    """A function is traced again and again; the message says for what, and what to do."""
+    """Warning that a function is traced again and again; the message has the cause and the remedy."""
 
 
 @dataclass(frozen=True)
 class TraceRecord:
-    """One trace.
+    """One trace of a function.
 
-    `arguments`   the type (or, of a static argument, the value) of each leaf of the arguments, by name
-    `changes`     what differs from the most similar earlier trace: `x: f32[4] -> f32[5]`
+    `number`      of the trace in its log, from 1
+    `arguments`   the type of each leaf of the arguments (for a static one, its value), by name
+    `changes`     differences from the most similar earlier trace, such as `x: f32[4] -> f32[5]`
     `call`        the user's line that called the function
-    `trace_ms`    how long the function itself ran
-    `total_ms`    the whole call: trace, passes, compilation and first run; None within another trace
-    `captured`    the closed-over arrays of 64 KiB or more, as types
+    `trace_ms`    time that JAX took to trace the function, in ms
+    `total_ms`    time of the whole call: trace, passes, compilation and first run; None inside another trace
+    `captured`    types of the closed-over arrays of 64 KiB or more, which became inputs
     """
 
     number: int
@@ -66,14 +67,14 @@ class TraceRecord:
 
 @dataclass
 class TraceLog:
-    """The traces of one function, oldest first; prints as a list of what changed."""
+    """The traces of one function, oldest first; its `str` lists what changed."""
 
     name: str
-    #: The code of the function, and the user's line that compiled it.
+    #: The function's code (None if not known), and the user's line that compiled it.
     code: CodeType | None = None
     made: Loc | None = None
     records: list[TraceRecord] = field(default_factory=list)
-    #: Of each thread whose first call for some types is under way: the place of the trace, and when the call began.
+    #: By thread, while its first call for some types runs: the trace's index, and the start time (`perf_counter`).
     _calls: dict[int, tuple[int, float]] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -86,20 +87,20 @@ class TraceLog:
         return "\n".join(map(str, self.records)) or f"{self.name} has not been traced"
 
     def begin(self, index: int, started: float, captured: tuple[str, ...]) -> None:
-        """Say of the trace at `index` that a call on this thread, `started` then, made it, and what it closed over."""
+        """Record that a call of this thread, begun at `started`, made trace `index`, and the arrays it closed over."""
         if len(self.records) > index:
             self.records[index] = replace(self.records[index], captured=captured)
             self._calls[get_ident()] = index, started
 
     def finish(self) -> None:
-        """Note what the call cost that this thread began, if it began one."""
+        """Record the total time of the call that this thread began, if any."""
         if self._calls and (call := self._calls.pop(get_ident(), None)) is not None:
             index, started = call
             total_ms = (time.perf_counter() - started) * 1e3
             self.records[index] = replace(self.records[index], total_ms=total_ms)
 
     def add(self, arguments: Mapping[str, str], call: Loc | None, trace_ms: float) -> None:
-        """Note a trace. Warns with RetraceWarning when the function is traced ever again for other types."""
+        """Append a trace. Warns with RetraceWarning when traces for new types or new functions become too many."""
         changes = _changes(arguments, [record.arguments for record in self.records])
         self.records.append(TraceRecord(len(self.records) + 1, arguments, changes, call, trace_ms))
         if changes != (_SAME,) and sum(record.changes != (_SAME,) for record in self.records) == WARN_AFTER:
@@ -134,7 +135,7 @@ def _warn(text: str, line: Loc | None) -> None:
     if line is None:
         warnings.warn(text, RetraceWarning, stacklevel=2)
     else:
-        # At the user's line: between it and here stand JAX's frames, as many as JAX likes.
+        # At the user's line: `stacklevel` cannot name it, since the number of JAX's frames in between varies.
         warnings.warn_explicit(text, RetraceWarning, line.file, line.line)
 
 
@@ -143,7 +144,7 @@ _SAME = "no argument changed: a setting of JAX, a device scope, or a cleared cac
 
 
 def _changes(new: Mapping[str, str], earlier: Sequence[Mapping[str, str]]) -> tuple[str, ...]:
-    """What differs from the earlier trace that differs least."""
+    """Return the differences from the most similar earlier trace."""
     if not earlier:
         return (_FIRST,)
     differences = [_difference(old, new) for old in reversed(earlier)]
@@ -162,7 +163,7 @@ def _difference(old: Mapping[str, str], new: Mapping[str, str]) -> tuple[str, ..
 def described(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], is_static: Callable[[int | str], bool]
 ) -> dict[str, str]:
-    """Each argument leaf's type, or a static one's value, under its name. Variables and queues are leaves too."""
+    """Return the type of each argument leaf (or a static one's value) by name. Variables and queues are leaves too."""
     arguments: list[tuple[int | str, Any]] = [*enumerate(args), *sorted(kwargs.items())]
     texts = [
         _described(leaf, is_static(place))
@@ -181,5 +182,5 @@ def _described(leaf: Any, is_static: bool) -> str:
 
 
 def captured_types(constants: Sequence[Any]) -> tuple[str, ...]:
-    """The types of the closed-over arrays that are large."""
+    """Return the types of the closed-over arrays that become inputs because of their size."""
     return tuple(str(array_type_of(constant)) for constant in constants if is_large(constant))

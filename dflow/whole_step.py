@@ -1,10 +1,10 @@
-"""Steps that are one XLA call, called as `jax.jit` calls its functions.
+"""Single-executable steps: steps that are one XLA call, dispatched by `jax.jit`.
 
-JAX's own dispatch, which is in C++, tells the types of the arguments apart, flattens them and shapes the result. Beside
-them it takes the values of the variables as lists, which the store keeps from one call to the next.
+JAX's own dispatch, which is in C++, selects the program by argument types, flattens the arguments and builds the
+result. The values of the variables are passed as extra list arguments, which the store reuses between calls.
 
-Invariant: a program is compiled only by `enter`, for a step that is known to be that of the argument types. Any other
-call for types that JAX has not seen ends by `NotEntered`.
+Invariant: only `enter` compiles a program, for a step known to have these argument types. Any other call with types
+that JAX has not compiled raises NotEntered.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from dflow.tracing.jax_frontend import (
 )
 from dflow.tracing.variable_trees import handles
 
-#: The arguments of the compiled function that come before the user's: values written, values read, constants.
+#: Number of dflow's arguments, before the user's: values written, values read, constants.
 _OURS = 3
-#: One of them, as JAX names it in an error.
+#: One of them in the text of a JAX error.
 _OUR_ARGUMENT = re.compile(r"argument _dflow_(\d)\[(\d+)\] of \S+")
 
 
 class NotEntered(BaseException):
-    """Ends a trace for argument types whose step is not known yet."""
+    """Raised in a trace for argument types whose step is not known yet."""
 
 
 class _Entering(threading.local):
-    """The step whose program this thread compiles."""
+    """The step that this thread is compiling, if any."""
 
     def __init__(self, static: StaticArguments) -> None:
         self._static = static
@@ -55,7 +55,7 @@ class _Entering(threading.local):
         self.out_tree: Any = None
 
     def traced(self, written: Any, read: Any, constants: Any, args: Any, kwargs: Any) -> Any:
-        """The new values, and the result. Raises NotEntered for a step that is not to be compiled."""
+        """Return the new values of the variables, and the result. Raises NotEntered if this thread compiles no step."""
         if self.step is None:
             raise NotEntered
         leaves = jax.tree_util.tree_leaves(handles(self._static.split(args, kwargs)[:2]))
@@ -64,10 +64,10 @@ class _Entering(threading.local):
 
 
 class WholeStep:
-    """Calls the steps over one set of variables and constants, one for each set of argument types."""
+    """Runs the steps over one set of variables and constants: one program for each set of argument types."""
 
     def __init__(self, store: Store, step: PureStep, function: Any, compiler_options: dict[str, Any] | None) -> None:
-        """For the steps that the `jax.jit` function `function` stands for."""
+        """`function` is the `jax.jit` function of the steps; `step` is the first of them."""
         self._state = StepState(store, step.writes, step.reads, function.__name__, step.keeps)
         self._has_state = bool(step.writes or step.reads)
         self._given = step.constants
@@ -76,22 +76,22 @@ class WholeStep:
         self.keeps = step.keeps
         self._static = static_arguments(function)
         self._entering = entering = _Entering(self._static)
-        #: Two threads that enter steps would compile one program twice.
+        #: Serializes compilation: two threads would otherwise compile the same program twice.
         self._one_compiles = threading.RLock()
 
         def traced(written: Any, read: Any, constants: Any, /, *args: Any, **kwargs: Any) -> Any:
             return entering.traced(written, read, constants, args, kwargs)
 
         traced.__name__ = traced.__qualname__ = function.__name__
-        with suppress(ValueError, TypeError):  # a builtin that tells nobody
+        with suppress(ValueError, TypeError):  # a builtin without an inspectable signature
             traced.__signature__ = _signature(function)  # type: ignore[attr-defined]
         options = _options(function, keeps=step.keeps)
-        #: JAX's function of the state and the arguments.
+        #: JAX's function of dflow's arguments and the user's.
         self.jitted: Any = jax_jit(traced, keep_unused=True, compiler_options=compiler_options, **options)
         self._call = awaited(self.jitted) if step.keeps else self.jitted
 
     def takes(self, step: PureStep) -> bool:
-        """Whether a step is over these variables and constants."""
+        """Whether a step has these variables, constants, device and `keeps`."""
         own = self._state
         return (own.writes, own.reads, self._place, self.keeps, [*map(id, self._given)]) == (
             step.writes,
@@ -103,7 +103,7 @@ class WholeStep:
 
     @passes_handles
     def __call__(self, args: Any, kwargs: Any) -> Any:
-        """Run the step of these arguments. Raises NotEntered when it is none that was entered."""
+        """Run the step for these arguments. Raises NotEntered if none was entered for their types."""
         call = partial(self._call, **kwargs) if kwargs else self._call
         try:
             if self._has_state:
@@ -114,7 +114,7 @@ class WholeStep:
             raise
 
     def _name_state(self, error: ValueError) -> None:
-        """Have an error of JAX's name variables, where it names the arguments that they are for JAX."""
+        """Replace argument positions by variable names in the message of an error that JAX raised."""
         held = self._state.writes, self._state.reads
 
         def named(found: re.Match[str]) -> str:
@@ -125,10 +125,10 @@ class WholeStep:
             error.args = (_OUR_ARGUMENT.sub(named, error.args[0]), *error.args[1:])
 
     def enter(self, step: PureStep, out_tree: Any, args: Any, kwargs: Any) -> Any:
-        """Compile the step of the types of these arguments, and run it."""
-        forget_failed_dispatch(self.jitted)  # that of the call which found it was to be entered
+        """Compile the step for the types of these arguments, and run it."""
+        forget_failed_dispatch(self.jitted)  # the dispatch that ended in NotEntered
         with self._entered(step, out_tree):
-            # Compiled first and without the lock of the store, for which other steps would wait.
+            # Compile before the call takes the store's lock, which would block other steps for as long.
             values = self._state.values()
             with self._one_compiles:
                 stage = self.jitted.trace(*values, self._constants, *args, **kwargs)
@@ -137,7 +137,7 @@ class WholeStep:
             return self(args, kwargs)
 
     def lower(self, step: PureStep, out_tree: Any, args: Any, kwargs: Any) -> LoweredWhole:
-        """The program of the step of the types of these arguments, which calls have too."""
+        """Return the program that calls with arguments of these types run, lowered."""
         with self._entered(step, out_tree):
             stage = self.jitted.lower(*self._state.values(), self._constants, *args, **kwargs)
         traced_args, traced_kwargs, _ = self._static.split(args, kwargs)
@@ -152,7 +152,7 @@ class WholeStep:
         return LoweredWhole(self, stage, jax.tree_util.tree_structure((traced_args, traced_kwargs)), run)
 
     def run_compiled(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The result of a program of this step, without the static ones of its arguments."""
+        """Run `call`, a compiled program of this step. `args` and `kwargs` must not contain the static arguments."""
         call = partial(awaited(call) if self.keeps else uninterrupted(call), **kwargs)
         if self._has_state:
             return self._state.run(call, self._constants, args)
@@ -171,7 +171,7 @@ class WholeStep:
 
 
 def _can_be_lowered(stage: jax.stages.Traced) -> bool:
-    """Whether JAX can describe the arguments; it builds the user's classes anew for that, and some refuse."""
+    """Whether JAX can describe the arguments. It rebuilds the user's pytree classes for this, and some raise."""
     try:
         return bool(stage.args_info)
     except Exception:
@@ -180,9 +180,9 @@ def _can_be_lowered(stage: jax.stages.Traced) -> bool:
 
 @dataclass(frozen=True)
 class LoweredWhole:
-    """A step that is one XLA call, lowered for arguments of the structure `in_tree`.
+    """A single-executable step, lowered for arguments of the structure `in_tree`.
 
-    `anywhere` runs it on arguments that lie elsewhere than where its program takes them.
+    `anywhere` runs it on arguments that are on other devices than its program expects.
     """
 
     whole: WholeStep
@@ -192,11 +192,11 @@ class LoweredWhole:
 
     @property
     def programs(self) -> list[LoweredWhole]:
-        """Itself, with JAX's `stage`."""
+        """The one program, which is this object: it has JAX's `stage`."""
         return [self]
 
     def compile(self, compiler_options: dict[str, Any] | None = None) -> CompiledStep:
-        """Compile it."""
+        """Compile the program."""
         compiled = compiled_for(self.stage, handles(self.stage.args_info), compiler_options)
 
         def run(leaves: Sequence[Any]) -> Sequence[Any]:
@@ -212,15 +212,15 @@ class LoweredWhole:
 
 
 def _signature(function: Any) -> inspect.Signature:
-    """The user's parameters, by which JAX names arguments in errors, after ours."""
+    """Return the user's signature after dflow's arguments; JAX names arguments in errors by it."""
     ours = [inspect.Parameter(f"_dflow_{number}", inspect.Parameter.POSITIONAL_ONLY) for number in range(_OURS)]
     return inspect.Signature([*ours, *inspect.signature(function).parameters.values()])
 
 
 def _options(function: Any, *, keeps: bool) -> dict[str, Any]:
-    """Which arguments of the user's function are static or donated, for one that takes them after ours.
+    """Return `jax.jit` options for the user's static and donated arguments, with positions after dflow's.
 
-    One that `keeps` what it writes donates only what is the user's to lose.
+    A step that `keeps` its variables' old values donates only the buffers that the user donated.
     """
 
     def shifted(positions: Iterable[int]) -> tuple[int, ...]:
