@@ -1,4 +1,4 @@
-"""`dflow.connect()`: join the cluster that the arguments or the surroundings say, or be a cluster of one."""
+"""`dflow.connect()`: join the cluster that the arguments or the environment configure, or run standalone."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from dflow.tracing.task_name import short_task_name
 
 LOGGER = logging.getLogger("dflow")
 
-#: How long joining may take before the log says so.
+#: A join that takes longer than this, in s, is logged.
 NOTICE_AFTER_S = 10.0
 
 
@@ -45,29 +45,29 @@ def connect(
     security: SecurityPolicy | None = None,
     metrics_port: int | str | None = None,
 ) -> Cluster | Alone:
-    """Join a cluster as a worker, or run alone.
+    """Join a cluster as a worker, or run standalone; return the `Cluster` or `Alone`.
 
-    What is not given is found out from, in this order, the cluster file that DFLOW_CLUSTER names, the variables
-    DFLOW_COORDINATOR, DFLOW_JOB and DFLOW_INDEX that `dflow launch` sets, Slurm, Kubernetes, and a TPU VM; `dflow
-    where` says what is found and why. Without any of them, this process runs alone. Where a scheduler starts workers
-    only, the first of them runs the coordinator beside itself, and one on each host a stock task, until no worker
-    needs them.
+    Arguments that are omitted come from the first of these sources that is present: the cluster file that
+    DFLOW_CLUSTER names; DFLOW_COORDINATOR, DFLOW_JOB and DFLOW_INDEX, which `dflow launch` sets; Slurm; Kubernetes; a
+    TPU VM. `dflow where` prints what was found and why. If none is present, this process runs standalone. Where a
+    scheduler starts only workers, the first worker also starts the coordinator, and one worker per host a task server;
+    they run until no worker needs them.
 
     coordinator  the coordinator's address, such as `10.0.0.1:7711`
-    job          the job this process is a task of; "worker" where nothing else says it
-    index        which task of `job` this process is
-    cluster      the path of a cluster file, in the place of the one that DFLOW_CLUSTER names
-    address      where this process listens, as `host` or `host:port`; the address towards the coordinator, and a free
-                 port, where nothing else says it
-    security     `dflow.distributed.MutualTls(...)` or `dflow.distributed.SharedSecret(...)`; given none, as the cluster
-                 file says, or the environment's DFLOW_TLS_CERT, DFLOW_TLS_KEY and DFLOW_TLS_CA, or DFLOW_SECRET_FILE;
-                 without these, only processes of this machine are spoken to
-    metrics_port where this task's metrics are served for Prometheus, as `9100` for this machine alone or
-                 `0.0.0.0:9100`; DFLOW_METRICS_PORT where nothing is given; without these, they are not served, nor by a
-                 process that runs alone, which has none
-    raises       DeadlineExceeded when the coordinator or a parameter task does not answer; ConfigError when only a
-                 part of a cluster is said: it names what was seen and what is missing; SecurityError off this
-                 machine without certificates or a secret
+    job          the job that this process is a task of; default "worker"
+    index        index of this process's task within `job`
+    cluster      path of a cluster file, instead of the one that DFLOW_CLUSTER names
+    address      address to listen at, as `host` or `host:port`; default: the interface that leads to the coordinator,
+                 and a free port
+    settings     timeouts and limits; None means `ClusterSettings()`
+    security     `dflow.distributed.MutualTls(...)` or `dflow.distributed.SharedSecret(...)`; default: as configured by
+                 the cluster file, by DFLOW_TLS_CERT, DFLOW_TLS_KEY and DFLOW_TLS_CA, or by DFLOW_SECRET_FILE; without
+                 any of these, only connections within this machine are allowed
+    metrics_port where to serve this task's metrics for Prometheus: `9100` for this machine only, `0.0.0.0:9100` for
+                 all; default DFLOW_METRICS_PORT; if neither is set, or the process is standalone, none are served
+    raises       DeadlineExceeded when the coordinator or a parameter task does not answer; ConfigError when the
+                 configuration is incomplete, with what was found and what is missing; SecurityError for connections to
+                 other machines without certificates or a secret
     """
     spec = _spec(coordinator, job, index, cluster)
     if spec is None:
@@ -96,14 +96,14 @@ def connect(
         except BaseException:
             joined.close()
             raise
-        # As stock tasks and the coordinator say it: of a free port nobody else knows the number.
+        # Task servers and the coordinator print the same line: with a free port, only this process knows the number.
         print(f"dflow task {short_task_name(joined.task)}: metrics are served at {where}", file=sys.stderr, flush=True)
     return joined
 
 
 @contextmanager
 def _told_while_it_takes_long(spec: ClusterSpec) -> Iterator[None]:
-    """A line in the log before a wait of a minute, most often for what was not started, ends by an error."""
+    """Log a warning while joining is slow: the error comes only after a minute, and often a task was not started."""
 
     def tell() -> None:
         LOGGER.warning(
@@ -144,7 +144,7 @@ def _security(spec: ClusterSpec) -> SecurityPolicy:
 
 
 def _attend(spec: ClusterSpec) -> Attendants | None:
-    """Start what the spec says beside this process, once, and see to its end when this process ends."""
+    """Start the sidecar processes of the spec, once, and register their end for the exit of this process."""
     if not spec.starts or spec.coordinator in _attended:
         return None
     attendants = Attendants(spec)
@@ -160,5 +160,5 @@ def _attend(spec: ClusterSpec) -> Attendants | None:
     return attendants
 
 
-#: The coordinators beside which this process has started what it had to.
+#: Coordinator addresses for which sidecar processes were started, which happens once.
 _attended: set[str] = set()

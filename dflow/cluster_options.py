@@ -1,4 +1,4 @@
-"""The options by which a command finds a cluster and proves who it is, and what they come to with the environment's."""
+"""Options of the commands that connect to a cluster or serve in one, combined with the environment's settings."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def add_metrics(parser: argparse.ArgumentParser) -> None:
 
 
 def cluster_file_of(options: argparse.Namespace) -> ClusterFile | None:
-    """The cluster file that was named; a coordinator on the command line comes before a file in the environment."""
+    """Return the cluster file to use, if any. `--coordinator` takes precedence over a file named in the environment."""
     from dflow.distributed.detection.cluster_file import VARIABLE, read_cluster_file
 
     named = options.cluster
@@ -67,7 +67,7 @@ def cluster_file_of(options: argparse.Namespace) -> ClusterFile | None:
 
 
 def coordinator_of(options: argparse.Namespace) -> str:
-    """The coordinator's address; raises ConfigError when nothing says it."""
+    """Return the coordinator's address, `host:port`. Raises ConfigError if nothing sets it."""
     file = cluster_file_of(options)
     known = options.coordinator or (file.coordinator if file else os.environ.get(COORDINATOR_VARIABLE))
     if not known:
@@ -78,7 +78,7 @@ def coordinator_of(options: argparse.Namespace) -> str:
 
 
 def transport_of(options: argparse.Namespace) -> Transport:
-    """The way to other tasks, with the proofs that were said here, in the cluster file, or in the environment."""
+    """Return the transport, with credentials from the options, else the cluster file, else the environment."""
     from dflow.distributed.transport.chosen_security import choose_security
     from dflow.distributed.transport.sockets import SocketTransport
 
@@ -90,7 +90,7 @@ def transport_of(options: argparse.Namespace) -> Transport:
 
 
 def metrics_place_of(options: argparse.Namespace) -> str:
-    """Where metrics are to be served; empty when nowhere."""
+    """Return the `[HOST:]PORT` to serve metrics at; empty to serve none."""
     from dflow.distributed.metrics import VARIABLE
 
     return str(options.metrics_port or os.environ.get(VARIABLE, ""))

@@ -1,8 +1,7 @@
-"""What there is to draw of a graph: boxes and edges, before anything has a place.
+"""Boxes and edges of a graph drawing, before layout.
 
-A name scope becomes one box, as far as its ops stand together; so does a nested function or a loop, which is one node.
-Variables, their values at the beginning, and values that many boxes take are set aside: the boxes that take them say
-their names instead.
+Consecutive ops of a name scope become one box; so does a nested function or a loop, which is one node. Variables, their
+initial values, and values with many consumers are not drawn as boxes: their consumers list them by name instead.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ from dflow.tracing.effects import Effect
 from dflow.tracing.graph import Graph, Node, Operand, Value
 from dflow.tracing.types import TokenType
 
-#: A value that more boxes take is set aside.
+#: A value with more consuming boxes than this is listed instead of drawn.
 MOST_TAKERS = 6
-#: How many boxes are drawn at most.
+#: Most boxes in a drawing.
 MOST_BOXES = 1000
-#: Lines of text in a box's tooltip.
+#: Most lines of text in a box's tooltip.
 _MOST_TOLD = 20
 
 
 @dataclass(frozen=True)
 class Box:
-    """A box. `kind` is input, op, group or output; `takes` are the names of what it takes that is set aside."""
+    """A box. `kind` is input, op, group or output; `takes` has the names of its inputs that have no edge."""
 
     kind: str
     title: str
@@ -41,7 +40,7 @@ class Box:
 
 
 class Edge(NamedTuple):
-    """From a box to a later one: the value that it takes, by name, or none where only their order counts."""
+    """An edge to a later box, with the name of the value that it carries; None if only the order matters."""
 
     source: int
     target: int
@@ -50,10 +49,10 @@ class Edge(NamedTuple):
 
 @dataclass(frozen=True)
 class Drawing:
-    """Boxes in an order in which every edge goes forward.
+    """Boxes and edges; every edge goes from a box to a later one.
 
-    `aside`  what is not a box: variables, and values that many take, as the text has them
-    `note`   what is left out, or empty
+    `aside`  texts of the variables and values that are listed instead of drawn
+    `note`   what the drawing omits, or empty
     """
 
     boxes: tuple[Box, ...]
@@ -62,7 +61,7 @@ class Drawing:
     note: str = ""
 
     def without(self, left_out: Collection[Edge]) -> Drawing:
-        """The drawing without some edges; the boxes they go to name the values instead."""
+        """Return the drawing without these edges; the boxes that they lead to list the values by name."""
         names: dict[int, dict[str, None]] = {}
         for edge in left_out:
             if edge.value is not None:
@@ -72,7 +71,10 @@ class Drawing:
 
 
 def drawing_of(graph: Graph) -> Drawing:
-    """The boxes and edges of a graph. Too large a graph has a box for each line of the program instead of each op."""
+    """Return the drawing of a graph.
+
+    If it is too large, consecutive ops of one source line share a box, and boxes beyond `MOST_BOXES` are left out.
+    """
     first_reads = _first_reads(graph)
     nodes = [node for node in graph.nodes if node.outputs[0] not in first_reads]
     runs = _runs(nodes, _scope)
@@ -87,7 +89,7 @@ def drawing_of(graph: Graph) -> Drawing:
 
 
 def _first_reads(graph: Graph) -> dict[Value, Value]:
-    """The values that are read from variables before any write, each with its variable."""
+    """Return the values read from variables before any write, each with its variable."""
     found: dict[Value, Value] = {}
     written: set[Value | None] = set()
     for node in graph.nodes:
@@ -99,7 +101,7 @@ def _first_reads(graph: Graph) -> dict[Value, Value]:
 
 @dataclass(frozen=True)
 class _Run:
-    """Ops that follow each other and are one box; called `name`, or nothing for an op by itself."""
+    """Consecutive ops that share a box titled `name`; empty for a single op."""
 
     name: str
     nodes: tuple[Node, ...]
@@ -114,7 +116,7 @@ def _runs(nodes: Sequence[Node], key: Callable[[Node], str]) -> list[_Run]:
 
 
 def _scope(node: Node) -> str:
-    """The outermost name scope: `dense`, or `dense, backward` of ops that carry its gradients."""
+    """Return the outermost name scope: `dense`, or `dense, backward` for ops of its gradient."""
     outermost = node.scope.split("/")[0]
     name = re.sub(r"^(?:\w+\()+|\)+$", "", outermost)
     return f"{name}, backward" if name and "transpose(" in outermost else name
@@ -173,7 +175,7 @@ class _Drawer:
 
 
 def _taken(run: _Run) -> list[Value]:
-    """What a box takes from outside, in order, each once."""
+    """Return the distinct values that a box takes from outside, in order."""
     own = {value for node in run.nodes for value in node.outputs}
     return list(dict.fromkeys(value for node in run.nodes for value in node.values if value not in own))
 
@@ -183,7 +185,7 @@ def _made(runs: Sequence[_Run]) -> list[Value]:
 
 
 def _orders(runs: Sequence[_Run], first: int) -> list[Edge]:
-    """From each write of a variable to what reads it next, and from those to the next write."""
+    """Return edges from each write of a variable to its next reads, and from those to the next write."""
     found: dict[Edge, None] = {}
     written: dict[Value, int] = {}
     read: dict[Value, list[int]] = {}

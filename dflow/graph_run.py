@@ -1,4 +1,4 @@
-"""Running any part of a graph: fed and fetched at any value by its name, on the real variables."""
+"""Run part of a graph: feed and fetch any value by name, on the real variables."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from dflow.tracing.types import ArrayType, RefType, TokenType, array_type_of
 
 @dataclass(frozen=True)
 class Bound:
-    """A graph with what its inputs stand for: variables, and arrays for those that have one."""
+    """A graph with the variables and arrays bound to its inputs."""
 
     graph: Graph
     variables: Mapping[Value, Variable]
@@ -35,10 +35,10 @@ class Bound:
 
 
 class Part:
-    """What some values need, given some others: compiled once, and run as often as it is called."""
+    """The ops that compute the fetched values from the fed ones, compiled once."""
 
     def __init__(self, bound: Bound, fetches: Sequence[str], feeds: Mapping[str, Any]) -> None:
-        """Raises GraphNameError for a name that the graph does not have, and GraphTypeError as `__call__`."""
+        """Raises GraphNameError for a name that the graph does not have, and GraphTypeError like `__call__`."""
         bound = _with_calls_opened(bound, fetches, "fetched")
         bound = _with_calls_opened(bound, [*feeds], "fed")
         self._fed = {name: _value(bound, name) for name in feeds}
@@ -63,10 +63,10 @@ class Part:
         self._runner = home_of(traced).runner(traced, check=CONFIG.check, observe=None)
 
     def __call__(self, feeds: Mapping[str, Any]) -> list[Any]:
-        """The values fetched, in order; None for what has no value, such as a write.
+        """Return the fetched values in order; None for one without a value, such as a write.
 
-        A variable that is fetched is read after all else; one that is fed is left as it is, and a copy takes its
-        place. Raises GraphTypeError for a feed of another type.
+        A fetched variable is read after all other ops. A fed variable is not changed: the ops use a copy with the fed
+        value. Raises GraphTypeError if a fed value has another type than at construction.
         """
         fed = {value: _fitting(value, feeds[name]) for name, value in self._fed.items()}
         arrays = {**self._arrays, **fed}
@@ -79,7 +79,7 @@ class Part:
 
 
 def _showing(part: Graph, outputs: Sequence[Operand]) -> Graph:
-    """The graph with these outputs, a variable among them read at the end."""
+    """Return the graph with these outputs; a variable among them is read at the end."""
     fresh = part.fresh_names()
     reads = {
         ref: Node(ops.var_read, (ref,), (Value(fresh(ref.name), ref.type.of),))
@@ -91,7 +91,7 @@ def _showing(part: Graph, outputs: Sequence[Operand]) -> Graph:
 
 
 def _named(bound: Bound) -> dict[str, Value]:
-    """Every value by its name in the text; variables by their own names too."""
+    """Return every value by its name in the text; a variable also by its own name."""
     values = [*bound.graph.inputs, *(value for node in bound.graph.nodes for value in node.outputs)]
     return {variable.name: ref for ref, variable in bound.variables.items()} | {value.name: value for value in values}
 
@@ -101,9 +101,9 @@ def _value(bound: Bound, name: str) -> Value:
 
 
 def _with_calls_opened(bound: Bound, names: Sequence[str], use: str) -> Bound:
-    """Open the calls of functions in which the names are. Raises GraphNameError when one is nowhere.
+    """Inline the calls whose bodies define these names. Raises GraphNameError if no value has a name.
 
-    `use` is what each was to be: `fetched` or `fed`.
+    `use` is `fetched` or `fed`, for the error message.
     """
     for name in names:
         while name.removeprefix("%") not in _named(bound):
@@ -135,7 +135,7 @@ def _line(node: Node | None) -> str:
 
 
 def _fitting(value: Value, given: Any) -> jax.Array:
-    """What is fed, as the array that the value is. Raises GraphTypeError, which names both types."""
+    """Return the fed value as an array of the value's type. Raises GraphTypeError, naming both types."""
     wanted = value.type.of if isinstance(value.type, RefType) else value.type
     if not isinstance(wanted, ArrayType):
         raise GraphTypeError(f"%{value.name} is a token, which has no value to feed{at(caller())}")
@@ -157,7 +157,7 @@ def _remedy(wanted: ArrayType, given: ArrayType) -> str:
 
 
 def _on_copies(bound: Bound, fed: Mapping[Value, jax.Array]) -> tuple[Bound, dict[Value, Variable]]:
-    """The graph on variables of its own, with these values, in the place of those fed; and each of them by those."""
+    """Return the graph with each fed variable replaced by a private copy, and the copies by the fed inputs."""
     if not fed:
         return bound, {}
     new = {ref: Value(ref.name, ref.type) for ref in fed}

@@ -1,7 +1,7 @@
-"""`dflow status`: each task of a running cluster in a line, and what travels between them, once or again and again.
+"""`dflow status`: tables of the tasks of a running cluster and of the traffic between them, once or live.
 
-The coordinator says who is there, when each was heard and what has been sent; each task itself says what it does. The
-tables are made from two looks at both, since rates are differences.
+The coordinator reports membership, heartbeats and traffic; each task reports its own state. The tables need two
+snapshots of both, since rates are differences.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from dflow.tracing.errors import DeadlineExceeded, DflowError, TransportClosed
 from dflow.tracing.task_name import short_task_name, split_task_name
 
 LOOK_S = 1.0
-#: How long the coordinator is waited for, and each task.
+#: Longest wait for an answer of the coordinator, and of each task, in s.
 COORDINATOR_S, TASK_S = 5.0, 2.0
-#: A step time that is so many times the median of the job's is a straggler's.
+#: A straggler's step time is more than this multiple of its job's median.
 SLOW = 1.5
-#: A task that says nothing for so long is told to be silent: it says something each second.
+#: A task without a heartbeat for longer than this, in s, is shown as silent; heartbeats come every second.
 SILENT_S = 3.0
 MOST_TASKS, MOST_EDGES = 50, 10
 LIVE = "live"
@@ -38,7 +38,7 @@ LIVE = "live"
 
 @dataclass(frozen=True)
 class Look:
-    """What was seen at one moment: the coordinator's status, and the state of each task that answered, by name."""
+    """A snapshot: the coordinator's status, and the states of the tasks that answered, by full task name."""
 
     at_s: float
     status: Status
@@ -46,7 +46,7 @@ class Look:
 
 
 class Watch:
-    """A connection to the coordinator and to each task of its cluster.
+    """Connections to the coordinator and to the tasks of its cluster.
 
     raises  DeadlineExceeded when the coordinator does not answer
     """
@@ -58,7 +58,7 @@ class Watch:
         self._pool = ThreadPoolExecutor(16, thread_name_prefix="dflow status")
 
     def look(self) -> Look:
-        """Ask everybody; tasks that do not answer within `TASK_S` are left out."""
+        """Take a snapshot. Tasks that do not answer within `TASK_S` are left out."""
         status = self._client.status(timeout_s=COORDINATOR_S)
         live = [info for info in status.tasks if info.left_at_s is None]
         answers = zip(live, self._pool.map(self._state_of, live), strict=True)
@@ -66,7 +66,7 @@ class Watch:
         return Look(time.monotonic(), status, states)
 
     def close(self) -> None:
-        """End all connections."""
+        """Close all connections."""
         self._pool.shutdown(wait=True, cancel_futures=True)
         for _, peer in self._peers.values():
             peer.close()
@@ -94,9 +94,9 @@ def show_status(
     closing: Callable[[Status], RenderableType],
     wait: Callable[[float], object] = time.sleep,
 ) -> None:
-    """Print the tables once, with what `closing` makes of the status, or renew them until Ctrl-C or the end of the run.
+    """Print the tables once, followed by `closing(status)`; or with `watch`, refresh them until Ctrl-C or the run ends.
 
-    raises  DeadlineExceeded when the coordinator does not answer; when watching, it is what ends the run
+    raises  DeadlineExceeded when the coordinator does not answer; with `watch`, that ends the display instead
     """
     watched = Watch(transport, coordinator)
     try:
@@ -122,7 +122,7 @@ def show_status(
 
 
 def live_view(before: Look, now: Look) -> RenderableType:
-    """A line of progress, a table of the tasks, and one of the edges over which most is sent now."""
+    """Return the progress line, the table of tasks, and the table of the edges with the most traffic."""
     took_s = max(now.at_s - before.at_s, 1e-9)
     done = now.status.steps_done - before.status.steps_done
     parts: list[RenderableType] = [Text(progress_line(now.status, done / took_s)), Text(), _tasks(before, now)]
@@ -133,14 +133,14 @@ def live_view(before: Look, now: Look) -> RenderableType:
 
 
 def stragglers(states: Mapping[str, TaskState]) -> dict[str, float]:
-    """The tasks whose steps take more than `SLOW` times the median of their job, and how many times."""
+    """Return the tasks whose step time is more than `SLOW` times their job's median, with that ratio."""
     found: dict[str, float] = {}
     times: dict[str, dict[str, float]] = {}
     for task, state in states.items():
         if state.step_s:
             times.setdefault(split_task_name(task)[0], {})[task] = state.step_s
     for of_job in times.values():
-        # The lower one of the two in the middle, so that of two tasks one may be slow.
+        # The lower of the two middle values, so that one of two tasks can be a straggler.
         median = statistics.median_low(of_job.values())
         found |= {task: time_s / median for task, time_s in of_job.items() if time_s > SLOW * median}
     return found

@@ -1,4 +1,4 @@
-"""`dflow task` and `dflow coordinator`: be a part of a cluster until told to end."""
+"""`dflow task` and `dflow coordinator`: serve as a member of a cluster until SIGTERM."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def _be_coordinator(options: argparse.Namespace) -> int:
 
 @contextmanager
 def _told_who_listens(address: str) -> Iterator[None]:
-    """The remedy for an address that is taken, of which the system says its number alone."""
+    """Turn the bare "address in use" error of the system into a ConfigError with a remedy."""
     try:
         yield
     except OSError as error:
@@ -145,7 +145,7 @@ def _told_who_listens(address: str) -> Iterator[None]:
 
 
 def _become_server() -> StopSignal:
-    """Before anything slow is imported, so that neither SIGTERM nor the launcher's end is missed meanwhile."""
+    """Watch for SIGTERM and the launcher's end, before slow imports during which either could be missed."""
     stop = StopSignal()
     watch()
     return stop
