@@ -1,6 +1,6 @@
-"""The `dflow` command line: start a cluster, be a part of one, look at one or at an export, simulate one.
+"""The `dflow` command line: start, join or inspect a cluster, list an export, simulate a cluster.
 
-Each subcommand imports what it needs when it runs, so that `--help` and `launch` answer at once.
+Each subcommand imports what it needs when it runs, so that `--help` and `launch` start without delay.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ COMMANDS = (LAUNCH, TASK, COORDINATOR, STATUS, TRACE, DUMP, WHERE, SHOW, CERTS, 
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the command line `words` (those of the process when None) and return the exit status."""
+    """Run the command line `words` (default: the process's arguments) and return the exit status."""
     parser = argparse.ArgumentParser(prog="dflow", description="Stateful dataflow on JAX and XLA.")
     parser.add_argument("--version", action="version", version=f"dflow {__version__}")
     add_commands(parser, "command", COMMANDS)

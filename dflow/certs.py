@@ -1,7 +1,6 @@
-"""`dflow certs`: the files that let the machines of a cluster know each other.
+"""`dflow certs`: files for mutual authentication of the machines of a cluster.
 
-Invariants: nothing is overwritten; a private key or a secret is never readable by anyone but its owner, from the moment
-it is there, and is never printed.
+Invariants: no file is overwritten; a private key or secret is created readable only by its owner, and is never printed.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ from dflow.distributed.transport.challenge import MIN_SECRET_BYTES
 from dflow.distributed.transport.identity import parse_identity
 from dflow.distributed.transport.private_files import read_private
 
-#: A certificate for some host is also good for a process that dials its own machine.
+#: Hosts in every certificate that is limited to hosts, for connections of a process to its own machine.
 _THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
-#: The certificate, its key and that of the authority, in the folder that is made for it.
+#: The certificate, its key and the authority's certificate, in the directory of each issued certificate.
 FILES_OF_CERTIFICATE = ("cert.pem", "key.pem", "ca.pem")
 _AUTHORITY = "ca.pem"
 _AUTHORITY_KEY = "ca.key"
 
 
 def init_authority(directory: Path, *, days: int) -> str:
-    """Make an authority in `directory`; what to tell the user.
+    """Make a certificate authority in `directory`; return a message for the user.
 
-    raises  FileExistsError when one is there; ConfigError without `cryptography`
+    raises  FileExistsError when one exists there; ConfigError when `cryptography` is not installed
     """
     pair = make_authority("dflow cluster", datetime.now(UTC), timedelta(days=days))
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -44,11 +43,11 @@ def init_authority(directory: Path, *, days: int) -> str:
 
 
 def issue_to(directory: Path, names: Sequence[str], hosts: Sequence[str], *, days: int) -> str:
-    """Issue a certificate by the authority in `directory`, into a folder of its own there; what to tell the user.
+    """Issue a certificate by the authority in `directory`, to a new subdirectory; return a message for the user.
 
-    `hosts`  where it may be served, besides the machine itself; none for anywhere
-    raises   FileExistsError when there is one of that name; FileNotFoundError without an authority; ValueError for
-             what is no name or no host; SecurityError when others may read the authority's key
+    `hosts`  DNS names or IP addresses where it is valid, besides the local host; if empty, it is valid anywhere
+    raises   FileExistsError when one of that name exists; FileNotFoundError without an authority; ValueError for a
+             malformed name or host; SecurityError when other users can read the authority's key
     """
     identities = [parse_identity(name) for name in names]
     served_at = [*hosts, *_THIS_MACHINE] if hosts else []
@@ -71,7 +70,7 @@ def issue_to(directory: Path, names: Sequence[str], hosts: Sequence[str], *, day
 
 
 def make_secret(path: Path) -> str:
-    """Write a new shared secret; what to tell the user. Raises FileExistsError when there is such a file."""
+    """Write a new shared secret to `path`; return a message for the user. Raises FileExistsError if the file exists."""
     _write(path, secrets.token_hex(MIN_SECRET_BYTES).encode() + b"\n", 0o600)
     return (
         f"wrote a secret to {path}\n"

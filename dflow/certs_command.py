@@ -1,4 +1,4 @@
-"""`dflow certs`: what it takes; what it does is in `certs`."""
+"""Command line of `dflow certs`; the actions are in `certs`."""
 
 from __future__ import annotations
 

@@ -160,5 +160,5 @@ def _attend(spec: ClusterSpec) -> Attendants | None:
     return attendants
 
 
-#: Coordinator addresses for which sidecar processes were started, which happens once.
+#: Addresses of coordinators whose sidecar processes this process has started, which it does once.
 _attended: set[str] = set()

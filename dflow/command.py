@@ -1,6 +1,6 @@
-"""A subcommand of the command line: what it is called, what it says of itself, what it takes and what it does.
+"""Subcommands of the command line: name, help, options and action.
 
-Invariant: to make the parser imports nothing but options; a command imports what it needs when it runs.
+Invariant: building the parser imports only the options; a command imports what it needs when it runs.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from dataclasses import dataclass
 class Command:
     """One subcommand.
 
-    `text`         what it does, as the list of all commands has it
-    `more`         what its own help says behind that
-    `add_options`  adds what it takes
-    `run`          does it, and returns the exit status; None where `add_options` adds commands of its own
+    `text`         its description in the list of commands
+    `more`         continuation of the description in its own help
+    `add_options`  adds its options to a parser
+    `run`          performs it and returns the exit status; None if `add_options` adds further subcommands
     """
 
     name: str
@@ -29,7 +29,7 @@ class Command:
 
 
 def add_commands(parser: argparse.ArgumentParser, dest: str, commands: Iterable[Command]) -> None:
-    """Have the parser take one of the commands; its name is in `dest`, and what does it in `run`."""
+    """Add the commands to the parser. Parsing sets `dest` to the command's name, and `run` to its action."""
     parsers = parser.add_subparsers(dest=dest, required=True, metavar=dest)
     for command in commands:
         description = f"{command.text[0].upper()}{command.text[1:]}{command.more}"

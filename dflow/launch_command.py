@@ -1,4 +1,4 @@
-"""`dflow launch`: a script on a cluster of processes that are started, watched and ended together."""
+"""`dflow launch`: run a script on a cluster of processes that are started, watched and ended together."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _launch(options: argparse.Namespace) -> int:
     except DflowError as error:
         print(f"dflow launch: {error}", file=sys.stderr)
         return 2
-    # After Ray has started, which takes SIGTERM for itself.
+    # After Ray has started, because Ray installs its own SIGTERM handler.
     stop = StopSignal()
     from dflow.distributed.launcher import launch
     from dflow.distributed.launching.run_logs import RunLogs
@@ -136,7 +136,7 @@ def _security(options: argparse.Namespace) -> SecurityPolicy:
 
 
 def _proofs(options: argparse.Namespace) -> tuple[Setting, ...]:
-    """What every task is told so that it has the proofs given here, and none of the environment's beside them."""
+    """Return settings that give every task these credentials, and clear those of the environment."""
     if options.certificates is None and options.secret_file is None:
         return ()
     said = dict.fromkeys((*CERTIFICATE_VARIABLES, SECRET_VARIABLE), "")
@@ -149,7 +149,7 @@ def _proofs(options: argparse.Namespace) -> tuple[Setting, ...]:
 
 
 def _kept_here(plan: LaunchPlan, state: str, logs: Path) -> LaunchPlan:
-    """The plan with places for what its processes write down: the coordinator's state, and each task's last events."""
+    """Return the plan with paths for the coordinator's state and for each task's last events."""
     said = () if RUN_FOLDER_VARIABLE in os.environ else (Setting(RUN_FOLDER_VARIABLE, str(logs.resolve())),)
     return replace(plan, state=state, environment=(*said, *plan.environment))
 
@@ -196,7 +196,7 @@ def _launch_plan(options: argparse.Namespace) -> LaunchPlan:
 
 
 def _shares(workers: Sequence[str], options: argparse.Namespace) -> dict[str, Share]:
-    """What each worker gets of this machine, by full name."""
+    """Return each worker's share of this machine, by full task name."""
     given = os.environ
     gpus = gpu_shares(visible_gpus(given), len(workers), options.gpus_per_worker, given)
     cores = core_shares(sorted(os.sched_getaffinity(0)), len(workers), options.cpus_per_worker, given)
@@ -207,7 +207,7 @@ def _shares(workers: Sequence[str], options: argparse.Namespace) -> dict[str, Sh
 
 
 def _restart(text: str) -> tuple[str, RestartPolicy]:
-    """`POLICY` or `JOB=POLICY`, as the job, empty when there is none, and the policy."""
+    """Parse `POLICY` or `JOB=POLICY` to the job (empty if absent) and the policy."""
     job, equals, policy = text.rpartition("=")
     if equals and not job:
         raise argparse.ArgumentTypeError(f"{text!r} has no job before the =; write it as ps=on-failure")

@@ -1,4 +1,4 @@
-"""`dflow status`, `trace`, `dump`, `where` and `show`: look at a cluster, at one's surroundings, or at an export."""
+"""`dflow status`, `trace`, `dump`, `where` and `show`: inspect a cluster, the environment, or an export."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`dflow trace` and `dflow dump`: ask each task of a running cluster, over a connection of one's own."""
+"""`dflow trace` and `dflow dump`: requests to each task of a running cluster, over separate connections."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dflow.distributed.transport.base import Peer, RefuseAll, Transport
 from dflow.tracing.errors import DflowError
 from dflow.tracing.task_name import short_task_name, split_task_name
 
-#: What a tool that looks on calls itself; with certificates, the name that its own is for.
+#: Name of the observing tools towards tasks; with certificates, their certificate must be for this name.
 TOOL = "status"
 CONNECT_S = 5.0
 ANSWER_S = 30.0
@@ -22,7 +22,7 @@ ANSWER_S = 30.0
 
 @contextlib.contextmanager
 def live_tasks(transport: Transport, coordinator: str) -> Iterator[tuple[dict[str, Peer], dict[str, str]]]:
-    """Connections to the live tasks, and why there is none to the others.
+    """Connect to all live tasks; yield the peers, and for each task not reached the reason, by full task name.
 
     raises  DeadlineExceeded when the coordinator does not answer
     """
@@ -48,9 +48,9 @@ def live_tasks(transport: Transport, coordinator: str) -> Iterator[tuple[dict[st
 
 
 def trace(transport: Transport, coordinator: str, path: Path, *, steps: int, timeout_s: float) -> list[str]:
-    """Write the next `steps` steps of each worker to `path`; what to say of it, in lines.
+    """Write the next `steps` steps of each worker to `path`; return a summary in lines.
 
-    raises  DeadlineExceeded when none is ended within `timeout_s`
+    raises  DeadlineExceeded when no step ends within `timeout_s` seconds
     """
     with live_tasks(transport, coordinator) as (reached, missing):
         tracer = Tracer(reached, longest_s=timeout_s + ANSWER_S)
@@ -63,7 +63,7 @@ def trace(transport: Transport, coordinator: str, path: Path, *, steps: int, tim
 
 
 def dump(transport: Transport, coordinator: str) -> list[str]:
-    """Have each live task write its last events down; where each has, in lines."""
+    """Have each live task write its last events to a file; return a line per task with the path."""
     lines = []
     with live_tasks(transport, coordinator) as (reached, missing):
         pending = {task: peer.start(DumpEvents("dflow dump")) for task, peer in reached.items()}

@@ -1,4 +1,4 @@
-"""The types of options on the command line: each reads a text, or says what is wrong with it and what is right."""
+"""Types of command-line options: functions that parse a text, or raise an error with the remedy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Parsed = TypeVar("Parsed")
 
 
 def count(text: str) -> int:
-    """A number, 0 or more."""
+    """Parse an integer of at least 0."""
     number = int(text)
     if number < 0:
         raise argparse.ArgumentTypeError(f"{number} is negative; give 0 or more")
@@ -18,7 +18,7 @@ def count(text: str) -> int:
 
 
 def at_least_one(text: str) -> int:
-    """A number, 1 or more."""
+    """Parse an integer of at least 1."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is too few; give 1 or more")
@@ -26,7 +26,7 @@ def at_least_one(text: str) -> int:
 
 
 def job_count(text: str) -> tuple[str, int]:
-    """A job and how many tasks it has, such as ps=2."""
+    """Parse `JOB=N`, such as ps=2, to the job and its number of tasks."""
     job, equals, number = text.partition("=")
     if not (job and equals and number.isascii() and number.isdigit()):
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form NAME=N, such as ps=2")
@@ -34,7 +34,7 @@ def job_count(text: str) -> tuple[str, int]:
 
 
 def checked(parse: Callable[[str], Parsed]) -> Callable[[str], Parsed]:
-    """The same, whose ValueError is told to the user of the command line as it is."""
+    """Return `parse` for use as an option type: the message of its ValueError is shown to the user unchanged."""
 
     def parsed(text: str) -> Parsed:
         try:

@@ -1,4 +1,4 @@
-"""`dflow.explain_placement`: where each part of a function runs and why, and how long a step takes."""
+"""`dflow.explain_placement`: the device of each part of a function, the reason, and the time of a step."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ from dflow.tracing.source import at, caller
 from dflow.tracing.trace import Traced
 from dflow.tracing.types import HOST_HANDLES
 
-#: A time is of calls in a row that take about so long, in s, and are at most so many.
+#: One measurement is a row of calls that takes about `ROW_S` seconds, of at most `ROW` calls.
 ROW_S, ROW = 0.02, 100
 _OPTIONS = ("rounds", "budget_s")
 
 
 @dataclass(frozen=True)
 class PlacedPart:
-    """Some ops that stand together for one reason.
+    """Ops that are listed together because they have the same device and reason.
 
-    values    the names of what they give, a name for each op, as the graph's text has them
-    device    where they run, such as `cpu:1`
-    reason    why there
-    lines     the user's lines they come from, the first ones
-    is_state  whether they are where they are for a variable
+    values    name of each op's first result, as in the graph's text
+    device    where the ops run, such as `cpu:1`
+    reason    why they run there
+    lines     the first of the user's lines that they come from, then "..." if there are more
+    is_state  whether a variable determines their device
     """
 
     values: tuple[str, ...]
@@ -66,20 +66,20 @@ class PlacedPart:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the ops of a function run, and why; `print` gives it as text. Made by `dflow.explain_placement`.
+    """The device of each op of a function, and why; its `str` is a table. Made by `dflow.explain_placement`.
 
-    predicted_s     how long a step is predicted to take
-    measured_s      the median time of a step among others in a loop; None where it was not run
-    all_on_one_s    by device, what is predicted with all on it that may be there
-    busy_s          by device, how long it works in a step
-    peak_bytes      by device, the most memory that a step takes there, variables included
-    transfers       how many values travel between devices in a step
-    moved_bytes     how many bytes these are
-    late_bytes      by device, the most memory that a step takes there with every copy asked for at once, and with those
-                    late that can be; only devices where that is less
-    pricing_s       how long it took to find out what the ops cost, and the devices where they were not known yet
-    search_s        how long the search for the best placement took
-    parts           the ops, in the order of the program; each op is in one of them
+    predicted_s     predicted time of a step, in s
+    measured_s      median measured time of a step in a loop, in s; None if it was not run
+    all_on_one_s    by device: predicted time of a step, in s, with all ops there that may run there
+    busy_s          by device: time that it works in a step, in s
+    peak_bytes      by device: most memory that a step needs there, variables included
+    transfers       number of values copied between devices in a step
+    moved_bytes     their total size in bytes
+    late_bytes      by device: peak memory in bytes with every copy started as early as possible, and with copies
+                    delayed where possible; only devices where the second is less
+    pricing_s       time to estimate the ops' costs, and to measure the devices if that was needed, in s
+    search_s        time of the search for the best placement, in s
+    parts           the ops in program order; each op is in exactly one part
     """
 
     name: str
@@ -125,12 +125,12 @@ class Placement:
 
 
 def _own(part: PlacedPart) -> int:
-    """What keeps a part from sharing a line with the next: only those on variables may."""
+    """Return a key that is equal for parts that may share a line: only parts with variables may."""
     return 0 if part.is_state else id(part)
 
 
 def _row(parts: Sequence[PlacedPart]) -> tuple[str, str, str]:
-    """What a line says of parts that share it."""
+    """Return the columns of a line for parts that share it."""
     values = [value for part in parts for value in part.values]
     lines = list(dict.fromkeys(line for part in parts for line in part.lines if line != "..."))
     more = len(lines) > 2 or any("..." in part.lines for part in parts)
@@ -148,25 +148,25 @@ def _named(values: Sequence[str]) -> str:
 def explain_placement(
     fn: Callable[..., Any], /, *args: Any, rounds: int = 5, budget_s: float | None = None, **kwargs: Any
 ) -> Placement:
-    """Where the ops of `fn` run for arguments of these types, and why; what a step takes, predicted and measured.
+    """Report where the ops of `fn` run for these types of arguments, and why; predict and measure a step's time.
 
-    fn        a function, decorated by `dflow.jit` or not, of one process
-    args      its arguments, as `kwargs`: arrays, or `jax.ShapeDtypeStruct`s, with which it is not run
-    rounds    how often it is measured: each time it is called as in a loop, many times in a row if a step is short, on
-              copies of its variables, so that nothing changes; with 0, or if it uses queues or acts on the world, it is
-              not run
-    budget_s  how long pricing and search may take, in s; without it DFLOW_PLACEMENT_S says it, else it is 3
-    raises    DeviceError for a function whose variables are on a cluster; ValueError for rounds or a budget that are
-              none; TypeError for a keyword that neither this nor the function takes; and what a call of it would raise
+    fn        a function of one process, decorated by `dflow.jit` or not
+    args      its arguments, like `kwargs`: arrays, or `jax.ShapeDtypeStruct`s, with which it is not run
+    rounds    number of measurements, at least 0. Each calls the function in a loop, up to 100 times, on copies of its
+              variables, so that nothing changes. It is not run with 0, or if it uses queues or has outside effects
+    budget_s  time limit of pricing and search, in s; default DFLOW_PLACEMENT_S, or else 3
+    raises    DeviceError for a function with variables on a cluster; ValueError for a wrong `rounds` or `budget_s`;
+              TypeError if `fn` is not callable, or for a keyword that neither this nor the function takes; and any
+              error that a call would raise
 
-    Ops that `dflow.device("auto")` covers are chosen; of each such part it says by how much a step would be longer with
-    it on the next best device. The first call in a process measures the devices, which takes about a second.
+    The ops under `dflow.device("auto")` are placed by the search. For each such part, the report has the increase of
+    the step's time on the next best device. The first call in a process measures the devices, for about a second.
     """
     _check_figures(rounds, budget_s)
     if not callable(fn):
         raise TypeError(f"explain_placement was given {fn!r}, which is no function{at(caller())}")
     refuse_keywords("explain_placement", kwargs, [*_OPTIONS, *keywords_of(fn, kwargs)], _OPTIONS)
-    with jax.disable_jit(False):  # in `dflow.eager()` too it is about what is compiled
+    with jax.disable_jit(False):  # also within `dflow.eager()`, explain the compiled function
         return _explained(fn, args, kwargs, rounds, LOCAL.placement_s if budget_s is None else budget_s)
 
 
@@ -196,7 +196,7 @@ def _check_figures(rounds: int, budget_s: float | None) -> None:
 
 
 def explained(name: str, graph: Graph, decision: Decision, measured_s: float | None) -> Placement:
-    """What was decided for a graph, in words. `graph` has its choices still open."""
+    """Return the placement of `graph`, whose choices are still open, under this decision."""
     problem, found = decision.instance.problem, decision.found
     names = problem.machine.names
     step = predicted(problem, found.assignment)
@@ -218,7 +218,7 @@ def explained(name: str, graph: Graph, decision: Decision, measured_s: float | N
 
 
 def _late_bytes(graph: Graph, devices: tuple[str, ...]) -> dict[str, tuple[int, int]]:
-    """What the pass `schedule` saves, by its own reckoning."""
+    """Return the peak bytes that the pass `schedule` saves, by its own estimate: before and after, by device."""
     lowered: dict[str, Graph] = {}
     run_passes(graph, pipeline(devices=devices), observe=lowered.__setitem__)
     before, after = (timeline(lowered[name]).peak_bytes for name in ("cluster", "schedule"))
@@ -228,7 +228,7 @@ def _late_bytes(graph: Graph, devices: tuple[str, ...]) -> dict[str, tuple[int, 
 
 
 def _parts(graph: Graph, decision: Decision) -> Iterator[PlacedPart]:
-    """Ops of one choice are a part; of the others, those in a row for one reason."""
+    """Yield one part for each region placed by the search, and one for consecutive other ops with the same reason."""
     chosen = _chosen(decision)
     unit_of = {number: unit for unit, group in enumerate(decision.instance.groups) for number in group}
     names = decision.instance.problem.machine.names
@@ -253,7 +253,7 @@ def _parts(graph: Graph, decision: Decision) -> Iterator[PlacedPart]:
 
 
 def _chosen(decision: Decision) -> dict[int, tuple[str, int]]:
-    """By unit with a choice, why it is where it is, and the number of the region that it is chosen with."""
+    """Return, for each unit placed by the search, the reason for its device and the number of its region."""
     problem, assignment = decision.instance.problem, decision.found.assignment
     found = {}
     for number, other in enumerate(alternatives(problem, assignment)):
@@ -268,7 +268,7 @@ def _is_state(node: Node) -> bool:
 
 
 def _reason(node: Node) -> str:
-    """Why a node without a choice is where it is."""
+    """Return why a node runs where it does, if the search did not place it."""
     refs = [ref for _, ref in node.effects if ref is not None]
     if runs_alone(node):
         return "run by the process itself"
@@ -282,42 +282,42 @@ def _reason(node: Node) -> str:
 
 
 class _RehearsalPlanner(Planner):
-    """Plans the steps of a function on copies of its variables, where a decision puts its ops."""
+    """Plans the steps of a function on copies of its variables, with the devices of a decision."""
 
     followed: Traced | None = None
 
     def traced(self, stage: Any, args: Any, kwargs: Any) -> Traced:
-        """The graph of a trace, or the one to follow."""
+        """Return the graph to follow, if set, else the graph of the trace."""
         return self.followed or super().traced(stage, args, kwargs)
 
 
 class _Rehearsed(Function[..., Any]):
-    """A function that is called as any is, but on copies of its variables, where a decision puts its ops."""
+    """A compiled function that runs on copies of its variables, with the devices of a decision."""
 
     def __init__(self, fn: Callable[..., Any], options: Mapping[str, Any]) -> None:
-        # What the caller would lose at a call is needed for the next.
+        # Without donation, since the same arguments are passed to the next call.
         super().__init__(fn, {name: given for name, given in options.items() if not name.startswith("donate")})
         self._copies: tuple[Variable, ...] = ()
 
     def _new_planner(self) -> _RehearsalPlanner:
-        # By itself, since no other function is to run on the copies.
+        # Own traces, since no other function may run on the copies.
         self._rehearsal = _RehearsalPlanner(self.fn, self._options, self._jitted, self._new_traces())
         return self._rehearsal
 
     def bound(self, args: Any, kwargs: Any) -> Traced:
-        """The trace of a call."""
+        """Return the trace of a call."""
         args, kwargs = self._with_handles(args, kwargs)
         return self._rehearsal.traced(self._rehearsal.trace(args, kwargs), args, kwargs)
 
     def follow(self, traced: Traced, graph: Graph) -> None:
-        """From now on run `graph`, the trace's with all devices settled, on the values that the variables have now."""
+        """From now on run `graph`, the trace's graph with all devices settled, on copies of the current values."""
         with home(LOCAL):
             self._copies = tuple(map(_copy, traced.variables))
         self._rehearsal.followed = replace(traced, graph=graph, variables=self._copies)
 
     def step_s(self, args: Any, kwargs: Any, rounds: int) -> float:
-        """The time of a call in a loop of calls that waits for nothing, as one that trains: the median of `rounds`."""
-        self._loop_s(args, kwargs, 2)  # compiled, and then settled
+        """Return the median time of a call, in s, in loops of calls that wait only at the end, like a training loop."""
+        self._loop_s(args, kwargs, 2)  # the first call compiles, the second warms up
         once = self._loop_s(args, kwargs, 1)
         count = max(1, min(ROW, int(ROW_S / max(once, 1e-9))))
         return statistics.median(self._loop_s(args, kwargs, count) / count for _ in range(rounds))
@@ -333,7 +333,7 @@ class _Rehearsed(Function[..., Any]):
 
 
 def _may_be_run(traced: Traced, given: Any) -> bool:
-    """Whether it may be run, and would be compiled: there are values, and all that it changes is its variables."""
+    """Whether it can be run and would be compiled: arguments are values, and only variables change."""
     graph = traced.graph
     if not runs_plainly() or any(isinstance(ref.type, HOST_HANDLES) for ref in graph.refs):
         return False

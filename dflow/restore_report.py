@@ -1,4 +1,4 @@
-"""What a checkpoint and the variables it is restored into have in common, and what not."""
+"""Report of `dflow.restore`: how a checkpoint and the variables agree and differ."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-#: How many lines of a table a message shows.
+#: Most lines of a table in a message.
 _LINES = 60
 
-#: The ways in which a checkpoint and the variables can differ.
+#: The kinds of difference between a checkpoint and variables.
 DIFFERENCES = ("missing", "unexpected", "changed")
 
 
 @dataclass(frozen=True)
 class RestoreReport:
-    """What `restore` found, by the names of the arrays in the checkpoint; printed, it is a table.
+    """Result of `restore`, by the names of the arrays in the checkpoint; its `str` is a table.
 
-    restored    the arrays whose values the variables have now
-    missing     arrays that variables wait for and the checkpoint does not hold, with the variable's type
-    unexpected  arrays of the checkpoint that no variable waits for, with their type
+    restored    arrays whose values are now in the variables
+    missing     arrays of variables that the checkpoint does not have, with the variable's type
+    unexpected  arrays of the checkpoint without a variable, with their type
     changed     arrays of another shape, dtype or algorithm than the variable: the checkpoint's type and the variable's
     """
 
@@ -32,7 +32,7 @@ class RestoreReport:
     changed: Mapping[str, tuple[str, str]]
 
     def refused(self, ignored: Iterable[str]) -> list[str]:
-        """The ways in which the two differ, without those that are ignored."""
+        """Return the kinds of difference found, without the ignored ones."""
         return [way for way in DIFFERENCES if getattr(self, way) and way not in set(ignored)]
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""What `dflow simulate` takes on the command line."""
+"""The command line of `dflow simulate`."""
 
 from __future__ import annotations
 

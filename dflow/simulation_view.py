@@ -1,4 +1,4 @@
-"""`dflow simulate` in words: one schedule with its log, or many; or the figures of a cluster of any size."""
+"""Output of `dflow simulate`: one schedule with its log, or many; or the figures of a cluster of any size."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def show_schedules(
     program: str = STEPS,
     say: Callable[[str], None] = print,
 ) -> int:
-    """Run the schedules of `count` seeds and say how each that broke an invariant ended; the exit status.
+    """Run the schedules of `count` seeds, print the result of each that broke an invariant, and return the exit status.
 
     faults     as text, see `simulation.faults`; None draws them from each seed
-    is_logged  say whatever happens in them, line by line
+    is_logged  print all events, line by line
     program    what the workers do; see `Schedule`
-    raises     ValueError when `faults` cannot be read
+    raises     ValueError when `faults` cannot be parsed
     """
     given = None if faults is None else parse_faults(faults)
     broken = again = events = 0
@@ -51,12 +51,12 @@ def show_schedules(
     return int(bool(broken))
 
 
-#: What a scalar is on the wire, and 32 rows of 1,024 float32 with their indices.
+#: Bytes sent for a scalar, and for 32 rows of 1,024 float32 with their indices.
 _SCALAR_BYTES, _ROWS_BYTES = 4.0, 32 * 4100.0
 
 
 def show_size(options: argparse.Namespace, say: Callable[[str], None] = print) -> int:
-    """Say how long steps take on the cluster that `options` tell of, and what its coordinator bears; the exit status.
+    """Print the step times and the coordinator's load for the cluster that `options` describe; return the exit status.
 
     raises  ValueError when all workers are backups
     """

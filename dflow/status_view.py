@@ -1,6 +1,6 @@
-"""What a person sees of a cluster: a line of progress while it runs, and tables when it has ended.
+"""Display of a cluster: a progress line while it runs, and tables when it has ended.
 
-Everything here is made from one `Status` message and printed by rich; nothing here talks to a cluster. On a
+Each view is built from one `Status` message and printed by rich; nothing here connects to the cluster. On a
 terminal the progress line stays at the bottom and the output of the tasks scrolls above it; elsewhere a plain
 line is printed every two seconds.
 """
@@ -30,11 +30,11 @@ from dflow.task_table import launch_table
 from dflow.tracing.errors import DeviceError
 from dflow.tracing.task_name import short_task_name, split_task_name
 
-#: Rows of a table before the rest is summed up in one.
+#: Most rows of a table; one more row sums up the rest.
 MOST_ROWS = 30
 PLAIN_LINE_S = 2.0
 SAME_LINE_S = 30.0
-#: Characters in a line of a table where there is no terminal to ask.
+#: Width of the tables, in characters, where the output is not a terminal.
 PLAIN_WIDTH = 120
 RATE_WINDOW_S = 5.0
 NO_ANSWER = "the coordinator does not answer"
@@ -43,13 +43,13 @@ _LETTER = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"
 
 
 class StepRate:
-    """Steps per second over the last `RATE_WINDOW_S`."""
+    """Steps per second over the last `RATE_WINDOW_S` seconds."""
 
     def __init__(self) -> None:
         self._seen: deque[tuple[float, int]] = deque()
 
     def add(self, status: Status) -> float:
-        """Take note of the status; the rate up to it, 0 while there is none. Time before the first run is left out."""
+        """Add a status, and return the rate up to it; 0 until two are known. Time before the first run is ignored."""
         if not status.steps_total:
             return 0.0
         self._seen.append((status.now_s, status.steps_done))
@@ -60,7 +60,7 @@ class StepRate:
 
 
 def progress_line(status: Status, steps_per_s: float) -> str:
-    """Steps done and to do, steps per second, the mean of the newest losses, and each worker's step time."""
+    """Return steps done and in total, steps per second, the mean of the newest losses, and each worker's step time."""
     if not status.steps_total:
         return f"{status.now_s:5.1f} s  {_present(status)}"
     parts = [f"step {status.steps_done}/{status.steps_total}", f"{steps_per_s:.1f} steps/s"]
@@ -77,7 +77,7 @@ def progress_line(status: Status, steps_per_s: float) -> str:
 
 
 def closing_tables(status: Status, ends: Mapping[str, str]) -> RenderableType:
-    """Results, steps, traffic, variables and tasks; `ends` says how processes ended, by full task name."""
+    """Return the tables shown at the end of a run. `ends` tells how each process ended, by full task name."""
     tables = (
         _results_table(status),
         _steps_table(status),
@@ -90,14 +90,14 @@ def closing_tables(status: Status, ends: Mapping[str, str]) -> RenderableType:
 
 
 def type_text(dtype: str, shape: Sequence[int]) -> str:
-    """The short form of an array's type: `f32[3,3,1,16]`."""
+    """Return the short form of an array's type, such as `f32[3,3,1,16]`."""
     word = dtype.rstrip("0123456789")
     short = _LETTER[word] + dtype[len(word) :] if word in _LETTER else dtype
     return f"{short}[{','.join(map(str, shape))}]"
 
 
 def size_text(size_bytes: int) -> str:
-    """A size with a decimal unit: 999 B, 1.2 kB, 3.4 MB."""
+    """Return a size with a decimal unit, such as 999 B, 1.2 kB or 3.4 MB."""
     size, units = float(size_bytes), ["B", "kB", "MB", "GB", "TB"]
     while size >= 999.95 and len(units) > 1:
         size /= 1000
@@ -107,7 +107,7 @@ def size_text(size_bytes: int) -> str:
 
 @dataclass(frozen=True)
 class TrafficRow:
-    """Values sent over one edge; a task is `job:*` when several tasks of the job sent or got the same."""
+    """Values sent over one edge. A task is `job:*` if the row sums up several tasks of that job."""
 
     edge: str
     source: str
@@ -117,7 +117,7 @@ class TrafficRow:
 
 
 def grouped_traffic(traffic: Iterable[EdgeTraffic]) -> list[TrafficRow]:
-    """One row where tasks of one job take the same part, the largest first."""
+    """Return the traffic, largest first, with one row for all tasks of a job that have the same role for an edge."""
     rows = [
         TrafficRow(t.edge, short_task_name(t.source), short_task_name(t.destination), t.values, t.size_bytes)
         for t in traffic
@@ -140,7 +140,7 @@ def grouped_traffic(traffic: Iterable[EdgeTraffic]) -> list[TrafficRow]:
 
 
 class TerminalView:
-    """The launcher's view on a terminal: tasks' lines scroll above a table of the tasks and a line of progress."""
+    """The launcher's display on a terminal: output of the tasks above a table of the tasks and a progress line."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -165,7 +165,7 @@ class TerminalView:
         self._console.print(text, soft_wrap=True)
 
     def show_status(self, status: Status | None, rows: Sequence[TaskRow]) -> None:
-        """Renew the table and the progress."""
+        """Refresh the table and the progress line."""
         text = progress_line(status, self._rate.add(status)) if status is not None else NO_ANSWER
         line = Text(text, style="bold", overflow="ellipsis", no_wrap=True)
         if status is not None:
@@ -178,13 +178,13 @@ class TerminalView:
         self._console.print(Text(f"dflow: {text}", style="bold"), soft_wrap=True)
 
     def show_end(self, status: Status | None, ends: Mapping[str, str]) -> None:
-        """Print the tables in the place of the progress."""
+        """Replace the progress line by the closing tables."""
         self._live.stop()
         if status is not None:
             self._console.print(closing_tables(status, ends))
 
     def _worker_rates(self, status: Status) -> dict[str, float]:
-        """Steps per second of each worker, by short name."""
+        """Return the steps per second of each worker, by short name."""
         rates = {}
         for worker in status.workers:
             name = short_task_name(worker.task)
@@ -194,9 +194,9 @@ class TerminalView:
 
 
 class PlainView:
-    """The launcher's view in a file or a pipe: no colours, no cursor, one line of progress every two seconds.
+    """The launcher's display in a file or a pipe: no colours, no cursor, one progress line every two seconds.
 
-    Who is up is told when that has changed, and every half minute.
+    Before the first run, the line counts the tasks that are up; unchanged, it is repeated every half minute.
     """
 
     def __init__(self, console: Console) -> None:
@@ -218,7 +218,7 @@ class PlainView:
         self._print(f"[{task}] {line}")
 
     def show_status(self, status: Status | None, rows: Sequence[TaskRow]) -> None:
-        """Print the progress when the last one is old enough; the tasks are told of by events alone."""
+        """Print a progress line if the last one is old enough. The rows are not used: events report the tasks."""
         if status is None:
             return
         rate, present = self._rate.add(status), "" if status.steps_total else _present(status)
@@ -241,9 +241,9 @@ class PlainView:
 
 
 class LoggedView:
-    """A view that keeps what it shows in the logs of the run too; the launcher's own words are in `launcher.log`.
+    """A view that also writes to the run's log files; the launcher's own lines go to `launcher.log`.
 
-    When one of the two cannot be written, as on a full disk, the other has the rest, and the run goes on.
+    If the display or the logs cannot be written, as on a full disk, the other continues, and so does the run.
     """
 
     def __init__(self, view: LaunchView, logs: RunLogs) -> None:
@@ -257,7 +257,7 @@ class LoggedView:
         self._show(partial(self._view.show_line, task, line))
 
     def show_status(self, status: Status | None, rows: Sequence[TaskRow]) -> None:
-        """Show it."""
+        """Show the status."""
         self._show(partial(self._view.show_status, status, rows))
 
     def show_event(self, text: str) -> None:
@@ -266,7 +266,7 @@ class LoggedView:
         self._show(partial(self._view.show_event, text))
 
     def show_end(self, status: Status | None, ends: Mapping[str, str]) -> None:
-        """Show it."""
+        """Show the closing tables."""
         self._show(partial(self._view.show_end, status, ends))
 
     def _log(self, task: str, line: str) -> None:
@@ -274,7 +274,7 @@ class LoggedView:
             self._show(partial(self._view.show_line, "launcher", news))
 
     def _show(self, show: Callable[[], None]) -> None:
-        """Show it; a reader that has gone ends the run, as it ends other programs of a pipe."""
+        """Call `show`. An OSError is logged once; BrokenPipeError ends the run, as for other programs in a pipe."""
         try:
             show()
         except BrokenPipeError:
@@ -290,13 +290,13 @@ def _dated(text: str) -> str:
 
 
 def make_console() -> Console:
-    """Standard output, wide enough for the tables when it is no terminal."""
+    """Return a console on standard output, wide enough for the tables if it is not a terminal."""
     console = Console()
     return console if console.is_terminal else Console(width=PLAIN_WIDTH)
 
 
 def make_view(console: Console) -> TerminalView | PlainView:
-    """The view that fits where the console prints to; use it as a context."""
+    """Return the view for the console's kind of output, as a context manager."""
     return TerminalView(console) if console.is_terminal else PlainView(console)
 
 
@@ -329,7 +329,7 @@ def _colour(task: str) -> str:
 
 
 def make_table(title: str, *columns: str) -> Table:
-    """A table whose columns are left-aligned, or right-aligned when the name starts with `>`."""
+    """Return a table with left-aligned columns, or right-aligned if the name starts with `>`."""
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
         table.add_column(
@@ -424,7 +424,7 @@ def _stall(health: TaskHealth) -> str:
 
 
 def _why(info: TaskInfo, end: str) -> str:
-    """Why the task left, as the coordinator saw it and as its process ended."""
+    """Return why the task left, combining the coordinator's reason and how its process ended."""
     if info.left_at_s is None:
         return end or "live"
     if end == FINISHED or (not end and info.left in NORMAL_ENDS):

@@ -1,7 +1,6 @@
-"""Tasks as a table on the terminal, of those that are launched as of those that are looked at: one in a line.
+"""Terminal table of tasks, one per row, for `dflow launch` and `dflow status`.
 
-It has a bound on its rows: tasks that need a look come first, and what does not fit is counted in the last row, by
-state.
+The number of rows is limited: tasks that need attention come first, and the last row counts the others by state.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ _STYLES = {"running": "green", "starting": "yellow", "ending": "yellow", "finish
 
 @dataclass(frozen=True)
 class TaskLine:
-    """A task: its short name, its state with the style it is shown in, and what stands behind these.
+    """A row: the task's short name, its state with the style of that, and the cells of the other columns.
 
-    `needs_a_look`  whether it is shown before others
+    `needs_a_look`  whether the row comes before others when not all fit
     """
 
     task: str
@@ -36,10 +35,10 @@ class TaskLine:
 
 
 def task_table(lines: Sequence[TaskLine], *columns: str, last: str, most: int, title: str = "") -> Table:
-    """At most `most` rows.
+    """Return a table with at most `most` rows.
 
-    columns  what stands behind task and state, right-aligned when the name starts with `>`
-    last     the last column, which gets the room that is left and is cut to it
+    columns  columns after task and state; right-aligned if the name starts with `>`
+    last     name of the last column, which takes the remaining width and is truncated to it
     """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, expand=True)
     if title:
@@ -59,7 +58,7 @@ def task_table(lines: Sequence[TaskLine], *columns: str, last: str, most: int, t
 
 
 def launch_table(rows: Sequence[TaskRow], steps_per_s: Mapping[str, float], *, most: int) -> Table:
-    """The tasks of a launch; `steps_per_s` is that of each worker which has one, by short name, shown while it runs."""
+    """Return the table of a launch. `steps_per_s` has workers' rates by short name, shown while they run."""
     lines = [_launched(row, steps_per_s.get(row.task) if row.state == "running" else None) for row in rows]
     return task_table(lines, ">restarts", ">steps/s", last="last line", most=most)
 
