@@ -1,7 +1,7 @@
-"""Input pipelines: any Python iterable into a queue, and batches of arrays or of any iterable.
+"""Input pipelines: feed any Python iterable to a queue, and make batches of arrays or of any iterable.
 
-`feed` runs an iterable in threads of its own, into a queue that traced code and other threads take from. `batches` is
-an iterable of batches, in NumPy, for it or for a plain loop.
+`feed` runs an iterable in its own threads and enqueues the elements for traced code and other threads. `batches`
+returns an iterable of NumPy batches, for `feed` or for a plain loop.
 """
 
 from dflow.batching import Batches, batches

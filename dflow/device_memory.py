@@ -1,7 +1,7 @@
-"""How much of a GPU's memory a process takes, and when.
+"""Settings of GPU memory.
 
-JAX reads these settings from the environment when its backend starts, which is when it is first asked for a device, and
-never again. So ours are made when dflow is imported, which starts no backend, and a later one is refused once it is up.
+JAX reads these settings from the environment only once, when its backend starts: at the first use of a device. So
+dflow's defaults are set on import, which starts no backend, and later changes are refused once it is up.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from dflow.tracing.jax_frontend import is_backend_up
 from dflow.tracing.source import at, caller
 
 _FRACTION = "XLA_CLIENT_MEM_FRACTION"
-#: An older name of the same, which JAX refuses beside the new one.
+#: An older name of the same setting; JAX refuses both together.
 _OLD_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 
 def configure(*, memory_fraction: float) -> None:
     """Limit the memory that this process takes of each GPU.
 
-    memory_fraction  the part of all the memory of a GPU, above 0 and at most 1; what JAX takes without it is 0.75.
-                     It takes the place of XLA_CLIENT_MEM_FRACTION, and is a limit alone: memory is taken as it is
-                     needed, unless XLA_PYTHON_CLIENT_PREALLOCATE says otherwise
+    memory_fraction  fraction of a GPU's total memory, above 0 and at most 1; JAX's default is 0.75. It overrides
+                     XLA_CLIENT_MEM_FRACTION. It is only a limit: memory is allocated as needed, unless
+                     XLA_PYTHON_CLIENT_PREALLOCATE says otherwise
 
-    Raises ConfigError for another number, and when JAX has been asked for a device before, as by making an array or a
-    variable: then it is too late.
+    Raises ConfigError for any other value, and when JAX has already used a device, for example to create an array or a
+    variable.
     """
     given: object = memory_fraction
     if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given <= 1 or math.isnan(given):

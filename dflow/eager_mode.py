@@ -1,6 +1,6 @@
-"""`with dflow.eager():` functions of `dflow.jit` run op by op on real values, for print and pdb.
+"""`with dflow.eager():` run the functions of `dflow.jit` op by op on real values, for print and pdb.
 
-It turns on JAX's own `jax.disable_jit`, so that loops and branches of `jax.lax` run as Python too.
+It enables JAX's own `jax.disable_jit`, so that loops and branches of `jax.lax` run as Python too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import dflow.tracing.eager_control_flow  # noqa: F401  (tells JAX how)
+import dflow.tracing.eager_control_flow  # noqa: F401  (registers with JAX how to run dflow's ops eagerly)
 from dflow.static_arguments import StaticArguments
 
 _NUMBERS = (bool, int, float, complex, np.ndarray, np.generic)
@@ -29,10 +29,10 @@ _here = _Here()
 
 @contextmanager
 def eager() -> Iterator[None]:
-    """Run the functions of `dflow.jit` called inside op by op, in this thread: each op acts at once.
+    """Run functions of `dflow.jit` that this thread calls inside op by op; each op takes effect immediately.
 
     Values, final state and errors are those of the compiled run, up to rounding; it is much slower. Gradients are
-    still taken of traces: inside a function that is differentiated, values are abstract.
+    still computed by tracing: inside a function that is differentiated, values are abstract.
     """
     was, _here.is_eager = _here.is_eager, True
     try:
@@ -43,9 +43,9 @@ def eager() -> Iterator[None]:
 
 
 def call_eagerly(fn: Callable[..., Any], static: StaticArguments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call `fn` on real values; numbers and NumPy arrays, but for static ones, become arrays, as a trace has them.
+    """Call `fn` on real values. Numbers and NumPy arrays become JAX arrays, as in a trace, except in static arguments.
 
-    Where `jax.disable_jit` alone is in force they stay what they are, as with JAX's own jit.
+    Under `jax.disable_jit` alone the arguments are not converted, as with JAX's own jit.
     """
     if not _here.is_eager:
         return fn(*args, **kwargs)

@@ -1,6 +1,6 @@
-"""What must be true of an export before its functions are made: its parts agree, and each is of the declared form.
+"""Checks of an export before its functions are made: the parts agree, and each has the declared form.
 
-Why: a directory may come from anywhere. Invariant: a manifest and programs that pass make functions that can be called.
+Why: a directory may come from anywhere. Invariant: functions made of a manifest and programs that pass can be called.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dflow.export_manifest import Manifest, Parameter, Signature, signature_refu
 from dflow.lowering.portable_tree import Dict, Held, NamedTuple, Tree, leaves_of, parts_of, parts_of_type, plain
 from dflow.tracing.types import dtype_name
 
-#: Levels of a tree.
+#: Most levels of a tree.
 _MOST_DEPTH = 64
 
 _KINDS = {
@@ -27,12 +27,12 @@ _KINDS = {
 
 
 def python_signature(parameters: list[Parameter]) -> inspect.Signature:
-    """The parameters as Python knows them. Raises ValueError where no function can have them."""
+    """Return the parameters as a Python signature. Raises ValueError if no function can have them."""
     return inspect.Signature([inspect.Parameter(one.name, _KINDS[one.by]) for one in parameters])
 
 
 def check_manifest(manifest: Manifest) -> None:
-    """Raise ValueError, which says what, where a part of a manifest says against another or cannot be."""
+    """Raise ValueError, with the reason, if parts of a manifest contradict each other or are invalid."""
     for name, signature in manifest.signatures.items():
         if refusal := signature_refusal(name):
             raise ValueError(refusal)
@@ -71,7 +71,7 @@ def _check_node(name: str, node: Tree, manifest: Manifest) -> None:
 
 
 def check_program(manifest: Manifest, signature: Signature, program: jax.export.Exported) -> None:
-    """Raise ValueError unless the program takes and gives what the manifest says of it."""
+    """Raise ValueError unless the inputs and outputs of the program are those in the manifest."""
     state = {name: manifest.variables[name].type for name in signature.variables}
     constants = {name: manifest.constants[stored] for name, stored in signature.constants.items()}
     args = [_types(parameter.tree) for parameter in signature.parameters if parameter.by != "name"]
@@ -89,7 +89,7 @@ def _derivatives(program: jax.export.Exported) -> int:
 
 
 def _types(tree: Tree) -> Any:
-    """A tree in the form of JAX's files, with the text of its type for each array."""
+    """Return a tree as `jax.export` stores it, with the text of the type as each leaf."""
     return plain(tree, iter([type for _, type in leaves_of(tree, "")]))
 
 

@@ -1,12 +1,12 @@
-"""The directory of an export: a manifest in JSON, the programs as `jax.export` serialises them, and the arrays.
+"""Files of an export: a manifest in JSON, the programs as `jax.export` serialises them, and the arrays.
 
-    manifest.json           what there is: signatures, names, types, versions
+    manifest.json           the contents: signatures, names, types, versions
     programs/<signature>    one program for all its platforms
-    variables/              the values of the variables by name, a folder such as `lowering/array_files.py` writes
+    variables/              the values of the variables by name, in the format of `lowering/array_files.py`
     constants/              the large arrays that the functions close over, likewise
 
-A directory appears under its name whole or not at all. The manifest holds the size and the digest of each program, so
-that a damaged file is known before it runs.
+A directory appears complete or not at all. The manifest has the size and the SHA-256 digest of each program, so that a
+damaged file is detected before it runs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dflow.lowering.whole_folder import present, whole_folder, write_file
 from dflow.tracing.errors import CheckpointError, ExportError
 from dflow.tracing.source import at, caller
 
-#: The form of directory that this dflow writes, and the newest that it reads.
+#: The format version that this dflow writes, and the newest that it reads.
 FORMAT = 1
 
 MANIFEST = "manifest.json"
@@ -35,12 +35,12 @@ PROGRAMS = "programs"
 VARIABLES = "variables"
 CONSTANTS = "constants"
 
-#: Of a manifest.
+#: Most bytes of a manifest.
 _MOST_BYTES = 64 << 20
 
 
 class _Form(msgspec.Struct, frozen=True):
-    """What every format has."""
+    """The fields that every format version has."""
 
     format: int
     dflow: str = "unknown"
@@ -55,9 +55,9 @@ def write(
     *,
     overwrite: bool,
 ) -> None:
-    """Write an export to `path`, which holds it whole when this returns, and what it held before until then.
+    """Write an export to `path`, which keeps its earlier content until the new one is complete.
 
-    Raises CheckpointExists where something is there that may not be replaced.
+    Raises CheckpointExists if `path` exists and must not be replaced.
     """
     signatures = {
         name: msgspec.structs.replace(
@@ -77,7 +77,7 @@ def write(
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of the export at `path`. Raises ExportError where there is none that this dflow can read."""
+    """Return the manifest of the export at `path`. Raises ExportError if there is none that this dflow can read."""
     path = present(path)
     try:
         content = read_regular(path / MANIFEST, _MOST_BYTES)
@@ -108,7 +108,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def read_content(path: Path, name: str, signature: Signature) -> bytes:
-    """The program of a signature. Raises ExportError where it is not the one that was written."""
+    """Return the program of a signature. Raises ExportError if it is missing or differs from its digest."""
     file = path / PROGRAMS / name
     try:
         content = read_regular(file, max(0, signature.size_bytes))
@@ -124,7 +124,7 @@ def read_content(path: Path, name: str, signature: Signature) -> bytes:
 
 
 def read_values(path: Path, folder: str, names: Iterable[str]) -> dict[str, Any]:
-    """The arrays of these names, as NumPy has them; PRNG keys as JAX has. Raises ExportError."""
+    """Return the arrays of these names as NumPy arrays, or JAX arrays for PRNG keys. Raises ExportError."""
     try:
         return read_arrays(path / folder).read(dict.fromkeys(names))
     except CheckpointError as error:
@@ -132,5 +132,5 @@ def read_values(path: Path, folder: str, names: Iterable[str]) -> dict[str, Any]
 
 
 def damaged(file: Path, what: str) -> ExportError:
-    """The error that says what is wrong with a part of an export."""
+    """Return the error for a damaged file of an export."""
     return ExportError(f"{file} is damaged: {what}{at(caller())}\n  copy the directory again, or export again")

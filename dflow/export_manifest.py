@@ -1,4 +1,4 @@
-"""What an export says of itself, and the same as text for people."""
+"""The manifest of an export, and its text form."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import msgspec
 from dflow.lowering.portable_tree import Tree, text
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
-#: What is an attribute of what `dflow.load` gives.
+#: Attributes of `Loaded`, which no function may have as its name.
 _TAKEN = frozenset({"mlir_module", "save", "signatures", "variables"})
 
 
 class Parameter(msgspec.Struct, frozen=True):
-    """A parameter: `by` says whether calls give it by position, by name, or either."""
+    """A parameter; `by` is how calls pass it: by position, by name, or either."""
 
     name: str
     by: Literal["position", "either", "name"]
@@ -30,12 +30,12 @@ class Signature(msgspec.Struct, frozen=True):
 
     parameters: list[Parameter]
     result: Tree
-    #: Parameters that are no arguments any more, each with what it was: static values, variables.
+    #: Parameters that calls no longer pass, each with the text of its value: static values and variables.
     fixed: dict[str, str]
-    #: The variables that the program takes and gives, and those that it changes.
+    #: The variables that are inputs and outputs of the program, and those among them that it changes.
     variables: list[str]
     writes: list[str]
-    #: By the program's name for it: the array that is given there.
+    #: By the program's name for a constant: the name of its stored array.
     constants: dict[str, str]
     platforms: list[str]
     vjp_order: int
@@ -45,33 +45,33 @@ class Signature(msgspec.Struct, frozen=True):
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """A variable."""
+    """A variable's type, such as `f32[3]`, and whether it is trainable."""
 
     type: str
     trainable: bool
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """All that an export says of itself."""
+    """The contents of an export's `manifest.json`."""
 
     format: int
     dflow: str
     jax: str
     variables: dict[str, Entry]
-    #: The type of each large array that the functions close over.
+    #: The type of each large array that the functions close over, by name.
     constants: dict[str, str]
     signatures: dict[str, Signature]
 
 
 def signature_refusal(name: object) -> str | None:
-    """Why a signature cannot be called so; None where it can."""
+    """Return why a function cannot be exported under this name, or None."""
     if not isinstance(name, str) or _NAME.fullmatch(name) is None or keyword.iskeyword(name):
         return f"{name!r} is no name of a function"
     return f"{name!r} is what a loaded export has itself" if name in _TAKEN else None
 
 
 def listing(manifest: Manifest) -> str:
-    """What an export holds, for people."""
+    """Return a listing of an export's functions, variables and constants."""
     lines = [f"exported by dflow {manifest.dflow} with JAX {manifest.jax}"]
     for name, signature in manifest.signatures.items():
         lines += ["", *_lines_of(name, signature)]
@@ -96,7 +96,7 @@ def _lines_of(name: str, signature: Signature) -> list[str]:
 
 
 def signature_text(name: str, signature: Signature) -> str:
-    """A signature as Python writes it, with types: `serve(images: f32[b,784], *, k: i32[]) -> f32[b,10]`."""
+    """Return a signature like Python's, with types: `serve(images: f32[b,784], *, k: i32[]) -> f32[b,10]`."""
     return f"{name}({', '.join(_parameters_text(signature.parameters))}) -> {text(signature.result)}"
 
 
@@ -113,6 +113,6 @@ def _parameters_text(parameters: Sequence[Parameter]) -> list[str]:
 
 
 def and_list(words: Iterable[str]) -> str:
-    """`a, b and c`."""
+    """Join words as in `a, b and c`."""
     *first, last = words
     return f"{', '.join(first)} and {last}" if first else last

@@ -1,4 +1,4 @@
-"""From a function and the types of its arguments to a signature and its program."""
+"""Trace a function for export: from argument types to a signature and its program."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _VARIADIC = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL
 
 @dataclass(frozen=True)
 class Options:
-    """How programs are made; see `dflow.export`."""
+    """Options of an export; see `dflow.export`."""
 
     platforms: tuple[str, ...]
     vjp_order: int
@@ -39,18 +39,18 @@ class Options:
 
 @dataclass(frozen=True)
 class Made:
-    """A signature, and what its program is made of."""
+    """A traced function: its signature, its pure form, and its program as an object and as bytes."""
 
     signature: Signature
     pure: PureProgram
     program: jax.export.Exported
     content: bytes
-    #: All that the signature names: what the function touches, and what it returns.
+    #: The variables that the function uses or returns, by name.
     variables: Mapping[str, Variable]
 
 
 def make(name: str, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Made:
-    """Trace `fn` for arguments of these types, and export what it does. Raises ExportError."""
+    """Trace `fn` for these types of arguments, and lower it to a program. Raises ExportError."""
     if not callable(fn):
         raise ExportError(
             f"{name} is a {type(fn).__name__}, which is no function{at(caller())}\n"
@@ -108,7 +108,7 @@ def _tree(name: str, treedef: Any, types: Sequence[ArrayType], path: str) -> Tre
 def _parameters(
     name: str, jitted: Any, args: tuple[Any, ...], kwargs: dict[str, Any], looked: Any
 ) -> tuple[list[Parameter], dict[str, str]]:
-    """The parameters of the exported function in order, and those that are fixed, each with its value as text."""
+    """Return the exported function's parameters in order, and the fixed ones with the text of their value."""
     static = static_arguments(jitted).test_of(args)
     infos = iter(jax.tree_util.tree_leaves(handles(looked.args_info)))
     parameters: list[Parameter] = []
@@ -134,13 +134,13 @@ _By = Literal["position", "either", "name"]
 
 
 def _given(jitted: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, _By, int | str, Any]]:
-    """Each argument with its parameter's name, how calls give it, and what `static_argnums` or `-names` call it."""
+    """Return each argument as (name, how calls pass it, position or keyword as in `static_argnums`, value)."""
     try:
         parameters = list(inspect.signature(jitted).parameters.values())
     except (TypeError, ValueError):
         parameters = []
     by_position = {index for index, p in enumerate(parameters[: len(args)]) if p.kind in _VARIADIC}
-    # What stands before an argument that has no name is given by position too.
+    # Positional-only, too: every parameter before one without a name.
     unnamed = max(by_position, default=-1) if len(args) <= len(parameters) else len(args) - 1
     found: list[tuple[str, _By, int | str, Any]] = []
     for index, value in enumerate(args):
@@ -151,7 +151,7 @@ def _given(jitted: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> lis
 
 
 def _constants(fn: Callable[..., Any], consts: Sequence[Any]) -> dict[str, Any]:
-    """The large arrays among the constants, called as the function calls them, where it has a name for them."""
+    """Return the large arrays among the constants, under the function's names for them if it has any."""
     seen = _names_seen_by(fn)
     named: dict[str, Any] = {}
     for index, const in enumerate(const for const in consts if is_large(const)):
@@ -161,7 +161,7 @@ def _constants(fn: Callable[..., Any], consts: Sequence[Any]) -> dict[str, Any]:
 
 
 def _names_seen_by(fn: Any) -> dict[str, Any]:
-    """The arrays that the code of a function, and of the user's functions that it names, has names for."""
+    """Return the arrays named in the code of a function and of the user's functions that it refers to, by name."""
     arrays: dict[str, Any] = {}
     functions, looked_at = [fn], set()
     while functions:

@@ -1,4 +1,4 @@
-"""`dflow.export`: functions with their state made ready to run where none of the user's code is."""
+"""`dflow.export`: prepare functions with their state to run without the user's code."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from dflow.tracing.types import array_type_of
 
 
 class Exported:
-    """Functions with their state, ready to be saved. Made by `export`; printed, it lists them."""
+    """Functions with their state, ready to be saved. Made by `export`; its `str` lists them."""
 
     def __init__(self, made: Mapping[str, Made]) -> None:
         self._made = dict(made)
@@ -49,10 +49,10 @@ class Exported:
         return tuple(self._made)
 
     def save(self, path: Any, *, overwrite: bool = False) -> Path:
-        """Write a directory that `dflow.load` reads, with the values that the variables have now; gives its path.
+        """Write a directory for `dflow.load`, with the current values of the variables; return its path.
 
-        The directory is there whole or not at all. Raises CheckpointExists when `path` exists, save that with
-        `overwrite=True` an export is replaced.
+        The directory appears complete or not at all. Raises CheckpointExists if `path` exists; but with
+        `overwrite=True`, an existing export is replaced.
         """
         place = Path(path)
         programs = {name: one.content for name, one in self._made.items()}
@@ -60,9 +60,9 @@ class Exported:
         return place
 
     def mlir_module(self, signature: str | None = None, *, platform: str | None = None) -> str:
-        """The StableHLO of a function as text: that for all its platforms, or what it is for one alone.
+        """Return the StableHLO text of a function, for all its platforms or for one of them.
 
-        Raises ExportError for a function or a platform that is not there, or no name where there are several.
+        Raises ExportError for an unknown function or platform, or if there are several functions and none is named.
         """
         one = self._made[chosen(signature, self.signatures)]
         if platform is None:
@@ -90,7 +90,7 @@ class Exported:
                 )
 
     def _add_constants(self, signature: str, one: Made) -> dict[str, str]:
-        """The names under which a program's constants are kept; an array that two functions close over is kept once."""
+        """Return the stored name of each constant of a program. An array used by several functions is stored once."""
         stored = {}
         for name, value in one.pure.constants.items():
             known = next((kept for kept, other in self._constants.items() if other is value), None)
@@ -111,19 +111,19 @@ def export(
     disabled_checks: Sequence[jax.export.DisabledSafetyCheck] = (),
     **named_specs: Any,
 ) -> Exported:
-    """Make a function, and the variables it touches, ready to run where none of this code is.
+    """Prepare a function, and the variables it uses, to run in a process without its Python code.
 
-    fn         a function, decorated or not; or several by name, each `(fn, *specs)` or what `export` gave for it
-    specs      its arguments, by position and by name: arrays or `jax.ShapeDtypeStruct`s in pytrees, whose dimensions
-               may be symbolic (`dflow.spec("b, 784", jnp.float32)`). Static arguments are given as they are and fixed
-               from then on; so are arguments that are variables
-    platforms  what to make it for, of cpu, cuda, rocm and tpu, whatever this process runs on
-    vjp_order  how often what is loaded can be differentiated
-    disabled_checks  as `jax.export.export` takes them: allows calls of named targets outside of XLA
+    fn         a function, decorated or not; or several by name, each as `(fn, *specs)` or an `Exported`
+    specs      arguments by position and, as `named_specs`, by name: pytrees of arrays or `jax.ShapeDtypeStruct`s, whose
+               dimensions may be symbolic (`dflow.spec("b, 784", jnp.float32)`). Static arguments and variables are
+               passed as they are, and become fixed parts of the export
+    platforms  target platforms, of cpu, cuda, rocm and tpu; they need not be present here
+    vjp_order  how many times the loaded function can be differentiated
+    disabled_checks  as for `jax.export.export`; allows custom calls of named targets outside XLA
 
-    An argument of `fn` that is called as one of these three is given by position. The values of the variables are read
-    when it is saved. Raises ExportError, which names the op and its line, for what has no meaning in another process
-    or cannot be lowered for a platform.
+    An argument of `fn` that has the name of one of these options must be passed by position. The values of the
+    variables are read by `Exported.save`. Raises ExportError, naming the op and its line, for a function that has no
+    meaning in another process or cannot be lowered for a platform.
     """
     if is_tracing():
         raise ExportError(f"export is called inside traced code{at(caller())}\n  call it outside of any function")
@@ -143,12 +143,12 @@ def export(
 
 
 def spec(shape: str | Sequence[int | str], dtype: Any) -> jax.ShapeDtypeStruct:
-    """The type of an argument, for `export`: `dflow.spec("b, 784", jnp.float32)`.
+    """Return an argument type for `export`, such as `dflow.spec("b, 784", jnp.float32)`.
 
-    shape  as `jax.export.symbolic_shape` reads it, or a tuple; a letter is any size, the same one in every spec
-    dtype  of the array, in JAX's default precision
+    shape  a string for `jax.export.symbolic_shape`, or a sequence; a letter is any size, the same one in every spec
+    dtype  dtype of the array, reduced to 32 bits unless JAX's 64-bit mode is on
 
-    Raises ExportError for what is no shape.
+    Raises ExportError if `shape` cannot be read.
     """
     given = shape if isinstance(shape, str) else ", ".join(map(str, shape))
     try:
@@ -162,12 +162,12 @@ def spec(shape: str | Sequence[int | str], dtype: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(dims, dtype if is_extended else jax.dtypes.canonicalize_dtype(dtype))
 
 
-#: Of all letters in `spec`, since JAX does not let two scopes meet in one function.
+#: Scope of all letters in `spec`: JAX does not allow two scopes in one function.
 _SCOPE = jax.export.SymbolicScope()
 
 
 def values_now(variables: Mapping[str, Variable]) -> dict[str, Any]:
-    """The values of variables; those of one process are of one moment, between the steps of other threads."""
+    """Return the values of variables by name; those of one process are from one moment between steps."""
     values: dict[str, Any] = {}
     for backend, here in by_backend(variables).items():
         values.update(zip(here, backend.snapshot([*here.values()]), strict=True))
@@ -175,7 +175,7 @@ def values_now(variables: Mapping[str, Variable]) -> dict[str, Any]:
 
 
 def chosen(name: str | None, among: Sequence[str]) -> str:
-    """The function named, or the only one. Raises ExportError, which lists those that are there."""
+    """Return `name`, or the only function's name. Raises ExportError, listing the functions, if there is no match."""
     if name is None and len(among) == 1:
         return among[0]
     if name is None or name not in among:
@@ -193,7 +193,7 @@ def _check_platforms(platforms: Any) -> None:
 
 
 def _name_of(fn: Any) -> str:
-    """The name of a single function; `call` for one that has none."""
+    """Return the export name of a single function; `call` if its own cannot be used."""
     name = getattr(fn, "__name__", "call")
     return name if signature_refusal(name) is None else "call"
 

@@ -1,8 +1,8 @@
 """JAX's functions, taking variables where they take arrays.
 
 One rule makes `dflow.numpy`, `dflow.lax`, `dflow.nn` and `dflow.random` from JAX's modules of these names: a function
-reads the variables among its arguments, however deep in a pytree they are, and is JAX's function otherwise. All else
-(dtypes, constants, classes) is JAX's own object. No numerics are here.
+reads the variables among its arguments, at any depth of a pytree, and is otherwise JAX's function. All other members
+(dtypes, constants, classes) are JAX's own objects. There are no numerics here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dflow.tracing.resources import is_variable, read
 
 
 def accepting(member: Any) -> Any:
-    """A function made to accept variables; what is no function is given back as it is."""
+    """Return a function that accepts variables; return any other object unchanged."""
     if isinstance(member, jnp.ufunc):
         return Ufunc(member)
     if not callable(member) or isinstance(member, type) or get_origin(member) is not None:
@@ -29,7 +29,7 @@ def accepting(member: Any) -> Any:
 
 
 def reading(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function on the values of the variables it is given; so is a function that it returns."""
+    """Return the function applied to the values of its variables, and so for any function that it returns."""
 
     @functools.wraps(function)
     def on_values(*args: Any, **kwargs: Any) -> Any:
@@ -45,7 +45,7 @@ def _has_variable(tree: Any) -> bool:
 
 
 class Ufunc:
-    """A universal function of `jax.numpy` that accepts variables, in its methods too: `reduce`, `outer`, `at`."""
+    """A universal function of `jax.numpy` that accepts variables, also in its methods: `reduce`, `outer`, `at`."""
 
     def __init__(self, ufunc: jnp.ufunc) -> None:
         functools.update_wrapper(self, ufunc)
@@ -68,12 +68,12 @@ class Ufunc:
 
 
 def public_names(source: ModuleType) -> list[str]:
-    """The names that a mirror of this module has."""
+    """Return the public names of a module, which its mirror has too."""
     return [name for name in dir(source) if not name.startswith("_")]
 
 
 def mirror(name: str, source: ModuleType) -> ModuleType:
-    """A module called `name` with the members of `source`, importable by that name."""
+    """Return the module called `name` with the members of `source`; it can be imported by that name."""
     if name not in sys.modules:
         made = ModuleType(name, source.__doc__)
         fill(made, source)
@@ -82,10 +82,10 @@ def mirror(name: str, source: ModuleType) -> ModuleType:
 
 
 def fill(module: ModuleType, source: ModuleType) -> None:
-    """Let `module` find the members of `source` when they are first asked for."""
+    """Let `module` look up the members of `source` on first use."""
 
     def find(name: str) -> Any:
-        # Of the names with underscores, the array API's alone are for users; `__path__` would make a package of it.
+        # Names with underscores are private, except the array API's; `__path__` would make the module a package.
         if name.startswith("_") and not name.startswith("__array_"):
             raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}", name=name, obj=module)
         try:

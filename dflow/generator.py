@@ -1,4 +1,4 @@
-"""`dflow.Generator`: random numbers whose state is a variable, so that no trace bakes one in."""
+"""`dflow.Generator`: random numbers whose state is a variable, so that no trace makes it a constant."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from dflow.tracing.state_primitives import split_p
 
 
 class Generator:
-    """A sequence of JAX random keys.
+    """A sequence of JAX random keys. Thread-safe.
 
-    seed  an integer, or a JAX key to begin from; one seed gives one sequence, traced or not
-    name  what the variable that holds the state is called; on a cluster, generators of one name are one sequence
-    impl  the algorithm, as `jax.random.key` takes it; given none, that of `seed` or JAX's default
+    seed  an integer, or a JAX key to start from; equal seeds give equal sequences, traced or not
+    name  name of the variable with the state; on a cluster, generators with the same name share one sequence
+    impl  the algorithm, as for `jax.random.key`; default: that of `seed` if it is a key, or else JAX's
 
-    The state is `key`, a variable of plain integers (`jax.random.key_data`): checkpoint and assign it as any other.
-    In traced code each `split` reads and writes it, so each call of a compiled function goes on where the last one
-    ended. Generators cannot be made inside traced code.
+    The state is `key`, a variable of integers (`jax.random.key_data`), which can be saved and assigned like any other.
+    In traced code each `split` reads and writes it, so each call of a compiled function continues the sequence.
+    Raises VariableError when created inside traced code.
     """
 
     def __init__(self, seed: Any = 0, *, name: str | None = None, impl: str | None = None) -> None:
@@ -44,9 +44,9 @@ class Generator:
             lambda: jax.random.key_data(seed if is_key else jax.random.key(seed, impl=impl)),
             name=name,
         )
-        # Without a reference to this object, so that it is freed when its last user is gone.
+        # Not a bound method, which would keep this object alive.
         self._advance = functools.partial(_advance, self.key, self._impl)
-        #: By shape: one compiled function each, since a function of many shapes is warned about.
+        #: By shape: one compiled function each, because one function with many shapes would get a RetraceWarning.
         self._advance_now: dict[tuple[int, ...], Function[[], jax.Array]] = {}
         self._lock = threading.Lock()
 
@@ -57,13 +57,13 @@ class Generator:
 
     @property
     def impl(self) -> str:
-        """The algorithm, as `jax.random.key` takes it."""
+        """The algorithm, as for `jax.random.key`."""
         return self._impl
 
     def split(self, n: int | Sequence[int] | None = None) -> jax.Array:
-        """A fresh key; or, with a number or a shape, an array of fresh keys. No key is ever given twice.
+        """Return a new key, or an array of new keys of shape `n`. No key is returned twice.
 
-        Raises VariableError under `vmap`, where all of the batch would get the same key: split before, and map over
+        Raises VariableError under `vmap`, where the whole batch would get the same key: split before, and map over
         the keys too.
         """
         shape = () if n is None else tuple(n) if isinstance(n, Sequence) else (operator.index(n),)
@@ -75,7 +75,7 @@ class Generator:
             return self._advance_now[shape]()
 
     def fork(self, *, name: str | None = None) -> Generator:
-        """A generator of its own, begun from the next key of this one."""
+        """Return a new, independent generator that starts from the next key of this one."""
         return Generator(self.split(), name=name)
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""The graph of each traced function after each pass, as files in the folder that `DFLOW_DUMP` names."""
+"""Dumps of the graph of each traced function after each pass, in the directory that `DFLOW_DUMP` names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _numbers = itertools.count()
 
 
 def dumper(name: str) -> Observer | None:
-    """What writes the graphs of the function `name`; None when no folder is named."""
+    """Return a function that writes each graph of the function `name` to a file, or None if dumps are off."""
     if CONFIG.dump is None:
         return None
     folder = CONFIG.dump / f"{next(_numbers):03d}-{name.strip('<>')}"

@@ -1,4 +1,4 @@
-"""Where to put boxes and the edges between them: layers from top to bottom, few crossings, straight where possible.
+"""Layout of boxes and the edges between them: layers from top to bottom, few crossings, straight where possible.
 
 Pure geometry: boxes are numbers with a size. Layers by the longest path from above; order within a layer by the
 barycenters of neighbours; positions by least squares that keep boxes apart. Lengths are in px.
@@ -15,16 +15,16 @@ Point = tuple[float, float]
 
 COLUMN_GAP = 24.0
 LAYER_GAP = 34.0
-#: How many boxes stand side by side at most; more make the picture longer instead.
+#: Most boxes in a layer; more boxes make the picture longer instead.
 WIDEST = 10
 _SWEEPS = 6
-#: What an edge passing through a layer takes of its width.
+#: Width that an edge takes in each layer that it passes through.
 _PASSING = 10.0
 
 
 @dataclass(frozen=True)
 class Layout:
-    """`centers` of the boxes, the `paths` of the edges as given (from box to box, layer by layer), and the size."""
+    """`centers` of the boxes, `paths` of the edges in their order (each with a point per layer), and the total size."""
 
     centers: tuple[Point, ...]
     paths: tuple[tuple[Point, ...], ...]
@@ -33,9 +33,9 @@ class Layout:
 
 
 def layers_of(count: int, edges: Iterable[tuple[int, int]]) -> list[int]:
-    """A layer for each box, such that every edge, which goes from a lower number to a higher, goes down.
+    """Return a layer for each box, such that every edge goes down. Edges go from a lower box number to a higher.
 
-    Boxes that take little stand just above the first that needs them. No layer has more than `WIDEST` boxes.
+    Boxes with few inputs are just above their first consumer. No layer has more than `WIDEST` boxes.
     """
     above: list[list[int]] = [[] for _ in range(count)]
     below: list[list[int]] = [[] for _ in range(count)]
@@ -53,7 +53,7 @@ def layers_of(count: int, edges: Iterable[tuple[int, int]]) -> list[int]:
 
 
 def _wished_layers(above: Sequence[list[int]], below: Sequence[list[int]]) -> list[int]:
-    """The layers by the longest paths; then boxes sink towards those that need them, where that shortens edges."""
+    """Return layers by the longest paths, but with boxes moved down to their consumers where that shortens edges."""
     layers = [0] * len(above)
     for box, sources in enumerate(above):
         layers[box] = max((layers[source] + 1 for source in sources), default=0)
@@ -64,7 +64,7 @@ def _wished_layers(above: Sequence[list[int]], below: Sequence[list[int]]) -> li
 
 
 def laid_out(sizes: Sequence[Point], edges: Sequence[tuple[int, int]]) -> Layout:
-    """Place boxes of these sizes (width, height); edges go from a lower number to a higher."""
+    """Lay out boxes of these sizes (width, height). Edges go from a lower box number to a higher."""
     layers = layers_of(len(sizes), edges)
     items, chains = _with_passing_points(sizes, layers, edges)
     rows: list[list[int]] = [[] for _ in range(max(layers, default=0) + 1)]
@@ -87,7 +87,7 @@ _Item = tuple[Point, int]
 def _with_passing_points(
     sizes: Sequence[Point], layers: Sequence[int], edges: Sequence[tuple[int, int]]
 ) -> tuple[list[_Item], list[list[int]]]:
-    """The boxes and the points where edges pass through layers; and each edge as a chain of these."""
+    """Return the boxes and the points where edges pass through layers, and each edge as a chain of indices of these."""
     items: list[_Item] = list(zip(sizes, layers, strict=True))
     chains = []
     for source, target in edges:
@@ -109,7 +109,7 @@ def _neighbours(count: int, chains: Sequence[Sequence[int]]) -> tuple[list[list[
 
 
 def _order(rows: list[list[int]], up: list[list[int]], down: list[list[int]]) -> None:
-    """Sort each row by where its neighbours in the row before are, downwards and upwards in turn."""
+    """Sort each row by the positions of its neighbours in the previous row, alternately downwards and upwards."""
     place = {item: float(index) for row in rows for index, item in enumerate(row)}
     for sweep in range(_SWEEPS):
         downwards = sweep % 2 == 0
@@ -120,7 +120,7 @@ def _order(rows: list[list[int]], up: list[list[int]], down: list[list[int]]) ->
 
 
 def _columns(rows: list[list[int]], widths: list[float], up: list[list[int]], down: list[list[int]]) -> list[float]:
-    """The x of each item: near the mean of its neighbours, in the order of its row, without overlap."""
+    """Return the x of each item: near the mean of its neighbours, in the order of its row, without overlap."""
     xs = [0.0] * len(widths)
     for row in rows:
         for item, x in zip(row, _apart([0.0] * len(row), [widths[item] for item in row]), strict=True):
@@ -136,9 +136,9 @@ def _columns(rows: list[list[int]], widths: list[float], up: list[list[int]], do
 
 
 def _apart(wished: Sequence[float], widths: Sequence[float]) -> list[float]:
-    """The positions nearest to those wished (in squares) that keep the order and the gaps.
+    """Return the positions nearest to `wished` (by least squares) that keep the order and the gaps.
 
-    Less the room that those before take, positions may only grow, so neighbours that would fall are pooled.
+    Measured from where the items before would push them, positions must not decrease; falling ones are averaged.
     """
     room = [0.0]
     for left, right in itertools.pairwise(widths):
@@ -155,7 +155,7 @@ def _apart(wished: Sequence[float], widths: Sequence[float]) -> list[float]:
 
 
 def _tops(rows: list[list[int]], heights: list[float]) -> tuple[list[float], float]:
-    """The top of each row, and the bottom of the last."""
+    """Return the top of each row, and the bottom of the last."""
     tops, y = [], 0.0
     for row in rows:
         tops.append(y)
@@ -168,7 +168,7 @@ def _row_height(row: list[int], items: Sequence[_Item]) -> float:
 
 
 def _ends(chain: Sequence[int], centers: Sequence[Point], items: Sequence[_Item]) -> Iterable[Point]:
-    """The edge from the bottom of its first box to the top of its last."""
+    """Yield the points of an edge, from the bottom of its first box to the top of its last."""
     first, *passing, last = chain
     yield centers[first][0], centers[first][1] + items[first][0][1] / 2
     yield from (centers[item] for item in passing)

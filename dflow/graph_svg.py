@@ -1,4 +1,4 @@
-"""A drawing as SVG: colours by device, a red edge on what has effects, what a box holds in its tooltip."""
+"""A graph drawing as SVG: colours by device, a red edge on boxes with effects, details in tooltips."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _LINE = 15.0
 _PADDING = 9.0
 _MARGIN = 16.0
 _LONGEST = 36
-#: Edges that go past more layers than this would cross the whole picture; the box below names what it takes instead.
+#: Edges across more layers than this are not drawn; the target box lists the value by name instead.
 _FURTHEST = 12
 
 _EFFECT = "#ea580c"
-#: How many lines there are of variables and other values that are set aside.
+#: Most legend lines for variables and other values that are listed instead of drawn.
 _MOST_ASIDE = 12
 
 _STYLE = (
@@ -35,7 +35,7 @@ _TIP = (
 
 
 def svg(drawing: Drawing) -> str:
-    """The picture, as the text of one `<svg>` element."""
+    """Return the picture as the text of one `<svg>` element."""
     drawing = _without_far_edges(drawing)
     sizes = [_size(box) for box in drawing.boxes]
     layout = laid_out(sizes, [edge[:2] for edge in drawing.edges])
@@ -66,7 +66,7 @@ def _without_far_edges(drawing: Drawing) -> Drawing:
 
 
 def _lines(box: Box) -> list[tuple[str, str]]:
-    """The lines of a box, each with its class."""
+    """Return the lines of a box, each with its CSS class."""
     mark = "! " if box.has_effects else ""
     takes = " ".join(box.takes)
     lines = [("title", mark + box.title), ("detail", box.detail), ("takes", takes)]
@@ -88,7 +88,7 @@ def _colours(boxes: Sequence[Box]) -> dict[str | None, str]:
 
 
 def _legend(drawing: Drawing, colours: Mapping[str | None, str]) -> Iterator[tuple[str | None, str]]:
-    """The lines above the picture, each with the colour it explains."""
+    """Yield the lines above the picture, each with the colour it explains, or None."""
     if drawing.note:
         yield None, drawing.note
     yield from ((colour, device) for device, colour in colours.items() if device is not None)
@@ -109,7 +109,7 @@ def _drawn_legend(lines: Sequence[tuple[str | None, str]]) -> Iterator[str]:
 
 
 def _edge(path: Sequence[Point], edge: Edge) -> str:
-    """A curve that leaves and enters each layer straight down."""
+    """Return the SVG of an edge: a curve that is vertical where it crosses a layer."""
     (x, y), *rest = path
     line = f"M{x:.1f},{y:.1f}"
     for to_x, to_y in rest:

@@ -1,4 +1,4 @@
-"""`dflow.graph`: the graph of a function, to read, to look at, and to run in parts."""
+"""`dflow.graph`: the graph of a function, to read, to draw, and to run in parts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dflow.tracing.variable_trees import handles
 
 
 class GraphView:
-    """A function's graph, before any pass; `print` gives its text. Made by `dflow.graph`, or from text by `parse`."""
+    """A function's graph before any pass; its `str` is the graph's text. Made by `dflow.graph` or `GraphView.parse`."""
 
     def __init__(
         self,
@@ -34,20 +34,20 @@ class GraphView:
 
     @staticmethod
     def parse(text: str) -> GraphView:
-        """The graph that a text describes; it has no variables. Raises ParseError with line and column."""
+        """Return the graph that a text describes, without variables. Raises ParseError with line and column."""
         return GraphView(parse(text))
 
     def run(self, fetches: Any, feeds: Mapping[str, Any] | None = None) -> Any:
         """Run the part of the graph that `fetches` needs, on the real variables.
 
-        fetches  names of values as the text has them, with `%` or without: one, or a list, tuple or dict of several
-        feeds    values by name, in the place of what the graph would compute; arguments have those of `dflow.graph`
-        returns  the values, structured as `fetches`; None for a write
-        raises   GraphNameError, which gives near names; GraphTypeError for a feed of another type
+        fetches  names of values as in the text, with or without `%`: a name, or a pytree of names
+        feeds    values by name, used instead of computing them; arguments default to those passed to `dflow.graph`
+        returns  the values, in the structure of `fetches`; None for a write
+        raises   GraphNameError, with similar names; GraphTypeError for a feed of another type, or a missing value
 
-        Each value is what the whole graph would give: writes that a fetched value comes after are made, others are
-        not. A variable that is fetched is read at the end; one that is fed is not touched. The same fetches and feeds
-        are compiled once.
+        Each value is what the whole graph would compute. Only writes that a fetched value depends on are done. A
+        fetched variable is read at the end; a fed variable is not changed. Each set of fetches and feeds is compiled
+        once.
         """
         names, structure = jax.tree_util.tree_flatten(fetches)
         given = feeds or {}
@@ -57,10 +57,10 @@ class GraphView:
         return jax.tree_util.tree_unflatten(structure, self._parts[key](given))
 
     def svg(self) -> str:
-        """The graph as a picture, for a file or a page; notebooks show it of themselves.
+        """Return the graph as SVG text; notebooks display it by themselves.
 
         Name scopes and nested functions are one box each, variables are named in the boxes that use them, colours
-        tell devices, and `!` marks effects. Of a very large graph it shows less, and says so.
+        are devices, and `!` marks effects. A very large graph is shown in less detail, with a note.
         """
         return svg(drawing_of(self.graph))
 
@@ -81,7 +81,7 @@ class GraphView:
 
 
 def graph(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> GraphView:
-    """The graph of `fn` for arguments of these types (arrays or `jax.ShapeDtypeStruct`s); nothing is run.
+    """Return the graph of `fn` for these types of arguments (arrays or `jax.ShapeDtypeStruct`s), without running it.
 
     fn  a function, decorated by `dflow.jit` or not
     """

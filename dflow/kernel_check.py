@@ -1,7 +1,7 @@
-"""`dflow.check_kernel`: each implementation of a kernel against its plain function, by numbers.
+"""`dflow.check_kernel`: numerical comparison of each implementation of a kernel with its plain function.
 
-An implementation runs on a device of its platform where there is one. Where there is none, one made of Pallas calls
-runs on the CPU by Pallas' interpreter, and any other is traced alone, which compares its types.
+An implementation runs on a device of its platform if there is one. Without one, an implementation of Pallas calls
+runs on the CPU by Pallas' interpreter; any other is only traced, which compares its types.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dflow.tracing.source import at, caller
 from dflow.tracing.trace import argument_names
 from dflow.tracing.types import array_type_of
 
-#: How far apart numbers may be, by the bytes of a real one: of their size, and besides.
+#: Default tolerance, relative and absolute, by the size in bytes of the dtype's real numbers.
 _TOLERANCES = {1: 0.1, 2: 2e-2, 4: 1e-4, 8: 1e-8}
 
 _NO_DEVICE = "no {platform} device here"
@@ -32,10 +32,10 @@ _NO_DEVICE = "no {platform} device here"
 
 @dataclass(frozen=True)
 class Checked:
-    """One implementation: how it ran, and how far its values and its own gradients are from the plain function's.
+    """Result for one implementation: how it ran, and its largest differences from the plain function.
 
-    `how` is `run`, `interpreted`, or why it was not run; then, and where the gradient is the plain function's, there is
-    no distance.
+    `how` is `run`, `interpreted`, or the reason why it was not run; then `values` and `gradients` are None. `gradients`
+    is also None if the implementation uses the plain function's gradient.
     """
 
     platform: str
@@ -53,7 +53,7 @@ class Checked:
 
 @dataclass(frozen=True)
 class KernelCheck:
-    """What `check_kernel` found, in the order of platforms; printed, a line for each implementation."""
+    """Result of `check_kernel`, ordered by platform; its `str` has a line for each implementation."""
 
     name: str
     types: str
@@ -68,12 +68,12 @@ def check_kernel(
 ) -> KernelCheck:
     """Compare each implementation of a kernel with the plain function, on these arguments.
 
-    rtol, atol  how far a number may be from the plain function's: `atol + rtol * abs(that)`; without them both are by
-                dtype, 1e-4 for f32, 2e-2 for 16 bits, 1e-8 for f64. Integers are to be equal
-    raises      KernelError for other types or numbers, with the largest difference and where it is; TypeError for what
-                is no kernel
+    rtol, atol  allowed difference from the plain function's number: `atol + rtol * abs(number)`. Default for both:
+                0.1 for 8-bit floats, 2e-2 for 16-bit, 1e-4 for f32, 1e-8 for f64. Integers must be equal
+    raises      KernelError for other types or too large a difference, with the largest and its index; TypeError if
+                `kernel` is not a kernel
 
-    Values are compared, and of an implementation with gradients of its own these, for cotangents from a fixed seed.
+    Compares values, and gradients for implementations with their own, for cotangents drawn from a fixed seed.
     """
     if not isinstance(kernel, Kernel):
         raise TypeError(f"check_kernel takes a kernel, not {kernel!r}{at(caller())}\n  make it by @dflow.kernel")
@@ -108,7 +108,7 @@ class _Way:
 
 
 def _way_to_run(platform: str, made: Implementation, leaves: Sequence[Any]) -> _Way | str:
-    """How to call a function as the implementation is called on its platform, or why that cannot be."""
+    """Return how to run a function as the implementation runs on its platform, or the reason why it cannot run."""
     structs = [array_type_of(leaf).struct for leaf in leaves]
     device = _device(platform)
     if device is not None:
@@ -117,7 +117,7 @@ def _way_to_run(platform: str, made: Implementation, leaves: Sequence[Any]) -> _
         closed = jax.make_jaxpr(made)(*structs)
     except KernelError:
         raise
-    except Exception as error:  # such as a library that is for that platform alone
+    except Exception as error:  # such as an import of a library for that platform only
         return f"{_NO_DEVICE.format(platform=platform)}, and not traced, for {type(error).__name__}: {error}"
     if not _has_pallas(closed):
         return f"{_NO_DEVICE.format(platform=platform)}, types agree"
@@ -133,7 +133,7 @@ def _device(platform: str) -> Any:
 
 @dataclass(frozen=True)
 class _Judge:
-    """Holds the numbers of an implementation to the plain function's."""
+    """Compares the numbers of an implementation with those of the plain function."""
 
     name: str
     platform: str
@@ -149,7 +149,7 @@ class _Judge:
         operands: Sequence[Any],
         names: Sequence[str],
     ) -> float:
-        """The largest difference. Raises KernelError for one that is too large."""
+        """Return the largest difference. Raises KernelError if one exceeds its tolerance."""
         worst = 0.0
         for name, got, wanted in zip(names, call(made, *operands), call(plain, *operands), strict=True):
             worst = max(worst, self._distance(name, _numbers(got), _numbers(wanted)))
@@ -160,11 +160,11 @@ class _Judge:
         if not jnp.issubdtype(wanted.dtype, jnp.inexact):
             rtol = atol = 0.0
         same = (got == wanted) | (_is_nan(got) & _is_nan(wanted))
-        with np.errstate(invalid="ignore"):  # of infinities, which are judged next
+        with np.errstate(invalid="ignore"):  # inf - inf, which is handled below
             apart = np.where(same, 0.0, np.abs(_wide(got) - _wide(wanted)))
         apart = np.where(np.isnan(apart), np.inf, apart)
         allowed = atol + rtol * np.where(np.isfinite(_wide(wanted)), np.abs(_wide(wanted)), 0.0)
-        # Wide numbers have not room for all of 64 bits, so those that differ and seem equal differ by the least.
+        # float64 cannot hold all 64-bit integers: values that differ but convert to equal floats must not pass.
         apart = np.where(~same & (apart == 0.0), np.finfo(np.float64).tiny, apart)
         if np.all(apart <= allowed):
             return float(apart.max(initial=0.0))
@@ -185,7 +185,7 @@ def _numbers(value: Any) -> Any:
 
 
 def _usual(dtype: Any) -> float:
-    """The tolerance for a dtype, by the size of a real number of it."""
+    """Return the default tolerance of a dtype, by the size of its real numbers."""
     return _TOLERANCES[dtype.itemsize // (2 if jnp.issubdtype(dtype, jnp.complexfloating) else 1)]
 
 
@@ -199,7 +199,7 @@ def _is_nan(values: Any) -> Any:
 
 
 def _cotangents(types: Sequence[Any]) -> list[jax.Array]:
-    """One for each floating result, drawn from a fixed seed."""
+    """Return random cotangents, from a fixed seed, for the floating results."""
     wanted = [type for type in types if jnp.issubdtype(type.dtype, jnp.inexact)]
     keys = jax.random.split(jax.random.key(0), len(wanted))
     return [jax.random.normal(key, type.shape, type.dtype) for key, type in zip(keys, wanted, strict=True)]
@@ -218,7 +218,7 @@ def _bodies(equation: Any) -> list[Any]:
 
 
 def _interpreted(fn: Callable[..., Any], operands: Sequence[Any]) -> Callable[..., Any]:
-    """The function with its Pallas calls run by Pallas' interpreter."""
+    """Return the function with its Pallas calls run by Pallas' interpreter."""
     run: Callable[..., Any] = jaxpr_as_fun(_with_interpreter(jax.make_jaxpr(fn)(*operands)))
     return run
 

@@ -1,7 +1,7 @@
 """`jax.debug_nans` and `jax.debug_infs` for functions with state.
 
-JAX looks at the results of a program after it ran. By then the variables hold the new values, and what it raises has no
-message yet; so the results are looked at here, and what the call wrote is undone.
+JAX checks the results of a program after it has run. By then the variables have the new values, and JAX's error has no
+message yet. So dflow checks the results here, and restores the variables that the call wrote.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from dflow.tracing.source import at, caller
 def run_checked(
     name: str, run: Callable[[], Any], resources: Sequence[Any], writes: Collection[str], anew: Callable[[], Any]
 ) -> Any:
-    """What `run` gives. Raises FloatingPointError when a result or a variable holds what JAX is told to look for.
+    """Call `run` and return its result. Raises FloatingPointError if a result or written variable has a NaN or inf.
 
-    The variables whose keys are in `writes` then have the values from before; what another thread wrote to them between
-    is lost with what the call wrote. The error is that of the op, where `anew` finds it: it does the same
-    op by op, and is not tried for a function that uses queues, whose elements are gone.
+    JAX's settings choose which of the two to look for. On failure, the variables with keys in `writes` get their
+    earlier values back; concurrent writes of other threads to them are lost too. Before the error, `anew` repeats the
+    call op by op, and raises the failing op's own error. It is skipped if queues are used, whose elements are gone.
     """
     names = checked_numbers()
     variables = [resource for resource in resources if isinstance(resource, Variable) and resource.key in writes]
@@ -52,7 +52,7 @@ def _restore(variables: Sequence[Variable], values: Sequence[Any]) -> None:
 
 
 def _found(names: Sequence[str], values: Sequence[Any]) -> str | None:
-    """The first of `nan` and `inf` that is in one of the values."""
+    """Return the first of `names` (`nan`, `inf`) that occurs in a value, or None."""
     tests = {"nan": jnp.isnan, "inf": jnp.isinf}
     numbers = [value for value in values if jnp.issubdtype(value.dtype, jnp.inexact)]
     return next((name for name in names for value in numbers if bool(tests[name](value).any())), None)

@@ -1,7 +1,7 @@
-"""`with dflow.device(...)` and `with dflow.colocate_with(...)`: what a scope means before anything is traced.
+"""Device scopes: `with dflow.device(...)` and `with dflow.colocate_with(...)`.
 
-In traced code a scope is a name that each op carries to placement. Elsewhere it is JAX's default device too, so that
-arrays made inside are made there.
+In traced code a scope is a name that each op carries to placement. Outside traced code it also sets JAX's default
+device, so that arrays are created there.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from dflow.tracing.source import at, caller
 
 @contextmanager
 def device(name: str | jax.Device | Sequence[str | jax.Device]) -> Iterator[None]:
-    """Place the ops traced inside, and the variables made inside, on a device or a task.
+    """Place the ops traced inside, and the variables created inside, on a device or a task.
 
-    name    `cpu:1`, `gpu:0`, `tpu:2`: a device of this process, by its number among `jax.local_devices(backend=...)`;
-            a `jax.Device` of this process; or a task of the cluster, `ps:0` or `/job:ps/task:0`; `auto` for whichever
-            device of this process makes a step shortest, or a list of those among which to choose
-    raises  DeviceError for what is neither, for a name that cannot be read, and for a device that this process does
-            not have; that no task has a task's name is found when the function is placed
+    name    a device of this process: `cpu:1`, `gpu:0`, `tpu:2`, by its number in `jax.local_devices(backend=...)`, or
+            the `jax.Device`; a task of the cluster: `ps:0` or `/job:ps/task:0`; or devices to choose among for the
+            shortest step: `auto` for all devices of this process, or a list
+    raises  DeviceError for any other object, a malformed name, or a device that this process does not have; an unknown
+            task is found later, when the function is placed
 
-    The innermost scope counts. Ops on a variable stay where the variable lives. An op without a scope goes where most
-    of the bytes lie that it takes. The ops of a gradient are on the device of the op they come from. Results stay on
-    the device that made them. Outside of traced code it is JAX's default device as well.
+    The innermost scope counts. Ops on a variable run where the variable lives. An op without a scope runs where most
+    bytes of its inputs are. The ops of a gradient run on the device of the op that they differentiate. Results stay on
+    the device that computed them. Outside traced code, it is also JAX's default device.
     """
     if isinstance(name, (list, tuple)) or (isinstance(name, str) and name.lower() == AUTO):
         with device_scope(AUTO if isinstance(name, str) else _choice(name)):
@@ -42,7 +42,7 @@ def device(name: str | jax.Device | Sequence[str | jax.Device]) -> Iterator[None
     try:
         written = _written(name)
         full = _full(written, [AUTO, *local_devices()])
-        # By the platform as it was written, since `cuda` and `rocm` are one in the full name.
+        # Look up the platform as written, since the full name does not distinguish `cuda` and `rocm`.
         here = device_named(":".join(written.split("/")[-1].split(":")[-2:])) if not task_of(full) else None
     except DeviceError as error:
         raise DeviceError(_with_line(error)) from None
@@ -52,9 +52,9 @@ def device(name: str | jax.Device | Sequence[str | jax.Device]) -> Iterator[None
 
 @contextmanager
 def colocate_with(variable: Variable) -> Iterator[None]:
-    """Place the ops traced inside, and the variables made inside, where `variable` lives.
+    """Place the ops traced inside, and the variables created inside, where `variable` lives.
 
-    raises  DeviceError for what is no variable
+    raises  DeviceError if `variable` is not a variable
     """
     if not is_variable(variable):
         raise DeviceError(
@@ -66,7 +66,7 @@ def colocate_with(variable: Variable) -> Iterator[None]:
 
 
 def _choice(names: Sequence[str | jax.Device]) -> str:
-    """The wish for one of these devices."""
+    """Return the scope name for a choice among these devices of this process."""
     try:
         written = [_written(name) for name in names]
         if not names:
@@ -83,7 +83,7 @@ def _choice(names: Sequence[str | jax.Device]) -> str:
 
 
 def _written(given: object) -> str:
-    """The name of a device as it was written, or that of the device itself."""
+    """Return a device's name as the user wrote it, or the name of a `jax.Device`."""
     if isinstance(given, str):
         return given
     if not isinstance(given, jax.Device):
@@ -102,7 +102,7 @@ def _written(given: object) -> str:
 
 
 def _full(name: str, known: Iterable[str]) -> str:
-    """The full form of a name; of one that cannot be read the error tells those it may have been meant to be."""
+    """Return the full form of a name. Raises DeviceError, with similar known names, if it cannot be read."""
     try:
         return full_device_name(name)
     except DeviceError as error:
