@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# JAX reads this when it first looks for devices; without it, it takes three quarters of each GPU's memory at once.
+# JAX reads this when it first looks for devices. Unset, it reserves three quarters of each GPU's memory at the start.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
 def __getattr__(name: str) -> Any:
-    # Loaded when asked for: the coordinator and the command line need no JAX, and it takes a second to import.
+    # Imported on first use: the coordinator and the command line need no JAX, whose import takes a second.
     if name.startswith("__") and name != "__all__":
         raise AttributeError(name)
     api = importlib.import_module("dflow.api")

@@ -1,6 +1,6 @@
-"""What to do about a mistake that JAX reports: a note on JAX's own error, with the user's line and the remedy.
+"""Advice on mistakes that JAX reports: a note on JAX's own error, with the user's line and the remedy.
 
-The errors stay JAX's, in class and words, so that a program which catches them does so under `dflow.jit` too.
+The errors keep JAX's class and message, so that a program that catches them also works under `dflow.jit`.
 """
 
 from __future__ import annotations
@@ -50,20 +50,20 @@ _NOT_ON_MESH = (
 )
 
 
-#: What JAX says of an argument that is neither an array nor static, with where it was passed.
+#: JAX's error for an argument that is neither an array nor static; group 1 is the argument's path.
 _NO_ARGUMENT = re.compile(
     r"^Error interpreting argument to .* was passed to the function at path ([\w.\[\]']+)\.", re.DOTALL
 )
 
 
 def advise_on_trace(error: Exception) -> None:
-    """Add to an error of traced code that JAX raised, where something can be said of it."""
+    """Add a note to an error that JAX raised in traced code, if a remedy is known."""
     remedy = next((remedy for is_meant, remedy in _REMEDIES if is_meant(error)), None)
     if remedy is not None and not any(remedy in note for note in getattr(error, "__notes__", ())):
         error.add_note(f"{at(raised_at(error) or caller()).lstrip(chr(10))}\n{remedy}")
 
 
-#: What is said of which errors, the first that is meant.
+#: Tests for errors with the remedy of each; the first that matches counts.
 _REMEDIES: tuple[tuple[Callable[[Exception], bool], str], ...] = (
     (lambda error: isinstance(error, _CONCRETE), _NOT_KNOWN),
     (lambda error: str(error).startswith("Shapes must be 1D sequences of concrete values"), _NOT_KNOWN),
@@ -75,7 +75,7 @@ _REMEDIES: tuple[tuple[Callable[[Exception], bool], str], ...] = (
 
 @contextmanager
 def advised_options(jit: Callable[..., Any], fn: Any, options: Any) -> Iterator[None]:
-    """Add to an error about what `jit` was called with: `fn` and the options."""
+    """Add a note to an error about `fn` or the options that `jit` was called with."""
     try:
         yield
     except ValueError as error:
@@ -90,7 +90,7 @@ def advised_options(jit: Callable[..., Any], fn: Any, options: Any) -> Iterator[
 
 
 def advise_on_arguments(error: TypeError | ValueError) -> None:
-    """Add to an error about an argument that is no array, or static and not hashable; another is left as it is."""
+    """Add a note to an error about an argument that is not an array, or is static but not hashable."""
     if str(error).startswith("Non-hashable static arguments"):
         error.add_note(f"{at(caller()).lstrip(chr(10))}\n{_NOT_HASHABLE}")
     if (found := _NO_ARGUMENT.search(str(error))) is not None:
@@ -99,6 +99,6 @@ def advise_on_arguments(error: TypeError | ValueError) -> None:
 
 
 def advise_on_mapping(error: NotImplementedError) -> None:
-    """Add to an error about a loaded function that was mapped; another error is left as it is."""
+    """Add a note to an error about `jax.vmap` of a loaded function."""
     if "call_exported" in str(error):
         error.add_note(f"{at(caller()).lstrip(chr(10))}\n{_NOT_MAPPED}")

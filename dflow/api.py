@@ -1,4 +1,4 @@
-"""Every public name, gathered; `dflow` takes them from here when one is first asked for."""
+"""All public names; `dflow` imports this module when one of them is first used."""
 
 from dflow import data, distributed, lax, nn, numpy, random
 from dflow.cluster import connect

@@ -1,6 +1,6 @@
-"""Every environment variable that dflow reads: its type, its default, its meaning. Read once, at import.
+"""Environment variables of dflow as a library: type, default and meaning. Read once, at import.
 
-Lower layers never read the environment; what they need is passed to them.
+Lower layers never read these variables; their settings are passed to them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Config:
     check: bool = False
     #: DFLOW_DUMP=dir writes each graph, before and after each pass, into a folder per traced function.
     dump: Path | None = None
-    #: DFLOW_PLACEMENT_S is how long, in s, pricing and search may take for a function whose devices are chosen.
+    #: DFLOW_PLACEMENT_S limits, in s, the pricing and search for a function whose devices are chosen.
     placement_s: float = BUDGET_S
 
 
@@ -48,7 +48,7 @@ def _seconds(text: str) -> float:
 
 
 def from_environment(environment: dict[str, str]) -> Config:
-    """The settings that these environment variables give. Raises ConfigError for a value that is not legal."""
+    """Return the settings from these environment variables. Raises ConfigError for an invalid value."""
     given = {f.name: environment.get(f"DFLOW_{f.name.upper()}") for f in fields(Config)}
     return Config(**{name: _parse(name, text) for name, text in given.items() if text})
 

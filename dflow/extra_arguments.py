@@ -1,6 +1,6 @@
 """The extra arguments of `Optimizer.apply`, which a transformation takes beside the gradients.
 
-optax gives every extra argument to every part of a chain, and a part ignores what it does not use: a misspelt argument
+optax passes every extra argument to every part of a chain, and a part ignores what it does not use: a misspelt argument
 changes nothing. Here an argument that no part uses is an error, found by tracing the update once.
 """
 
@@ -21,7 +21,7 @@ from dflow.tracing.near_names import keywords_of
 from dflow.tracing.source import at, caller
 from dflow.tracing.types import array_type_of
 
-#: The words of optax and Python for an argument that is missing or that no function takes.
+#: How errors of optax and Python describe a missing argument, or one that no function takes.
 _REFUSAL = re.compile(r"missing \d+ required|must be provided|[Uu]nexpected keyword")
 
 
@@ -47,7 +47,7 @@ def check_extra(update: Callable[..., Any], extra: Mapping[str, Any], structs: t
 
 
 def _used(update: Callable[..., Any], extra: Mapping[str, Any], structs: tuple[Any, Any, Any]) -> set[str]:
-    """The names of the arguments that one update uses: it computes with their arrays or calls them."""
+    """Return the names of the arguments that one update uses: it computes with their arrays or calls them."""
     flat = [(name, leaf) for name, value in extra.items() for leaf in jax.tree_util.tree_leaves(value)]
     used = {name for name, value in extra.items() if not jax.tree_util.tree_leaves(value)}
     used.update(name for name, leaf in flat if not _is_array(leaf) and not callable(leaf))
@@ -70,7 +70,7 @@ def _used(update: Callable[..., Any], extra: Mapping[str, Any], structs: tuple[A
 
 
 def _watched(leaf: Any, name: str, arrays: Iterator[Any], used: set[str]) -> Any:
-    """Replace a leaf of an extra argument by the next array, or by a function that notes that it was called."""
+    """Replace a leaf of an extra argument by the next array, or by a function that records that it was called."""
     if _is_array(leaf):
         return next(arrays)
     if not callable(leaf):
@@ -90,9 +90,9 @@ def _is_array(leaf: Any) -> bool:
 
 @contextmanager
 def naming_extra(extra: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Turn the error of an update whose extra arguments are not the ones it needs into GraphTypeError.
+    """Raise GraphTypeError, in place of the update's own error, if an extra argument is missing or unexpected.
 
-    It gives the extra arguments to use, whose functions note their own errors, which are raised as they are.
+    Yields the extra arguments to pass. Their functions record the errors that they raise, which are not replaced.
     """
     own: list[Exception] = []
     try:
@@ -108,7 +108,7 @@ def naming_extra(extra: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _noting(leaf: Any, errors: list[Exception]) -> Any:
-    """Replace a function by one that notes the errors that it raises."""
+    """Replace a function by one that records the errors that it raises."""
     if _is_array(leaf) or not callable(leaf):
         return leaf
 

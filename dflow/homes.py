@@ -1,4 +1,4 @@
-"""What keeps state and runs functions over it: this process, or the cluster that their variables live in."""
+"""State backends: this process, or the cluster that holds the variables of a function."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ set_default_home(LOCAL)
 
 
 def by_backend(variables: Mapping[str, Variable]) -> dict[StateBackend, dict[str, Variable]]:
-    """Variables by what keeps their values."""
+    """Group variables, by name, by the backend that holds their values."""
     found: dict[StateBackend, dict[str, Variable]] = defaultdict(dict)
     for name, variable in variables.items():
         found[cast(StateBackend, variable.home)][name] = variable
@@ -32,9 +32,9 @@ def by_backend(variables: Mapping[str, Variable]) -> dict[StateBackend, dict[str
 
 
 def home_of(traced: Traced) -> StateBackend:
-    """What runs a trace: the home of its variables; without such, the joined cluster whose tasks its scopes name.
+    """Return the backend that runs a trace: that of its variables, or else the joined cluster that its scopes name.
 
-    Raises VariableError when its variables are of two clusters.
+    Raises VariableError if its variables are on two clusters.
     """
     homes: set[Any] = {variable.home for variable in traced.variables if variable.home is not LOCAL}
     if len(homes) > 1:

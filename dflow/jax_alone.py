@@ -1,4 +1,4 @@
-"""What only JAX can run: functions with state refuse it, and functions without state are left to JAX for it."""
+"""Features that only JAX can run: functions with state refuse them; functions without state leave them to JAX."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ _VALUES = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 
 
 def takes_constants(options: Mapping[str, Any], jaxpr: Any, consts: Sequence[Any]) -> bool:
-    """Whether no difference is seen when closed-over arrays become inputs.
+    """Whether closed-over arrays may become inputs without a visible difference.
 
-    An input has a place, a constant has none; and what a `jax.Ref` or an option for JAX's compiler does is JAX's.
+    An input has a device and a constant has none; and only JAX handles `jax.Ref`s and the options `backend` and
+    `device`.
     """
     placed = any(getattr(const, "committed", False) for const in consts) and jax.device_count() > 1
     return not (placed or _given(options) or strange_types(jaxpr))
 
 
 def refuse_state(name: str, options: Mapping[str, Any], jaxpr: Any) -> None:
-    """Raise DflowError where the function `name`, which has state, is to run as only JAX can."""
+    """Raise DflowError if the function `name`, which has state, uses a feature that only JAX can run."""
     if given := _given(options):
         raise DflowError(
             f"{name} has state, and takes no {' and no '.join(given)}{at(caller())}\n"
@@ -41,13 +42,13 @@ def refuse_state(name: str, options: Mapping[str, Any], jaxpr: Any) -> None:
 
 
 def _given(options: Mapping[str, Any]) -> list[str]:
-    """The options given that say where JAX runs; a backend that is the default one says nothing."""
+    """Return which of the options `backend` and `device` are set to something else than the default backend."""
     given = {name: options.get(name) for name in ("backend", "device")}
     return [name for name, value in given.items() if value not in (None, jax.default_backend())]
 
 
 def refuse_types_alone(fn: Callable[..., Any], options: Mapping[str, Any], args: Any, kwargs: Any, leaves: Any) -> None:
-    """Let JAX refuse, in its words, arguments that can be traced and have no value: a ShapeDtypeStruct."""
+    """Have JAX raise its own error for arguments that have a type but no value, such as a ShapeDtypeStruct."""
     if not all(isinstance(leaf, _VALUES) for leaf in leaves):
         static = {name: given for name, given in options.items() if name.startswith("static")}
         jax_jit(functools.wraps(fn)(lambda *args, **kwargs: 0), keep_unused=True, **static)(*args, **kwargs)

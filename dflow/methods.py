@@ -1,4 +1,4 @@
-"""Compiled functions as methods of objects that JAX knows nothing of."""
+"""Compiled functions as methods of objects that are no pytrees."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dflow.tracing.source import at, caller
 
 
 class BoundMethod:
-    """A function as the method of an object, which it keeps alive as Python's methods do."""
+    """A function as the method of an object; keeps the object alive, like Python's bound methods."""
 
     def __init__(self, instance: Any, function: Callable[..., Any]) -> None:
         functools.update_wrapper(self, function, updated=())
@@ -41,7 +41,7 @@ class BoundMethod:
 
 
 def weakly(instance: Any, on_death: Callable[[Any], object]) -> weakref.ref[Any]:
-    """A weak reference to an object whose method is compiled. Raises DflowError for one that allows none."""
+    """Return a weak reference to an object with a compiled method. Raises DflowError if its class does not allow it."""
     try:
         return weakref.ref(instance, on_death)
     except TypeError:
@@ -53,7 +53,7 @@ def weakly(instance: Any, on_death: Callable[[Any], object]) -> weakref.ref[Any]
 
 
 def without_self(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a method that is bound: positions count from the parameter after `self`."""
+    """Return the options for the bound method, where positions do not count `self`."""
     shifted = dict(options)
     for name in ("static_argnums", "donate_argnums"):
         if (given := options.get(name)) is not None:
@@ -62,7 +62,7 @@ def without_self(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def bound(fn: Callable[..., Any], instance: weakref.ref[Any]) -> Callable[..., Any]:
-    """The function as a method of an object that it does not keep alive."""
+    """Return the function as a method of the object, without keeping the object alive."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return fn(instance(), *args, **kwargs)

@@ -1,6 +1,6 @@
-"""The name of an optimizer that was given none: the same in every process that has the same variables.
+"""Default name of an optimizer: the same in every process that has the same variables.
 
-Invariant: two optimizers of the same variables never share a derived name in one process, so no slot is shared unasked.
+Invariant: two optimizers of the same variables never share a derived name in one process, so they share no slots.
 """
 
 from __future__ import annotations

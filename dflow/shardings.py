@@ -1,7 +1,7 @@
 """`in_shardings` and `out_shardings` of a function with state, as constraints on its arguments and results.
 
-What JAX takes as options of a whole program is said of each array here, because a graph may become several programs,
-and the variables are arguments of none of them.
+JAX applies these options to a whole program. Here they become constraints on each array, because a graph may be split
+into several programs, whose inputs also include the variables.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dflow.tracing.types import array_type_of
 
 
 def constrained(fn: Callable[..., Any], options: Mapping[str, Any]) -> Any:
-    """`jax.jit` of `fn` by the other `options`, with its arguments and results held to the shardings they name."""
+    """Return `jax.jit` of `fn` with the other `options`, and with constraints for the shardings."""
     others = {key: value for key, value in options.items() if key not in ("in_shardings", "out_shardings")}
     arriving, leaving = options.get("in_shardings"), options.get("out_shardings")
 
@@ -36,7 +36,7 @@ def constrained(fn: Callable[..., Any], options: Mapping[str, Any]) -> Any:
 
 
 def _arrived(args: tuple[Any, ...], static: StaticArguments, shardings: Any) -> tuple[Any, ...]:
-    """The positional arguments, the traced ones held to their shardings: one tree for all, or one for each."""
+    """Return the arguments, the traced ones constrained to their shardings: one tree for all, or one for each."""
     traced = sorted(set(range(len(args))) - static.among(args))
     held = _held(tuple(args[index] for index in traced), shardings, _checked)
     by_place = dict(zip(traced, held, strict=True))
@@ -44,9 +44,9 @@ def _arrived(args: tuple[Any, ...], static: StaticArguments, shardings: Any) -> 
 
 
 def _held(tree: Any, shardings: Any, typed: Callable[[Any, NamedSharding], Any]) -> Any:
-    """The tree with each array held to the sharding that stands for it in a prefix of the tree; None is any.
+    """Return the tree with each array constrained to the sharding at its place in a prefix of the tree; None is any.
 
-    `typed` brings a value whose type has a sharding over explicit axes to the one that is asked for.
+    `typed` converts a value whose type already has a sharding over explicit axes.
     """
 
     def hold_one(value: Any, sharding: Any) -> Any:
@@ -54,7 +54,7 @@ def _held(tree: Any, shardings: Any, typed: Callable[[Any, NamedSharding], Any])
         if wanted is None:
             return jax.lax.with_sharding_constraint(value, sharding)
         moved = value if array_type_of(value).sharding is None else typed(value, wanted)
-        # A constraint may name no explicit axis, and the type of a value that has none in it stays so, as in JAX.
+        # A constraint need not name an explicit axis; then, as in JAX, the value's type has none either.
         return jax_jit(lambda held: held, in_shardings=sharding)(moved)
 
     def hold(sharding: Any, part: Any) -> Any:
@@ -64,7 +64,7 @@ def _held(tree: Any, shardings: Any, typed: Callable[[Any, NamedSharding], Any])
 
 
 def _checked(value: Any, wanted: NamedSharding) -> Any:
-    """An argument, which JAX does not move where its type says another sharding."""
+    """Return an argument, or raise DeviceError for a type with another sharding: JAX would not move it."""
     given = array_type_of(value)
     if given.sharding != wanted:
         raise DeviceError(

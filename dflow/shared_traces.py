@@ -1,7 +1,7 @@
-"""What all compiled functions of one Python function have in common, where their options are the same.
+"""State shared by all compiled functions of one Python function with the same options.
 
-As `jax.jit` shares traces and programs, but by the identity of the Python function, and weakly: what is here is gone
-with it. Invariant: nothing here refers to the Python function.
+`jax.jit` shares traces and programs in the same way. Here the key is the identity of the Python function, and the
+state is dropped with it. Invariant: nothing here refers to the Python function.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from dflow.trace_log import TraceLog
 from dflow.tracing.jax_frontend import Handle, abstract, options_of, trace_context
 from dflow.tracing.reachable import reachable
 
-#: How long a thread waits for the trace of another, in s. Then it traces too: user code may wait for this thread.
+#: Longest wait for another thread's trace, in s. Then this thread traces too, since user code may wait for it.
 TRACE_S = 60.0
 
 
 @dataclass(eq=False)
 class SharedTraces:
-    """The traces of one function, and how calls run, by the types of their arguments.
+    """The traces of one function, and its plans by argument types.
 
-    `jaxprs`  those of the traces in `log`
-    `returns_variables`  whether a result held a variable, so that each function is traced through a wrapper
-    `state`   what the function reached when a trace first touched state; None before, and where it reaches too much
+    `jaxprs`  jaxprs of the traces in `log`
+    `returns_variables`  whether a result contained a variable, so that each function is traced through a wrapper
+    `state`   variables reachable from the function when a trace first touched state; None before, or if too many
     """
 
     static: StaticArguments
@@ -46,23 +46,23 @@ class SharedTraces:
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def key_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Hashable, list[Any]]:
-        """What a trace depends on (argument types, static arguments, JAX's settings), and the leaves of traced ones."""
+        """Return what a trace depends on (types, static arguments, JAX's settings), and the traced leaves."""
         traced_args, traced_kwargs, static = self.static.split(args, kwargs)
         leaves, in_tree = jax.tree_util.tree_flatten((traced_args, traced_kwargs))
         return (in_tree, tuple([_type_key(leaf) for leaf in leaves]), static, trace_context()), leaves
 
     def touches_state(self, fn: Callable[..., Any]) -> None:
-        """Note, at a trace of `fn` that touches state, which variables it is for."""
+        """Record, when a trace of `fn` touches state, the variables reachable from it."""
         if not self.has_state:
             self.state, self.has_state = reachable(fn), True
 
     def is_of(self, fn: Callable[..., Any]) -> bool:
-        """Whether `fn` still names the variables that it was traced for."""
+        """Whether `fn` still refers to the variables that it was traced with."""
         return not self.has_state or (self.state is not None and self.state == reachable(fn))
 
     @contextmanager
     def one_thread(self) -> Iterator[None]:
-        """Let one thread at a time trace, so that the others find what it made."""
+        """Let only one thread trace, so that the others find the result; after `TRACE_S` seconds do not wait longer."""
         is_acquired = self._lock.acquire(timeout=TRACE_S)
         try:
             yield
@@ -80,15 +80,15 @@ def _type_key(leaf: Any) -> Any:
     return abstract(leaf) if isinstance(leaf, jax.ShapeDtypeStruct) else type(leaf)
 
 
-#: By the identity of a Python function, by options.
+#: By the `id` of a Python function: a weak reference to it, and its shared state by options.
 _shared: dict[int, tuple[weakref.ref[Any], dict[Hashable, SharedTraces]]] = {}
 
 
 def shared_traces(fn: Callable[..., Any], jitted: Any, new: Callable[[], SharedTraces]) -> SharedTraces:
-    """What `fn` shares under the options of the `jax.jit` function `jitted`; `new()`, if there is nothing yet.
+    """Return the state that `fn` shares under the options of the `jax.jit` function `jitted`; else `new()`.
 
-    Nothing is shared if `may_share` says so, or if the options cannot be hashed. Where the names of `fn` stand for
-    other variables by now, its traces are forgotten; functions made before keep the plans that they have.
+    Nothing is shared if `may_share` is False or the options cannot be hashed. If `fn` now refers to other variables,
+    its traces are dropped; functions made earlier keep their plans.
     """
     options = options_of(jitted)
     try:
@@ -115,9 +115,9 @@ def _of(fn: Callable[..., Any]) -> dict[Hashable, SharedTraces]:
 
 
 def may_share(fn: Any) -> bool:
-    """Whether a function's traces can be known by it: it can be referred to weakly, and equals no other.
+    """Whether the identity of a function can be the key of its traces: it allows weak references and equals no other.
 
-    JAX knows traces by equality, so it would take those of one for those of another, with other state.
+    JAX finds traces by equality, so equal functions would share traces although their state may differ.
     """
     equals: object = type(fn).__eq__
     is_alone = equals is object.__eq__ or isinstance(fn, MethodType | BuiltinFunctionType)

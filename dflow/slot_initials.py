@@ -1,7 +1,7 @@
-"""Initial values of an optimizer's state: the ops of those arrays that do not depend on the parameters.
+"""Initial values of an optimizer's slots, as ops where they do not depend on the parameters.
 
-Why: a zero momentum is best made where its variable lives, and not read from there and sent back. Slots that begin
-alike, as most do, share one initialiser, which is traced once.
+Why: a zero momentum is best created where its variable lives, rather than computed here and sent. Slots with the same
+initial value, as most have, share one initialiser, which is traced once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dflow.tracing.types import ArrayType
 
 
 class _Computed(TypedInitial):
-    """An output that depends on the parameters, taken from their values when it is asked for."""
+    """An initial value that depends on the parameters, computed from their values on demand."""
 
     def __init__(self, type: ArrayType, value: Callable[[], Any]) -> None:
         self.type, self._value = type, value
@@ -31,7 +31,7 @@ class _Computed(TypedInitial):
 
 
 def initials_of(graph: Graph, values: Callable[[], Sequence[Any]]) -> list[TypedInitial]:
-    """The initialiser of each output of a graph; `values` computes all outputs, once, if one is not made by ops."""
+    """Return the initialiser of each output of a graph. `values` computes all outputs, if one is needed by value."""
     made_by = {value: (place, node) for place, node in enumerate(graph.nodes) for value in node.outputs}
     shared: dict[Any, InitialOps] = {}
     once = functools.cache(values)
@@ -57,7 +57,7 @@ def _initial(output: Operand, made_by: _MadeBy, shared: dict[Any, InitialOps]) -
 
 
 def _behind(output: Operand, made_by: _MadeBy) -> Sequence[Node] | None:
-    """The nodes that compute an output, in order; None where one of them takes what the graph is given."""
+    """Return the nodes that compute an output, in order; None if one of them depends on an input of the graph."""
     found: dict[int, Node] = {}
     wanted = [output]
     while wanted:
@@ -74,7 +74,7 @@ def _behind(output: Operand, made_by: _MadeBy) -> Sequence[Node] | None:
 
 
 def _signature(nodes: Sequence[Node], output: Operand) -> Any:
-    """What two outputs have in common that are computed alike."""
+    """Return a key that is equal for outputs computed alike."""
     if any(node.bodies for node in nodes):
         return output
     numbers = {value: number for number, value in enumerate(value for node in nodes for value in node.outputs)}

@@ -1,6 +1,6 @@
-"""Telling the static arguments of a call from the traced ones, as `jax.jit` does.
+"""Static and traced arguments of a call, separated as by `jax.jit`.
 
-A parameter may be named static by its position or by its name, and passed either way.
+A parameter may be declared static by its position or by its name, and passed either way.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from dflow.tracing.jax_frontend import static_options
 
 @dataclass(frozen=True)
 class StaticArguments:
-    """Which positions and which names are static."""
+    """The static positions and names of a function."""
 
     positions: frozenset[int] = frozenset()
     names: frozenset[str] = frozenset()
 
     def test_of(self, args: tuple[Any, ...]) -> Callable[[int | str], bool]:
-        """Whether a parameter, by position or name, is static in a call with these positional arguments."""
+        """Return a test whether a parameter, by position or name, is static in a call with these arguments."""
         static: set[int | str] = {*self.among(args), *self.names}
         return lambda parameter: parameter in static
 
     def among(self, args: tuple[Any, ...]) -> set[int]:
-        """Which of these positional arguments are static; a negative position counts from the last of them."""
+        """Return the positions of the static ones of these arguments; negative positions count from the end."""
         return {position % len(args) for position in self.positions if -len(args) <= position < len(args)}
 
     def split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-        """The traced arguments, the traced keyword arguments, and the static ones as something to hash."""
+        """Return the traced arguments, the traced keyword arguments, and a hashable key of the static ones."""
         if not self.positions and not self.names:
             return args, kwargs, ()
         positions = self.among(args)
@@ -43,7 +43,7 @@ class StaticArguments:
     def joined(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]:
-        """What puts the static ones of these arguments among traced ones, as `split` gives them."""
+        """Return a function that inserts the static ones of these arguments into traced ones: `split` inverted."""
         fixed = {position: args[position] for position in self.among(args)}
         fixed_kwargs = {name: kwargs[name] for name in self.names & kwargs.keys()}
         count = len(args)
@@ -56,13 +56,13 @@ class StaticArguments:
 
 
 def static_arguments(jitted: Any) -> StaticArguments:
-    """Which arguments a `jax.jit` function takes as static."""
+    """Return the static arguments of a `jax.jit` function."""
     positions, names = static_options(jitted)
     return StaticArguments(frozenset(positions), frozenset(names))
 
 
 def positions_in(argnums: Any) -> tuple[int, ...]:
-    """What an option such as `static_argnums` says: one integer of any kind, or several."""
+    """Return the positions in an option such as `static_argnums`, which is an integer or several."""
     try:
         return (operator.index(argnums),)
     except TypeError:

@@ -1,7 +1,7 @@
-"""A step that is one XLA call on a device that it names: arguments that lie elsewhere are brought there.
+"""Single-executable steps with a fixed device: arguments on other devices are copied to it.
 
-The step runs where the variables lie that it was placed beside, so JAX needs no telling; what it refuses are arguments
-that were put on another device.
+The variables that the step was placed beside make JAX run it on their device. But JAX refuses arguments that are
+committed to another device.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from dflow.whole_step import LoweredWhole, WholeStep
 
 
 class StepOnDevice(WholeStep):
-    """As `WholeStep`, for a step with a device."""
+    """A `WholeStep` with a fixed device."""
 
     def __init__(self, store: Store, step: PureStep, function: Any, compiler_options: dict[str, Any] | None) -> None:
         super().__init__(store, step, function, compiler_options)
         self._device = device_named(step.device)
         self._devices = {self._device}
         self._constants = tuple(map(self._here, self._constants))
-        #: Whether an argument lay elsewhere once, so that each is looked at.
+        #: Whether an argument was once on another device, so that calls now check each argument.
         self._looks = False
 
     def __call__(self, args: Any, kwargs: Any) -> Any:
-        """Run the step of these arguments. Raises NotEntered when it is none that was entered."""
+        """Run the step for these arguments. Raises NotEntered if none was entered for their types."""
         if self._looks:
             return super().__call__(*self._brought(args, kwargs))
         try:
@@ -44,22 +44,22 @@ class StepOnDevice(WholeStep):
         return super().__call__(*self._brought(args, kwargs))
 
     def enter(self, step: PureStep, out_tree: Any, args: Any, kwargs: Any) -> Any:
-        """Compile the step of the types of these arguments, and run it."""
+        """Compile the step for the types of these arguments, and run it."""
         return super().enter(step, out_tree, *self._brought(args, kwargs))
 
     def lower(self, step: PureStep, out_tree: Any, args: Any, kwargs: Any) -> LoweredWhole:
-        """The program of the step of the types of these arguments, which calls have too."""
+        """Return the program that calls with arguments of these types run, lowered."""
         return super().lower(step, out_tree, *self._brought(args, kwargs))
 
     def run_compiled(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The result of a program of this step, without the static ones of its arguments."""
+        """Run `call`, a compiled program of this step. `args` and `kwargs` must not contain the static arguments."""
         return super().run_compiled(call, *self._brought(args, kwargs))
 
     def _brought(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return tuple(map(self._argument, args)), {name: self._argument(value) for name, value in kwargs.items()}
 
     def _argument(self, argument: Any) -> Any:
-        """An argument with its arrays on the device; itself when they are, for it may be a static one."""
+        """Return an argument with its arrays on the device; the same object if they are, as it may be static."""
         leaves, tree = jax.tree_util.tree_flatten(argument)
         here = [self._here(leaf) for leaf in leaves]
         is_same = all(one is other for one, other in zip(leaves, here, strict=True))

@@ -1,4 +1,4 @@
-"""A whole cluster inside one process, for tests and for reading: the same code, messages over memory."""
+"""A whole cluster inside one process, for tests and experiments: the same code, with messages in memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class MemoryCluster:
         }
 
     def worker(self, index: int = 0, settings: ClusterSettings | None = None) -> Cluster:
-        """Join as worker number `index`; close it before the cluster ends."""
+        """Join as worker `index`, and return its cluster; close that before this one."""
         return Cluster(
             self.coordinator.address,
             self.network,
@@ -46,7 +46,7 @@ class MemoryCluster:
 
 @contextlib.contextmanager
 def memory_cluster(*, ps: int = 1, workers: int = 1) -> Iterator[MemoryCluster]:
-    """A cluster of `ps` parameter tasks that expects `workers` workers, all in this process."""
+    """Start a cluster of `ps` parameter tasks in this process, which expects `workers` workers; close it on exit."""
     cluster = MemoryCluster(ps, workers)
     try:
         yield cluster
