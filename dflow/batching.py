@@ -41,9 +41,12 @@ def batches(
     epochs   number of passes over the data; None repeats it without end
     drop_remainder  whether to drop the last, smaller batch of an epoch; queues with fixed shapes need this
 
-    Each element is copied before the next is taken, so an iterable may reuse one buffer. The result may be iterated
-    several times, each time from the beginning. Raises InputError if `size` or `epochs` is not an integer of at least
-    1, the arrays differ in their number of rows, or `data` cannot be shuffled or repeated as requested.
+    Each element is copied before the next is taken, so an iterable may reuse one buffer. Elements of different dtypes
+    are promoted as by `numpy.result_type`. The result may be iterated several times, each time from the beginning.
+
+    Raises InputError if `size` or `epochs` is not an integer of at least 1, the arrays differ in their number of rows,
+    or `data` cannot be shuffled or repeated as requested; and during iteration, if elements of a batch differ in
+    structure or shape.
     """
     made = Batches(data, size, shuffle, seed, epochs, drop_remainder)
     _check(made)

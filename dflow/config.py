@@ -1,6 +1,7 @@
-"""Environment variables of dflow as a library: type, default and meaning. Read once, at import.
+"""Settings read from the environment once, at import: type, default and meaning.
 
-Lower layers never read these variables; their settings are passed to them.
+Lower layers never read these variables; their settings are passed to them. The settings of clusters are read in
+`cluster`, `cluster_options` and `distributed`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`with dflow.eager():` run the functions of `dflow.jit` op by op on real values, for print and pdb.
+"""`with dflow.eager():` runs functions of `dflow.jit` op by op on real values, for print and pdb.
 
 It enables JAX's own `jax.disable_jit`, so that loops and branches of `jax.lax` run as Python too.
 """
@@ -29,7 +29,7 @@ _here = _Here()
 
 @contextmanager
 def eager() -> Iterator[None]:
-    """Run functions of `dflow.jit` that this thread calls inside op by op; each op takes effect immediately.
+    """In this thread, run functions of `dflow.jit` op by op; each op takes effect immediately.
 
     Values, final state and errors are those of the compiled run, up to rounding; it is much slower. Gradients are
     still computed by tracing: inside a function that is differentiated, values are abstract.

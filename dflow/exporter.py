@@ -113,7 +113,7 @@ def export(
 ) -> Exported:
     """Prepare a function, and the variables it uses, to run in a process without its Python code.
 
-    fn         a function, decorated or not; or several by name, each as `(fn, *specs)` or an `Exported`
+    fn         a function, decorated or not; or several by name, each as `fn`, `(fn, *specs)` or an `Exported`
     specs      arguments by position and, as `named_specs`, by name: pytrees of arrays or `jax.ShapeDtypeStruct`s, whose
                dimensions may be symbolic (`dflow.spec("b, 784", jnp.float32)`). Static arguments and variables are
                passed as they are, and become fixed parts of the export

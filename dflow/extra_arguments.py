@@ -31,7 +31,7 @@ def check_extra(update: Callable[..., Any], extra: Mapping[str, Any], structs: t
     update   the function of an optax transformation
     structs  the types of its gradients, state and parameters
 
-    An argument that is neither made of arrays and numbers nor a function, such as a text, counts as used.
+    An argument that is neither made of arrays and numbers nor a function, such as a string, counts as used.
     """
     taken = keywords_of(update, extra)
     unused = [name for name in extra if name not in taken]

@@ -1,7 +1,7 @@
 """`dflow.data.feed`: threads that move the elements of an iterable into a queue.
 
 Invariants: every element that the iterable yields before it ends, fails or is stopped is enqueued, unless the queue
-closes first; the last thread to end closes the queue; no thread keeps the queue alive.
+closes first; the last thread to end closes the queue, unless `close=False`; no thread keeps the queue alive.
 """
 
 from __future__ import annotations
@@ -68,8 +68,9 @@ def feed(
     close     whether to close the queue at the end of the data; pass False when other producers use the queue too
 
     The arrays are on the device before they are dequeued. The threads work ahead up to the queue's capacity and wait
-    while it is full. An error of the iterable or of `map` always closes the queue: consumers get the elements enqueued
-    before it and then FeedError, with that error as its cause. The feed stops when the queue is closed or collected.
+    while it is full. An error of the iterable or of `map`, or an element that does not fit the queue, always closes the
+    queue: consumers get the elements enqueued before it and then FeedError, with the error as its cause. The feed stops
+    when the queue is closed or collected.
 
     Raises InputError if `iterable` is not iterable, `queue` is not a queue of this process, or `threads` is not an
     integer of at least 1.
@@ -137,7 +138,7 @@ class Feed:
 
     @property
     def error(self) -> BaseException | None:
-        """The first error that the iterable or `map` raised, or None."""
+        """The first error of the iterable, of `map` or of an element that does not fit the queue; or None."""
         return self._error
 
     def is_running(self) -> bool:

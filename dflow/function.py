@@ -239,9 +239,9 @@ def jit(fn: Callable[P, R] | None = None, **options: Any) -> Any:
     fn       takes and returns pytrees of arrays; variables may be closed over, passed and returned
     options  those of `jax.jit`, with the same meaning: `static_argnums`, `static_argnames`, `donate_argnums`,
              `donate_argnames`, `keep_unused`, `device`, `backend`, `inline`, `compiler_options`, `in_shardings`,
-             `out_shardings`; a function with state refuses `device` and a `backend` other than the default
-    raises   TypeError for an option that `jax.jit` does not have
-
+             `out_shardings`
+    raises   TypeError for an option that `jax.jit` does not have; calls of a function with state raise DflowError
+             for `device`, or for a `backend` other than the default
     Returns a `Function`, or a decorator if `fn` is omitted. `fn` is traced once for each structure and type of its
     arguments. The effects on one variable happen in program order.
     """

@@ -27,7 +27,7 @@ class Generator:
     name  name of the variable with the state; on a cluster, generators with the same name share one sequence
     impl  the algorithm, as for `jax.random.key`; default: that of `seed` if it is a key, or else JAX's
 
-    The state is `key`, a variable of integers (`jax.random.key_data`), which can be saved and assigned like any other.
+    The state is `key`, a variable of uint32 (`jax.random.key_data`), which can be saved and assigned like any other.
     In traced code each `split` reads and writes it, so each call of a compiled function continues the sequence.
     Raises VariableError when created inside traced code.
     """
@@ -61,8 +61,7 @@ class Generator:
         return self._impl
 
     def split(self, n: int | Sequence[int] | None = None) -> jax.Array:
-        """Return a new key, or an array of new keys of shape `n`. No key is returned twice.
-
+        """Return a new key, or an array of new keys of shape `n`, of dtype `key<impl>`. No key is returned twice.
         Raises VariableError under `vmap`, where the whole batch would get the same key: split before, and map over
         the keys too.
         """

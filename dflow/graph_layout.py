@@ -138,7 +138,8 @@ def _columns(rows: list[list[int]], widths: list[float], up: list[list[int]], do
 def _apart(wished: Sequence[float], widths: Sequence[float]) -> list[float]:
     """Return the positions nearest to `wished` (by least squares) that keep the order and the gaps.
 
-    Measured from where the items before would push them, positions must not decrease; falling ones are averaged.
+    Isotonic regression: minus the room that earlier items take, positions must not decrease, so decreasing ones are
+    averaged.
     """
     room = [0.0]
     for left, right in itertools.pairwise(widths):

@@ -66,7 +66,7 @@ class Part:
         """Return the fetched values in order; None for one without a value, such as a write.
 
         A fetched variable is read after all other ops. A fed variable is not changed: the ops use a copy with the fed
-        value. Raises GraphTypeError if a fed value has another type than at construction.
+        value. Raises GraphTypeError if a fed value has another type than in the graph.
         """
         fed = {value: _fitting(value, feeds[name]) for name, value in self._fed.items()}
         arrays = {**self._arrays, **fed}
@@ -157,7 +157,7 @@ def _remedy(wanted: ArrayType, given: ArrayType) -> str:
 
 
 def _on_copies(bound: Bound, fed: Mapping[Value, jax.Array]) -> tuple[Bound, dict[Value, Variable]]:
-    """Return the graph with each fed variable replaced by a private copy, and the copies by the fed inputs."""
+    """Return the graph on private copies of the fed variables, and the copies by the inputs that they replace."""
     if not fed:
         return bound, {}
     new = {ref: Value(ref.name, ref.type) for ref in fed}

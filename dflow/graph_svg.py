@@ -1,4 +1,4 @@
-"""A graph drawing as SVG: colours by device, a red edge on boxes with effects, details in tooltips."""
+"""A graph drawing as SVG: colours by device, a red bar on boxes with effects, details in tooltips."""
 
 from __future__ import annotations
 

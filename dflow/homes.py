@@ -24,7 +24,7 @@ set_default_home(LOCAL)
 
 
 def by_backend(variables: Mapping[str, Variable]) -> dict[StateBackend, dict[str, Variable]]:
-    """Group variables, by name, by the backend that holds their values."""
+    """Return the variables of each backend, by name."""
     found: dict[StateBackend, dict[str, Variable]] = defaultdict(dict)
     for name, variable in variables.items():
         found[cast(StateBackend, variable.home)][name] = variable

@@ -40,7 +40,7 @@ class Loaded:
 
     Each function is an attribute under its name, and `loaded["name"]`; if there is only one, `loaded(...)` calls it.
     They are compiled functions, update `variables` in place, and are differentiable up to the `vjp_order` of the
-    export.
+    export. Calls raise SignatureError for arguments of other types, and ExportError on a platform not exported for.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Loaded:
         return place
 
     def mlir_module(self, signature: str | None = None) -> str:
-        """Return the StableHLO text of a function. Raises ExportError if there is no such function."""
+        """Return the StableHLO text of a function. Raises ExportError for an unknown name, or None of several."""
         return str(self._programs[chosen(signature, self.signatures)].mlir_module())
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:

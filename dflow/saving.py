@@ -90,7 +90,8 @@ def restore(
             "unexpected" (an array without a variable), "changed" (a different shape, dtype or generator algorithm)
 
     Each variable keeps its own sharding. All arrays are read and checked before any variable changes, so an error
-    leaves every variable as it was. Generators continue from their saved state.
+    leaves every variable as it was; only TaskLost, on a cluster, may leave those of other tasks restored. Generators
+    continue from their saved state.
 
     Raises NoCheckpoint if `path` has none. Raises CheckpointError inside traced code, with a table for differences that
     are not allowed, naming the array for a damaged one, or if the checkpoint keeps being replaced during the read.
