@@ -101,7 +101,7 @@ def _value(bound: Bound, name: str) -> Value:
 
 
 def _with_calls_opened(bound: Bound, names: Sequence[str], use: str) -> Bound:
-    """Inline the calls whose bodies define these names. Raises GraphNameError if no value has a name.
+    """Inline the calls whose bodies define these names. Raises GraphNameError for a name that no value has.
 
     `use` is `fetched` or `fed`, for the error message.
     """
