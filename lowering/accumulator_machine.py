@@ -1,10 +1,10 @@
-"""What a conditional accumulator does with gradients and takes, as TensorFlow 1 documents it; no values, no I/O.
+"""The state machine of a conditional accumulator, as TensorFlow 1 documents it, without values and without I/O.
 
-A gradient of a step before the accumulator's is dropped; so is one more than the `limit`, which is too late for its
-step; others are added. A take waits until as many are there as it wants, or as are said to be enough, gets all that are
-there, and the step goes on by one. Takes are served in the order in which they were asked.
+A gradient of a step before the accumulator's is dropped, and so is one beyond the `limit` of a step. Others are added.
+A take waits until the number of gradients reaches the number that it wants or that of `EnoughSet`. It gets the sum of
+all gradients, and the step increases by one. Takes are served in the order of their requests.
 
-Invariant: `count` gradients were added since the last `Give`, and no waiting take that is first could be served.
+Invariant: `count` gradients were added since the last `Give`, and they are too few for the first pending take.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class GradientApplied:
-    """A gradient computed in `step` has come."""
+    """A gradient computed in `step` has arrived."""
 
     step: int
 
 
 @dataclass(frozen=True)
 class TakeAsked:
-    """Someone, known by `ticket`, wants the mean of `wanted` gradients or more."""
+    """The take with this `ticket` wants the mean of at least `wanted` gradients."""
 
     ticket: int
     wanted: int
@@ -30,33 +30,33 @@ class TakeAsked:
 
 @dataclass(frozen=True)
 class TakeGivenUp:
-    """Who holds `ticket` waits no more."""
+    """The take with this `ticket` was abandoned."""
 
     ticket: int
 
 
 @dataclass(frozen=True)
 class StepSet:
-    """The step was set from outside."""
+    """The caller set the step."""
 
     step: int
 
 
 @dataclass(frozen=True)
 class EnoughSet:
-    """So many gradients are enough for takes that want more, from now on."""
+    """From now on `count` gradients suffice, also for takes that want more."""
 
     count: int
 
 
 @dataclass(frozen=True)
 class Add:
-    """Add the gradient that came."""
+    """Add the gradient that arrived."""
 
 
 @dataclass(frozen=True)
 class Drop:
-    """Leave out the gradient that came: it is of `step`, the accumulator of `now`, or as full as it gets."""
+    """Drop the gradient of `step`: the accumulator's step `now` is later, or it has reached its limit."""
 
     step: int
     now: int
@@ -64,7 +64,7 @@ class Drop:
 
 @dataclass(frozen=True)
 class Give:
-    """Give the sum of `count` gradients to `ticket`, and begin anew."""
+    """Answer the take with this `ticket` from the sum of `count` gradients, and reset the sum."""
 
     ticket: int
     count: int
@@ -72,7 +72,7 @@ class Give:
 
 @dataclass(frozen=True)
 class WarnOfStepBack:
-    """The step was set back, so that gradients that were stale are taken again."""
+    """Warn that the step was set back, so that gradients that were stale are accepted again."""
 
     before: int
     now: int
@@ -83,7 +83,7 @@ Command = Add | Drop | Give | WarnOfStepBack
 
 
 class AccumulatorMachine:
-    """Decides; whoever drives it holds the sum and who waits."""
+    """Turns events into commands. Its owner holds the sum and the callbacks of the takes."""
 
     def __init__(self, limit: int | None = None) -> None:
         self._limit = limit
@@ -91,7 +91,7 @@ class AccumulatorMachine:
         self.step = 0
         self.count = 0
         self.dropped = 0
-        #: By ticket, in order: how many each waiting take wants.
+        #: Number of gradients that each pending take wants, by ticket, in the order of requests.
         self._waiting: OrderedDict[int, int] = OrderedDict()
 
     def is_fresh(self, step: int) -> bool:
@@ -99,7 +99,7 @@ class AccumulatorMachine:
         return step >= self.step and (self._limit is None or self.count < self._limit)
 
     def handle(self, event: Event) -> list[Command]:
-        """What to do now, in order."""
+        """Apply an event and return the commands to execute, in order."""
         match event:
             case GradientApplied(step) if not self.is_fresh(step):
                 self.dropped += 1
@@ -121,7 +121,7 @@ class AccumulatorMachine:
                 return [WarnOfStepBack(before, step)] if step < before else []
 
     def _served(self) -> list[Command]:
-        """Serve the first take, if enough is there: afterwards nothing is, so that it is one at most."""
+        """Serve the first pending take, if there are enough gradients. None are left then for a second one."""
         ticket, wanted = next(iter(self._waiting.items()), (None, 0))
         if ticket is None or self.count < min(wanted, wanted if self._enough is None else self._enough):
             return []

@@ -1,8 +1,8 @@
-"""What other devices wait for goes first: the nodes of one device and stage as two XLA calls, where that is worth it.
+"""Early transfers: split the nodes of one device and stage into two XLA calls, if that is worth it.
 
-The results of a call are there when all of it has run. So that another device need not wait for work that it does not
-need, the nodes whose results are copied to it, with all that these are made of, make a call before the rest. Nodes that
-touch state stay together, so that no other step comes between them.
+The results of an XLA call exist when the whole call has run. To let another device start earlier, the nodes whose
+results are copied to it, with all that they depend on, form a first call, and the rest a second. Nodes that touch state
+stay in one call, so that no other step runs between them.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dflow.lowering.placement.work import Work, work_of
 from dflow.tracing import ops
 from dflow.tracing.graph import Graph, Node
 
-#: The rest is a call of its own if it does as much as this: about a tenth of a millisecond.
+#: The rest becomes a separate call if it does at least this work, which takes about 0.1 ms.
 LEAST = Work(1e7, 1e6)
 
 
 def rest_of(graph: Graph, nodes: Sequence[Node]) -> list[Node]:
-    """Of nodes that could be one call, those that no other device waits for; none if they should be one call."""
+    """Return the nodes of one call that should form a second call, since no other device needs them; none for one."""
     first = {id(node) for node in nodes if _is_copied(graph, node)}
     if not first:
         return []
@@ -36,7 +36,7 @@ def _is_copied(graph: Graph, node: Node) -> bool:
 
 
 def _made_of(graph: Graph, nodes: Sequence[Node], wanted: Collection[int]) -> set[int]:
-    """Of `nodes`, which are in order, those that any of the wanted ones needs."""
+    """Return the ids of those of `nodes` that the `wanted` ones depend on, and theirs; `nodes` are in program order."""
     producers = graph.producers
     needed = set(wanted)
     for node in reversed(nodes):

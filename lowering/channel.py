@@ -1,8 +1,8 @@
-"""How the executor sends and receives, without knowing over what.
+"""The interface by which the executor sends and receives values, whatever the transport.
 
-An edge carries at most one value in a step, and within loops one in each turn: then the turns stand behind the edge,
-those of the outermost loop first, as `w@3` or `w@3.0`. Whoever implements `Channel` matches a send with its receive by
-`(step, edge)`, these included; either may come first.
+An edge carries at most one value per step, and within loops one per iteration. Then the iteration numbers are appended
+to the edge, those of the outermost loop first, as in `w@3` or `w@3.0`. An implementation of `Channel` matches a send
+with its receive by `(step, edge)`, with these numbers; either may come first.
 """
 
 from __future__ import annotations
@@ -13,49 +13,49 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import numpy.typing as npt
 
-#: The steps of one life of a task: a life's first number is a multiple of it, and greater than any before.
+#: Limit of steps in one life of a task. Each life's first step number is a multiple of it, greater than any before.
 STEPS_OF_A_LIFE = 1 << 27
 
 
 class StepId(NamedTuple):
-    """One run of a graph: the task that started it and that task's own count of steps."""
+    """One run of a graph: the task that started it, and the number of the step on that task."""
 
     origin: str
     number: int
 
     @property
     def place(self) -> int:
-        """The step's place among those of the task's present life."""
+        """The index of the step within the task's current life, from 0."""
         return self.number % STEPS_OF_A_LIFE
 
 
-#: What crosses: of small values that came over the network, a NumPy array, which programs take as it is.
+#: A transferred value. Small values from the network are NumPy arrays, which programs take without conversion.
 Sent = jax.Array | npt.NDArray[Any]
 Deliver = Callable[[Sent | BaseException], None]
 
 
 class Channel(Protocol):
-    """The executor's side of Send and Recv."""
+    """The transport as the executor uses it for Send and Recv."""
 
     def send(self, step: StepId, edge: str, destination: str, value: Sent) -> None:
-        """Hand `value` over for `destination`; returns once the caller may let go of it."""
+        """Hand `value` over for `destination`. After the return the caller may free it."""
         ...
 
     def receive(self, step: StepId, edge: str, source: str, deliver: Deliver) -> None:
-        """Call `deliver` once, from any thread, with the value or with the error that ended the wait."""
+        """Have `deliver` called once, from any thread, with the value or with the error that ended the wait."""
         ...
 
 
 def frame_of_turn(frame: str, turn: int) -> str:
-    """What stands behind the edges in a turn of a loop that is itself in `frame`, which is empty outside of loops."""
+    """Return the suffix of edges in iteration `turn` of a loop; `frame` is the suffix outside of that loop, or ""."""
     return f"{frame}.{turn}" if frame else f"@{turn}"
 
 
 def edge_alone(edge: str) -> str:
-    """The edge without the turns."""
+    """Return the edge without the iteration numbers."""
     return edge.partition("@")[0]
 
 
 def is_in_loop(edge: str) -> bool:
-    """Whether turns stand behind the edge."""
+    """Whether the edge has iteration numbers."""
     return "@" in edge

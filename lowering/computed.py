@@ -1,7 +1,7 @@
-"""Waiting for a device, by threads that others rely on.
+"""Waiting for computed values, on threads that other threads rely on.
 
-Why: a thread that reads the connections of a process runs what is quick of a plan, and what it takes may still be
-computed by something that is not. Such a thread says once what to do before it waits, and whatever waits does it.
+Why: a thread that reads the connections of a process runs quick items of plans, whose inputs may still be computed by
+slow ones. Such a thread registers once a function that is called before each of its waits.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _OF_THREAD = _OfThread()
 
 
 def before_waiting(call: Callable[[], None]) -> None:
-    """Have `call` called by this thread each time it is about to wait for values to be computed."""
+    """Register `call`, which this thread calls each time before it waits for values to be computed."""
     _OF_THREAD.before_waiting = call
 
 
 def wait_until_computed(values: Iterable[Any]) -> None:
-    """Wait until those of the values that are JAX arrays are computed; raises what computing them did."""
+    """Wait until the JAX arrays among the values are computed. Raises the error of their computation."""
     for value in values:
-        # Not by its class: who reads connections may be a coordinator, which starts in half the time without JAX.
+        # Duck typing, without importing JAX: a coordinator, which also runs this, starts in half the time without it.
         is_ready = getattr(value, "is_ready", None)
         if is_ready is not None and not is_ready():
             if _OF_THREAD.before_waiting is not None:

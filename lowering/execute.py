@@ -1,9 +1,9 @@
-"""Runs one task's plan of a step: each item when what it needs is there.
+"""Run the plan of one task in one step: each item when its inputs are ready.
 
-No thread waits for a value: a receive leaves a callback with the channel, and whoever delivers the value has the
-items that became ready run by a worker; an item that waits for a queue or an accumulator does the same, and a branch or
-loop with such items runs its bodies as executions of their own (`loops.py`). The first error ends the execution and
-what it waits for; what arrives later is ignored. A value is let go of when all that take it are done.
+No thread waits for a value. A receive registers a callback with the channel; the thread that delivers the value submits
+the items that became ready to a worker thread. An item that waits for a queue or an accumulator does the same. A branch
+or loop with such items runs its bodies as separate executions (`loops.py`). The first error ends the execution and
+cancels its pending operations; later arrivals are ignored. A value is freed when all items that take it are done.
 """
 
 from __future__ import annotations
@@ -28,19 +28,21 @@ from dflow.lowering.waiters import Cancel
 from dflow.lowering.waits import Schedule, gives
 from dflow.tracing.errors import InternalError, StepCancelled
 
-#: What an execution ends with: the fetches, or the error.
+#: The outcome of an execution: the fetches, or the error.
 Outcome = tuple[jax.Array, ...] | BaseException
-#: Runs a function soon, on some thread that may block.
+#: Submits a function to a thread that may block.
 Submit = Callable[[Callable[[], None]], object]
 
 
 class Execution:
     """One run of a plan, from `start` on.
 
-    `on_done` is called once, from any thread, with the fetches or with the first error. A turn of a loop may start
-    before all is there: `feeds` that are PENDING come by `feed`; `held` says for how many `release`s an item waits;
-    `on_item` is told of each item that is done, with what it gave. `recorder` is told of what begins and ends. Its turn
-    and those around it are its `frame`.
+    on_done   called once, from any thread, with the fetches or with the first error
+    feeds     the plan's inputs; those that an iteration of a loop still lacks are PENDING and come by `feed`
+    held      number of calls of `release` that an item waits for, by item
+    on_item   called with each item that is done, and its results
+    recorder  records when items begin and end
+    frame     suffix of edges: the iteration numbers of the loops around, see `channel.frame_of_turn`
     """
 
     def __init__(
@@ -83,11 +85,11 @@ class Execution:
             self._wait_for_feed(slot, 1)
         self._ended = False
         self._outcome: Outcome | None = None
-        #: By item: ends what it waits for, when the execution ends before it.
+        #: Cancels the operation that an item waits for, by item; called when the execution fails.
         self._cancels: dict[int, Cancel] = {}
 
     def _wait_for_feed(self, slot: int, by: int) -> list[int]:
-        """Count a pending feed for those that take it, or no longer; the items that may run now."""
+        """Add `by` to the missing inputs of the items that take a pending feed; return the items that became ready."""
         self._left += by if slot in self._schedule.fetched else 0
         ready = []
         for index in self._schedule.takers.get(slot, ()):
@@ -97,7 +99,7 @@ class Execution:
         return ready
 
     def start(self) -> None:
-        """Run what can run, on this thread."""
+        """Run the items that are ready, on this thread."""
         with self._lock:
             ready = [index for index in self._schedule.at_once if self._waiting[index] == 0]
             self._has_started = True
@@ -107,7 +109,7 @@ class Execution:
         self._run(ready)
 
     def feed(self, place: int, value: Any) -> None:
-        """Give what was PENDING among the feeds."""
+        """Supply the value of the feed at index `place`, which was PENDING."""
         slot = self._schedule.plan.feeds[place]
         with self._lock:
             self._slots[slot] = value
@@ -117,7 +119,7 @@ class Execution:
             self._went_on(ready, complete)
 
     def release(self, item: int) -> None:
-        """Say that one of those is done that `item` was held for."""
+        """Notify that one of the items that `item` is held for is done."""
         with self._lock:
             self._waiting[item] -= 1
             ready = [item] if self._waiting[item] == 0 else []
@@ -126,7 +128,7 @@ class Execution:
             self._went_on(ready, False)
 
     def _went_on(self, ready: list[int], complete: bool) -> None:
-        """Have those run that became ready, after the start, which finds those that are ready before."""
+        """Submit items that became ready after `start`, which runs the earlier ones itself."""
         if complete:
             self._complete()
         elif ready and not self._ended:
@@ -152,7 +154,7 @@ class Execution:
                 self._fail(index, error)
 
     def _perform(self, item: Item, index: int) -> bool:
-        """Do an item; false when it will be done later, by a delivery."""
+        """Run an item; return False if it is done later, when its callback is called."""
         return _PERFORM[type(item)](self, item, index)
 
     def _receive(self, item: Recv, index: int) -> bool:
@@ -173,7 +175,7 @@ class Execution:
 
     def _copy(self, item: Copy, index: int) -> bool:
         if index in self._schedule.awaited:
-            # When all that can be started is: this thread waits for the device.
+            # Waiting for the device here would delay other items that are ready.
             self._submit(partial(self._copy_after, index, item))
             return False
         self._slots[item.give] = self._copied(item)
@@ -192,7 +194,7 @@ class Execution:
         return copy
 
     def _copy_after(self, index: int, item: Copy) -> None:
-        """Copy once what the copy comes after has been computed, and not just asked for."""
+        """Copy after the results that the copy must follow are computed, not only dispatched."""
         if self._ended:
             return
         try:
@@ -253,7 +255,7 @@ class Execution:
         self._arrived(index, (item.give,), value if isinstance(value, BaseException) else (value,))
 
     def _arrived(self, index: int, slots: Sequence[int], values: Sequence[Any] | BaseException) -> None:
-        """What an item waited for is there, on whatever thread brings it."""
+        """Continue after an item that waited. This runs on the thread that delivers its results."""
         if isinstance(values, BaseException):
             self._fail(index, values)
             return
@@ -264,7 +266,7 @@ class Execution:
             if ready and not self._ended:
                 self._submit(lambda: self._run(ready))
         except BaseException as error:
-            # Whoever brought it has no part in this step, which would wait for ever.
+            # This is the producer's thread: fail the step here, or it would hang.
             if isinstance(error, Exception):
                 self._fail(index, error)
                 return
@@ -272,7 +274,7 @@ class Execution:
             raise
 
     def _fail(self, index: int, error: BaseException) -> None:
-        """End with the error of an item, which is named; of a body's, the branch or loop after it."""
+        """End with the error of an item, and add its name to it; a body's item is named before the branch or loop."""
         plan = self._schedule.plan
         names = plan.names
         if not self._ended:
@@ -282,10 +284,10 @@ class Execution:
         self._end(error)
 
     def _done(self, index: int) -> list[int]:
-        """Count an item as done; the items that may run now."""
+        """Count an item as done; return the items that became ready."""
         self._note(ITEM_ENDED, self._step, self._schedule.plan, index)
         if self._on_item is not None:
-            # Before it is counted, so that whoever is told hears of the end last.
+            # Before it is counted, so that the last item is reported before the end of the execution.
             self._on_item(index, [(slot, self._slots[slot]) for slot in gives(self._schedule.plan.items[index])])
         ready = []
         with self._lock:
@@ -315,7 +317,7 @@ class Execution:
         self._on_done(outcome)
 
 
-#: How each item is done: by its class, which is found faster than by asking for one class after the other.
+#: The method that runs an item, by class: a lookup is faster than a chain of isinstance tests.
 _PERFORM: Mapping[type[Item], Callable[[Execution, Any, int], bool]] = {
     Recv: Execution._receive,
     Send: Execution._send,

@@ -1,11 +1,11 @@
-"""A traced function with state as a pure program for several platforms, in the form that `jax.export` keeps.
+"""A traced function with state as a pure program for several platforms, in the format of `jax.export`.
 
-The program takes the values of the variables it touches and the large arrays it closes over, each as a dict by name,
-then the arguments; it gives the results, and the same dict of variables with their new values. So state is never a
-constant of the code, and whoever runs the program threads one dict.
+The program takes the values of the variables that it uses and the large arrays that it closes over, each as a dict by
+name, then the arguments. It returns the results, and the same dict of variables with their new values. So state is
+never a constant of the code, and the caller passes one dict from call to call.
 
-What has no meaning in another process (a queue, a call back into Python) is refused by its name and line before JAX
-sees it; what JAX then cannot lower for a platform is searched for op by op.
+An op that has no meaning in another process (of a queue, or a Python callback) is refused, with its name and line,
+before JAX sees it. If JAX then fails to lower the program for a platform, the op that fails is searched for one by one.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Arguments:
     result: Tree
 
     def leaves(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        """The leaves of plain arguments, in the order in which JAX traced them."""
+        """Return the leaves of plain arguments, in the order in which JAX traced them."""
         parts = [
             *zip(self.positional, args, strict=True),
             *((self.named[name], kwargs[name]) for name in sorted(kwargs)),
@@ -57,19 +57,19 @@ class Arguments:
         return [leaf for tree, value in parts for leaf in unplain(tree, value)]
 
     def plain(self, leaves: Iterator[Any]) -> tuple[list[Any], dict[str, Any]]:
-        """The plain arguments that have these leaves."""
+        """Return the plain arguments that have these leaves."""
         args = [plain(tree, leaves) for tree in self.positional]
         return args, {name: plain(self.named[name], leaves) for name in sorted(self.named)}
 
 
 @dataclass(frozen=True)
 class PureProgram:
-    """A function with state as a pure one, and by what names it is given its state."""
+    """A function with state as a pure function, with the names of its variables and constants."""
 
     name: str
     jaxpr: Jaxpr
     consts: Sequence[Any]
-    #: The constants, of the jaxpr or inside it, that are given by name.
+    #: The constants, of the jaxpr or inside it, that the caller passes by name.
     constants: Mapping[str, Any]
     variables: Sequence[Variable]
     written: Sequence[Variable]
@@ -77,7 +77,7 @@ class PureProgram:
     types: Sequence[ArrayType]
 
     def __call__(self, variables: Mapping[str, Any], constants: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """The results, and the variables afterwards."""
+        """Return the results, and the new values of the variables, by name."""
         given = {id(value): constants[name] for name, value in self.constants.items()}
         state = State({variable: variables[variable.name] for variable in self.variables}, given=given)
         results = evaluate(self.jaxpr, self.consts, self.arguments.leaves(args, kwargs), state)
@@ -86,14 +86,14 @@ class PureProgram:
 
     @property
     def structs(self) -> tuple[list[Any], dict[str, Any]]:
-        """The types of its arguments, as JAX's functions take them."""
+        """The types of its arguments, positional and named, as `jax.ShapeDtypeStruct`s."""
         state = {variable.name: variable.type.strong.struct for variable in self.variables}
         constants = {name: array_type_of(value).strong.struct for name, value in self.constants.items()}
         args, kwargs = self.arguments.plain(type.strong.struct for type in self.types)
         return [state, constants, *args], kwargs
 
     def jitted(self) -> Any:
-        """The function as `jax.jit` makes it, under its name."""
+        """Return the function compiled by `jax.jit`, under its name."""
 
         def program(variables: Any, constants: Any, *args: Any, **kwargs: Any) -> Any:
             return self(variables, constants, *args, **kwargs)
@@ -110,10 +110,10 @@ def pure_program(
     arguments: Arguments,
     types: Sequence[ArrayType],
 ) -> PureProgram:
-    """The pure form of a traced function. Raises ExportError for what no file can hold.
+    """Return the pure form of a traced function. Raises ExportError for ops and types that no file can hold.
 
-    constants  those of the jaxpr, or inside it, that stand beside the code, by name
-    types      those of the leaves of the arguments
+    constants  the constants, of the jaxpr or inside it, that are stored outside the code, by name
+    types      the types of the leaves of the arguments
     """
     _refuse_types(name, jaxpr)
     _refuse_ops(name, jaxpr)
@@ -129,9 +129,9 @@ def exported(
     disabled_checks: Sequence[export.DisabledSafetyCheck],
     vjp_order: int,
 ) -> tuple[export.Exported, bytes]:
-    """The program for these platforms, and the bytes that `jax.export.deserialize` takes.
+    """Return the program for these platforms, and the bytes that `jax.export.deserialize` takes.
 
-    Raises ExportError, which names the op and its line, where JAX cannot make one.
+    Raises ExportError if JAX cannot export it, with the op that fails and its line where one is found.
     """
     args, kwargs = program.structs
     try:
@@ -190,7 +190,7 @@ def _refuse_variables(name: str, variables: Sequence[Variable]) -> None:
             )
 
 
-#: By primitive: what its op does that no file can hold, and what to do instead.
+#: Why an op cannot be exported, and the remedy, by primitive.
 _REFUSED: Mapping[str, tuple[str, str]] = {
     **dict.fromkeys(
         ("debug_callback", "debug_print"),
@@ -247,14 +247,14 @@ def _axes(mesh: Any) -> str:
 
 
 def _ops_within(jaxpr: Jaxpr) -> Iterator[Equation]:
-    """Every equation of a jaxpr and of those inside it, an outer one before what it holds."""
+    """Yield every equation of a jaxpr and of those inside it, an outer one before its bodies."""
     for equation in jaxpr.eqns:
         yield equation
         for inner in _bodies(equation):
             yield from _ops_within(inner)
 
 
-#: The primitives whose bodies are programs like that around them: the body of a kernel is none.
+#: The primitives whose bodies are searched: programs like the one around them, unlike the body of a kernel.
 _HOLDING = frozenset(
     (*CALLS, "scan", "cond", "while", "remat2", "checkpoint", "shard_map", "custom_jvp_call", "custom_vjp_call")
 )
@@ -271,7 +271,7 @@ def _line(equation: Equation) -> Loc | None:
 def _blamed(
     program: PureProgram, platforms: Sequence[str], disabled_checks: Sequence[Any], error: Exception
 ) -> ExportError:
-    """What JAX's failure is about: the first op that cannot be exported by itself, and for which platforms."""
+    """Return the error for a failure of JAX: it names the first op that cannot be exported alone, and the platforms."""
     args, kwargs = program.structs
     leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
 
@@ -288,7 +288,7 @@ def _blamed(
     try:
         jaxpr, _, _ = make_jaxpr(flat, *leaves)
         culprit = _culprit(jaxpr, platforms, disabled_checks, set())
-    except Exception:  # it is the tracing that failed
+    except Exception:  # the function cannot even be traced
         culprit = None
     if culprit is None:
         return ExportError(f"{program.name} cannot be exported for {', '.join(platforms)}: {said}")
@@ -325,7 +325,7 @@ def _culprit(jaxpr: Jaxpr, platforms: Sequence[str], disabled_checks: Any, fine:
 
 
 def _exports(equation: Equation, platforms: Sequence[str], disabled_checks: Any) -> bool:
-    """Whether an op can be exported by itself."""
+    """Whether an op can be exported alone."""
 
     def alone(*values: Any) -> Any:
         return bind(equation.primitive, equation.params, values, None)
@@ -333,6 +333,6 @@ def _exports(equation: Equation, platforms: Sequence[str], disabled_checks: Any)
     structs = [array_type_of(jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)).struct for var in equation.invars]
     try:
         export.export(jax_jit(alone), platforms=tuple(platforms), disabled_checks=disabled_checks)(*structs)
-    except Exception:  # JAX raises whatever its rules raise
+    except Exception:  # JAX's lowering rules raise exceptions of any class
         return False
     return True

@@ -1,4 +1,4 @@
-"""How the first value of a variable is made: by one thread, and where it is to stay."""
+"""How the initial value of a variable is made: by one thread, and with the variable's sharding."""
 
 from __future__ import annotations
 
@@ -16,22 +16,25 @@ from dflow.lowering.held_value import HeldValue
 from dflow.tracing.errors import DeadlineExceeded, DflowError, VariableError
 from dflow.tracing.types import ArrayType, array_type_of
 
-#: A variable of this size is made before the next one is begun.
+#: A variable of at least this size is computed before the next one is begun.
 _LARGE_BYTES = 1 << 20
 
-#: How long to wait for a value that another thread makes, in s.
+#: Longest wait for an initial value that another thread makes, in s.
 MAKING_S = 600.0
 
 
 class Making:
-    """An initialiser that runs, and on which thread."""
+    """A running initialiser, with its thread."""
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
         self.ended = threading.Event()
 
     def wait(self, key: str) -> None:
-        """Wait until it has ended, in whatever way."""
+        """Wait until the initialiser has returned or raised.
+
+        Raises VariableError on the initialiser's own thread, DeadlineExceeded after `MAKING_S`.
+        """
         if self.thread == threading.get_ident():
             raise VariableError(
                 f"the initialiser of variable {key!r} creates variable {key!r} itself\n  give one of them another name"
@@ -44,7 +47,7 @@ class Making:
 
 
 def first_value(key: str, type: ArrayType, make: Callable[[], Any], place: Sharding | None) -> HeldValue:
-    """What `make` gives, at `place` if that is said. Raises VariableError when it is of another type."""
+    """Return the value of `make()`, with sharding `place` if given. Raises VariableError when it has another type."""
     # A copy, because JAX may alias the memory of a NumPy array, which must not be donated.
     value = jnp.array(make(), copy=True) if place is None else _made_at(place, make)
     if array_type_of(value).strong != type:
@@ -52,14 +55,14 @@ def first_value(key: str, type: ArrayType, make: Callable[[], Any], place: Shard
             f"the initial value of variable {key!r} is {array_type_of(value)}, but it is to hold {type}"
         )
     if type.size_bytes >= _LARGE_BYTES:
-        # JAX would run ahead, with the originals of many variables in memory beside their copies.
+        # Otherwise JAX runs ahead, and the originals of many variables are in memory beside their copies.
         value.block_until_ready()
-    # A Python number gives a weak array; a variable holds one of its type, in a trace and out of it.
+    # A Python number becomes a weakly typed array; a variable's array always has the variable's type.
     return HeldValue(jax.lax.convert_element_type(value, type.dtype), type)
 
 
 def _within_mesh(place: Sharding) -> AbstractContextManager[Any]:
-    """The context of an explicit mesh, which ops recorded over its axes ask for."""
+    """Return the context of an explicit mesh, which ops recorded over its axes need."""
     mesh = place.mesh if isinstance(place, NamedSharding) else None
     if not isinstance(mesh, Mesh) or AxisType.Explicit not in mesh.axis_types:
         return nullcontext()
@@ -68,7 +71,7 @@ def _within_mesh(place: Sharding) -> AbstractContextManager[Any]:
 
 
 def _made_at(place: Sharding, make: Callable[[], Any]) -> jax.Array:
-    """What `make` gives, at a place; over several devices it is made in its parts, where JAX can trace `make`."""
+    """Return the value of `make()` with a sharding; over several devices each makes its shard, if `make` can trace."""
     made: jax.Array
     if len(place.device_set) == 1:
         with jax.default_device(next(iter(place.device_set))):
@@ -77,6 +80,6 @@ def _made_at(place: Sharding, make: Callable[[], Any]) -> jax.Array:
     try:
         with _within_mesh(place):
             made = jax_jit(lambda: jnp.asarray(make()), out_shardings=place)()
-    except (DflowError, jax.errors.JAXTypeError):  # it reads variables, or is no traceable function
+    except (DflowError, jax.errors.JAXTypeError):  # `make` reads variables, or cannot be traced
         made = jax.device_put(jnp.array(make(), copy=True), place)
     return made

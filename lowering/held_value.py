@@ -1,4 +1,4 @@
-"""The value of one variable: where it is, and whether it has been handed out."""
+"""The value of one variable: whether the store or a step holds it, and whether arrays outside alias its buffer."""
 
 from __future__ import annotations
 
@@ -13,68 +13,69 @@ from dflow.tracing.errors import VariableError
 from dflow.tracing.source import at, caller
 from dflow.tracing.types import ArrayType
 
-#: The place of a variable that a step only reads.
+#: The `place` of a variable that a step only reads.
 READ = -1
 
 
 class Owner(Protocol):
-    """A step that may have values; see `step_state.StepState`."""
+    """A step that may hold values; see `step_state.StepState`."""
 
     name: str
-    #: The values written, while they are here.
+    #: The values of the variables that it writes; None while the store holds them.
     written: Sequence[Any] | None
-    #: What the call that is dispatched has given so far; None while none is.
+    #: The results of the call being dispatched, empty until C code adds them; None while no call is dispatched.
     given: list[Any] | None
-    #: Until when it is known that someone waits for the values.
+    #: Monotonic time until which a thread is known to wait for the values.
     wanted: float
 
     def is_mine(self) -> bool:
-        """Whether the call that is dispatched is on this thread."""
+        """Whether this thread dispatches the step's current call."""
         ...
 
     def readable(self) -> Sequence[Any] | None:
-        """The written variables' values; None when only the end of a call will tell."""
+        """Return the values of the variables that it writes; None when they are unknown until a call has ended."""
         ...
 
     def put_back(self) -> None:
-        """Give the store its values again."""
+        """Return the values to the store."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class HeldValue:
-    """A variable's value, here or in the step that has it."""
+    """A variable's value, held here or by the step `at`."""
 
     value: jax.Array
     type: ArrayType
+    #: Whether an array outside the store aliases the buffer, which must then be copied before it is donated.
     lent: bool = False
-    #: The step that may have the value now, and at which place of what it writes.
+    #: The step that may hold the value now, and the index of the value in its `written`, or READ.
     at: Owner | None = None
     place: int = READ
-    #: Until when it is known that someone waits for the step, by the monotonic clock.
+    #: Monotonic time until which a thread is known to wait for the variable.
     wanted: float = 0.0
 
 
 def owner_of(held: HeldValue) -> Owner | None:
-    """The step that has the value."""
+    """Return the step that holds the value; None when the store does."""
     owner = held.at
     return None if owner is None or owner.written is None else owner
 
 
 def taken_from(held: HeldValue) -> jax.Array:
-    """The value for who will overwrite it: a copy, where it has been handed out."""
+    """Return the value for a program that overwrites its buffer: a copy, if the buffer is aliased."""
     if held.lent:
         held.value, held.lent = jnp.copy(held.value), False
     return held.value
 
 
 def shown(key: str) -> str:
-    """The name of a variable, without what tells it apart from others of that name."""
+    """Return a variable's name without the suffix that makes its key unique."""
     return key.partition("#")[0]
 
 
 def within_the_step() -> VariableError:
-    """The error for who asks for what the step has that it is in itself."""
+    """Error for re-entrancy: a callback or signal handler touched a variable of the step that it interrupted."""
     return VariableError(
         f"a variable is asked for within the very step that uses it, by a callback or a handler of a signal"
         f"{at(caller())}\n  pass the callback what it is to see; "
@@ -83,7 +84,7 @@ def within_the_step() -> VariableError:
 
 
 def lost_value(key: str) -> VariableError:
-    """The error for who asks for what a failed step took along."""
+    """Error for the use of a variable whose buffer was donated to a step that failed."""
     return VariableError(
         f"the value of variable {shown(key)!r} was lost, since a step that writes it failed as it ran{at(caller())}\n"
         "  assign it a new value, such as from what was saved last"

@@ -1,7 +1,7 @@
-"""Small values that stay in NumPy's hands between the items of a plan.
+"""Small values that stay NumPy arrays between the items of a plan.
 
-Why: an XLA program takes a NumPy array in less time than it takes to make a JAX array of one, and what comes over the
-network or out of a queue is often a few numbers. What leaves a plan is a JAX array.
+Why: passing a NumPy array to an XLA program takes less time than converting it to a JAX array, and values from the
+network or from queues are often a few numbers. The results of a plan are JAX arrays.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-#: A value of more than this is a JAX array, which shares the memory of what it was made of.
+#: A larger value is converted to a JAX array, which shares the memory of the NumPy array.
 SMALL_BYTES = 1 << 14
-#: Of NumPy's own dtypes, those that JAX leaves as they are, whether it uses 64 bits or not.
+#: The NumPy dtypes that JAX leaves as they are, with `jax_enable_x64` or without.
 _DTYPES = frozenset(
     map(np.dtype, ("bool", "int8", "int16", "int32", "uint8", "uint16", "uint32", "float16", "float32", "complex64"))
 )
 
 
 def stays_on_host(value: Any) -> bool:
-    """Whether a value is left as it is."""
+    """Whether a value stays a NumPy array between the items of a plan."""
     return isinstance(value, np.ndarray) and value.nbytes <= SMALL_BYTES and value.dtype in _DTYPES
 
 
 def on_device(values: Iterable[Any]) -> tuple[jax.Array, ...]:
-    """The values, with JAX arrays in the place of NumPy's."""
+    """Return the values, with NumPy arrays converted to JAX arrays."""
     return tuple(jnp.asarray(value) if isinstance(value, np.ndarray) else value for value in values)

@@ -1,6 +1,6 @@
-"""What a step writes stays spread over the devices as its variable is, whatever XLA would make of it.
+"""Values written by a step keep the sharding of their variable, whatever sharding XLA would choose.
 
-A variable that is on no mesh takes no value whose type has axes of one: its reads would not have them in their type.
+A variable without a mesh refuses a value whose type has explicit mesh axes: its reads would lack them in their type.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from dflow.tracing.types import array_type_of
 
 
 def is_spread(place: Sharding | None) -> TypeGuard[Sharding]:
-    """Whether it is over several devices, where XLA has choices to make, or on a mesh that types name."""
+    """Whether a sharding covers several devices, so that XLA has choices, or is on a mesh with explicit axes."""
     return place is not None and (len(place.device_set) > 1 or is_explicit(place))
 
 
 def kept_places(fn: Callable[..., Sequence[Any]], places: Mapping[str, Sharding | None]) -> Callable[..., list[Any]]:
-    """`fn`, to be traced, with its first results, the values of these variables, held to their places.
+    """Return `fn`, to be traced, with its first results, the values of these variables, constrained to their shardings.
 
-    None and a single device hold nothing, and raise VariableShapeError for a value divided over explicit axes.
+    For None and a single device nothing is constrained, but a value divided over explicit axes raises
+    VariableShapeError.
     """
 
     def kept(*args: Any) -> list[Any]:

@@ -1,12 +1,12 @@
-"""Loops whose bodies wait, turn by turn, several turns at once.
+"""Loops whose bodies have items that wait, such as queue ops, with several iterations running concurrently.
 
-A turn starts while those before it still wait: what in it needs neither their results nor the effects of theirs on the
-same variable or queue goes ahead. An item that touches what an item of the turn before touches comes after it, so each
-variable and each queue sees the order of the program. At most so many turns are under way as the loop says, and a turn
-of a `while` starts when its test, which may need few of the values carried, has given true. A test that touches state
-is made when the turn before has ended.
+An iteration starts while earlier ones still wait. Those of its items run that need neither results of earlier
+iterations nor their effects on the same variable or queue. An item that touches state also touched by an item of the
+previous iteration runs after that item, so each variable and each queue sees the order of the program. At most
+`parallel_iterations` of the loop run at the same time. An iteration of a `while` starts when its test, which may need
+few of the carried values, is true. A test that conflicts with the body runs when the previous iteration has ended.
 
-A turn is a run of the body's plan whose carried values come one by one, from the turn before.
+An iteration is a run of the body's plan whose carried values arrive one by one from the previous iteration.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from dflow.lowering.plan import Scan, While
 from dflow.lowering.waits import Schedule, may_conflict
 from dflow.tracing.types import key_implementation, parse_type
 
-#: What a run of a body ends with: what it gives, or the error.
+#: The outcome of a run of a body: its results, or the error.
 Outcome = Sequence[Any] | BaseException
 
 
-#: Stands for a value that the turn before has not given yet.
+#: Stands for a value that the previous iteration has not computed yet.
 PENDING: Any = object()
 
 
@@ -39,15 +39,15 @@ class Run(Protocol):
     """A run of a body's plan."""
 
     def start(self) -> None:
-        """Run what can run, on this thread."""
+        """Run the items that are ready, on this thread."""
         ...
 
     def feed(self, place: int, value: Any) -> None:
-        """Give what was PENDING among the feeds."""
+        """Supply the value of the feed at index `place`, which was PENDING."""
         ...
 
     def release(self, item: int) -> None:
-        """Say that one of those that the item was held for is done."""
+        """Notify that one of the items that `item` is held for is done."""
         ...
 
     def cancel(self, error: BaseException) -> None:
@@ -56,7 +56,7 @@ class Run(Protocol):
 
 
 class MakeRun(Protocol):
-    """Makes a run of the body with a number; it is not started."""
+    """Creates a run of the body with index `body`, without starting it."""
 
     def __call__(
         self,
@@ -67,9 +67,11 @@ class MakeRun(Protocol):
         on_item: OnItem | None = ...,
         turn: int | None = ...,
     ) -> Run:
-        """`held` says how many releases an item waits for; `on_item` is told of each with what it gave, by slot.
+        """Create a run.
 
-        The test before a turn is of that turn.
+        held     number of releases that an item waits for, by item
+        on_item  called with each item that is done and its results, each with its slot
+        turn     number of the iteration, for its test too
         """
         ...
 
@@ -79,7 +81,7 @@ OnItem = Callable[[int, Sequence[tuple[int, Any]]], None]
 
 @dataclass
 class _Turn:
-    """A turn, with what it takes from the one before, and which of its items are done."""
+    """An iteration, with the values carried from the previous one and the items that are done."""
 
     carried: list[Any]
     run: Run | None = None
@@ -89,7 +91,7 @@ class _Turn:
 
 
 class Loop:
-    """One loop of a step. `on_end` is told its results, or the first error, once."""
+    """One loop of a step. `on_end` is called once, with the results or the first error."""
 
     def __init__(
         self,
@@ -109,20 +111,20 @@ class Loop:
         if isinstance(item, While) and may_conflict(bodies[item.test], self._body):
             self._window = 1
         self._stacks = [_Stack(type, item.length) for type in item.stacked] if isinstance(item, Scan) else []
-        #: What each slot of the body is among its results.
+        #: The indices of each slot of the body among its results.
         self._places: dict[int, list[int]] = {}
         for place, slot in enumerate(self._body.plan.fetches):
             self._places.setdefault(slot, []).append(place)
         self._lock = threading.Lock()
         self._ended = False
-        #: Those that have not ended, by number, with the one that comes next.
+        #: The iterations that have not ended, and the next one, by number.
         self._turns = {0: _Turn(list(values[kept:after]))}
         self._oldest = self._next = 0
-        #: Whether the next turn is to be; of a `while` not known before its test.
+        #: Whether there is a next iteration; None for a `while` before its test.
         self._is_wanted: bool | None = None
 
     def start(self) -> None:
-        """Start the first turns, on this thread."""
+        """Start the iterations and tests that may start now, on this thread."""
         try:
             while (work := self._next_work()) is not None:
                 work()
@@ -130,7 +132,7 @@ class Loop:
             self._end(error)
 
     def cancel(self, error: BaseException) -> None:
-        """End all turns with `error`; nobody is told."""
+        """End all iterations with `error`, without a call of `on_end`."""
         with self._lock:
             self._ended = True
             runs = [run for turn in self._turns.values() for run in (turn.run, turn.test) if run is not None]
@@ -147,7 +149,7 @@ class Loop:
         self._on_end(outcome)
 
     def _next_work(self) -> Callable[[], None] | None:
-        """What may start now: a turn, the test before it, or what comes after the loop."""
+        """Return the function that starts the next iteration or its test, or ends the loop; None while it must wait."""
         with self._lock:
             number, item = self._next, self._item
             if self._ended:
@@ -169,7 +171,7 @@ class Loop:
         self._end([*self._turns[self._next].carried, *(stack.whole() for stack in self._stacks)])
 
     def _turned(self, number: int, turn: _Turn) -> Run:
-        """The run of the next turn. The lock is held."""
+        """Create the run of the next iteration. The lock is held."""
         before = self._turns.get(number - 1)
         held = {} if before is None else {i: len(follows - before.done) for i, follows in self._body.follows.items()}
         feeds = [*self._kept, *turn.carried, *(_row(x, self._row_of(number)) for x in self._rows)]
@@ -188,7 +190,7 @@ class Loop:
         return self._item.length - 1 - number if self._item.reverse else number
 
     def _hand_on(self, number: int, values: Iterable[tuple[int, Any]]) -> list[Callable[[], None]]:
-        """Note what slots of a turn hold now; whom to tell, when the lock, which is held, is free."""
+        """Record values of an iteration's slots; return the calls to make after releasing the lock, which is held."""
         told: list[Callable[[], None]] = []
         left = deque((number, slot, value) for slot, value in values)
         while left:
@@ -223,7 +225,7 @@ class Loop:
         (wanted,) = outcome
 
         def go_on() -> None:
-            # Waits for the device, so it is nothing for the thread that brings the outcome.
+            # This waits for the device, so it must not run on the thread that delivers the outcome.
             is_wanted = bool(np.asarray(wanted))
             with self._lock:
                 self._is_wanted = is_wanted
@@ -237,11 +239,11 @@ class Loop:
             return
         with self._lock:
             self._count(number)
-        # Not from here: turn within turn, the stack would overflow.
+        # A direct call would nest each iteration in the one before, and the stack would overflow.
         self._soon(self.start)
 
     def _soon(self, work: Callable[[], None]) -> None:
-        """Have it done by a worker, of whom none may be left after the end."""
+        """Submit work to a worker thread, unless the loop has ended: then there may be none."""
 
         def guarded() -> None:
             try:
@@ -260,7 +262,7 @@ class Loop:
 
 
 class _Stack:
-    """Rows put into one array. Keys cannot be written one by one, so they are kept and stacked at the end."""
+    """Rows written into one array. Random keys cannot be written one by one, so they are stacked at the end."""
 
     def __init__(self, type: str, length: int) -> None:
         row: Any = parse_type(type)
@@ -285,13 +287,13 @@ class _Stack:
 
 
 def _no_keys(row: Any) -> Any:
-    """The stack of no rows of keys."""
+    """Return an array of no rows, each of random keys like `row`."""
     data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((0, *row.shape), row.dtype))
     return jax.random.wrap_key_data(jnp.zeros(data.shape, data.dtype), impl=key_implementation(row.dtype))
 
 
 def _beside(row: Any, held: Any) -> Any:
-    """A row where those before it are, when it must be moved: it may be what another device handed on."""
+    """Return a row with the sharding of the earlier rows; it may come from another device."""
     is_apart = isinstance(row, jax.Array) and row.committed and held.committed and row.sharding != held.sharding
     return jax.device_put(row, held.sharding) if is_apart else row
 

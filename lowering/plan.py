@@ -1,9 +1,9 @@
-"""What one task does in one step, as data that can be sent to it.
+"""The plan of a task for a step, as data that can be sent to the task.
 
-A plan is a small dataflow program over numbered slots, each holding one array. An item runs when the slots it
-takes are filled and the items it comes `after` are done; nothing else orders the items, and their position in
-`Plan.items` carries no meaning. Programs (compiled XLA computations) are named by their index and travel beside
-the plan, so that a plan stays a few hundred bytes.
+A plan is a small dataflow program over numbered slots, each holding one array. An item runs when the slots in `takes`
+are filled and the items in `after` are done. Nothing else orders the items: their position in `Plan.items` has no
+meaning. Programs (compiled XLA computations) are named by their index and sent separately, so a plan has a few hundred
+bytes.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class Call(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="call"):
     """Run a program on variables and slots.
 
     The program's arguments are the values of `writes`, then of `reads`, then the slots `takes`; its results are
-    the new values of `writes`, then the slots `gives`. The values of `writes` are donated, unless it `keeps` them. It
-    runs on `device`, such as `cpu:1`; given none, wherever JAX runs it. `touches_anything` is of one with effects that
-    nobody told us of. One that is `quick` surely ends within a millisecond or so of one core.
+    the new values of `writes`, then the slots `gives`. The values of `writes` are donated, unless `keeps` is true. The
+    program runs on `device`, such as `cpu:1`, or where JAX puts it. With `touches_anything` it may have any effect, for
+    example in a Python callback. A `quick` program ends within about 1 ms of one core.
     """
 
     program: int
@@ -38,7 +38,7 @@ class Call(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="call"):
 
 
 class Copy(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="copy"):
-    """Put the array in slot `take`, as it is on `device`, such as `cpu:1`, into slot `give`."""
+    """Copy the array in slot `take` to `device`, such as `cpu:1`, and put the copy into slot `give`."""
 
     device: str
     take: int
@@ -47,9 +47,9 @@ class Copy(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="copy"):
 
 
 class Read(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="read"):
-    """Put the values of variables, as of one moment, into the slots `gives`.
+    """Put the values of variables at one moment into the slots `gives`.
 
-    Nothing is copied: they are the store's own, which nothing but a `Copy` or a `Send` may take.
+    They are not copied but alias the store's buffers, so only a `Copy` or a `Send` may take them.
     """
 
     keys: tuple[str, ...]
@@ -78,7 +78,7 @@ class Recv(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="recv"):
 
 
 class UseResource(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="use"):
-    """Do `op` on the queue or accumulator `key`, waiting for it. `line` is the user's, as messages end with it."""
+    """Run `op` on the queue or accumulator `key`; it may wait. `line` is the user's line, which ends messages."""
 
     key: str
     op: str
@@ -92,7 +92,7 @@ class UseResource(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="use
 
 
 class Branch(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="branch"):
-    """Run the one of `bodies` whose place is in the first slot of `takes`, on the other slots."""
+    """Run one of `bodies` on the slots `takes`, the first of which holds the index of the body to run."""
 
     bodies: tuple[int, ...]
     takes: tuple[int, ...]
@@ -101,9 +101,9 @@ class Branch(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="branch")
 
 
 class While(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="while"):
-    """Run `body` as long as `test` gives true, both on `takes`; `body` renews the last `carry` of these.
+    """Run `body` while `test` returns true, both on `takes`; `body` returns new values of the last `carry` of these.
 
-    At most `parallel` turns are under way at once.
+    At most `parallel` iterations run concurrently.
     """
 
     test: int
@@ -116,9 +116,11 @@ class While(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="while"):
 
 
 class Scan(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="scan"):
-    """Run `body` `length` times on `takes`, of whose last `rows` it takes a row; it renews the `carry` before these.
+    """Run `body` `length` times on `takes`.
 
-    What it gives beside the carry, of the types `stacked`, is stacked. At most `parallel` turns are under way at once.
+    The last `rows` of `takes` are arrays, and each iteration gets one row of each. `body` returns new values of the
+    `carry` slots before these, and results of the types `stacked`, which are stacked. At most `parallel` iterations run
+    concurrently.
     """
 
     body: int
@@ -133,13 +135,13 @@ class Scan(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="scan"):
     parallel: int = DEFAULT_PARALLEL_ITERATIONS
 
 
-#: Items that a task runs by itself, between programs; they may wait.
+#: Items that the host runs, between programs; they may wait.
 HostItem = UseResource | Branch | While | Scan
 Item = Call | Copy | Read | Send | Recv | HostItem
 
 
 class Scalar(msgspec.Struct, frozen=True, repr_omit_defaults=True):
-    """A number that is in `slot` from the start; `data` are its bytes."""
+    """An initial number for `slot`, as the bytes `data`."""
 
     slot: int
     dtype: str
@@ -147,15 +149,15 @@ class Scalar(msgspec.Struct, frozen=True, repr_omit_defaults=True):
 
 
 class Plan(msgspec.Struct, frozen=True, repr_omit_defaults=True):
-    """The items one task runs in one step.
+    """The items that one task runs in one step.
 
     `task`     the task this plan is for, such as `/job:ps/task:0`
-    `slots`    how many slots the items use; slots are numbered from 0
+    `slots`    number of slots that the items use; slots are numbered from 0
     `feeds`    slots filled from the caller's arguments, in order
-    `fetches`  slots handed back to the caller, in order
+    `fetches`  slots returned to the caller, in order
     `scalars`  slots filled with numbers of the program
-    `bodies`   the plans that branches and loops run, by number; their programs are those of the whole plan
-    `names`    what errors call each item: the node it was, and the user's line
+    `bodies`   the plans that branches and loops run, by index; they share the programs of the whole plan
+    `names`    name of each item in errors: its node, and the user's line
     """
 
     task: str
@@ -169,7 +171,7 @@ class Plan(msgspec.Struct, frozen=True, repr_omit_defaults=True):
 
 
 def calls_in(plan: Plan) -> Iterator[Call]:
-    """The calls of a plan and of the bodies within it."""
+    """Yield the calls of a plan and of the bodies within it."""
     for item in plan.items:
         if isinstance(item, Call):
             yield item

@@ -1,11 +1,11 @@
-"""The structure of arguments and results as data: what a file keeps of a pytree, to rebuild it without the code.
+"""The structure of arguments and results as data: a file keeps it to rebuild a pytree without the user's code.
 
-Arrays stand in dicts, lists, tuples, named tuples and None. A named tuple is made anew from its name and its fields,
-and any named tuple with these fields is taken for it. What else JAX takes for a pytree has a class in the user's
-program, and is refused.
+Supported are dicts, lists, tuples, named tuples and None, with arrays as leaves. A named tuple is rebuilt from its name
+and its fields, and any named tuple with these fields is accepted for it. Other pytree nodes have a class in the user's
+program, and are refused.
 
-JAX's own files hold trees of dicts with strings for keys, lists, tuples and None; `plain` is the form of a tree in
-them: a named tuple is a tuple there, an ordered dict a dict, a variable None, and any other key is its text.
+JAX's own files hold trees of dicts with strings as keys, lists, tuples and None. `plain` converts a tree to that form:
+a named tuple becomes a tuple, an ordered dict a dict, a variable None, and a key that is no string its text.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any
 
 import msgspec
 
-#: What a key of a dict may be.
+#: The supported types of a dict's keys.
 Key = str | int | bool
 
 
 class Leaf(msgspec.Struct, frozen=True, tag_field="kind", tag="array"):
-    """An array; `type` is what a graph prints of it, such as `f32[b,784]`."""
+    """An array; `type` is its type as graphs print it, such as `f32[b,784]`."""
 
     type: str
 
@@ -51,7 +51,7 @@ class List(msgspec.Struct, frozen=True, tag_field="kind", tag="list"):
 
 
 class Dict(msgspec.Struct, frozen=True, tag_field="kind", tag="dict"):
-    """A dict, or an ordered one; its pairs in the order of JAX."""
+    """A dict, or an ordered dict; its pairs in the order of JAX."""
 
     of: list[tuple[Key, Tree]]
     ordered: bool = False
@@ -68,18 +68,18 @@ Tree = Leaf | Nothing | Held | Tuple | List | Dict | NamedTuple
 
 
 class UnknownNodeError(Exception):
-    """A pytree holds what only the user's code knows; `path` says where, as in `x['a'][0]`."""
+    """A pytree has a node of a class `kind` of the user's code, at `path`, such as `x['a'][0]`."""
 
     def __init__(self, kind: type, path: str) -> None:
         self.kind, self.path = kind, path
 
 
 class MismatchError(Exception):
-    """A value does not have the structure that is due."""
+    """A value does not have the expected structure."""
 
 
 def tree_of(treedef: Any, leaves: Sequence[str], path: str) -> Tree:
-    """The structure of a JAX treedef, with the types of its leaves. Raises UnknownNodeError."""
+    """Return the structure of a JAX treedef; `leaves` are the types of its leaves. Raises UnknownNodeError."""
     return _tree_of(treedef, iter(leaves), path)
 
 
@@ -110,19 +110,19 @@ def _tree_of(treedef: Any, leaves: Iterator[str], path: str) -> Tree:
 
 
 def _is_handle(data: Any) -> bool:
-    """Whether a node is a variable. The class is not imported, so that trees are read where no JAX is."""
+    """Whether a node is a variable. The class is not imported, so that trees can be read without JAX."""
     return all(hasattr(data, name) for name in ("name", "serial", "variable"))
 
 
 def leaves_of(tree: Tree, path: str) -> list[tuple[str, str]]:
-    """The path and the type of each array of a tree."""
+    """Return the path and the type of each array of a tree."""
     if isinstance(tree, Leaf):
         return [(path, tree.type)]
     return [found for suffix, child in parts_of(tree) for found in leaves_of(child, path + suffix)]
 
 
 def parts_of(tree: Tree) -> list[tuple[str, Tree]]:
-    """What a node holds, each part with how a program gets at it."""
+    """Return the children of a node, each with the expression that selects it, such as `[0]` or `.x`."""
     match tree:
         case Tuple(of) | List(of):
             return [(f"[{index}]", child) for index, child in enumerate(of)]
@@ -135,7 +135,7 @@ def parts_of(tree: Tree) -> list[tuple[str, Tree]]:
 
 
 def flatten(tree: Tree, value: Any, path: str) -> list[Any]:
-    """The leaves of a value that is to have this structure. Raises MismatchError."""
+    """Return the leaves of a value, which must have this structure. Raises MismatchError."""
     if isinstance(tree, Leaf):
         _expect(value is not None and not isinstance(value, Mapping | tuple | list), tree, value, path)
         return [value]
@@ -174,7 +174,7 @@ def _described(value: Any) -> str:
 
 
 def build(tree: Tree, leaves: Iterator[Any], variable: Callable[[str], Any]) -> Any:
-    """The value of this structure with these leaves; `variable` gives the variable of a name."""
+    """Return the value of this structure with these leaves; `variable` returns the variable of a name."""
     match tree:
         case Leaf():
             return next(leaves)
@@ -195,7 +195,7 @@ def build(tree: Tree, leaves: Iterator[Any], variable: Callable[[str], Any]) -> 
 
 
 def plain(tree: Tree, leaves: Iterator[Any]) -> Any:
-    """The value of this structure as files of JAX hold it."""
+    """Return the value with these leaves in the form that JAX's files hold."""
     match tree:
         case Leaf():
             return next(leaves)
@@ -212,7 +212,7 @@ def plain(tree: Tree, leaves: Iterator[Any]) -> Any:
 
 
 def unplain(tree: Tree, value: Any) -> list[Any]:
-    """The leaves of what `plain` gave, in the order of the tree."""
+    """Return the leaves of a value returned by `plain`, in the order of the tree."""
     match tree:
         case Leaf():
             return [value]
@@ -226,7 +226,7 @@ def unplain(tree: Tree, value: Any) -> list[Any]:
 
 
 def text(tree: Tree) -> str:
-    """The structure as a listing shows it: `{'a': f32[3], 'b': (i32[], None)}`."""
+    """Return the structure as text, such as `{'a': f32[3], 'b': (i32[], None)}`."""
     match tree:
         case Leaf(type):
             return type
@@ -245,7 +245,7 @@ def text(tree: Tree) -> str:
 
 
 def parts_of_type(type: str) -> tuple[str, list[str]]:
-    """The dtype and the dimensions of a type as graphs print it; a symbolic dimension may hold commas: `max(a, b)`."""
+    """Split a type, as graphs print it, into dtype and dimensions; a symbolic one may hold commas: `max(a, b)`."""
     dtype, _, rest = type.removesuffix("]").partition("[")
     return dtype, [dim.strip() for dim in re.split(r",(?![^(]*\))", rest)] if rest else []
 
@@ -256,7 +256,7 @@ def _named_tuple(name: str, fields: tuple[str, ...]) -> Any:
 
 
 def is_bound(treedef: Any) -> bool:
-    """Whether what has this structure holds no array, and something that only the user's code knows: a variable."""
+    """Whether a structure has no arrays, but nodes of classes other than those supported, such as variables."""
     return treedef.num_leaves == 0 and _holds_strange(treedef)
 
 

@@ -1,15 +1,15 @@
-"""What a queue does, decided without I/O, clock or threads.
+"""The state machine of a queue, without I/O, clock or threads.
 
-Events in (an enqueue or a dequeue was asked for, the queue was closed, a wait has ended), commands out (a waiter is
-served, or fails). The semantics are TensorFlow's. Invariants:
+Events go in (an enqueue or a dequeue was requested, the queue was closed, a wait has ended), commands come out (a
+waiter is served, or fails). A waiter is a pending enqueue or dequeue. The semantics are TensorFlow's. Invariants:
 
-- waiters of one kind are served in the order they asked; the first of them holds up those behind it;
-- an element is in the queue, still with the enqueue that brings it, or was given to one dequeue, never two of these;
-- a dequeue of several takes them at once, or nothing; while one of more than the capacity waits, that many fit;
+- waiters of one kind are served in the order of their requests; the first of them holds up those behind it;
+- an element is in the queue, still with its enqueue, or was given to one dequeue, never two of these;
+- a dequeue of several elements takes all of them together, or none; while the first pending dequeue wants more than the
+  capacity, the queue holds the number that it wants;
 - every ticket gets exactly one command;
-- a closed queue takes no new enqueue, though those that waited go in unless they are cancelled; it holds nothing back,
-  and a dequeue that cannot be served fails. By the room that a dequeue makes, whoever can still bring an element has
-  brought it before that is decided.
+- a closed queue refuses new enqueues, but accepts pending ones unless they are cancelled; it holds nothing back, and a
+  dequeue that cannot be served fails. Pending enqueues put in what there is room for before that is decided.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Element = Any
 
 @dataclass(frozen=True)
 class EnqueueAsked:
-    """Someone wants to put elements in; what has gone in stays in, should the wait for the rest end early."""
+    """A request to put elements in. Those already in stay in, if the wait for the rest ends early."""
 
     ticket: int
     elements: tuple[Element, ...]
@@ -36,7 +36,7 @@ class EnqueueAsked:
 
 @dataclass(frozen=True)
 class DequeueAsked:
-    """Someone wants `count` elements; `or_fewer`, if the queue is closed and holds some."""
+    """A request for `count` elements; with `or_fewer`, for fewer if the queue is closed and not empty."""
 
     ticket: int
     count: int
@@ -45,14 +45,14 @@ class DequeueAsked:
 
 @dataclass(frozen=True)
 class CloseAsked:
-    """No more enqueues; with `cancel_pending`, those that wait fail."""
+    """A request to close the queue: enqueues are refused; with `cancel_pending`, pending ones fail."""
 
     cancel_pending: bool = False
 
 
 @dataclass(frozen=True)
 class WaitEnded:
-    """Nobody wants the ticket served any more: its deadline has passed, or it was cancelled."""
+    """The operation with this ticket was abandoned: its deadline has passed, or it was cancelled."""
 
     ticket: int
 
@@ -61,7 +61,7 @@ Event = EnqueueAsked | DequeueAsked | CloseAsked | WaitEnded
 
 
 class Why(Enum):
-    """Why a waiter fails."""
+    """The reason why a waiter fails."""
 
     CLOSED = "closed"
     ENDED = "ended"
@@ -69,7 +69,7 @@ class Why(Enum):
 
 @dataclass(frozen=True)
 class Serve:
-    """The waiter has what it asked for: `elements` for a dequeue, none for an enqueue."""
+    """The waiter is done: a dequeue gets `elements`, an enqueue none."""
 
     ticket: int
     elements: tuple[Element, ...] = ()
@@ -77,11 +77,11 @@ class Serve:
 
 @dataclass(frozen=True)
 class Fail:
-    """The waiter gets nothing."""
+    """The waiter fails, without elements."""
 
     ticket: int
     why: Why
-    #: How many elements of an enqueue are not in, for messages alone.
+    #: Number of elements of an enqueue that are not in, for messages alone.
     left: int = field(default=0, compare=False)
 
 
@@ -89,24 +89,24 @@ Command = Serve | Fail
 
 
 class Order(Protocol):
-    """Which element goes next. `held_back` stay in the queue until it is closed."""
+    """The elements of a queue, in the order of their dequeues. `held_back` of them stay until it is closed."""
 
     held_back: int
 
     def __len__(self) -> int:
-        """How many elements there are."""
+        """Return the number of elements."""
         ...
 
     def push(self, element: Element) -> None:
-        """Put one in."""
+        """Put an element in."""
         ...
 
     def pop(self) -> Element:
-        """Take the next."""
+        """Remove and return the next element."""
         ...
 
     def contents(self) -> list[Element]:
-        """The elements, for inspection; first in, first."""
+        """Return the elements, for inspection, without changing them."""
         ...
 
 
@@ -132,7 +132,7 @@ class FifoOrder:
 
 
 class ShuffleOrder:
-    """A random one, by `seed`: the same seed and the same pushes and pops give the same elements."""
+    """A random element next. The same `seed` with the same pushes and pops gives the same elements."""
 
     def __init__(self, seed: int, min_after_dequeue: int) -> None:
         self.held_back = min_after_dequeue
@@ -146,7 +146,7 @@ class ShuffleOrder:
         self._elements.append(element)
 
     def pop(self) -> Element:
-        # The last one takes its place, so that a pop costs the same however long the queue is.
+        # The last element moves to the free index, so that a pop takes constant time.
         place = self._random.randrange(len(self._elements))
         last = self._elements.pop()
         if place == len(self._elements):
@@ -159,7 +159,7 @@ class ShuffleOrder:
 
 
 class PriorityOrder:
-    """The one of the lowest priority; of equal ones, the first in."""
+    """The element with the lowest priority number next; of equal ones, the first that was put in."""
 
     held_back = 0
 
@@ -198,7 +198,7 @@ class QueueMachine:
         self._dequeuing: deque[DequeueAsked] = deque()
 
     def handle(self, event: Event) -> list[Command]:
-        """What follows from an event."""
+        """Apply an event and return the commands to execute, in order."""
         match event:
             case EnqueueAsked(ticket, elements) if self.is_closed:
                 return [Fail(ticket, Why.CLOSED, len(elements))]
@@ -215,7 +215,7 @@ class QueueMachine:
                 return [*self._drop(ticket), *self._advance()]
 
     def left(self, ticket: int) -> int:
-        """How many elements of an enqueue that waits are not in."""
+        """Return the number of elements of a pending enqueue that are not in."""
         return sum(len(waiter.rest) for waiter in self._enqueuing if waiter.ticket == ticket)
 
     def _fail_enqueues(self) -> Iterable[Command]:
@@ -231,7 +231,7 @@ class QueueMachine:
         return [Fail(ticket, Why.ENDED)] if is_dropped else []
 
     def _advance(self) -> list[Command]:
-        """Let in and give out until the first waiter of either kind has to wait."""
+        """Serve waiters until the first one of each kind has to wait."""
         commands: list[Command] = []
         while (command := self._let_in() or self._give_out()) is not None:
             commands.append(command)

@@ -1,4 +1,4 @@
-"""Queues that threads share: a `QueueMachine` whose waiters have callbacks and deadlines."""
+"""Queues shared by threads: a `QueueMachine` with a callback and a deadline for each pending operation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from dflow.tracing.errors import DflowError, FeedError, QueueClosed, QueueError
 from dflow.tracing.queue_settings import QueueKind, QueueSettings
 from dflow.tracing.source import at, raised_at
 
-#: What to do when a queue cannot take or give: because nobody comes, and because it is closed.
+#: Remedies for a queue that cannot take or give elements: at a deadline, and when it is closed.
 _LATE = {
     "take": "does every thread that dequeues still run? timeout_s says how long to wait",
     "give": "does every thread that enqueues still run? timeout_s says how long to wait",
@@ -48,17 +48,18 @@ class SharedQueue(Shared[Event]):
         self.name = name
         self._settings = settings
         self._machine = QueueMachine(settings.capacity, order_of(settings))
-        #: Why it was closed, when that is an error.
+        #: The error for which it was closed, if any, and the line where it is fed.
         self._failure: tuple[BaseException, str] | None = None
 
     def enqueue(self, elements: Sequence[Element], on_done: OnDone, timeout_s: float, where: str = "") -> Cancel:
-        """Put the elements in, in order; `on_done` is called once, from any thread, when all are in or with an error.
+        """Put the elements in, in order; return the function that cancels this.
 
-        Errors: QueueClosed; DeadlineExceeded after `timeout_s`; what the wait was cancelled with. Elements that were
-        put in before an error stay in.
+        `on_done` is called once, from any thread, when all elements are in, or with an error: QueueClosed,
+        DeadlineExceeded after `timeout_s`, or the error of the cancellation. Elements that were put in before an error
+        stay in.
         """
         if self._settings.kind is QueueKind.PRIORITY:
-            # Computed here, so that nobody waits for it under the lock.
+            # Computed here, so that no thread waits for a device with the lock held.
             elements = [(np.asarray(element[0]), *element[1:]) for element in elements]
         waiter = Waiter(f"take {_elements(len(elements))}", on_done, timeout_s, where, count=len(elements))
         return self._ask(waiter, lambda ticket: EnqueueAsked(ticket, tuple(elements)))
@@ -66,18 +67,18 @@ class SharedQueue(Shared[Event]):
     def dequeue(
         self, count: int, on_done: OnDone, timeout_s: float, where: str = "", *, or_fewer: bool = False
     ) -> Cancel:
-        """Take `count` elements; as `enqueue`. With `or_fewer`, what is left of a closed queue, if anything is."""
+        """Take `count` elements, like `enqueue`; with `or_fewer`, take the rest of a closed queue that is not empty."""
         waiter = Waiter(f"give {_elements(count)}", on_done, timeout_s, where)
         return self._ask(waiter, lambda ticket: DequeueAsked(ticket, count, or_fewer))
 
     def close(self, *, cancel_pending: bool = False, where: str = "") -> None:
-        """Take nothing more; with `cancel_pending`, the enqueues that wait fail too."""
+        """Refuse later enqueues; with `cancel_pending`, pending ones fail too."""
         self._do(CloseAsked(cancel_pending), where)
 
     def fail(self, failure: BaseException, fed: str) -> None:
-        """Close it for an error of what feeds it, at the line `fed`.
+        """Close the queue because its feed, at the line `fed`, failed.
 
-        Who wants more than it holds gets FeedError, of which that is the cause.
+        A later enqueue, and a dequeue of more elements than it holds, raise FeedError, with `failure` as its cause.
         """
         self._do(CloseAsked(cancel_pending=True), fed, before=lambda: self._note(failure, fed))
 
@@ -85,18 +86,18 @@ class SharedQueue(Shared[Event]):
         self._failure = self._failure or (failure, fed)
 
     def size(self, where: str = "") -> int:
-        """How many elements it holds now."""
+        """Return the number of elements that it holds now."""
         with self._lock:
             self._check_there(where)
             return len(self._machine.order)
 
     def depth(self) -> tuple[int, int]:
-        """How many elements it holds, of at most how many; also when it is gone, and then holds none."""
+        """Return the number of elements and the capacity; for a queue that was forgotten, 0 and the capacity."""
         with self._lock:
             return len(self._machine.order), self._machine.capacity
 
     def contents(self) -> list[Element]:
-        """The elements, for inspection."""
+        """Return the elements, for inspection."""
         with self._lock:
             return self._machine.order.contents()
 
@@ -139,7 +140,7 @@ class SharedQueue(Shared[Event]):
 
 
 def _part(waiter: Waiter, left: int) -> str:
-    """Of an enqueue of several elements, how many are in."""
+    """Return text for the number of elements that went in, for an enqueue of several."""
     return f", of which {waiter.count - left} went in" if waiter.count > 1 else ""
 
 
@@ -148,7 +149,7 @@ def _elements(count: int) -> str:
 
 
 def order_of(settings: QueueSettings) -> Order:
-    """The order that a queue of these settings keeps."""
+    """Return a new, empty order for a queue of these settings."""
     match settings.kind:
         case QueueKind.FIFO:
             return FifoOrder()

@@ -1,8 +1,8 @@
-"""What a task did last: the newest events of its steps, kept at a cost that no step notices.
+"""The flight recorder of a task: the newest events of its steps, recorded at a cost too small to slow a step.
 
-An event is noted as a tuple of what is at hand; names and texts are looked up by whoever reads. A bounded deque is the
-ring: to append to it is one operation of the interpreter, so that any thread may note without a lock, and what it does
-not hold any more it lets go of. Nothing is decided by what is noted.
+An event is stored as a tuple of objects at hand; names and texts are looked up when events are read. The ring is a
+bounded deque. `append` to it is atomic in CPython, so any thread may record without a lock; the oldest event is freed
+when the ring is full. No other part of dflow bases decisions on the events.
 """
 
 from __future__ import annotations
@@ -21,45 +21,45 @@ import msgspec
 from dflow.lowering.channel import StepId
 from dflow.lowering.plan import Plan
 
-#: How many events a recorder keeps.
+#: Number of events that a recorder keeps by default.
 EVENTS_KEPT = 10_000
-#: Characters of an error that are kept.
+#: An error's text is cut to at most this number of characters.
 MOST_TEXT = 1000
 
-# A step, at the task that started it; and a task's part of a step.
+# A step, at the task that started it; and the partition of a step that a task runs.
 STEP_BEGAN: Final = "step began"
 STEP_ENDED: Final = "step ended"
 PART_BEGAN: Final = "part began"
 PART_ENDED: Final = "part ended"
-# An item of a plan, which may be a wait: for a value, a queue, a branch or a loop.
+# An item of a plan. It may wait for a value, a queue, a branch or a loop.
 ITEM_BEGAN: Final = "item began"
 ITEM_ENDED: Final = "item ended"
 ITEM_FAILED: Final = "item failed"
-# What an XLA call gives is there; noted while somebody looks closely.
+# The results of an XLA call are computed; recorded between `watch` and `unwatch`.
 COMPUTED: Final = "computed"
-# A value, with its peer and size.
+# A transferred value, with the other task and the size.
 SENT: Final = "sent"
 RECEIVED: Final = "received"
 WAIT_EXPIRED: Final = "wait expired"
-# The surroundings.
+# Connections and the roster.
 CONNECTED: Final = "connected"
 CONNECTION_LOST: Final = "connection lost"
 ROSTER_CHANGED: Final = "roster changed"
 
 
 class Event(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Something that happened on a task.
+    """An event on a task.
 
-    `at_ns`       when, by the task's own clock, which only goes forward
+    `at_ns`       the time, by the task's monotonic clock
     `what`        one of the constants above
-    `origin`      the task that started the step that it was part of, with the `step`'s number; empty without one
-    `kind`        of an item: its class, such as Call
-    `name`        of an item: its node, or the edge of a send or a receive; of a value: its edge
-    `line`        of an item: the user's
+    `origin`      the task that started the step, and `step` its number; empty for an event outside of steps
+    `kind`        class of the item, such as Call
+    `name`        the item's node, or the edge of a send, a receive or a value
+    `line`        the user's line of the item
     `peer`        the other task
-    `size_bytes`  of a value
-    `began_ns`    when what ended at `at_ns` began, where that has no event of its own, else 0
-    `number`      of an item: its place in its plan; an item of a loop's body has as many runs as turns
+    `size_bytes`  size of the value
+    `began_ns`    when the transfer or wait that ended at `at_ns` began, if no event records that, else 0
+    `number`      index of the item in its plan; an item of a loop's body runs once per iteration
     `text`        anything else, such as an error
     """
 
@@ -83,51 +83,53 @@ class Note(Protocol):
     def __call__(
         self, what: str, step: StepId | None = None, subject: Any = "", detail: Any = "", size: int = 0, began: int = 0
     ) -> int:
-        """Keep an event."""
+        """Record an event."""
         ...
 
 
-#: What a call gave, in which step, and its place in the plan.
+#: The results of a call, its step, its plan and its index there.
 Called = tuple[Sequence[Any], StepId, Plan, int]
 
 
 class Recorder:
-    """The newest `capacity` events of one task; `clock` gives ns since any moment."""
+    """The newest `capacity` events of one task. `clock` returns ns since some fixed moment."""
 
     def __init__(self, capacity: int = EVENTS_KEPT, clock: Callable[[], int] = time.monotonic_ns) -> None:
         self.clock = clock
         self._capacity = capacity
         self._ring: deque[tuple[Any, ...]] = deque(maxlen=capacity)
-        #: Where to put calls while it is noted when they are computed.
+        #: Queue for the calls whose completion is recorded; None while none is.
         self.watched: SimpleQueue[Called | None] | None = None
 
     def note(
         self, what: str, step: StepId | None = None, subject: Any = "", detail: Any = "", size: int = 0, began: int = 0
     ) -> int:
-        """Keep an event; when it was, in ns.
+        """Record an event and return its time, in ns.
 
-        Of an item, `subject` is its plan and `detail` its place there, or that with the class of the error it failed
-        by; of a value, they are its edge and the other task; of all else, the other task and a text.
+        event of   subject         detail
+        an item    its plan        its index in the plan, or the index and the name of its error's class
+        a value    its edge        the other task
+        all else   the other task  a text
         """
         at_ns = self.clock()
         self._ring.append((at_ns, what, step, subject, detail, size, began))
         return at_ns
 
     def keep(self, events: int) -> None:
-        """Keep so many events from now on, or as many as at first when that is more.
+        """Keep `events` events from now on, but at least the initial capacity.
 
-        What is noted by others at this very moment may be missed.
+        Events that other threads record during this call may be missed.
         """
         self._ring = deque(self._ring, maxlen=max(events, self._capacity))
 
     def watch(self) -> None:
-        """From now on, note when calls are computed; a thread of its own waits for them, in the order of asking."""
+        """Record from now on when calls are computed. A separate thread waits for them in the order of dispatch."""
         self.unwatch()
         self.watched = SimpleQueue()
         threading.Thread(target=self._wait_for_all, args=(self.watched,), name="dflow computed", daemon=True).start()
 
     def unwatch(self) -> None:
-        """Let what was called last be noted, and no more."""
+        """Stop recording when calls are computed, except those dispatched before."""
         watched, self.watched = self.watched, None
         if watched is not None:
             watched.put(None)
@@ -135,35 +137,35 @@ class Recorder:
     def _wait_for_all(self, watched: SimpleQueue[Called | None]) -> None:
         while (called := watched.get()) is not None:
             results, step, plan, index = called
-            # Given to another call by now, or failed: others tell of it.
+            # The results were donated to another call, or the call failed, which is reported elsewhere.
             with contextlib.suppress(Exception):
                 jax.block_until_ready(results)
             self.note(COMPUTED, step, plan, index)
 
     @property
     def is_full(self) -> bool:
-        """Whether the oldest event gives way to the next."""
+        """Whether the next event replaces the oldest one."""
         return len(self._ring) == self._ring.maxlen
 
     def events(self, since_ns: int = 0) -> list[Event]:
-        """What is kept and was not before `since_ns`, oldest first."""
+        """Return the kept events from `since_ns` on, oldest first."""
         return [_read(noted) for noted in self._ring.copy() if noted[0] >= since_ns]
 
 
 def described_end(outcome: object) -> str:
-    """What to note of how something ended: the error, in short, or nothing. Errors themselves hold on to too much."""
+    """Return a short text of an outcome that is an error, else "". An error itself would keep too much in memory."""
     return f"{type(outcome).__name__}: {outcome}"[:MOST_TEXT] if isinstance(outcome, BaseException) else ""
 
 
 def not_noted(
     what: str, step: StepId | None = None, subject: Any = "", detail: Any = "", size: int = 0, began: int = 0
 ) -> int:
-    """Stands for `Recorder.note` where nobody looks."""
+    """Stands for `Recorder.note` where nothing is recorded."""
     return 0
 
 
 class _Nowhere(Recorder):
-    """Keeps nothing."""
+    """A recorder that records nothing."""
 
     note = staticmethod(not_noted)
 
@@ -177,10 +179,10 @@ def _read(noted: tuple[Any, ...]) -> Event:
     if isinstance(subject, Plan):
         index, text = detail if isinstance(detail, tuple) else (detail, "")
         item = subject.items[index]
-        # What the errors of a plan say of its items: the node, then the user's line on a line of its own.
+        # An item's name in errors: the node, then the user's line on a separate line.
         name, _, line = (subject.names[index] if subject.names else "").partition("\n")
         line = line.strip().removeprefix("at ")
-        # Sends and receives by what they carry, as the events of the value itself.
+        # Sends and receives are named by their edge, like the events of the value.
         name = str(getattr(item, "edge", name))
         return Event(at_ns, what, origin, number, type(item).__name__, name, line, _peer(item), number=index, text=text)
     if what in _OF_VALUES:

@@ -1,4 +1,4 @@
-"""An op on a queue or an accumulator, as the host does it: started, and ended by a callback."""
+"""An op on a queue or an accumulator, run by the host: it is started, and a callback ends it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from dflow.lowering.host_values import stays_on_host
 from dflow.lowering.waiters import Answer, Cancel, OnDone
 from dflow.tracing.queue_settings import DEFAULT_TIMEOUT_S
 
-#: What an op ends with: its results, or the error.
+#: The outcome of an op: its results, or the error.
 Results = tuple[Sent, ...] | BaseException
 OnResults = Callable[[Results], None]
 
 
 @dataclass(frozen=True)
 class ResourceUse:
-    """An op of `ops.RESOURCE_OPS` without its operands; `where` is the user's line as messages end with it."""
+    """An op of `ops.RESOURCE_OPS` without its operands; `where` is the user's line, which ends messages."""
 
     op: str
     count: int = 0
@@ -33,19 +33,19 @@ class ResourceUse:
 
 
 class Held(Protocol):
-    """A queue or an accumulator as its store holds it."""
+    """A queue or an accumulator, as its store uses it."""
 
     def start(self, use: ResourceUse, operands: Sequence[Any], on_results: OnResults) -> Cancel:
-        """Do an op; `on_results` is called once, from any thread. The result ends the wait for it with an error."""
+        """Start an op; `on_results` is called once, from any thread. The returned function cancels the op."""
         ...
 
     def forget(self, reason: str, remedy: str) -> None:
-        """Let go of the contents: who uses it from now on, or waits, gets an error that says these two."""
+        """Free the contents. Pending operations and later uses get an error with this reason and remedy."""
         ...
 
 
 def giving(on_results: OnResults, made: Callable[[tuple[Any, ...]], Sequence[Any]]) -> OnDone:
-    """A callback that gives what is made of the answer; or the error, also that of making it."""
+    """Return a callback that passes `made(answer)` to `on_results`, or the error of the answer or of `made`."""
 
     def results_of(answer: Answer) -> Results:
         if isinstance(answer, BaseException):
@@ -59,7 +59,7 @@ def giving(on_results: OnResults, made: Callable[[tuple[Any, ...]], Sequence[Any
         try:
             results = results_of(answer)
         except BaseException:
-            # An interrupt of this thread is nothing to the one who waits.
+            # An interrupt of this thread must not leave the op unanswered.
             on_results(results_of(answer))
             raise
         on_results(results)
@@ -68,16 +68,16 @@ def giving(on_results: OnResults, made: Callable[[tuple[Any, ...]], Sequence[Any
 
 
 def copied(array: Any) -> Sent:
-    """A copy, which nobody changes, and nobody takes away by donating the array somewhere."""
+    """Return a copy, which a later change or donation of the caller's array does not affect."""
     if stays_on_host(array):
         return np.array(array)
     copy: jax.Array = _copy(array) if isinstance(array, jax.Array) else jnp.array(array, copy=True)
     return copy
 
 
-#: A quarter of the time that `jnp.array` takes for a little array.
+#: For a small array it takes a quarter of the time of `jnp.array`.
 _copy = jax_jit(jnp.copy)
 
 
 def nothing_to_cancel(error: BaseException) -> None:
-    """What is done needs no cancelling."""
+    """Do nothing: the op has ended already."""

@@ -1,7 +1,7 @@
-"""The variables of one compiled step while it has their values: before, during and after each call of it.
+"""The variables of one compiled step while the step holds their values: before, during and after each call of it.
 
-Invariant: where a value is can be told at every line, for an interrupt or a handler of a signal may come at any: it is
-in the step that has it `at`, from when that step has `written` until it has none.
+Invariant: a value's holder is known at every line, since an interrupt or a signal handler may come at any line. The
+holder is the step in `HeldValue.at` while that step's `written` is not None, and the store otherwise.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ from dflow.tracing.errors import DeadlineExceeded, VariableError
 from dflow.tracing.jax_frontend import passes_handles
 from dflow.tracing.source import at, caller
 
-#: How long a step gives way to others before its next call, in s: bounded, for it may be what they wait for.
+#: Longest time for which a step yields to waiting threads before its next call, in s: they may wait for that call.
 PATIENCE_S = 0.05
 
 
 class Values(Protocol):
-    """What is needed of the store that has the values otherwise."""
+    """What a step needs of the store that holds the values between steps."""
 
     turns: Turns
 
     def alone(self, do: Callable[[], Found]) -> Found:
-        """Do something in a turn at the store."""
+        """Return `do()`, run in a critical section of the store."""
         ...
 
     def claim_values(self, keys: Collection[str]) -> list[HeldValue]:
-        """What is held under `keys`, with the values there, in a turn at the store."""
+        """Return the entries of `keys`, with their values in the store. Called in a critical section."""
         ...
 
     def are_wanted(self, keys: Iterable[str], now: float) -> bool:
-        """Whether someone waits for one of these variables."""
+        """Whether a thread waits for one of these variables; `now` is the monotonic time."""
         ...
 
 
 class StepState:
     """The variables of one compiled step, whose values stay with it from call to call.
 
-    They stay as the very lists that its program takes and gives, so that a call costs nothing for each variable. It
-    does not keep the program, which may be gone before another step asks for the values.
+    The values stay in the lists that the program takes and returns, so a call has no cost per variable. The step does
+    not keep the program, which may be freed before another step needs the values.
 
-    `given` is there while a call is dispatched, on the thread `thread`: C code puts the results into it, so that they
-    are found whenever an interrupt comes. Until then `written` has the values from before, which are gone once the
-    program has overwritten them, unless it `keeps` them.
+    `given` is a list while a call is being dispatched, by the thread `thread`. C code adds the results to it, so they
+    are not lost when an interrupt comes. Until then `written` has the values from before the call. The program deletes
+    those that it overwrites, unless `keeps` is true: then it overwrites none.
     """
 
     __slots__ = (
@@ -76,25 +76,25 @@ class StepState:
         self._store, self._turns, self.name, self.keeps = store, store.turns, name, keeps
         self.writes, self.reads = tuple(writes), tuple(reads)
         self.held: tuple[list[HeldValue], list[HeldValue]] = [], []
-        #: The values, while they are here.
+        #: The values, while the step holds them.
         self.written: Sequence[Any] | None = None
         self.read: list[Any] = []
         self.given: list[Any] | None = None
         self.thread = 0
-        #: Until when it is known that someone waits for the values, and how many wait to call the step.
+        #: Monotonic time until which a thread is known to wait for the values; number of threads waiting to call.
         self.wanted, self._callers = 0.0, 0
         self._ended: threading.Condition | None = None
         self._gives_tree = False
 
     @passes_handles
     def run(self, call: Callable[..., Any], constants: Any, args: Sequence[Any]) -> Any:
-        """The result of `call(written, read, constants, *args)`, which gives the new values and the result."""
+        """Return the second result of `call(written, read, constants, *args)`; the first is the new values."""
         given: list[Any] = []
         try:
             self._begin(given, gives_tree=True)
             given.extend(map(call, (self.written,), (self.read,), (constants,), *zip(args)))
         finally:
-            # Without a call up to where `given` is gone, for an interrupt comes at calls.
+            # No function call until `given` is None: Python handles interrupts at calls.
             if self.given is given:
                 if given:
                     self.written = given[0][0]
@@ -104,7 +104,7 @@ class StepState:
         return given[0][1]
 
     def run_program(self, program: Program, operands: Sequence[Any]) -> Sequence[jax.Array]:
-        """The results of a program, other than the new values."""
+        """Run a program, keep the new values and return its other results."""
         given: list[Any] = []
         count = len(self.writes)
         try:
@@ -122,7 +122,7 @@ class StepState:
         return results
 
     def _begin(self, given: list[Any], *, gives_tree: bool) -> None:
-        """Have the values, and be dispatched from here on: the results go into `given`."""
+        """Take the values and mark the step as dispatched by this thread; its results go into `given`."""
         turns, thread = self._turns, get_ident()
         with turns.lock:
             while self.given is not None or self.written is None or self.wanted or turns.is_inside:
@@ -130,7 +130,7 @@ class StepState:
             self._gives_tree, self.thread, self.given = gives_tree, thread, given
 
     def values(self) -> tuple[list[Any], list[Any]]:
-        """The values written and the values read, to know their types and places by."""
+        """Return the values written and the values read, for their types and shardings."""
 
         def values() -> tuple[list[Any], list[Any]]:
             self._prepare()
@@ -139,13 +139,13 @@ class StepState:
         return self._store.alone(values)
 
     def is_mine(self) -> bool:
-        """Whether the call that is dispatched is on this thread: who asks is a callback of it, or comes by a signal."""
+        """Whether this thread dispatches the current call, so that the caller is its callback or a signal handler."""
         return self.thread == get_ident()
 
     def readable(self) -> Sequence[Any] | None:
-        """The written variables' values, in a turn at the store; None when only the end of a call will tell.
+        """Return the values of the variables that it writes; None when they are unknown until a call has ended.
 
-        Raises VariableError when that is a call on this very thread.
+        Called in a critical section. Raises VariableError when this thread dispatches that call.
         """
         given, written = self.given, self.written
         if given is None or written is None:
@@ -163,22 +163,22 @@ class StepState:
         return written
 
     def put_back(self) -> None:
-        """Give the store its values again, in a turn at it."""
+        """Return the values to the store. Called in a critical section."""
         written, read = self.held
         for held, value in zip(written, self.written or (), strict=True):
             held.value, held.lent = value, False
-        self.written = None  # from here on the values are the store's
+        self.written = None  # from here on the store holds the values
         for held in (*written, *read):
             if held.at is self:
                 held.at = None
         self.held, self.read = ([], []), []
 
     def _prepare(self) -> None:
-        """Before a call, in a turn at the store: give way, wait for calls on other threads, and have the values."""
+        """Prepare a call, in a critical section: yield to waiting threads, wait for other calls, take the values."""
         store, turns, until, now = self._store, self._turns, 0.0, time.monotonic()
         if self.wanted > now or (self.written is None and store.are_wanted((*self.writes, *self.reads), now)):
             turns.pause(turns.changed, PATIENCE_S)
-        self.wanted = 0.0  # until they say so again
+        self.wanted = 0.0  # until a thread that waits sets it again
         while self.given is not None or self.written is None:
             if self.given is None:
                 self._take()
@@ -203,7 +203,7 @@ class StepState:
                 self._callers -= 1
 
     def _take(self) -> None:
-        """Take the values from the store, those written as its own."""
+        """Take the values from the store, with copies of aliased buffers that the step will overwrite."""
         found = self._store.claim_values((*self.writes, *self.reads))
         written, read = found[: len(self.writes)], found[len(self.writes) :]
         values, self.read = [taken_from(held) for held in written], [held.value for held in read]
@@ -212,10 +212,10 @@ class StepState:
         for held in read:
             held.place, held.at = READ, self
         self.held = written, read
-        self.written = values  # from here on the values are its own
+        self.written = values  # from here on the step holds the values
 
     def _after(self, given: list[Any]) -> None:
-        """Tell those who wait, and let the store say of values that a failed call took along that they are lost."""
+        """Notify waiting threads. Return values deleted by a failed call to the store, which reports them as lost."""
         turns = self._turns
         with turns.lock:
             is_lost = not given and self.given is None and any(value.is_deleted() for value in self.written or ())

@@ -1,9 +1,10 @@
 """The values of variables, and the queues and accumulators, on one host.
 
-A step owns the variables of a program while it is dispatched (`step_state`), so several steps may run at once and none
-sees a variable half written; between its calls it keeps their values. Whoever writes one of these has them all put back
-first; who reads looks where the value is; both wait for a step that is being dispatched. An array that has been handed
-out stays valid: it is marked `lent`, and the next program that would overwrite its buffer gets a copy, once.
+A step owns the variables of its program while it is dispatched (`step_state`), so several steps may run concurrently
+and none sees a variable half written. Between its calls the step keeps the values. A write to one of the variables
+first returns all of the step's values to the store; a read takes the value from the store or the step. Both wait while
+the step is being dispatched. An array that was handed out stays valid: it is marked `lent`, and the next program that
+would overwrite its buffer gets a copy, once.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ from dflow.tracing.source import at, caller
 from dflow.tracing.types import ArrayType, array_type_of
 from dflow.tracing.updates import ASSIGNS, looked_up, operand_types, updated
 
-#: How often a value is looked at that others write meanwhile, before it is lent instead.
+#: Number of attempts to view a value that steps write meanwhile, before a snapshot is taken instead.
 MOST_LOOKS = 5
 
-#: How long a finalizer waits for the lock of the store, in s: bounded, for it may stand in the way of who has it.
+#: Longest wait of a finalizer for the lock of the store, in s: the thread that holds the lock may wait for it.
 FINALIZER_S = 1.0
 
 
@@ -48,24 +49,24 @@ class Store:
 
     def __init__(self) -> None:
         self._held: dict[str, HeldValue] = {}
-        #: What is being created, each by one thread.
+        #: The values being created, each by one thread.
         self._making: dict[str, Making] = {}
-        #: Why each value that someone may still ask for was let go of.
+        #: Reason and remedy of each value that was freed by `forget`.
         self._gone: dict[str, tuple[str, str]] = {}
         self._resources: dict[str, Held] = {}
-        #: Who may look at all this.
+        #: The lock of all this.
         self.turns = Turns()
-        #: What is to be let go of when no step has it.
+        #: Keys of values to free when no step is being dispatched with them.
         self._dropped: deque[str] = deque()
 
     def create(self, key: str, type: ArrayType, make: Callable[[], Any], place: Sharding | None = None) -> bool:
-        """Hold `make()` under `key`, at `place` if given, unless something is held there; whether it was created.
+        """Create the value `make()` under `key`, with sharding `place` if given. Return False if `key` exists.
 
-        `make` runs without the lock, so it may use the store and nobody else waits for it but who creates the same
-        key; when it fails, one of those who wait makes its own.
+        `make` runs without the lock, so it may use the store. Only threads that create the same key wait for it; when
+        it fails, one of them calls its own `make`.
 
-        Raises VariableError when what is held has another type, `make` gives another type than `type`, or `make`
-        creates `key` itself; DeadlineExceeded when another thread's `make` takes longer than `MAKING_S`.
+        Raises VariableError when the value under `key` or the value of `make()` has another type than `type`, or when
+        `make` creates `key` itself; DeadlineExceeded when another thread's `make` takes longer than `MAKING_S`.
         """
         mine = Making()
         while True:
@@ -94,7 +95,7 @@ class Store:
         return key in self._held
 
     def drop(self, key: str) -> None:
-        """Let go of a value; nothing happens when there is none. A finalizer may, on whatever thread it runs."""
+        """Free a value, if there is one. A finalizer may call this on any thread."""
         self._dropped.append(key)
         if self.turns.lock.acquire(timeout=FINALIZER_S):
             try:
@@ -103,7 +104,7 @@ class Store:
                 self.turns.lock.release()
 
     def _sweep(self) -> None:
-        """Let go of what was dropped, other than what a step has that is dispatched now; the caller has the lock."""
+        """Free the dropped values, except those of steps being dispatched. The lock is held."""
         if self.turns.is_inside:
             return
         kept: list[str] = []
@@ -124,7 +125,7 @@ class Store:
         self._dropped.extend(kept)
 
     def forget(self, key: str, reason: str, remedy: str) -> None:
-        """Let go of a value before its last user is gone: who asks for it gets a VariableError that says these two."""
+        """Free a value that may still be used: a later use raises VariableError with this reason and remedy."""
 
         def forget() -> None:
             if key in self._held:
@@ -135,29 +136,29 @@ class Store:
         self.alone(forget)
 
     def types(self) -> dict[str, ArrayType]:
-        """The type of everything held, by key."""
+        """Return the type of each variable, by key."""
         return {key: held.type for key, held in dict(self._held).items()}
 
     def place(self, key: str) -> Sharding | None:
-        """Where the value is to stay; None where it may go wherever a program puts it."""
+        """Return the sharding of the value; None for one that JAX may put anywhere. Raises VariableError."""
         return self.shardings([key])[key]
 
     def shardings(self, keys: Iterable[str]) -> dict[str, Sharding | None]:
-        """Where the values are; None for one that JAX may put anywhere. Raises VariableError."""
+        """Return the shardings of the values; None for one that JAX may put anywhere. Raises VariableError."""
         values = {key: self.buffer(key) for key in keys}
         return {key: value.sharding if value.committed else None for key, value in values.items()}
 
     def read(self, key: str) -> jax.Array:
-        """A copy of the value, which is the caller's: it stays valid whatever is written, and may be donated."""
+        """Return a copy of the value. It stays valid after later writes, and the caller may donate it."""
         return self.alone(lambda: jnp.copy(self._values([key])[0]))
 
     def wait(self, keys: Iterable[str]) -> None:
-        """Wait until the values are computed. They are neither copied nor lent. Raises VariableError."""
+        """Wait until the values are computed. They are neither copied nor marked as aliased. Raises VariableError."""
         names = list(keys)
         jax.block_until_ready(self.alone(lambda: self._values(names)))
 
     def gather(self, key: str, indices: Any) -> jax.Array:
-        """The rows at `indices`."""
+        """Return the rows at `indices`."""
 
         def gather() -> jax.Array:
             (value,) = self._values([key])
@@ -167,10 +168,10 @@ class Store:
         return self.alone(gather)
 
     def snapshot(self, keys: Iterable[str]) -> dict[str, jax.Array]:
-        """The values as of one moment, between two programs; they stay valid, and are not the caller's to donate.
+        """Return the values at one moment, between two programs. They stay valid; the caller must not donate them.
 
-        Nothing is copied here, but for a callback of the very step that writes it: the next program that would
-        overwrite one of the buffers gets a copy instead. Raises VariableError.
+        The next program that would overwrite one of the buffers gets a copy instead. So nothing is copied here, except
+        for a callback of the step that writes the value. Raises VariableError.
         """
         keys = list(keys)
 
@@ -184,18 +185,18 @@ class Store:
                     held.lent = True
                 elif held.place == READ:
                     held.lent = True
-                else:  # asked for by a callback of the step or a handler of a signal
+                else:  # the caller is a callback of the step, or a signal handler
                     values[number] = jnp.copy(values[number])
             return values
 
         return dict(zip(keys, self.alone(snapshot), strict=True))
 
     def views(self, keys: Sequence[str]) -> list[jax.Array | npt.NDArray[Any]]:
-        """The values as of one moment, to be sent somewhere and let go of.
+        """Return the values at one moment, to be sent and then freed.
 
-        Those of the CPU are the very memory: a program that would overwrite it leaves it alone while a view is held, at
-        the price of a copy. Those of other devices are as from `snapshot`. Waits until they are computed. Raises
-        VariableError.
+        For values on the CPU, waits until they are computed and returns NumPy views of their buffers. While a view
+        exists, a program that would overwrite its buffer writes elsewhere, which costs a copy. For values on other
+        devices, or when steps keep overwriting them, returns the arrays of `snapshot`. Raises VariableError.
         """
         for _ in range(MOST_LOOKS):
             values, are_views = self.alone(lambda: self._views_now(keys))
@@ -203,22 +204,22 @@ class Store:
                 return values
             if not all(map(_is_of_cpu, values)):
                 break
-            with suppress(RuntimeError):  # a program has overwritten one by now
+            with suppress(RuntimeError):  # a program has overwritten a value since
                 wait_until_computed(values)
         found = self.snapshot(keys)
         return [found[key] for key in keys]
 
     def _views_now(self, keys: Sequence[str]) -> tuple[list[Any], bool]:
-        """The values, as views if they are computed, in a turn; and whether they are views."""
+        """Return the values, as NumPy views if all are on the CPU and computed, and whether they are views."""
         values: list[Any] = self._values(keys)
         if all(_is_of_cpu(value) and value.is_ready() for value in values):
             return [np.asarray(value) for value in values], True
         return values, False
 
     def replace(self, values: Mapping[str, jax.Array]) -> None:
-        """Replace all of these values in one moment, or none; the arrays are the store's from now on.
+        """Replace all of these values in one moment, or none. The store owns the arrays from then on.
 
-        Raises VariableError when one is not held, and VariableShapeError when one has another type.
+        Raises VariableError when a variable does not exist, and VariableShapeError when a value has another type.
         """
 
         def replace() -> None:
@@ -227,13 +228,13 @@ class Store:
                 _check_type(key, held.type, value)
             for held in found:
                 held.lent = False
-            # By C code alone, which no interrupt can end halfway.
+            # In C code alone, which an interrupt cannot end halfway.
             deque(map(setattr, found, repeat("value"), values.values()), maxlen=0)
 
         self.alone(replace)
 
     def write(self, key: str, value: Any) -> None:
-        """Replace the value. Raises VariableShapeError when the type is another."""
+        """Replace the value by a copy of `value`. Raises VariableShapeError when its type differs."""
         held = self._find(key)
         _check_type(key, held.type, value)
         self.replace({key: _placed(key, jnp.array(value, copy=True), self.buffer(key))})
@@ -260,7 +261,7 @@ class Store:
     def call(
         self, program: Program, writes: Sequence[str], reads: Sequence[str], operands: Sequence[Any]
     ) -> Sequence[jax.Array]:
-        """Run a program on variables and operands, keep what it writes, and give its other results."""
+        """Run a program on variables and operands, keep the variables' new values and return its other results."""
         if not writes and not reads:
             return program(*operands)
         return StepState(self, writes, reads, "part of a function", program.keeps).run_program(program, operands)
@@ -271,28 +272,29 @@ class Store:
             self._resources[key] = resource
 
     def drop_resource(self, key: str) -> None:
-        """Let go of a queue or an accumulator, which may still serve those that wait in it."""
-        self._resources.pop(key, None)  # without the lock: a finalizer does this
+        """Remove a queue or an accumulator, which may still serve its waiters."""
+        self._resources.pop(key, None)  # without the lock: finalizers call this
 
     def resource(self, key: str) -> Held:
-        """The queue or accumulator under `key`. Raises DflowError when there is none."""
+        """Return the queue or accumulator under `key`. Raises DflowError when there is none."""
         held = self._resources.get(key)
         if held is None:
             raise DflowError(f"no resource {key!r} is held here; there are {sorted(self._resources) or 'none'}")
         return held
 
     def alone(self, do: Callable[[], Found]) -> Found:
-        """As `Turns.alone`, once what was dropped is let go of."""
+        """Like `Turns.alone`, after dropped values are freed."""
         with self.turns.lock:
             self._sweep()
             found = self.turns.alone(do)
-        # Not from within, where an interrupt right after the call would leave the lock taken.
+        # Not `return` inside the `with`: an interrupt right after the call would leave the lock acquired.
         return found  # noqa: RET504
 
     def _claim(self, keys: Collection[str]) -> list[HeldValue]:
-        """What is held under `keys`, with the values here, in a turn.
+        """Return the entries of `keys`, with their values returned to the store. Called in a critical section.
 
-        Raises VariableError for what is not held, DeadlineExceeded when a step has it for longer than `STEP_S`.
+        Raises VariableError for a key that does not exist, DeadlineExceeded when a step holds one of the values for
+        longer than `STEP_S`.
         """
         with _Wait(self) as wait:
             while True:
@@ -308,12 +310,15 @@ class Store:
                 wait(busy, keys, found)
 
     def _values(self, keys: Collection[str]) -> list[jax.Array]:
-        """The values of one moment, wherever they are, in a turn; raises as `_claim`, and for what was lost."""
+        """Return the values at one moment, from the store or from steps. Called in a critical section.
+
+        Raises like `claim_values`.
+        """
         with _Wait(self) as wait:
             while True:
                 found = [self._find(key) for key in keys]
                 owners = [None if held.place == READ else owner_of(held) for held in found]
-                # Once for each step, which may end at this moment.
+                # One call of `readable` for each step: between two, the step might end.
                 written = {owner: owner.readable() for owner in dict.fromkeys(owners) if owner is not None}
                 busy = next((owner for owner, values in written.items() if values is None), None)
                 if busy is None:
@@ -328,7 +333,7 @@ class Store:
         return values
 
     def buffer(self, key: str) -> jax.Array:
-        """The array that is the value, or was when the step began that is being dispatched: to know where it lies.
+        """Return the value, or its array from before a call being dispatched: for its sharding alone.
 
         Raises VariableError.
         """
@@ -338,7 +343,7 @@ class Store:
         return held.value if written is None or held.place == READ else written[held.place]
 
     def claim_values(self, keys: Collection[str]) -> list[HeldValue]:
-        """As `_claim`, for who needs the values. Raises VariableError too for what a failed step took along."""
+        """Like `_claim`, and also raise VariableError if a buffer was donated to a step that failed."""
         found = self._claim(keys)
         for key, held in zip(keys, found, strict=True):
             if held.value.is_deleted():
@@ -346,7 +351,7 @@ class Store:
         return found
 
     def is_busy(self, keys: Iterable[str]) -> bool:
-        """Whether a program is being dispatched, on some thread, that has one of these variables."""
+        """Whether a thread is dispatching a program that uses one of these variables."""
         for key in keys:
             held = self._held.get(key)
             owner = held.at if held is not None else None
@@ -355,7 +360,7 @@ class Store:
         return False
 
     def are_wanted(self, keys: Iterable[str], now: float) -> bool:
-        """Whether someone waits for one of these variables."""
+        """Whether a thread waits for one of these variables; `now` is the monotonic time."""
         return any(held is not None and held.wanted > now for held in map(self._held.get, keys))
 
     def _find(self, key: str) -> HeldValue:
@@ -370,7 +375,7 @@ class Store:
 
 
 class _Wait:
-    """One who waits, in a turn, for steps to be dispatched: they know it, and give way."""
+    """A thread's wait, in a critical section, for steps being dispatched. It marks their variables, so they yield."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -382,7 +387,7 @@ class _Wait:
         return self
 
     def __call__(self, busy: Owner, keys: Collection[str], found: Sequence[HeldValue]) -> None:
-        """Wait for a change: that of `busy`, or another. The first time only says so, for it may have ended by now."""
+        """Wait until `busy` or another step notifies. The first call for a step only marks it, as it may have ended."""
         now = time.monotonic()
         self._until = self._until or now + STEP_S
         self._marked = [busy, *found]
@@ -404,7 +409,7 @@ class _Wait:
         for one in self._marked:
             one.wanted = 0.0
         if self._marked:
-            self._store.turns.changed.notify_all()  # of whom others that wait mark theirs again
+            self._store.turns.changed.notify_all()  # other waiting threads mark their variables again
 
 
 def _check_again(key: str, held: HeldValue, type: ArrayType) -> None:
@@ -416,7 +421,7 @@ def _check_again(key: str, held: HeldValue, type: ArrayType) -> None:
 
 
 def _placed(key: str, value: jax.Array, before: jax.Array) -> jax.Array:
-    """The value where the one before it is to stay. Raises as `refuse_divided`."""
+    """Return the value with the sharding of the previous one. Raises like `refuse_divided`."""
     if not before.committed:
         refuse_divided(key, value)
         return value
@@ -425,7 +430,7 @@ def _placed(key: str, value: jax.Array, before: jax.Array) -> jax.Array:
 
 
 def _beside(operand: Any, value: jax.Array) -> Any:
-    """An operand of an update, on the devices that hold the value; spread over them as the value is, or whole."""
+    """Return an operand of an update on the devices of the value: replicated over a mesh, else sharded like it."""
     if not (isinstance(operand, jax.Array) and value.committed and operand.committed):
         return operand
     if operand.sharding.device_set == value.sharding.device_set:
@@ -437,7 +442,7 @@ def _beside(operand: Any, value: jax.Array) -> Any:
 
 @cache
 def _in_place(kind: str, place: Sharding | None) -> Program:
-    """An update whose result is spread as `place` says, if that is over several devices."""
+    """Return the program of an update in place; its result has the sharding `place`, if that is given."""
 
     def update(value: Any, *operands: Any) -> list[Any]:
         return [updated(kind, value, *operands)]

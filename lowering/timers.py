@@ -1,10 +1,10 @@
-"""Calls that come later, from one thread of the process.
+"""Timers: delayed calls, made by one thread of the process.
 
-Why: a wait of each kind has a deadline, and most end long before it. Starting and stopping a timer is therefore cheap:
-no thread is started for it, nor woken unless it would sleep too long. A stopped timer is forgotten when half of those
-kept are stopped.
+Why: every wait has a deadline, and most waits end long before it. So starting and stopping a timer is cheap: it starts
+no thread, and wakes the timer thread only if that would sleep too long. Stopped timers are removed when they are more
+than half of all.
 
-What waits starts its timer by `start_timer`, so that a simulator can run it on a clock of its own.
+Waits start their timers by `start_timer`, so that a simulator can run them on a simulated clock.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from typing import Protocol
 
 LOGGER = logging.getLogger("dflow")
 
-#: How long the thread waits at most until it looks again, in s: no system waits without end for a number.
+#: Longest sleep of the thread, in s: the system's wait functions refuse an infinite timeout.
 _LONGEST_S = 3600.0
 
 
 class Timer:
-    """A call to come. `stop` may be called from any thread, also when the call has been made."""
+    """A delayed call. `stop` may be called from any thread, also after the call."""
 
     def __init__(self, timers: Timers, call: Callable[[], None]) -> None:
         self._timers = timers
         self.call: Callable[[], None] | None = call
 
     def stop(self) -> None:
-        """Let the call not come; one that runs now is not stopped."""
+        """Prevent the call; one that runs now is not stopped."""
         self._timers.forget(self)
 
 
 class Timers:
-    """Timers with one thread, started by the first of them. Calls must not block."""
+    """Timers with one thread, which the first timer starts. The calls must not block."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        #: Until when the thread sleeps, unless it is woken; in the past while it does not.
+        #: Monotonic time at which the thread wakes up by itself; in the past while it runs.
         self._sleeps_until = 0.0
         self._heap: list[tuple[float, int, Timer]] = []
         self._serials = itertools.count()
@@ -51,13 +51,13 @@ class Timers:
         self._thread: threading.Thread | None = None
 
     def start(self, delay_s: float, call: Callable[[], None]) -> Timer:
-        """Have `call` called once, in `delay_s`; an infinite delay has it never called."""
+        """Call `call` once, after `delay_s` seconds; never, if the delay is infinite."""
         timer = Timer(self, call)
         ends_at = time.monotonic() + delay_s
         with self._lock:
             heapq.heappush(self._heap, (ends_at, next(self._serials), timer))
             if self._thread is None or not self._thread.is_alive():
-                # None, or one that the system refused to start.
+                # There is no thread yet, or the system refused to start it.
                 self._thread = threading.Thread(target=self._watch, name="dflow timers", daemon=True)
                 self._thread.start()
             if ends_at < self._sleeps_until:
@@ -66,7 +66,7 @@ class Timers:
         return timer
 
     def forget(self, timer: Timer) -> None:
-        """Stop a timer."""
+        """Stop a timer, if its call has not begun."""
         with self._lock:
             if timer.call is None:
                 return
@@ -110,10 +110,10 @@ TIMERS = Timers()
 
 
 class Stoppable(Protocol):
-    """A call to come."""
+    """A delayed call."""
 
     def stop(self) -> None:
-        """Let it not come."""
+        """Prevent the call."""
         ...
 
 
@@ -123,13 +123,13 @@ _started_by: ContextVar[StartTimer | None] = ContextVar("timers", default=None)
 
 
 def start_timer(delay_s: float, call: Callable[[], None]) -> Stoppable:
-    """Have `call` called once, in `delay_s`; see `Timers.start`."""
+    """Call `call` once, after `delay_s` seconds; see `Timers.start`."""
     return (_started_by.get() or TIMERS.start)(delay_s, call)
 
 
 @contextmanager
 def timers_started_by(start: StartTimer) -> Iterator[None]:
-    """What runs inside gets its timers from `start`, and not those of this process."""
+    """Context in which `start_timer` calls `start` instead of the timers of this process."""
     token = _started_by.set(start)
     try:
         yield

@@ -1,6 +1,7 @@
-"""Who may look at what a store holds: one at a time, for moments, and not a handler of a signal in the midst of it.
+"""The lock of a store, and its critical sections.
 
-Invariant: the lock is held for moments, in which nothing of the user's is run, and never while waiting.
+Invariant: the lock is held briefly, never while waiting or while user code runs. A signal handler on the thread that
+is in a critical section must not enter another one: it gets an error.
 """
 
 from __future__ import annotations
@@ -14,25 +15,25 @@ from dflow.tracing.source import at, caller
 
 Found = TypeVar("Found")
 
-#: After how long someone who waits looks again, in s: an interrupt may come before a step has told those who wait.
+#: A waiting thread checks again after at most this time, in s: an interrupt may keep a step from notifying it.
 LOOK_S = 1.0
 
-#: How long to wait for a variable while a step is dispatched that has it, in s.
+#: Longest wait for a variable while the step that holds its value is being dispatched, in s.
 STEP_S = 600.0
 
 
 class Turns:
-    """The turns at one store."""
+    """The lock of one store, with its critical sections (`alone`)."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        #: Whether someone has the lock who is not to be disturbed, by a handler of a signal on the same thread.
+        #: Whether a thread is in a critical section. The lock alone would admit a signal handler on that thread.
         self.is_inside = False
-        #: Tells those who wait that a step was dispatched, and steps that nobody waits any more.
+        #: Notified when a step was dispatched, for waiting threads, and when a wait has ended, for steps that yield.
         self.changed = threading.Condition(self.lock)
 
     def alone(self, do: Callable[[], Found]) -> Found:
-        """Do what nobody else is to see half done. Raises VariableError within the same on this thread."""
+        """Return `do()`, run as a critical section. Raises VariableError inside another one of this thread."""
         with self.lock:
             if self.is_inside:
                 raise VariableError(
@@ -47,7 +48,7 @@ class Turns:
             return found
 
     def pause(self, condition: threading.Condition, seconds: float) -> None:
-        """Wait for a condition of this lock, in `alone`, while others have it."""
+        """Wait for a condition of this lock, from within `alone`. Other threads may enter meanwhile."""
         self.is_inside = False
         try:
             condition.wait(seconds)

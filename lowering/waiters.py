@@ -1,11 +1,12 @@
-"""What threads share and may wait for: a state machine behind a lock, with a callback and a deadline for each waiter.
+"""A resource shared by threads: a state machine behind a lock, with a callback and a deadline for each waiter.
 
-No thread waits here. Whoever brings what a waiter waits for calls its callback, outside the lock, so a callback may
-use the resource again; it should be short, for it runs on another's thread. One that raises is logged, and takes
-nothing from the other waiters.
+A waiter is a pending operation, not a blocked thread. The thread whose operation completes it calls its callback,
+outside the lock, so a callback may use the resource again. Callbacks should be short, since they run on the threads of
+other callers. An exception in a callback is logged and does not affect the other waiters.
 
-An interrupt may come between any two lines of whoever brings it. So a waiter is known by its ticket until it is told,
-and who is interrupted tells nonetheless what was decided; of what was not, the deadlines tell.
+An interrupt may come between any two lines of the completing thread. So a waiter stays registered under its ticket
+until its callback is called, and an interrupted thread still delivers the answers that were decided. Waiters whose
+answers were not decided end at their deadlines.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from dflow.tracing.errors import DeadlineExceeded, DflowError
 
 LOGGER = logging.getLogger("dflow")
 
-#: What a wait ends with: what was waited for, or the error.
+#: The outcome of a pending operation: its results, or the error.
 Answer = tuple[Any, ...] | BaseException
 OnDone = Callable[[Answer], None]
-#: Ends a wait with an error, unless it has ended.
+#: Ends a pending operation with an error, unless it has ended.
 Cancel = Callable[[BaseException], None]
 
-#: Who is to be told, by ticket, and what.
+#: The answers to deliver, by ticket.
 Told = deque[tuple[int, Answer]]
 
 Event = TypeVar("Event")
@@ -39,31 +40,31 @@ Event = TypeVar("Event")
 
 @dataclass
 class Waiter:
-    """A callback that is due. `what` the resource is to do for it; `where` is the user's line as messages say it."""
+    """A pending operation. `what` names the operation in messages; `where` is the user's line, as messages show it."""
 
     what: str
     on_done: OnDone
     timeout_s: float
     where: str
     timer: Stoppable | None = None
-    #: Of how many parts it is served one by one.
+    #: Number of parts of the operation, each of which the resource completes separately.
     count: int = 1
-    #: What its wait ends with, once that is decided.
+    #: The answer, once it is decided.
     answer: Answer | None = None
 
 
 @dataclass(frozen=True)
 class Gone:
-    """Why the contents were let go of, and what to do."""
+    """Why the contents were freed, and the remedy."""
 
     reason: str
     remedy: str
 
 
 class Shared(ABC, Generic[Event]):
-    """A resource of which each waiter, known by its ticket, is told once. Every method may be called by any thread."""
+    """A resource that calls each waiter's callback exactly once. Every method may be called from any thread."""
 
-    #: What whoever uses it gets when it is gone.
+    #: The error of each use after `forget`.
     error: type[DflowError]
 
     def __init__(self) -> None:
@@ -74,22 +75,22 @@ class Shared(ABC, Generic[Event]):
 
     @abstractmethod
     def _decide(self, event: Event) -> Iterable[tuple[int, Answer]]:
-        """What follows from an event: tickets, each with what its wait ends with. The lock is held."""
+        """Apply an event; return the tickets of the operations that it completes, with answers. The lock is held."""
 
     @abstractmethod
     def _give_up(self, ticket: int) -> Event:
-        """The event that nobody waits with this ticket any more."""
+        """Return the event by which the operation with this ticket is abandoned."""
 
     @abstractmethod
     def _too_late(self, ticket: int, waiter: Waiter) -> str:
-        """What to say of a wait that reached its deadline. The lock is held."""
+        """Return the message for an operation that reached its deadline. The lock is held."""
 
     @abstractmethod
     def _clear(self) -> None:
-        """Let go of the contents. The lock is held."""
+        """Free the contents. The lock is held."""
 
     def forget(self, reason: str, remedy: str) -> None:
-        """Let go of the contents: who uses it from now on, or waits, gets an error that says these two."""
+        """Free the contents. Pending operations and later uses get an error with this reason and remedy."""
         told: Told = deque()
         try:
             with self._lock:
@@ -104,7 +105,7 @@ class Shared(ABC, Generic[Event]):
             self._tell(told)
 
     def _ask(self, waiter: Waiter, event: Callable[[int], Event]) -> Cancel:
-        """Wait for what follows from the event of a ticket."""
+        """Register a pending operation and apply its event; return the function that cancels it."""
         ticket = next(self._tickets)
         told: Told = deque()
         try:
@@ -118,7 +119,7 @@ class Shared(ABC, Generic[Event]):
             if waiter.timeout_s <= 0:
                 self._end(ticket, None)
         except BaseException as error:
-            # Nobody gets to cancel it.
+            # The caller does not receive the function that cancels it.
             self._end(ticket, error)
             raise
         finally:
@@ -132,7 +133,7 @@ class Shared(ABC, Generic[Event]):
         before: Callable[[], None] | None = None,
         after: Callable[[], None] | None = None,
     ) -> None:
-        """Do what nobody waits for, between `before` and `after`, and let those go on who wait for it."""
+        """Apply an event that no caller waits for, between `before` and `after`; answer the waiters it completes."""
         told: Told = deque()
         try:
             with self._lock:
@@ -154,7 +155,7 @@ class Shared(ABC, Generic[Event]):
         return self.error(f"{gone.reason}{where}\n  {gone.remedy}")
 
     def _end(self, ticket: int, error: BaseException | None) -> None:
-        """End a wait with an error; with that of its deadline when none is given."""
+        """End a pending operation with an error, by default that of its deadline."""
         told: Told = deque()
         try:
             with self._lock:
@@ -171,20 +172,20 @@ class Shared(ABC, Generic[Event]):
             self._tell(told)
 
     def _decided(self, event: Event, told: Told) -> None:
-        """Add to `told` what follows from an event, and note it on the waiters. The lock is held."""
-        # In one step, so that an interrupt here drops no decision.
+        """Apply an event; add the answers to `told` and to the waiters. The lock is held."""
+        # A single call, so that an interrupt here drops no answer.
         told.extend(self._decide(event))
         for ticket, answer in told:
             self._waiters[ticket].answer = answer
 
     def _tell(self, told: Told) -> None:
-        """Tell what was decided, and empty `told`; again, when an interrupt came before. The lock is not held."""
+        """Call the callbacks of `told` and empty it, also after an interrupt. The lock is not held."""
         try:
             while told:
                 self._tell_one(*told[0])
                 told.popleft()
         finally:
-            # An interrupt of this thread is nothing to the others.
+            # An interrupt of this thread must not keep other threads waiting.
             if told:
                 self._tell(told)
 
@@ -195,19 +196,19 @@ class Shared(ABC, Generic[Event]):
         if waiter.timer is not None:
             waiter.timer.stop()
         try:
-            # Whoever takes the ticket tells, so that it is told once.
+            # The thread that removes the ticket calls the callback, so it is called once.
             self._waiters.pop(ticket, _TOLD).on_done(answer)
         except Exception:
             LOGGER.exception("what was to %s could not take the answer; other waiters are told", waiter.what)
 
 
-#: In the place of a waiter that another thread tells.
+#: Stands for a waiter whose callback another thread calls.
 _TOLD = Waiter("nothing", lambda answer: None, 0.0, "")
 
 
 def wait(start: Callable[[OnDone], Cancel]) -> tuple[Any, ...]:
-    """Wait for what `start` asks for. Raises its error; interrupted, it ends the wait."""
-    # Lighter than a Future, and in one step: an interrupt of who tells cannot leave it half done.
+    """Start an operation and wait for its results. Raises its error; an interrupt cancels the operation."""
+    # Cheaper than a Future, and `put` is atomic: an interrupt of the thread that answers cannot leave it half done.
     done: SimpleQueue[Answer] = SimpleQueue()
     cancel: Cancel | None = None
     try:

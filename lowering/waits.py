@@ -1,4 +1,4 @@
-"""What waits for what in a plan, worked out once per plan."""
+"""The dependency index of a plan: which items wait for which, computed once per plan."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from dflow.lowering.resource_use import ResourceUse
 from dflow.tracing import ops
 from dflow.tracing.types import parse_dtype
 
-#: Stands for all resources: what touches this may touch any.
+#: Stands for all variables and resources: an item that touches this may touch any.
 ANYTHING = ""
 
 
 class Role(Enum):
-    """What an item does that the order of queues and variables is about."""
+    """An effect of an item, by which the items of queues and of variables are ordered."""
 
     USES = "reads or writes a variable"
     WRITES = "writes a variable"
@@ -30,17 +30,21 @@ class Role(Enum):
     ACQUIRES = "learns what others did"
 
 
-#: Of two items with these roles, the second comes after the first where the program has them so.
+#: Two items with these roles keep their order in the program.
 _IN_ORDER = ((Role.WRITES, Role.RELEASES), (Role.ACQUIRES, Role.USES))
 
 
 class Schedule:
-    """The order of a plan's items. `waiting` is how many items each waits for, `dependents` are those that wait for it,
-    and `at_once` those that wait for none, receives first, so that values find their waiter.
+    """The order of a plan's items, by index.
 
-    `takers` are the items that take a slot; `bodies` the schedules of the plans that branches and loops run. `awaited`
-    says of a copy for what it waits until it is computed, and `lets_go` of each item which slots nobody may need after
-    it: those that `uses` items, it among them, take, give or await.
+    waiting     number of items that each item waits for
+    dependents  the items that wait for each item, transfers first
+    at_once     the items that wait for none, receives first, so that arriving values find their receive
+    takers      the items that take each slot
+    bodies      schedules of the plans that branches and loops run
+    awaited     the slots that must be computed before a copy starts
+    lets_go     the slots that each item takes, gives or awaits, without those fetched
+    uses        number of items that take, give or await each slot; after the last one its value is freed
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -52,7 +56,7 @@ class Schedule:
         needs = [_needs(item, producers) for item in plan.items]
         self.waiting = [len(need) for need in needs]
         self.dependents: list[list[int]] = [[] for _ in plan.items]
-        # Transfers first, so that they are under way before a call after them keeps the device.
+        # Transfers first, so that they start before a later call occupies the device.
         for index in sorted(range(len(needs)), key=lambda index: not isinstance(plan.items[index], Copy | Send)):
             for producer in needs[index]:
                 self.dependents[producer].append(index)
@@ -70,9 +74,9 @@ class Schedule:
             self.uses[slot] += 1
 
     def _awaited_by(self, index: int) -> tuple[int, ...]:
-        """What the items give that a copy to a device of the CPU comes after.
+        """Return a slot of each item that must be computed before a copy to a CPU device starts.
 
-        Other devices do what they are given in order. The CPU copies what is there, whatever was asked for before.
+        Other devices run their work in the order of submission. The CPU starts a copy as soon as its source is ready.
         """
         item = self.plan.items[index]
         if not isinstance(item, Copy) or self.devices[item.device].platform != "cpu":
@@ -86,7 +90,7 @@ class Schedule:
 
     @cached_property
     def fetched(self) -> frozenset[int]:
-        """The slots that are handed back."""
+        """The slots that the plan returns."""
         return frozenset(self.plan.fetches)
 
     @cached_property
@@ -100,7 +104,7 @@ class Schedule:
 
     @cached_property
     def sent(self) -> frozenset[int]:
-        """The reads whose values are only sent."""
+        """The reads whose values are sent and not used otherwise."""
         items = self.plan.items
         return frozenset(
             index
@@ -120,11 +124,12 @@ class Schedule:
 
     @cached_property
     def follows(self) -> Mapping[int, frozenset[int]]:
-        """Of a loop's body: the items of one turn that each of the next comes after, for what both touch.
+        """For each item of a loop's body, the items of the previous iteration that it runs after, for shared state.
 
-        What of one turn touches the same is in order already, so the first of a turn wait for the last of that before.
-        And what others can learn from comes after the writes of variables, what touches variables after what learns
-        from others, as the pass `order` has it within a turn.
+        Items of one iteration that touch the same state are ordered already. So the first of them wait for the last
+        ones of the previous iteration. Besides, items that release results to other threads or tasks run after writes
+        of variables, and items that use variables run after those that acquire such results, as the pass `order` does
+        within an iteration.
         """
         accesses: dict[str, list[tuple[int, bool]]] = {}
         for index in self._in_order():
@@ -149,12 +154,12 @@ class Schedule:
 
     @cached_property
     def roles(self) -> frozenset[Role]:
-        """What the items of the plan do that others may see."""
+        """The roles of the plan's items."""
         return frozenset[Role]().union(*map(self._roles_of, self.plan.items))
 
     @cached_property
     def followed(self) -> Mapping[int, tuple[int, ...]]:
-        """The items of the next turn that wait for each item of this one."""
+        """For each item, the items of the next iteration that wait for it."""
         found: dict[int, list[int]] = {}
         for index, before in self.follows.items():
             for other in before:
@@ -205,7 +210,7 @@ class Schedule:
 
 
 def may_conflict(one: Schedule, other: Schedule) -> bool:
-    """Whether the order of two plans can be seen, by what they touch."""
+    """Whether two plans touch the same state such that their order matters."""
     if any(changes or other.touched[key] for key, changes in one.touched.items() if key in other.touched):
         return True
     pairs = ((one.roles, other.roles), (other.roles, one.roles))
@@ -213,7 +218,7 @@ def may_conflict(one: Schedule, other: Schedule) -> bool:
 
 
 def bodies_of(item: Branch | While | Scan) -> tuple[int, ...]:
-    """The numbers of the plans that an item runs."""
+    """Return the indices of the plans that an item runs."""
     match item:
         case Branch():
             return item.bodies
@@ -223,7 +228,7 @@ def bodies_of(item: Branch | While | Scan) -> tuple[int, ...]:
 
 
 def takes(item: Item) -> tuple[int, ...]:
-    """The slots an item needs filled."""
+    """Return the slots that an item takes its values from."""
     match item:
         case Send() | Copy():
             return (item.take,)
@@ -233,7 +238,7 @@ def takes(item: Item) -> tuple[int, ...]:
 
 
 def gives(item: Item) -> tuple[int, ...]:
-    """The slots an item fills."""
+    """Return the slots that an item fills."""
     match item:
         case Send():
             return ()

@@ -1,4 +1,4 @@
-"""What a pass is, and how passes are run: each is timed, shown to an observer, and blamed for what it breaks."""
+"""Passes: maps from graph to graph, run in order. Each result is shown to an observer, and errors name the pass."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Pass(Protocol):
 
     @property
     def name(self) -> str:
-        """The pass's name: its file's."""
+        """The name of the pass, which is that of its file."""
         ...
 
     def __call__(self, graph: Graph) -> Graph:
-        """The new graph; the old one is unchanged."""
+        """Return the new graph; the old one is unchanged."""
         ...
 
 
@@ -47,7 +47,7 @@ def run_passes(graph: Graph, passes: Sequence[Pass], *, check: bool = False, obs
 
 
 def _applied(one: Pass, graph: Graph) -> Graph:
-    """The pass on the bodies of branches and loops, unless it does these itself, then on the graph itself."""
+    """Apply the pass to the bodies of branches and loops, unless it does so itself, then to the graph."""
     if getattr(one, "is_of_whole", False):
         return one(graph)
     nodes = tuple(

@@ -1,8 +1,8 @@
-"""Give each node that may choose its device the one with which a step is predicted to be shortest.
+"""Choose the devices of the nodes that are open to choice, so that the predicted time of a step is shortest.
 
-`with dflow.device("auto")`, or a list of devices, marks the nodes. All others are where `Place` puts them, and count as
-they stand there. What a step takes is simulated (see `lowering/placement`), from costs measured on the devices. In the
-body of a loop that waits for queues such a node goes where it would without a scope.
+`with dflow.device("auto")`, or a list of devices, marks these nodes. All others are placed by `Place` and take part in
+the prediction with that placement. The time of a step is simulated (see `lowering/placement`) from costs measured on
+the devices. In the body of a loop that waits for queues a marked node is placed as without a scope.
 """
 
 from __future__ import annotations
@@ -24,38 +24,40 @@ from dflow.tracing.graph import Graph, Node
 from dflow.tracing.op import OpDef
 from dflow.tracing.ops import CONTROL_OPS
 
-#: How long pricing and search take together for one graph if nobody says otherwise, in s.
+#: Default time for pricing and search of one graph together, in s.
 BUDGET_S = 3.0
-#: The part of this that pricing may take at most; the search has the rest, and takes no longer than a second of it.
+#: Pricing takes at most this part of the budget, and the search the rest, at most this time in s.
 PRICING, SEARCH_S = 0.7, 1.0
-#: What is predicted to gain less than this part of a step, over all on the default device, is not done.
+#: A choice must gain at least this part of a step over the choice of the default device for all nodes.
 WORTH = 0.02
 _OF_SEVERAL_DEVICES = ("shard_map", "sharding_constraint", "mesh_cast", "reshard")
 
 
 class Costs(Protocol):
-    """What devices cost: `placement.measure.Meter`, or figures that are given."""
+    """Source of the costs of devices: `placement.measure.Meter`, or constants."""
 
     def machine(self, names: Sequence[str]) -> Machine:
-        """The devices of these names."""
+        """Return the machine that has the devices of these names."""
         ...
 
     def estimate(self, node: Node, name: str) -> float:
-        """Roughly what a node takes on a device, in s."""
+        """Return a rough time of a node on a device, in s."""
         ...
 
     def prices(self, parts: Sequence[Graph], names: Sequence[str], budget_s: float) -> list[Price]:
-        """What parts of a graph take on each device, found out within about so many s."""
+        """Return the costs of parts of a graph on each device, found within about `budget_s` seconds."""
         ...
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What was chosen for a graph: `found` for the units of `instance`, whose machine's names are the devices'.
+    """The devices chosen for a graph.
 
+    `instance`   the problem: the units of the graph, and a machine with the names of the devices
+    `found`      the device of each unit, with its score
     `is_free`    by unit, whether there was a choice
-    `pricing_s`  how long it took to find out what the units cost, the devices included
-    `search_s`   how long the search took
+    `pricing_s`  time to find the costs of the units and of the devices
+    `search_s`   time of the search
     """
 
     instance: Instance
@@ -67,7 +69,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class Choose:
-    """Choose among the devices of `place`, at the costs given."""
+    """Choose among the devices of `place` by `costs`."""
 
     place: Place
     costs: Costs
@@ -82,7 +84,7 @@ class Choose:
         return settled(graph, self.decide(graph) if len(self.place.devices) > 1 else None)
 
     def decide(self, graph: Graph) -> Decision:
-        """What is best for the graph, whose choices are still open."""
+        """Return the best choice for a graph whose nodes still have theirs open."""
         assumed = Order()(self.place(self._with_default(graph)))
         open_to = [choices_in(node.device) if _is_free(node) else None for node in graph.nodes]
         stated = [split_device_name(node.device or "")[1] or self.place.devices[0] for node in assumed.nodes]
@@ -114,7 +116,7 @@ class Choose:
         return Decision(problem, found, free, priced - started, self.clock() - priced)
 
     def _names(self, open_to: Sequence[tuple[str, ...] | None], stated: Sequence[str]) -> tuple[str, ...]:
-        """The devices that count, in the caller's order: those used, those named, and all if any will do."""
+        """Return the devices to consider, in the caller's order: those used or named; all, if a node allows any."""
         if any(choices == () for choices in open_to):
             return self.place.devices
         used = {*stated, *(name for choices in open_to for name in choices or ()), self.place.devices[0]}
@@ -127,21 +129,21 @@ class Choose:
 
 
 def settled(graph: Graph, decision: Decision | None) -> Graph:
-    """The graph with each choice made as was decided; with None, left to the placement of what states nothing."""
+    """Return the graph with the decision applied; with None, its open nodes are placed like nodes without a scope."""
     chosen = {} if decision is None else _devices(decision)
     nodes = (_settled(node, chosen.get(number)) for number, node in enumerate(graph.nodes))
     return replace(graph, nodes=tuple(nodes))
 
 
 def may_choose(graph: Graph) -> bool:
-    """Whether any node of the graph or of its bodies is to choose its device."""
+    """Whether any node of the graph or of its bodies is open to a choice of device."""
     return any(
         choices_in(node.device) is not None or any(may_choose(body) for body in node.bodies) for node in graph.nodes
     )
 
 
 def _is_free(node: Node) -> bool:
-    """Whether the device of a node is to be chosen, and can be: its state is nowhere, and XLA runs it on one device."""
+    """Whether a node is open to a choice, touches no variable or resource, and is run by XLA on a single device."""
     if choices_in(node.device) is None or runs_alone(node):
         return False
     return not any(ref is not None for _, ref in node.effects) and not _is_of_several_devices(node.op)
@@ -152,7 +154,7 @@ def _is_of_several_devices(op: OpDef) -> bool:
 
 
 def _settled(node: Node, device: str | None) -> Node:
-    """The node on a device, if it is to choose one, with nothing left to choose in its bodies."""
+    """Return the node on `device`, if it is open to a choice, and without open choices in its bodies."""
     if node.op in CONTROL_OPS and any(map(may_choose, node.bodies)):
         bodies = (replace(body, nodes=tuple(_settled(inner, None) for inner in body.nodes)) for body in node.bodies)
         node = replace(node, bodies=tuple(bodies))
@@ -160,7 +162,7 @@ def _settled(node: Node, device: str | None) -> Node:
 
 
 def _devices(decision: Decision) -> dict[int, str]:
-    """By the number of each free node, its device."""
+    """Return the device of each free node, by the node's index."""
     names, found = decision.instance.problem.machine.names, decision.found.assignment
     return {
         number: device_name("", names[found[unit]])
@@ -171,6 +173,6 @@ def _devices(decision: Decision) -> dict[int, str]:
 
 
 def _small(machine: Machine) -> float:
-    """What is over before a value has travelled is not worth one."""
+    """Return the shortest latency of a link, in s: work that takes less time is not worth a transfer."""
     links = [machine.links[a][b] for a in machine.devices for b in machine.devices if a != b]
     return min((link.latency_s for link in links), default=float("inf"))

@@ -1,13 +1,16 @@
-"""Group the nodes between transfers, and between what a host does itself, into XLA calls.
+"""Group the nodes between transfers and host nodes into XLA calls. A host node is run by the host, such as a queue op.
 
-A node's stage is how many transfers and host nodes its operands have come through, and which host nodes it comes after.
-To come after a node of another device counts as a transfer.
-The nodes of one device and one stage make one cluster, so a cluster waits for all it needs before it starts, never for
-what it helps to make, and never for a queue that none of its nodes waits for. Where another device of the task waits
-for some of it and the rest is long, the rest is a cluster after it. Reads, and what is made from reads alone, move to
-the stage of their first user: an update reads its variables in the very call that writes them, so that no other step
-comes between. Where the users wait for different queues, they move to what these have in common. What is made of reads
-and is only handed back to the caller goes along with them.
+A node's stage is the number of transfers and host nodes on the longest path to it (its level), with the set of host
+nodes that it depends on. An order edge from a node of another device counts as a transfer.
+
+The nodes of one device and one stage form one cluster. So a cluster's inputs are all ready before it starts, none of
+them depends on the cluster, and it does not wait for a queue that none of its nodes depends on. If another device of
+the task waits for some of its results and the rest is long, the rest forms a second cluster after it.
+
+Reads, and nodes that depend on reads alone, move to the stage of their first user. Thus an update reads its variables
+in the call that writes them, and no other step runs between. If the users depend on different queues, the reads move to
+the stage that depends on the queues common to all. Nodes made of reads that only return results to the caller stay in
+the stage of the reads.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from dflow.tracing.types import HANDLES, TokenType
 
 @dataclass(frozen=True)
 class Cluster:
-    """Make an `xla.call` of each device's nodes of each level; transfers and host nodes stay as they are."""
+    """Make an `xla.call` of the nodes of each device and stage; transfers and host nodes stay as they are."""
 
     name: ClassVar[str] = "cluster"
 
@@ -59,7 +62,7 @@ class Cluster:
 
 
 class _Part(NamedTuple):
-    """What becomes one call; it comes after the call of the nodes `follows`, of the same stage and device."""
+    """The nodes of one call, which runs after the call of the nodes `follows`, of the same stage and device."""
 
     stage: _Stage
     device: str | None
@@ -68,7 +71,10 @@ class _Part(NamedTuple):
 
 
 def _parts(graph: Graph, stage: _Stage, device: str | None, nodes: list[Node], is_split: bool) -> list[_Part]:
-    """The nodes of a stage and device: as a whole, or (if copies exist) what other devices wait for and the rest."""
+    """Return the nodes of a stage and device as one part, or as two: those that other devices wait for, and the rest.
+
+    Only a graph with copies from device to device (`is_split`) has stages of two parts.
+    """
     rest = rest_of(graph, nodes) if is_split else []
     if not rest:
         return [_Part(stage, device, nodes, [])]
@@ -78,7 +84,7 @@ def _parts(graph: Graph, stage: _Stage, device: str | None, nodes: list[Node], i
 
 
 class _Stage(NamedTuple):
-    """`hosts` are the host nodes that come before, a bit for each. Of one level, more hosts come later."""
+    """`hosts` are the host nodes before it, one bit each. Within a level, stages with more of them come later."""
 
     level: int
     hosts: int
@@ -104,7 +110,7 @@ def _stages(graph: Graph) -> dict[int, _Stage]:
 
 def _earliest_stages(graph: Graph, bits: Mapping[int, int]) -> dict[int, _Stage]:
     stages: dict[int, _Stage] = {}
-    #: Of each node, the stage of what needs it and nothing else.
+    #: For each node, the stage of a user that depends on this node alone.
     following: dict[int, _Stage] = {}
     sent: dict[tuple[object, object], _Stage] = {}
     producers = graph.producers
@@ -129,7 +135,7 @@ def _earliest_stages(graph: Graph, bits: Mapping[int, int]) -> dict[int, _Stage]
 
 
 def _later(one: _Stage, other: _Stage) -> _Stage:
-    """The stage of what needs both. One of the two as it is when it can be, so that stages share their bits."""
+    """Return the stage of a node that depends on both. It is one of the two, if possible: their bits take memory."""
     if other.level <= one.level and other.hosts | one.hosts == one.hosts:
         return one
     if one.level <= other.level and one.hosts | other.hosts == other.hosts:
@@ -138,14 +144,14 @@ def _later(one: _Stage, other: _Stage) -> _Stage:
 
 
 def _crosses(node: Node, next: Node) -> bool:
-    """Whether two calls are joined by the order of their effects alone, from one device to another."""
+    """Whether the edge between two nodes, both parts of calls, goes from one device to another."""
     return node.device != next.device and not (_stands_alone(node) or _stands_alone(next))
 
 
 def _sink_reads(graph: Graph, stages: dict[int, _Stage], bits: Mapping[int, int]) -> dict[int, _Stage]:
-    """Move what depends on reads alone to the stage of its first user, or of what must come after it.
+    """Move nodes that depend on reads alone to the stage of their first user, or of the first node ordered after them.
 
-    Who only hands on to the caller what it makes of reads is no such user: it goes where the reads are.
+    A node made of reads whose results only go to the caller does not count as a user: it stays in the reads' stage.
     """
     floating, stateful = _made_of_reads(graph)
     followers: dict[int, list[Node]] = {}
@@ -177,7 +183,7 @@ def _sink_reads(graph: Graph, stages: dict[int, _Stage], bits: Mapping[int, int]
 
 
 def _made_of_reads(graph: Graph) -> tuple[set[int], set[int]]:
-    """The nodes without effects to be seen that depend on reads alone, and those that depend on a read at all."""
+    """Return the ids of nodes without visible effects that depend on reads alone, and of those that depend on any."""
     floating: set[int] = set()
     stateful: set[int] = set()
     for node in graph.nodes:
@@ -191,7 +197,7 @@ def _made_of_reads(graph: Graph) -> tuple[set[int], set[int]]:
 
 
 class _Ends(dict[int, int]):
-    """The level that is after all hosts of a set; found once for each set."""
+    """The first level after all host nodes of a set, computed once per set."""
 
     def __missing__(self, hosts: int) -> int:
         level, left = 0, hosts
@@ -203,7 +209,7 @@ class _Ends(dict[int, int]):
 
 
 def _first(later: Sequence[_Stage], own: _Stage, ends: _Ends) -> _Stage:
-    """The latest stage that is not after any of `later`."""
+    """Return the latest stage that is not after any of `later`."""
     hosts = reduce(and_, (stage.hosts for stage in later))
     if any(stage.hosts == hosts for stage in later):
         return _Stage(min(stage.level for stage in later), hosts)
@@ -211,7 +217,7 @@ def _first(later: Sequence[_Stage], own: _Stage, ends: _Ends) -> _Stage:
 
 
 def _used_outside(graph: Graph, groups: Iterable[list[Node]]) -> set[Value]:
-    """The values that leave the cluster they are made in, as operands or as outputs of the graph."""
+    """Return the values used outside of their cluster, as operands or as outputs of the graph."""
     group_of = {id(node): index for index, nodes in enumerate(groups) for node in nodes}
     used = {output for output in graph.outputs if isinstance(output, Value)}
     for node in graph.nodes:
@@ -229,7 +235,7 @@ def _call(nodes: list[Node], device: str | None, used: set[Value], fresh: FreshN
     refs: list[Operand] = [value for value in taken if isinstance(value.type, HANDLES)]
     arrays: list[Operand] = [value for value in taken if not isinstance(value.type, HANDLES)]
     given = tuple(value for node in nodes for value in node.outputs if value in used)
-    # Values are made anew outside the body, so that each is defined once.
+    # The body gets new values, so that each value is defined once.
     outputs = given or (Value(fresh("done"), TokenType()),)
     inner = {value: Value(value.name, value.type) for value in (*taken, *made)}
     body = Graph(
@@ -250,7 +256,7 @@ def _inside(node: Node, inner: dict[Value, Value]) -> Node:
 
 
 def _reordered(node: Node, moved: dict[Value, Value]) -> Node:
-    """Order edges to values that stay inside a cluster become edges to the cluster."""
+    """Return the node with order edges to values inside a cluster replaced by edges to the cluster."""
     after = dict.fromkeys(moved.get(value, value) for value in node.after)
     kept = tuple(value for value in after if value not in node.inputs and value not in node.outputs)
     return Node(node.op, node.inputs, node.outputs, node.attributes, node.bodies, node.device, kept, node.origin)

@@ -1,4 +1,4 @@
-"""Branches and loops that lie on several tasks: which tasks these are, and where each result is."""
+"""Branches and loops on several tasks: which tasks these are, and the task of each result."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dflow.tracing.graph import Graph, Node, Operand, Value
 
 
 def tasks_within(node: Node) -> tuple[str, ...]:
-    """The tasks of the ops in a placed node's bodies, and of its results where it says so; in order, each once."""
+    """Return the tasks of the ops in a placed node's bodies, then those in its `homes`, each once."""
     return tuple(dict.fromkeys([*(task_of(device) for device in _devices(node)), *node.attributes.get("homes", ())]))
 
 
@@ -24,13 +24,13 @@ def _devices(node: Node) -> Iterator[str]:
 
 
 def tasks_of(node: Node) -> tuple[str, ...]:
-    """The tasks that a node of a cut graph runs on."""
+    """Return the tasks that a node of a cut graph runs on."""
     tasks: tuple[str, ...] = node.attributes.get("tasks", ())
     return tasks or (task_of(node.device or ""),)
 
 
 def made_on(node: Node, value: Value) -> str:
-    """The task where a result of a placed node is."""
+    """Return the task of a result of a placed node."""
     homes: tuple[str, ...] = node.attributes.get("homes", ())
     if homes and value in node.array_outputs:
         return homes[node.array_outputs.index(value)]
@@ -38,9 +38,9 @@ def made_on(node: Node, value: Value) -> str:
 
 
 def homes_of(node: Node, otherwise: str) -> tuple[str, ...]:
-    """Where each result of a branch or loop, whose bodies are placed, is best: where the bodies make it.
+    """Return the task for each result of a branch or loop with placed bodies: the task where the bodies compute it.
 
-    A result that they make on several tasks, or hand on as they are given it, is `otherwise`.
+    For a result that they compute on several tasks, or return unchanged from their inputs, it is `otherwise`.
     """
     arms = node.bodies if node.op is ops.ctrl_cond else node.bodies[-1:]
     return tuple(_common(arms, place, otherwise) for place in range(len(node.array_outputs)))
@@ -52,6 +52,6 @@ def _common(arms: tuple[Graph, ...], place: int, otherwise: str) -> str:
 
 
 def made_in(body: Graph, output: Operand) -> str | None:
-    """The task where a placed body makes an output; None for one that it is given."""
+    """Return the task where a placed body computes an output; None for an output that is one of its inputs."""
     producer = body.producers.get(output) if isinstance(output, Value) else None
     return made_on(producer, output) if producer is not None and isinstance(output, Value) else None

@@ -1,6 +1,6 @@
-"""Mark the variables whose buffers an XLA call may overwrite: those it writes, unless it may fail as it runs.
+"""Mark the variables whose buffers an XLA call may overwrite: those that it writes, unless it may fail while it runs.
 
-A call that calls Python back fails when that raises; then its variables are to be what they were.
+A call with Python callbacks fails when one of them raises; then its variables must keep their values.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Work out, once and for all, the numbers that decide what a host does.
+"""Compute at compile time the constants that host nodes or other tasks need.
 
-XLA folds constants within a call. It sees no further: a number that a queue op takes, that picks the branch of a host,
-or that another task needs would be computed by a call of its own in each step, and waited for. So this pass does
-something only where a graph is cut into several calls. It takes whole numbers and booleans alone, and of these the ops
-that have one result everywhere: a float may differ in its last bit from what XLA makes of it within a larger call.
+XLA folds constants within a call, but not beyond it. A number that a queue op takes, that is the index of a branch run
+by the host, or that another task needs would take a separate call in each step, and a wait for it. So this pass acts
+only on graphs cut into several calls. It evaluates ops on integers and booleans alone, and only those with the same
+result everywhere: a float might differ in its last bit from XLA's result within a larger call.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dflow.tracing.device_name import split_device_name
 from dflow.tracing.graph import Graph, Literal, Node, Operand, Value
 from dflow.tracing.types import ArrayType
 
-#: An array of more elements is left to the call that uses it.
+#: Arrays of more elements are not evaluated here.
 LARGEST = 1024
 
 _HOST_OPS = frozenset(ops.HOST_OPS)
@@ -42,7 +42,7 @@ _EXACT = _CALLS.union(f"jax.{name}" for name in _NAMES.split())
 
 @dataclass(frozen=True)
 class Fold:
-    """Replace numbers that the task `local` would compute from literals alone by literals; take a known branch."""
+    """Replace numbers that the task `local` would compute from literals by literals; inline branches of known index."""
 
     local: str
     name: ClassVar[str] = "fold"
@@ -57,7 +57,7 @@ class Fold:
         return Prune()(_with_known(graph, known))
 
     def _constant_nodes(self, graph: Graph) -> list[Node]:
-        """The nodes that can be run now, in order."""
+        """Return the nodes that can be evaluated now, in order."""
         found: dict[Value, None] = {}
         nodes = []
         for node in graph.nodes:
@@ -67,13 +67,13 @@ class Fold:
         return nodes
 
     def _is_here(self, device: str | None) -> bool:
-        """Whether a device is of the caller's, and of the kind that works numbers out now."""
+        """Whether a device is the caller's and of JAX's default backend, which evaluates the nodes."""
         task, local = split_device_name(device or self.local)
         return task == self.local and local.partition(":")[0] in ("", jax.default_backend())
 
 
 def _is_exact(node: Node) -> bool:
-    """Whether a node that is given small arrays gives the same everywhere, and that is small."""
+    """Whether a node takes and gives small arrays, with the same result on every device."""
     if node.op.declared or node.op.name not in _EXACT:
         return False
     if not all(_is_small_number(operand.type) for operand in (*node.inputs, *node.outputs)):
@@ -96,7 +96,7 @@ def _is_small_number(type: Any) -> bool:
 
 
 def _evaluated(graph: Graph, nodes: list[Node]) -> dict[Value, Operand]:
-    """The scalars that the nodes give to others, as literals; all by one program."""
+    """Return the scalars of the nodes that others use, as literals, computed by one program."""
     inside = {id(node) for node in nodes}
     made = {value for node in nodes for value in node.outputs if value.type.shape == ()}  # type: ignore[union-attr]
     used = {output for output in graph.outputs if output in made}
@@ -106,7 +106,7 @@ def _evaluated(graph: Graph, nodes: list[Node]) -> dict[Value, Operand]:
     wanted = [value for node in nodes for value in node.outputs if value in used]
     if not wanted:
         return {}
-    # Literals go in as arguments: XLA's own folding of a division by none ends the process on the CPU.
+    # Literals are passed as arguments: XLA's constant folding of a division by zero ends the process on the CPU.
     literals = {id(o): o for node in nodes for o in node.inputs if isinstance(o, Literal)}
     inputs = {key: Value(f"literal_{index}", literal.type) for index, (key, literal) in enumerate(literals.items())}
     over = [replace(node, inputs=tuple(inputs.get(id(o), o) for o in node.inputs)) for node in nodes]
@@ -121,7 +121,7 @@ def _literal(number: Any, type: Any) -> Literal:
 
 
 def _branch(node: Node) -> Graph | None:
-    """The body of a branch that will run, if that is known."""
+    """Return the body that a branch runs, if its index is a literal."""
     if node.op is not ops.ctrl_cond or not isinstance(node.inputs[0], Literal):
         return None
     index = int(np.asarray(node.inputs[0].value))
@@ -129,7 +129,7 @@ def _branch(node: Node) -> Graph | None:
 
 
 def _with_known(graph: Graph, known: dict[Value, Operand]) -> Graph:
-    """The graph over the known numbers, with the nodes of each known branch in the place of its own."""
+    """Return the graph with known values replaced, and branches of known index replaced by the nodes of their body."""
     fresh = graph.fresh_names()
     known = dict(known)
     nodes: list[Node] = []

@@ -1,7 +1,7 @@
-"""Share equal nodes: pure ones, and reads of one variable with no write between.
+"""Merge equal nodes: pure ones, and reads of one variable with no write between them.
 
-Two nodes are equal when op, operands, attributes, device and trace context are. Ops of an update (`with-state`) are
-never shared with others, so that an update reads its variables when it is applied.
+Two nodes are equal when their ops, operands, attributes, devices and trace contexts are. Ops of an update
+(`with-state`) are never merged with other ops, so that an update reads its variables when it is applied.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Merge:
 
 
 def _key(node: Node, versions: Counter[Value | None]) -> Hashable | None:
-    """What makes a node equal to another, or None for one that is never shared."""
+    """Return a key that equal nodes have in common; None for a node that is never merged."""
     if node.must_run or node.bodies:
         return None
     reads = tuple(versions[ref] for _, ref in node.effects)

@@ -1,11 +1,11 @@
-"""Turn effects into order edges, per resource and task.
+"""Replace the order of effects in the node list by order edges, per resource and task.
 
-Two resources do not wait for each other, save where one tells others of the other: an op that others can learn from, as
-an enqueue, comes after the writes of variables before it; and an op on a variable comes after the ops before it that
-learn from others, as a dequeue. So who takes an element sees what was written before it was put in.
+Effects on two resources are not ordered, with two exceptions. An op that releases data to other threads or tasks, such
+as an enqueue, comes after the earlier writes of variables. An op on a variable comes after the earlier ops that acquire
+data from others, such as a dequeue. So the thread that takes an element sees all writes before its enqueue.
 
-After this pass the order of the node list carries no meaning of its own: two effects on one variable whose order can
-be seen are joined by an operand or by `after`.
+After this pass the order of the node list has no meaning: two effects on one variable whose order matters are joined by
+an operand or by `after`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ALONE = (Effect.SEND, Effect.RECV)
 
 @dataclass(frozen=True)
 class Order:
-    """Make each node come after the earlier ones that it does not commute with."""
+    """Add order edges to each node from the earlier nodes that it does not commute with."""
 
     name: ClassVar[str] = "order"
 
@@ -36,7 +36,7 @@ class Order:
             if not node.op.declared and not node.bodies:
                 nodes.append(node)
                 continue
-            # What lies on several tasks is in the order of each, and on each its own part comes after the others.
+            # A node on several tasks is ordered on each of them; its part there follows the earlier nodes there.
             before = (value for task in tasks_of(node) for value in lines.setdefault(task, _Line()).enter(node))
             operands = set(node.values)
             after = tuple(value for value in dict.fromkeys(before) if value not in operands)
@@ -46,17 +46,17 @@ class Order:
 
 @dataclass
 class _Line:
-    """The effects so far on one task: per variable those that a next one may have to follow."""
+    """The effects so far on one task: per variable, those that a later one may have to follow."""
 
     recent: dict[Value, list[tuple[Effect, Value]]] = field(default_factory=dict)
     barrier: Value | None = None
     since: list[Value] = field(default_factory=list)
-    #: The last write of each variable, and the last op on each queue or accumulator that learnt from others.
+    #: The last write of each variable, and the last op on each queue or accumulator that acquired data.
     written: dict[Value, Value] = field(default_factory=dict)
     acquired: dict[Value, Value] = field(default_factory=dict)
 
     def enter(self, node: Node) -> tuple[Value, ...]:
-        """The values whose nodes this one must follow, each once, in order."""
+        """Record the node; return the values whose nodes it must follow, each once, in order."""
         effects = [(effect, ref) for effect, ref in node.effects if effect not in _ALONE]
         if not effects:
             return ()
@@ -102,7 +102,7 @@ class _Line:
 
 
 def _host_ops(node: Node) -> Iterator[str]:
-    """The names of the ops on queues and accumulators that a node does, in its bodies too."""
+    """Yield the names of a node's ops on queues and accumulators, also in its bodies."""
     if node.op.name in ops.RESOURCE_OPS:
         yield node.op.name
     for body in node.bodies:

@@ -1,16 +1,18 @@
 """Cut the graph at device borders: each value that crosses is moved once per destination.
 
-The graph stays one graph. Afterwards every operand of a node is on the node's device. What joins two tasks is a
-`net.send` and a `net.recv` of the same edge, named for the variable it carries, else for its value. What joins two
-devices of one task is a `dev.copy`. What a task itself does, on none of its devices, takes values where they lie.
+The graph stays one graph. Afterwards every operand of a node is on the node's device. Two tasks are joined by a
+`net.send` and a `net.recv` of the same edge, which is named after the variable that it carries, else after the value.
+Two devices of one task are joined by a `dev.copy`. A node of a task without a device takes values from any of the
+task's devices.
 
-A branch or loop on several tasks becomes one that each of them runs for itself, on its part of the bodies. The number
-of the branch, or the answer of a loop's test in each turn, is made on one task and sent to the others. What a loop
-carries is where `homes` says; all else that the bodies take is brought before to each task that uses it, as an argument
-for each. Within a body values cross as anywhere else; an edge in a loop carries one in each turn.
+A branch or loop on several tasks is run by each of them, with its partition of the bodies. One task computes the index
+of the branch, or the result of a loop's test in each iteration, and sends it to the others. The carried values of a
+loop are on the tasks in `homes`. All other inputs of the bodies are sent, before it starts, to each task that uses
+them, as an argument for each. Within a body values cross borders as elsewhere; an edge in a loop carries one value per
+iteration.
 
-A value that is to travel by a codec is encoded before it is sent and decoded where it comes: once per destination and
-codec, and its edge is named for both. Where it does not go to another task, the wish is forgotten.
+A value with a codec is encoded before it is sent and decoded on arrival: once per destination and codec. Its edge is
+named after both. The codec is ignored where the value stays on its task.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ class Partition:
 
     local: str
     name: ClassVar[str] = "partition"
-    #: No two edges have one name, so bodies are cut with the graph around them.
+    #: Names of edges are unique over the whole graph, so bodies are cut with it.
     is_of_whole: ClassVar[bool] = True
 
     def __call__(self, graph: Graph) -> Graph:
@@ -46,7 +48,7 @@ class Partition:
         return Graph(graph.inputs, tuple(cut.nodes), outputs)
 
     def _is_here(self, graph: Graph) -> bool:
-        """Whether all of a graph is the caller's, on none of its devices, and nothing in it is a wish."""
+        """Whether all of a graph is on the caller's task, without devices, and no value has a codec."""
         if not all(value.device in (None, self.local) or isinstance(value.type, HANDLES) for value in graph.inputs):
             return False
         bodies = (body for node in graph.nodes if node.op in ops.CONTROL_OPS for body in node.bodies)
@@ -60,7 +62,7 @@ def _is_wish(node: Node) -> bool:
 
 
 class _Way(NamedTuple):
-    """A value as its users take it: what is made, how it is to travel, and what it is called then."""
+    """A value as its users take it: the value itself, its codec, and the name of its edge."""
 
     value: Value
     codec: str
@@ -68,9 +70,11 @@ class _Way(NamedTuple):
 
 
 class _Cut:
-    """One graph as it is cut. `where` says where its inputs are; others are brought to each task that takes them.
+    """One graph while it is cut.
 
-    In a body of several tasks other values stand for the inputs, `divided`: each is on the task it says.
+    where    device of each input
+    divided  inputs of a body of several tasks; each is replaced by one input for each task that takes it, or for the
+             task in `where`
     """
 
     def __init__(
@@ -81,17 +85,17 @@ class _Cut:
         self._fresh = graph.fresh_names()
         self._where, self._divided = where, divided
         self._device = dict(where)
-        #: What stands for an input on a task.
+        #: The input that replaces an input of `divided` on a task.
         self._inputs: dict[tuple[Value, str], Value] = {}
         self._ways: dict[Value, _Way] = {}
-        #: Numbers that are to travel by a codec, which are sent to nobody.
+        #: Literals with a codec, which are never sent.
         self._numbers: dict[Value, Operand] = {}
         self._copies: dict[tuple[Value, str, str], Value] = {}
         self._edges: dict[tuple[Value, str], str] = {}
         self._fresh_edge = fresh_edge
 
     def add_all(self) -> None:
-        """Add every node, on operands that are where it is."""
+        """Add every node, with its operands moved to its device."""
         for node in self._graph.nodes:
             assert node.device is not None
             if _is_wish(node):
@@ -114,13 +118,13 @@ class _Cut:
         self.nodes.append(node)
 
     def _whole(self, body: Graph, task: str) -> Graph:
-        """A body that one task runs."""
+        """Return the cut of a body that one task runs."""
         cut = _Cut(body, {value: value.device or task for value in body.inputs}, self._fresh_edge)
         cut.add_all()
         return Graph(body.inputs, tuple(cut.nodes), tuple(cut.at(output, task) for output in body.outputs))
 
     def _add_divided(self, node: Node, within: Sequence[str]) -> None:
-        """Add a branch or loop that several tasks run, that of the node's own device first."""
+        """Add a branch or loop that several tasks run, the task of the node's device first."""
         tasks = tuple(dict.fromkeys([task_of(node.device or ""), *within]))
         cuts = [_cut_of_divided(node, body, self._fresh_edge) for body in node.bodies]
         outputs = [cut.part(node, body, tasks) for cut, body in zip(cuts, node.bodies, strict=True)]
@@ -133,7 +137,7 @@ class _Cut:
         handed = [self.at(node.handed[place], task) for place, task in places]
         own, extra, attributes = node.inputs[: node.op.own_operands], [], {**node.attributes, "tasks": tasks}
         for index in own:
-            # The other tasks are given the number of the branch as one operand more, which no body uses.
+            # Each other task gets the index of the branch as an additional operand, which no body uses.
             extra = [(self.at(index, task), task) for task in tasks[1:]]
             first = len(own) + len(handed)
             attributes["picks"] = (0, *range(first, first + len(extra)))
@@ -144,7 +148,7 @@ class _Cut:
         self._add(replace(node, inputs=inputs, attributes=attributes, bodies=bodies, device=tasks[0]))
 
     def part(self, node: Node, body: Graph, tasks: Sequence[str]) -> tuple[Operand, ...]:
-        """Cut this body of a divided node; its outputs, each where it is to be."""
+        """Cut this body of a divided node; return its outputs, each on its home, the result of a loop's test on all."""
         self.add_all()
         if node.op is ops.ctrl_while and body is node.bodies[0]:
             return tuple(self.at(body.outputs[0], task) for task in tasks)
@@ -152,7 +156,7 @@ class _Cut:
         return tuple(self.at(output, home) for output, home in zip(body.outputs, homes, strict=True))
 
     def takes(self, place: int, task: str) -> bool:
-        """Whether the input at a place is to be on a task; a handle is, once."""
+        """Whether a task takes the input at index `place`. A handle is taken by its own task alone."""
         value = self._graph.inputs[place]
         if isinstance(value.type, HANDLES):
             return task == task_of(value.device or "")
@@ -161,13 +165,13 @@ class _Cut:
     def made(
         self, places: Sequence[tuple[int, str]], extra: Sequence[tuple[Operand, str]], outputs: tuple[Operand, ...]
     ) -> Graph:
-        """The body, with its inputs as they are at these places, and some more that nothing in it takes."""
+        """Return the body, with an input for each index and task in `places`, and with unused inputs for `extra`."""
         inputs = [self._input(self._graph.inputs[place], task) for place, task in places]
         inputs += [Value(self._fresh("index"), operand.type, task) for operand, task in extra]
         return Graph(tuple(inputs), tuple(self.nodes), outputs)
 
     def _input(self, value: Value, task: str) -> Value:
-        """What stands for an input on a task."""
+        """Return the input that replaces an input on a task."""
         if isinstance(value.type, HANDLES):
             return value
         if (value, task) not in self._inputs:
@@ -190,7 +194,7 @@ class _Cut:
         return self._ways.get(value) or _Way(value, "none", value.name)
 
     def at(self, operand: Operand, device: str) -> Operand:
-        """The operand as it is on `device`, moved there when it is elsewhere."""
+        """Return the operand on `device`, moved there if it is elsewhere."""
         if isinstance(operand, Value) and operand in self._numbers:
             return self._numbers[operand]
         if not isinstance(operand, Value) or isinstance(operand.type, HANDLES):
@@ -218,7 +222,7 @@ class _Cut:
         return self._copies[key]
 
     def _standing(self, value: Value, task: str) -> Value:
-        """What is to be taken for a value: another, for what a divided body is given."""
+        """Return the value to use on a task: the replacement, for an input of a divided body."""
         return self._input(value, self._where.get(value, task)) if value in self._divided else value
 
     def _copied(self, value: Value, source: str, device: str) -> Value:
@@ -250,7 +254,7 @@ class _Cut:
         return left
 
     def _encoded(self, value: Value, codec: str, source: str) -> Value:
-        """The value as a codec makes it, once for all destinations."""
+        """Return the encoded value, computed once for all destinations."""
         key = (value, codec, source)
         if key not in self._copies:
             assert isinstance(value.type, ArrayType)
@@ -286,7 +290,7 @@ class _Cut:
 
 
 def _cut_of_divided(node: Node, body: Graph, fresh_edge: FreshNames) -> _Cut:
-    """The cut of a body of several tasks: what it carries is at home, all else that it is given is brought."""
+    """Return the cut of a body of several tasks: carried values are on their homes, other inputs on their users'."""
     where = {value: value.device or "" for value in body.refs}
     if node.op in ops.LOOPS:
         first = len(body.inputs) - node.attributes["carry"] - node.attributes.get("rows", 0)

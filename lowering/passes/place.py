@@ -1,17 +1,17 @@
 """Give each node a device.
 
-An op on a variable goes where the variable lives. A stated device is kept. An op of an update (`with-state`) goes to
-the one place whose variables its results feed; when they feed several, to that of the variables it is made from. What
-waits for queues is the task's own, on none of its devices. All else stays with the caller.
+An op on a variable goes to the variable's device. A stated device is kept. An op of an update (`with-state`) goes to
+the device or task whose variables its results feed; if they feed several, to that of the variables it is made from. Ops
+on queues belong to their task, without a device. All other nodes stay on the caller's task.
 
-While nothing names one of the caller's devices, to stay with the caller is to run wherever JAX runs it. Once something
-does, everything of the caller's has a device: where one is used, that one; where several are, an op that states none
-goes where most of the bytes lie that it takes, then where its first user is, then to the default device. An argument
-goes straight to the device that takes it; where several do, to the default one if it is among them, else to the first.
+If nothing names one of the caller's devices, nodes on the caller's task run where JAX puts them. Otherwise each of them
+has a device. If one device is used, it is that one. If several are, an op that states none goes to the device with most
+of the bytes of its operands, else to that of its first user, else to the default device. An argument goes directly to
+the device that takes it; if several do, to the default one if it is among them, else to the first.
 
-A branch or loop is where the ops in it are. Where these are on several tasks it is on all of them, each result on the
-task that makes it, which `homes` says; what it carries is there from turn to turn. Its `device` is then the caller's
-task, if that is one of them, else the first.
+A branch or loop is on the tasks of its ops. If these are several, each result is on the task that computes it, which
+`homes` lists; a carried value stays there in all iterations. The node's `device` is then the caller's task, if that is
+one of them, else the first.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from dflow.tracing.wire_codecs import wire_p
 
 @dataclass(frozen=True)
 class Place:
-    """Place on `tasks`; the caller's own is `local` and has `devices`, of which the first is the default.
+    """Place on `tasks`. The caller's task is `local`; it has `devices`, the default one first.
 
-    Raises DeviceError for a task or device that is not there.
+    Raises DeviceError for a task or device that does not exist.
     """
 
     local: str
@@ -51,7 +51,7 @@ class Place:
 
 
 class _Placing:
-    """One run over a graph whose caller uses the devices `used`; none of them where nothing names one."""
+    """One run over a graph. `used` are the caller's devices in use; it is empty if nothing names one."""
 
     def __init__(self, stated: Stated, used: Sequence[str]) -> None:
         self._stated, self._local, self._used = stated, stated.local, used
@@ -68,13 +68,13 @@ class _Placing:
         return self._made(graph, refs | arguments, devices)
 
     def _body(self, graph: Graph) -> Graph:
-        """A body, whose arguments lie where the turn before has left them."""
+        """Place a body; its arguments get no device, as they are where the previous iteration left them."""
         refs = {value: dataclasses.replace(value, device=self._of_ref(value)) for value in graph.refs}
         graph = self._with_bodies(graph)
         return self._made(graph, refs, self._devices(graph, refs))
 
     def _with_bodies(self, graph: Graph) -> Graph:
-        """The graph with the bodies of branches and loops placed."""
+        """Return the graph with the bodies of branches and loops placed."""
         if not any(node.op in CONTROL_OPS for node in graph.nodes):
             return graph
         nodes = (self._with_placed_bodies(node) if node.op in CONTROL_OPS else node for node in graph.nodes)
@@ -109,7 +109,7 @@ class _Placing:
         return task_of(device or self._local) == self._local
 
     def _is_device(self, device: str | None) -> bool:
-        """Whether it is one of the caller's devices, rather than a task."""
+        """Whether `device` is one of the caller's devices, and not a task."""
         return device is not None and device != self._local and self._is_here(device)
 
     def _devices(self, graph: Graph, refs: Mapping[Value, Value]) -> dict[int, str]:
@@ -119,7 +119,7 @@ class _Placing:
         for node in graph.nodes:
             touched = [resource for _, resource in node.effects if resource is not None]
             if node.op.primitive is wire_p:
-                # It says how its operand travels from where that is.
+                # The node sets the codec of its operand, so it is on the operand's device.
                 [operand] = node.inputs
                 made = graph.producers.get(operand) if isinstance(operand, Value) else None
                 placed[id(node)] = placed[id(made)] if made is not None else self._default
@@ -140,7 +140,7 @@ class _Placing:
         return {number: device or self._default for number, device in placed.items()}
 
     def _beside(self, node: Node, graph: Graph, placed: Mapping[int, str | None]) -> str | None:
-        """The device with most of the bytes that the node takes; None where they lie on none."""
+        """Return the device with most bytes of the node's operands; None if none is on a device."""
         if len(self._used) < 2:
             return self._default
         bytes_on: dict[str, int] = {}
@@ -162,7 +162,7 @@ class _Placing:
         return next((device for device in made_from if device not in (None, self._local)), None)
 
     def _arguments(self, graph: Graph, devices: Mapping[int, str]) -> dict[Value, Value]:
-        """The arguments that a device of the caller's takes, as they are there."""
+        """Return the arguments that devices of the caller take, each with its device."""
         found = {}
         for value in graph.inputs:
             users = [devices[id(user)] for user in graph.uses.get(value, ())]
@@ -178,9 +178,9 @@ def _on(device: str, node: Node) -> Node:
 
 
 def _places_fed(graph: Graph, refs: Mapping[Value, Value], local: str) -> Mapping[int, frozenset[str]]:
-    """For each node, where the variables are that its results end up in, through ops of the update alone.
+    """Return, for each node, the devices of the variables that its results reach through ops of the update alone.
 
-    What anything else takes counts as the caller's, `local`.
+    A result that any other op takes counts as feeding the caller's task, `local`.
     """
     outputs = {output for output in graph.outputs if isinstance(output, Value)}
     fed: dict[int, frozenset[str]] = {}

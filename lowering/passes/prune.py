@@ -1,4 +1,4 @@
-"""Drop every node whose results no one uses and whose effects no one sees."""
+"""Drop every node without used results and visible effects."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dflow.tracing.graph import Graph, Value
 
 @dataclass(frozen=True)
 class Prune:
-    """Keep what the outputs need and what must run; a read nobody uses goes."""
+    """Keep the nodes that the outputs need and those that must run; unused reads are dropped."""
 
     name: ClassVar[str] = "prune"
 

@@ -1,8 +1,8 @@
-"""Make what is made of literals alone on each task that takes it, rather than send it there.
+"""Repeat nodes made of literals alone on each task that uses them, instead of sending their results.
 
-Zeros of a table's shape cost a task nothing to make, and as much to send as the table. Equal nodes were merged before,
-so that the zeros of several updates are one node, which lies where none of them is. Only ops are repeated that give the
-same bits on every kind of device and do no arithmetic. A branch or loop over several tasks takes what it is given.
+Zeros with the shape of a table cost a task almost nothing to make, but as much to send as the table. Equal nodes were
+merged before, so the zeros of several updates are one node, which may be on none of their tasks. Only ops without
+arithmetic are repeated, which give the same bits on every device. Inputs of branches and loops are still sent.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _CHEAP = frozenset(f"jax.{name}" for name in ["broadcast_in_dim", "convert_eleme
 
 @dataclass(frozen=True)
 class Repeat:
-    """Repeat such nodes of a placed graph, once for each device of another task that takes them."""
+    """Repeat these nodes of a placed graph, once for each device of another task that uses them."""
 
     name: ClassVar[str] = "repeat"
 
@@ -33,7 +33,7 @@ class Repeat:
 
 
 def _made_of_literals(graph: Graph) -> dict[Value, Node]:
-    """What such nodes give, and the nodes."""
+    """Return the nodes made of literals by cheap ops alone, by each of their results."""
     found: dict[Value, Node] = {}
     for node in graph.nodes:
         if node.op.name in _CHEAP and not node.after and all(value in found for value in node.values):
@@ -54,7 +54,7 @@ class _Repeating:
         return Graph(self._old.inputs, tuple(self._nodes), self._old.outputs)
 
     def _taking(self, node: Node, device: str) -> Node:
-        """The node on `device`, taking what is repeated there."""
+        """Return the node with the operands that are repeated on `device`."""
         return node.with_operands({value: self._there(value, device) for value in node.values if value in self._made})
 
     def _there(self, value: Value, device: str) -> Value:

@@ -1,22 +1,22 @@
-"""Ask for copies from device to device as late as they can be without any call having to wait for them.
+"""Start copies from device to device as late as possible without delaying any call.
 
-What is copied takes memory where it goes from the moment the copy is asked for, so a function that brings many values
-to one device (layers of weights, say, that live on another) would hold all of them from its start. Each copy gets an
-order edge to a call of the device it goes to: the last one that is over, by the `timeline`, when the copy must begin
-for what takes it to start when it did. So it is on its way while the calls before its user run. M. Abadi et al.:
-TensorFlow: Large-scale machine learning on heterogeneous distributed systems (2015), section 5.2.
+A copy takes memory on its destination from its dispatch on. So a function that copies many values to one device (such
+as layers of weights that another device holds) would hold all of them from its start. This pass adds to each copy an
+order edge from a call on its destination: the last call that has ended, by the `timeline`, when the copy must begin so
+that its user starts on time. Thus the copy runs while the calls before its user run. M. Abadi et al.: TensorFlow:
+Large-scale machine learning on heterogeneous distributed systems (2015), section 5.2.
 
-No call is made later, so a step takes as long as before, and no device holds more at any time:
+No call runs later, so a step takes as long as before, and no device holds more at any time:
 
-- A copy begins between when it did and when it must; those from one device to another, one after the other.
-- A value that is not there anyway where it comes from (an argument, a variable not yet written, a result, or what
-  another use comes for later) is not held longer there.
-- The call that a copy comes after waits for nothing from outside (queues, other tasks) that the copy's users do not
-  wait for as well; so nothing can wait for itself, and a queue that is slow delays nobody else's values.
+- A copy begins between its old start and its latest one; copies from one device to another run one after the other.
+- A value is not held longer on its source device, unless it is held there anyway: as an argument, a variable not yet
+  written or a result, or for a later use.
+- The call before a copy depends on no host node or receive (queues, other tasks) on which the copy's users do not all
+  depend. So there is no deadlock, and a slow queue delays no values that do not depend on it.
 
-What is left alone: copies of less than `least_bytes`, which are not worth an edge; copies of what is given back; and
-transfers from task to task. A receive holds nothing before its value comes, and a send begins with its value there.
-To delay it, its task would have to learn how far the other task is; for this it has only what it receives itself.
+Left alone are copies of less than `least_bytes`, which are not worth an edge, copies of results, and transfers between
+tasks. A receive holds no memory before its value arrives, and a send starts when its value is ready. To delay a send,
+its task would need to know the progress of the other task, which it knows only by the values that it receives.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from dflow.tracing import ops
 from dflow.tracing.graph import Graph, Node, Value
 from dflow.tracing.types import ArrayType
 
-#: What is smaller is copied at once.
+#: Smaller values are copied as soon as they are ready.
 LEAST_BYTES = 1 << 20
-#: So many calls are looked at for one that waits for no more than a copy's users do.
+#: Number of calls that are tried in search of one that depends on nothing beyond what a copy's users depend on.
 _TRIES = 8
 _WAITING = frozenset({*ops.HOST_OPS, ops.net_recv})
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Give the copies of a clustered graph order edges to the calls that they need not come before."""
+    """Add order edges to the copies of a clustered graph, from calls that may run before them."""
 
     least_bytes: int = LEAST_BYTES
     name: ClassVar[str] = "schedule"
@@ -61,7 +61,7 @@ class Schedule:
             dataclasses.replace(node, after=(*node.after, edges[number])) if number in edges else node
             for number, node in enumerate(graph.nodes)
         ]
-        # By time, each still comes after all it needs; a receive is over when its send is.
+        # Sorted by time, each node still follows its inputs; a receive ends when its send does.
         times = [run.end[n] if node.op is ops.net_recv else latest[n] for n, node in enumerate(nodes)]
         order = sorted(range(len(nodes)), key=lambda number: (times[number], number))
         return dataclasses.replace(graph, nodes=tuple(nodes[number] for number in order))
@@ -74,13 +74,16 @@ class Schedule:
 
     @staticmethod
     def _is_taken(node: Node, run: Timeline) -> bool:
-        """Whether calls take what is copied, and nobody else."""
+        """Whether nodes take the copy and it is not a result."""
         (copied,) = node.outputs
         return copied in run.users and copied not in run.kept
 
 
 def _latest(run: Timeline, may_wait: Sequence[bool]) -> list[int]:
-    """When each node is to start at the latest; all but copies when they do. Copies of one way follow one another."""
+    """Return the latest start of each copy, and the start of each other node.
+
+    Copies with the same source and destination run one after the other.
+    """
     nodes, latest = run.graph.nodes, list(run.start)
     needed = {
         number: min(run.start[user] for user in run.users[node.outputs[0]])
@@ -97,7 +100,7 @@ def _latest(run: Timeline, may_wait: Sequence[bool]) -> list[int]:
 
 
 def _held_until(run: Timeline, number: int) -> float:
-    """Until when what a copy takes is there for other reasons than the copy."""
+    """Return the time until which the source of a copy is held for reasons other than the copy."""
     (value,) = run.graph.nodes[number].values
     if value in run.kept:
         return float("inf")
@@ -105,7 +108,7 @@ def _held_until(run: Timeline, number: int) -> float:
 
 
 def _edges(run: Timeline, latest: Sequence[int], may_wait: Sequence[bool]) -> dict[int, Value]:
-    """By the number of a copy, what the call gives that it is to come after."""
+    """Return, by the index of a copy, a result of the call that it is to run after."""
     nodes = run.graph.nodes
     calls: dict[str | None, list[int]] = {}
     for number, node in enumerate(nodes):
@@ -128,7 +131,7 @@ def _edges(run: Timeline, latest: Sequence[int], may_wait: Sequence[bool]) -> di
 
 
 def _awaited(graph: Graph) -> list[int]:
-    """By node, what it comes after of all that waits for others (a bit for each): queues, tasks, loops on these."""
+    """Return, for each node, the host nodes and receives that it depends on, as bits."""
     found: list[int] = []
     after: dict[Value, int] = {}
     bit = 1

@@ -1,4 +1,4 @@
-"""Which devices a graph names: each in full, or why it cannot be."""
+"""The devices that a graph names, as full names, with errors for those that do not exist."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from dflow.tracing.types import RefType
 
 @dataclass(frozen=True)
 class Stated:
-    """What a graph may name: `tasks`, of which `local` is the caller's, and the caller's `devices`, default first."""
+    """The names that a graph may use: `tasks`, with the caller's, `local`, and its `devices`, the default one first."""
 
     local: str
     tasks: tuple[str, ...]
     devices: tuple[str, ...]
 
     def full(self, device: str | None, what: str, node: Node | None = None) -> str | None:
-        """A stated device in full; None for any of the caller's.
+        """Return the full name of a stated device; None for one that leaves the choice among the caller's devices open.
 
-        Raises DeviceError for a task or device that is not there, which says that `what` is placed on it.
+        Raises DeviceError for a task or device that does not exist; the message says that `what` is placed on it.
         """
         task, local = split_device_name(device or WITH_CALLER)
         if device in (None, WITH_CALLER, WITH_STATE, self.local):
@@ -56,7 +56,7 @@ class Stated:
         return device_name(self.local, local) if local else task
 
     def used(self, graph: Graph) -> tuple[str, ...]:
-        """The caller's devices that a graph with its bodies names; with them the default one, where it is needed."""
+        """Return the caller's devices that a graph and its bodies name, and the default one if any node needs it."""
         named = [self.full(*one) for one in _stated(graph)]
         used = dict.fromkeys(device for device in named if device and device != task_of(device))
         if used and None in named:
@@ -65,7 +65,7 @@ class Stated:
 
 
 def _stated(graph: Graph) -> Iterator[tuple[str | None, str, Node | None]]:
-    """Where each variable is, and where each node is said to be that says so; by whom."""
+    """Yield the device, name and node of each variable (whose node is None) and of each node with a stated device."""
     for ref in graph.refs:
         if isinstance(ref.type, RefType):
             yield ref.device, ref.name, None

@@ -1,7 +1,7 @@
-"""How fast the devices of this process are: arithmetic, memory, the links between them, and single units of a graph.
+"""Measure the devices of this process: arithmetic, memory, the links between them, and single units of a graph.
 
-The one file of this folder that runs anything. What is measured is kept for as long as the process lives: a device is
-measured by its kind, a link by the kinds of its ends, a unit by its text.
+This is the only file of the folder that runs programs. Measurements are kept until the process ends: of a device by its
+kind, of a link by the kinds of its ends, of a unit by its text.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from dflow.tracing.graph import Graph, Node, Value
 from dflow.tracing.text import text
 from dflow.tracing.types import ArrayType, RefType
 
-#: How long the devices and links of a process may take to be measured, in s.
+#: Longest time for measuring the devices and links of a process, in s.
 DEADLINE_S = 60.0
-#: Units that make up less than this part of all, by a first estimate, are estimated: measuring would not pay.
+#: The smallest units, with less than this part of the estimated time of all, are estimated and not measured.
 REST = 0.05
-#: A median is of so many times, or of fewer if they are alike to a part of `ALIKE` or take longer than `ENOUGH_S` s.
+#: A median is of at most `ROUNDS` times; of fewer if half of them are within `ALIKE`, or after `ENOUGH_S` s.
 ROUNDS, ALIKE, ENOUGH_S = 9, 0.05, 0.1
-#: A time is of calls in a row that take about so long, in s, and are at most so many.
+#: A time is that of a row of calls that take about `ROW_S` s together, divided by their number, at most `ROW`.
 ROW_S, ROW = 2e-3, 50
 
 _SIDE = 384
-_ROW = 1 << 22  # bytes, as these, which go over links
+_ROW = 1 << 22  # bytes, as are the sizes below, of transfers over links
 _SMALL, _MIDDLE, _LARGE = 1 << 10, 1 << 23, 1 << 25
 
 
 class Meter:
-    """Measures the devices of this process, by name. `clock` is in s."""
+    """Measures the devices of this process, by name. `clock` returns seconds."""
 
     def __init__(self, deadline_s: float = DEADLINE_S, clock: Callable[[], float] = time.perf_counter) -> None:
         self._deadline_s, self._clock = deadline_s, clock
@@ -54,7 +54,7 @@ class Meter:
         self._units: dict[_Key, UnitCost] = {}
 
     def machine(self, names: Sequence[str]) -> Machine:
-        """The devices of these names with all that joins them. Raises DeadlineExceeded, which says what was late."""
+        """Return the devices of these names with their links. Raises DeadlineExceeded, which names what was late."""
         self._until = self._clock() + self._deadline_s
         devices = [device_named(name) for name in names]
         pools = [_pool(device) for device in devices]
@@ -71,7 +71,7 @@ class Meter:
         )
 
     def rates(self, name: str) -> Rates:
-        """How fast a device is."""
+        """Return the speed of a device's arithmetic and memory, and the time of a launch."""
         device = device_named(name)
         kind = _kind(device)
         if kind not in self._rates:
@@ -98,7 +98,7 @@ class Meter:
                 self._in_turn([(lambda x: jax.device_put(x, target), jax.device_put(np.ones(size, np.uint8), source))])
                 for size in (_SMALL, _MIDDLE, _LARGE)
             )
-            # A busy machine may take longer for a smaller one; then half of the time is taken for that of the bytes.
+            # On a busy machine a smaller transfer may take longer. Then half of the time is attributed to the bytes.
             self._links[key] = Link(
                 small,
                 _MIDDLE / max(middle - small, middle / 2),
@@ -108,7 +108,7 @@ class Meter:
         return self._links[key]
 
     def _speeds_of(self, names: Sequence[str]) -> tuple[float, ...]:
-        """How fast each of the devices is while some of them work."""
+        """Return the speed of each device, at most 1.0, while 1, 2, ... of these devices work concurrently."""
         if len(names) < 2:
             return ()
         key = _kind(device_named(names[0])), len(names)
@@ -121,10 +121,11 @@ class Meter:
         return self._speeds[key]
 
     def prices(self, parts: Sequence[Graph], names: Sequence[str], budget_s: float) -> list[Price]:
-        """What parts of a graph take on each device: the largest are measured while there is time, all else estimated.
+        """Return the time and memory of parts of a graph on each device.
 
-        Equal parts are measured once. What is estimated is so at the rates that the measured ones were found to have.
-        A part is run on numbers of its own, on no variable. What could turn for ever, or be seen outside, is not run.
+        The largest parts are measured, for at most `budget_s` seconds plus one measurement; the rest are estimated, at
+        rates fitted to the measured ones. Equal parts are measured once. A part runs on made-up inputs, not on
+        variables. Parts that might not end, or whose effects would be visible outside, are not run.
         """
         kinds = [_kind(device_named(name)) for name in names]
         texts = [_canonical(part) if self._takes_time(part, names[0]) else None for part in parts]
@@ -144,7 +145,7 @@ class Meter:
         return priced
 
     def estimate(self, node: Node, name: str) -> float:
-        """Roughly what a node takes, in s, by its types alone."""
+        """Return a rough time of a node, in s, from its types alone."""
         return self.rates(name).seconds(work_of(node))
 
     def _takes_time(self, part: Graph, name: str) -> bool:
@@ -153,7 +154,7 @@ class Meter:
     def _measure(
         self, parts: Sequence[Graph], texts: Sequence[str | None], named: Mapping[str, str], until: float
     ) -> None:
-        """Measure what is not known of the parts, what weighs most first, until the rest is little or it is late."""
+        """Measure the unknown parts, the largest first, until the rest is small or the clock is at `until`."""
         weights: dict[_Key, float] = {}
         unknown: dict[_Key, Graph] = {}
         for part, written in zip(parts, texts, strict=True):
@@ -170,10 +171,10 @@ class Meter:
             left -= weights[key]
 
     def _fitted(self, kind: str, name: str) -> Rates:
-        """The rates of a device at which the units that were measured take as long in all as they were found to.
+        """Return the rates of a device at which the estimates of the measured units add up to their measured times.
 
-        Those that do arithmetic for longer than they move bytes say one rate, the others the other; if all are of one
-        kind, they say both.
+        Units that do arithmetic for longer than they move bytes determine the arithmetic rate, the others the memory
+        rate. If all are of one kind, they determine both.
         """
         rates = self.rates(name)
         found = {True: [0.0, 0.0], False: [0.0, 0.0]}
@@ -189,7 +190,7 @@ class Meter:
         device, rates, pure = device_named(name), self.rates(name), discharge(part)
         place = SingleDeviceSharding(device)
         structs = [jax.ShapeDtypeStruct(type.shape, type.dtype, sharding=place) for type in (_TURN, *pure.types)]
-        # A number of its own goes through, so that of many calls in a row each waits for the one before.
+        # An additional number passes through, so that each call of a row depends on the call before it.
         compiled = jax_jit(lambda turn, *args: (turn + 1, pure.fn(*args))).lower(*structs).compile()
         memory = compiled.memory_analysis()
         scratch = int(getattr(memory, "temp_size_in_bytes", 0) or 0)
@@ -200,10 +201,9 @@ class Meter:
         return UnitCost(_work(part), max(0.0, seconds - rates.launch_s), scratch)
 
     def _in_a_row(self, call: Callable[[Any], Any], given: Any) -> float:
-        """The time of a call among many in a row, each on what the one before gave: nothing is waited for in between.
+        """Return the time per call of a row of calls, each on the result of the one before, without waits in between.
 
-        That is how steps follow each other, and what a call by itself takes to begin and to be waited for is no part
-        of them.
+        Steps follow each other like this, so the time to start a single call and to wait for it is left out.
         """
         given, _ = self._row(call, given, 1)
         given, once = self._row(call, given, 1)
@@ -224,7 +224,7 @@ class Meter:
         return given, self._clock() - started
 
     def _in_turn(self, ways: Sequence[tuple[Callable[[Any], Any], Any]]) -> list[float]:
-        """The median time of each way by itself, all of them run in each round; the first one warms up."""
+        """Return the median time of each way; each round runs all of them, and the first round is a warm-up."""
         found: list[list[float]] = [[] for _ in ways]
         until = self._clock() + ENOUGH_S
         while len(found[0]) <= ROUNDS and not (len(found[0]) > 1 and self._clock() > until):
@@ -253,7 +253,7 @@ def _all_products(sides: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 class UnitCost(NamedTuple):
-    """What a unit took, in s without the launch, the bytes it needed while it ran, and what it was estimated by."""
+    """A unit's work, its measured time in s without the launch, and the scratch memory that it needed, in bytes."""
 
     work: Work
     seconds: float
@@ -262,7 +262,7 @@ class UnitCost(NamedTuple):
 
 #: The text of a unit, and the kind of the device.
 _Key = tuple[str, str]
-#: The type of what is handed from call to call.
+#: The type of the number that each call of a row passes to the next.
 _TURN = ArrayType(np.dtype(np.float32), ())
 
 
@@ -278,12 +278,12 @@ def _ratio(estimated: float, measured: float) -> float | None:
 
 
 def _are_alike(times: Sequence[float]) -> bool:
-    """Whether there are three times at least, and half of them are within `ALIKE` of the least."""
+    """Whether there are at least three times, and half of them are within `ALIKE` of the least."""
     return len(times) >= 3 and statistics.median(times) <= min(times) * (1 + ALIKE)
 
 
 def _side() -> np.ndarray[Any, Any]:
-    """A matrix that is its own square."""
+    """Return a matrix that is its own square, so that repeated products stay finite."""
     return np.full((_SIDE, _SIDE), 1 / _SIDE, np.float32)
 
 
@@ -292,7 +292,7 @@ def _kind(device: jax.Device) -> str:
 
 
 def _pool(device: jax.Device) -> str:
-    """Devices of the CPU share its cores; any other has processors of its own."""
+    """Return the name of a device's processors: CPU devices share the cores, any other device has its own."""
     return "cpu" if device.platform == "cpu" else f"{device.platform} {device.id}"
 
 
@@ -307,7 +307,7 @@ def _can_be_made(value: Value) -> bool:
 
 
 def _operands(types: Sequence[ArrayType]) -> list[np.ndarray[Any, Any]]:
-    """Numbers to measure with: ones, and where they are whole, numbers all over, for they may be places in a table."""
+    """Return inputs to measure with: ones, but random numbers for integers, since these may be indices of a table."""
     draws = np.random.default_rng(0)
     largest = max((dim for type in types for dim in type.shape), default=1)
     return [
@@ -319,7 +319,7 @@ def _operands(types: Sequence[ArrayType]) -> list[np.ndarray[Any, Any]]:
 
 
 def _canonical(part: Graph) -> str:
-    """The text of a part, the same for parts that differ in names and lines alone."""
+    """Return the text of a part, the same for parts that differ in names and lines alone."""
     new: dict[Any, Any] = {}
     for value in (*part.inputs, *(given for node in part.nodes for given in node.outputs)):
         new[value] = Value(str(len(new)), value.type)
