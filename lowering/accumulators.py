@@ -1,6 +1,6 @@
-"""Accumulators that threads share: an `AccumulatorMachine` whose waiters have callbacks and deadlines, and the sum.
+"""Accumulators shared by threads: an `AccumulatorMachine` with a callback and a deadline for each take, and the sum.
 
-Dense parts are added up on their device. Rows are added up by index, in the memory of the host, sorted by index.
+Dense components are summed on their device. Rows are summed by index in host memory, and kept sorted by index.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dflow.tracing.accumulator_settings import AccumulatorSettings, Reduction
 from dflow.tracing.errors import AccumulatorError, InternalError
 from dflow.tracing.types import AccumulatorType, RowsType
 
-#: The sum so far, a part for each component: an array, or indices and rows.
+#: The sum so far, one tuple per component: an array, or indices and rows.
 Sum = list[tuple[Any, ...]]
 
 _add = jax.jit(jnp.add)
@@ -47,11 +47,11 @@ class HeldAccumulator(Shared[Event]):
         self._settings, self._type = settings, type
         self._machine = AccumulatorMachine(settings.limit)
         self._sum: Sum | None = None
-        #: From which step to which the event decided last set it back.
+        #: The old and the new step, if the last event set the step back.
         self._set_back: tuple[int, int] | None = None
 
     def start(self, use: ResourceUse, operands: Sequence[Any], on_results: OnResults) -> Cancel:
-        """Do an op; `on_results` is called once, from any thread. The result ends the wait for it with an error."""
+        """Start an op; `on_results` is called once, from any thread. The returned function cancels the op."""
         match use.op:
             case "accumulator.apply":
                 *gradient, step = operands
@@ -71,16 +71,16 @@ class HeldAccumulator(Shared[Event]):
         return nothing_to_cancel
 
     def set_enough(self, count: int) -> None:
-        """Let so many gradients be enough for takes that want more, those that wait included."""
+        """Let `count` gradients suffice for takes that want more, including pending ones."""
         self._do(EnoughSet(count), "")
 
     def depth(self) -> tuple[int, int]:
-        """How many gradients are in the sum, of at most how many; 0 when any number may be."""
+        """Return the number of gradients in the sum, and the limit of that number, or 0 without a limit."""
         with self._lock:
             return self._machine.count, self._settings.limit or 0
 
     def contents(self) -> tuple[Any, ...]:
-        """The step, how many gradients are there and how many were dropped, and the parts of their sum."""
+        """Return the step, the numbers of gradients summed and dropped, and the arrays of the sum."""
         with self._lock:
             machine, total = self._machine, self._sum or []
             return machine.step, machine.count, machine.dropped, [np.array(array) for part in total for array in part]
@@ -89,7 +89,7 @@ class HeldAccumulator(Shared[Event]):
         fresh = False
 
         def add() -> None:
-            # Before the event, which may give the sum away; and should it fail, nothing has happened.
+            # Before the event, which may hand the sum to a take. If this fails, nothing has changed.
             nonlocal fresh
             fresh = self._machine.is_fresh(step)
             if fresh:
@@ -99,7 +99,7 @@ class HeldAccumulator(Shared[Event]):
         return fresh
 
     def _with(self, gradient: Sequence[Any], where: str) -> Sum:
-        """The sum with a gradient."""
+        """Return the sum with a gradient added."""
         rest = iter(gradient)
         before: Sequence[Any] = self._sum if self._sum is not None else [None] * len(self._type.components)
         return [
@@ -145,7 +145,7 @@ class HeldAccumulator(Shared[Event]):
             return number
 
     def _reduced(self, answer: tuple[Any, ...]) -> list[jax.Array]:
-        """The arrays that a take gives for a sum of so many gradients."""
+        """Return the results of a take; `answer` is the sum and the number of its gradients."""
         total, count = answer
         divisor = count if self._settings.reduction is Reduction.MEAN else None
         results = []

@@ -1,8 +1,8 @@
-"""Named arrays in a folder: each an array in zarr's format (version 3), and a manifest that says what belongs to it.
+"""Named arrays in a folder: each in zarr's format (version 3), with a manifest that lists them.
 
-The manifest is written last, and the folder appears whole (`whole_folder`). Each chunk of an array carries a checksum,
-so damage is found on reading. The folder is a zarr group, and an Orbax checkpoint of a flat dict. An array lies under
-its own name where a path may be called so; the manifest knows where.
+The manifest is written last, and the folder appears atomically (`whole_folder`). Each chunk of an array has a checksum,
+so damage is found on reading. The folder is a zarr group, and an Orbax checkpoint of a flat dict. The path of an array
+is its name, if that is a safe path; the manifest has all paths.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ from dflow.tracing.errors import CheckpointError, NoCheckpoint, ParseError
 from dflow.tracing.source import at, caller
 from dflow.tracing.types import ArrayType, array_type_of, key_implementation, parse_type
 
-#: The size that chunks are kept below, in bytes, and how much may be on its way to the disk at once.
+#: Largest size of a chunk, and limit of pending reads or writes, in bytes.
 _CHUNK_BYTES = 64 << 20
 _IN_FLIGHT_BYTES = 256 << 20
 
-#: Up to this size, in bytes, an array is written without TensorStore, which takes a millisecond and more for each.
+#: Arrays of at most this size, in bytes, are written without TensorStore, which takes at least 1 ms for each.
 _SMALL_BYTES = 4096
-#: From this size on a chunk is flushed as soon as it is written, while the next ones are copied.
+#: The chunks of arrays from this size on are flushed as soon as they are written, while the next ones are copied.
 _FLUSHED_BYTES = 1 << 20
 
-#: One for all, since each context has threads of its own.
+#: A single context for all arrays, since each context starts its own threads.
 _CONTEXT = tensorstore.Context({"file_io_concurrency": {"limit": 4}})
 
 _GROUP = {"zarr_format": 3, "node_type": "group", "attributes": {}}
 _PART = re.compile(r"[A-Za-z0-9_-](?:[A-Za-z0-9_.-]*[A-Za-z0-9_-])?")
 _PART_LENGTH = 200
-#: What zarr, Orbax and we call files of our own.
+#: Names of the files of zarr, Orbax and dflow.
 _RESERVED = {MANIFEST, "zarr.json", "_METADATA", "_CHECKPOINT_METADATA", "_sharding", "array_metadatas", "descriptor"}
 
-#: The part of a whole array that one piece of it is.
+#: The position of a piece in its array.
 _Index = tuple[slice, ...]
 
 
@@ -65,26 +65,26 @@ def write_arrays(
     *,
     overwrite: bool = False,
 ) -> None:
-    """Write a folder of arrays, which is there whole or not at all, whatever happens meanwhile.
+    """Write a folder of arrays atomically: after a failure there is no folder, or the old one.
 
     arrays     by name: JAX arrays, sharded or not, PRNG keys, NumPy arrays and numbers
-    metadata   what else the reader shall know, as JSON takes it
-    overwrite  whether a folder of arrays at `path` may be replaced; until the new one is whole the old one stays
-    raises     CheckpointExists when `path` is there and may not be replaced; CheckpointError when an array is of no
-               type that can be written, or the disk refuses it
+    metadata   further data for the reader, in types that JSON has
+    overwrite  whether a folder of arrays at `path` may be replaced; the old one stays until the new one is complete
+    raises     CheckpointExists when `path` exists and may not be replaced; CheckpointError when an array has a type
+               that cannot be written, or the disk refuses it
     """
     with whole_folder(path, marker=MANIFEST, overwrite=overwrite) as folder:
         fill_folder(folder, arrays, metadata)
 
 
 def fill_folder(folder: Path, arrays: Mapping[str, Any], metadata: Mapping[str, Any] | None = None) -> None:
-    """Write arrays and their manifest into an empty folder, for who makes it appear whole himself."""
+    """Write arrays and their manifest into an empty folder, which the caller then puts in place."""
     places = make_places(folder, arrays)
     write_manifest(folder, write_parts(folder, arrays, places), places, metadata or {})
 
 
 def make_places(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """Prepare an empty folder for arrays of these names; the path of each within it, where `write_parts` puts it."""
+    """Prepare an empty folder for arrays of these names; return their paths within it, for `write_parts`."""
     places = _places(names)
     for group in sorted({parent for place in places.values() for parent in Path(place).parents}):
         (folder / group).mkdir(exist_ok=True)
@@ -93,9 +93,10 @@ def make_places(folder: Path, names: Iterable[str]) -> dict[str, str]:
 
 
 def write_parts(folder: Path, arrays: Mapping[str, Any], places: Mapping[str, str]) -> dict[str, ArrayType]:
-    """Write some of the arrays of a prepared folder, which several processes may do at a time; their types.
+    """Write some of the arrays of a prepared folder and return their types.
 
-    Raises CheckpointError when an array is of no type that can be written, or the disk refuses it.
+    Several processes may do this concurrently, for different arrays. Raises CheckpointError when an array has a type
+    that cannot be written, or the disk refuses it.
     """
     parts = {name: _Stored.of(name, array) for name, array in arrays.items()}
     _write_pieces(folder, parts, places)
@@ -105,7 +106,7 @@ def write_parts(folder: Path, arrays: Mapping[str, Any], places: Mapping[str, st
 def write_manifest(
     folder: Path, types: Mapping[str, ArrayType], places: Mapping[str, str], metadata: Mapping[str, Any]
 ) -> None:
-    """Write the manifest of a folder whose arrays have all been written."""
+    """Write the manifest of a folder, after all its arrays."""
     _write(folder / "_METADATA", _orbax_metadata(types, places))
     entries = {name: Entry(places[name], str(type)) for name, type in types.items()}
     write_file(folder / MANIFEST, manifest_text(secrets.token_hex(16), entries, metadata))
@@ -117,7 +118,7 @@ def _write(path: Path, content: Any) -> None:
 
 @dataclass(frozen=True)
 class _Reading:
-    """Memory of NumPy's that is being read into: what TensorStore allocates costs the system more time to give."""
+    """A read into memory allocated by NumPy, which takes less time to allocate than TensorStore's."""
 
     array: Any
     done: Any
@@ -135,7 +136,7 @@ class _Reading:
 
 @dataclass(frozen=True)
 class ArrayFiles:
-    """A folder of arrays that has been written: what is in it; the arrays are read when they are asked for."""
+    """A written folder of arrays: its manifest, and methods that read the arrays."""
 
     path: Path
     #: Differs between any two folders that were ever written.
@@ -145,15 +146,15 @@ class ArrayFiles:
     _places: Mapping[str, str]
 
     def read(self, shardings: Mapping[str, Any]) -> dict[str, Any]:
-        """The arrays that are named, each as a JAX array of its sharding, or as a NumPy array where that is None.
+        """Return the named arrays, each as a JAX array of its sharding, or as a NumPy array where that is None.
 
-        Of a sharded array each device's part is read by itself; PRNG keys are JAX arrays in any case. Raises
-        CheckpointError, which names the array, for one that is missing, damaged or not what the manifest says.
+        Of a sharded array only the parts of this process's devices are read. PRNG keys are JAX arrays in any case.
+        Raises CheckpointError, which names the array, for one that is missing, damaged or not as in the manifest.
         """
         return dict(self.each(shardings))
 
     def each(self, shardings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-        """As `read`, one by one: while one is looked at the next are on their way, up to a bound in bytes."""
+        """Yield the arrays of `read` one by one. The next ones are read meanwhile, up to a limit in bytes."""
         opening = {name: self._open(name) for name in shardings}
         started: deque[tuple[str, Any]] = deque()
         in_flight = 0
@@ -169,7 +170,7 @@ class ArrayFiles:
             yield first, self._finished(first, reading, shardings[first])
 
     def is_replaced(self) -> bool:
-        """Whether another folder has taken the place since this one was looked at."""
+        """Whether this folder has been replaced or removed since it was opened."""
         try:
             return read_arrays(self.path).id != self.id
         except CheckpointError:
@@ -188,7 +189,7 @@ class ArrayFiles:
         return tensorstore.open(spec, dtype=dtype, shape=shape, context=_CONTEXT)
 
     def _started(self, name: str, opening: Any, sharding: Any) -> Any:
-        """What is being read: the whole, or the pieces that the devices need."""
+        """Start to read an array: the whole, or the pieces that the devices need, by their bounds."""
         with self._unless_damaged(name):
             store = opening.result()
             if sharding is None or jnp.issubdtype(self.types[name].dtype, jax.dtypes.extended):
@@ -207,7 +208,7 @@ class ArrayFiles:
                 return value if sharding is None else jax.device_put(jnp.copy(value), sharding)
             pieces = {bounds: _restored(type, piece.result()) for bounds, piece in started.items()}
         places = sharding.addressable_devices_indices_map(type.shape)
-        # Not the memory that was read into: a program may overwrite the array's.
+        # Copies: a program may overwrite a JAX array's buffer, and a piece may serve several devices.
         parts = [own_copy(pieces[_bounds(index)], _on(sharding, device)) for device, index in places.items()]
         return jax.make_array_from_single_device_arrays(type.shape, sharding, parts)
 
@@ -223,10 +224,10 @@ class ArrayFiles:
 
 
 def read_arrays(path: str | os.PathLike[str]) -> ArrayFiles:
-    """What `write_arrays` wrote to `path`.
+    """Open the folder that `write_arrays` wrote to `path`.
 
-    Raises NoCheckpoint when there is nothing, and CheckpointError when it is another folder, its manifest is damaged,
-    or a newer dflow wrote it.
+    Raises NoCheckpoint if there is nothing, or a folder without a manifest; CheckpointError if the manifest is damaged
+    or was written by a newer dflow.
     """
     place = present(path)
     try:
@@ -245,8 +246,8 @@ def _on(sharding: Any, device: Any) -> Any:
 
 
 def own_copy(value: Any, sharding: Any = None) -> jax.Array:
-    """A JAX array in memory of its own, at a sharding if given."""
-    # `device_put` aliases memory that is aligned, whatever it is told.
+    """Return a JAX array that shares no memory with `value`, with a sharding if given."""
+    # `device_put` aliases aligned memory, even with may_alias=False.
     return jnp.array(value, copy=True, device=sharding)
 
 
@@ -261,7 +262,7 @@ def _neighbours(place: Path) -> str:
 
 
 def _folders_in(place: Path) -> list[str]:
-    """The folders of arrays in a folder, by name."""
+    """Return the names of the folders of arrays in a folder, sorted."""
     try:
         entries = [entry for entry in place.iterdir() if not is_of_an_attempt(entry.name)]
         return sorted(entry.name for entry in entries if (entry / MANIFEST).is_file())
@@ -271,7 +272,7 @@ def _folders_in(place: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class _Stored:
-    """An array as it is to be written: plain numbers that the format has a name for."""
+    """An array to write, with its type; the value of PRNG keys is their data."""
 
     name: str
     type: ArrayType
@@ -296,7 +297,7 @@ class _Stored:
         return _Stored(name, type, value)
 
     def pieces(self) -> Iterator[tuple[_Index, Any]]:
-        """The parts that the devices hold, each once."""
+        """Yield the parts that the devices of this process hold, each once."""
         if isinstance(self.value, np.ndarray):
             yield (slice(None),) * self.value.ndim, self.value
             return
@@ -305,7 +306,7 @@ class _Stored:
                 yield shard.index, shard.data
 
     def chunks(self) -> Iterator[tuple[_Index, Any]]:
-        """The pieces cut into chunks, as they are stored."""
+        """Yield the pieces cut into chunks, with the stored dtype."""
         stored = _stored_dtype(self.value.dtype)
         for index, piece in self.pieces():
             data = np.asarray(piece)
@@ -323,11 +324,11 @@ class _Stored:
                 yield outer, data[inner]
 
     def is_small(self) -> bool:
-        """Whether it is one chunk of few bytes."""
+        """Whether the array has at most `_SMALL_BYTES` bytes, in one chunk."""
         return self.value.nbytes <= _SMALL_BYTES and self.chunk_shape() == tuple(max(1, n) for n in self.value.shape)
 
     def chunk_shape(self) -> tuple[int, ...]:
-        """The shape of a device's part, cut along its first dimensions until it is small enough."""
+        """Return the shape of a device's part, cut along its first dimensions until it is small enough."""
         shape = whole = self.value.shape
         if isinstance(self.value, jax.Array):
             shape = self.value.sharding.shard_shape(whole)
@@ -335,22 +336,22 @@ class _Stored:
 
 
 def _small(shape: Sequence[int], whole: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    """The shape of a chunk of a part of an array of the shape `whole`."""
+    """Return the shape of chunks for parts of the shape `shape`, of an array of the shape `whole`."""
     chunk = [max(1, size) for size in shape]
     for axis, size in enumerate(chunk):
         inner = itemsize * math.prod(chunk[axis + 1 :])
         if inner * size <= _CHUNK_BYTES:
             break
         rows = max(1, _CHUNK_BYTES // inner)
-        # A divisor keeps the chunks within the devices' parts, so that each is written once. In a part that is not cut
-        # further any number of rows does, and the last chunk is short.
+        # A divisor keeps chunks within the devices' parts, so that each is written once. Along an axis that is not
+        # divided among devices any number of rows will do, and the last chunk is short.
         divisor = next(count for count in range(rows, 0, -1) if size % count == 0)
         chunk[axis] = rows if size == whole[axis] else divisor
     return tuple(chunk)
 
 
 def _stored_dtype(dtype: Any) -> Any:
-    """The dtype on the disk: the array's own, or bytes where TensorStore has no name for it."""
+    """Return the dtype on the disk: the array's own, or uint8 if TensorStore does not support it."""
     try:
         tensorstore.dtype(dtype)
     except ValueError:
@@ -375,7 +376,7 @@ def _write_pieces(folder: Path, parts: Mapping[str, _Stored], places: Mapping[st
     large = {name: part for name, part in parts.items() if not part.is_small()}
     with ExitStack() as stack:
         opening = {name: _create(folder, name, places[name], part) for name, part in large.items()}
-        # Whatever fails, nothing goes on writing after that.
+        # After a failure no writes must be left running.
         stack.callback(_await_all, opening.values())
         started: deque[tuple[str, Any, int]] = deque()
         stack.callback(lambda: _await_all(written for _, written, _ in started))
@@ -395,7 +396,7 @@ def _write_pieces(folder: Path, parts: Mapping[str, _Stored], places: Mapping[st
 
 
 def _write_small(place: Path, part: _Stored) -> None:
-    """What TensorStore would write, of an array of one chunk."""
+    """Write the files that TensorStore would write for an array of one chunk."""
     place.mkdir()
     shape = list(part.value.shape)
     _write(place / "zarr.json", _zarr_file(_stored_dtype(part.value.dtype)) | {"shape": shape} | _zarr_metadata(part))
@@ -407,7 +408,7 @@ def _write_small(place: Path, part: _Stored) -> None:
 
 @cache
 def _zarr_file(dtype: Any) -> dict[str, Any]:
-    """What TensorStore writes to tell of an array of this dtype."""
+    """Return the content of `zarr.json` that TensorStore writes for an array of this dtype."""
     store: Any = tensorstore.open(
         {"driver": "zarr3", "kvstore": "memory://", "create": True},
         dtype=dtype,
@@ -471,20 +472,20 @@ def _zarr_metadata(part: _Stored) -> dict[str, Any]:
     to_bytes = {"name": "bytes", "configuration": {"endian": "little"}} if wide else {"name": "bytes"}
     return {
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": part.chunk_shape()}},
-        # Every folder is one more to make, to flush and to remove.
+        # Chunks share one folder, since each folder takes time to make, to flush and to remove.
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
         "codecs": [to_bytes, {"name": "crc32c"}],
     }
 
 
 def _orbax_metadata(types: Mapping[str, ArrayType], places: Mapping[str, str]) -> dict[str, Any]:
-    """What Orbax looks for: a tree of one level, whose keys are the folders' paths."""
+    """Return the metadata that Orbax expects: a tree of one level, whose keys are the paths of the arrays."""
     return {
         "tree_metadata": {
             str((places[name],)): {
                 "key_metadata": [{"key": places[name], "key_type": 2}],
                 "value_metadata": {
-                    # Of a jax.Array it would ask on which devices it was.
+                    # For a jax.Array Orbax would require its devices.
                     "value_type": "np.ndarray",
                     "skip_deserialize": False,
                     "write_shape": list(_stored_type(type)[1]),
@@ -500,10 +501,10 @@ def _orbax_metadata(types: Mapping[str, ArrayType], places: Mapping[str, str]) -
 
 
 def _places(names: Iterable[str]) -> dict[str, str]:
-    """For each name the path of its array within the folder: the name itself wherever that is safe.
+    """Return the path of each array within the folder: its name, if that is safe, else a coded path.
 
-    It is when it is a path of plain parts that no other name lies within, and differs from every other by more than
-    its case. Another gets a path that no name can be.
+    A name is safe if it is a path of plain parts, is no parent of another name's path, and differs from every other
+    name by more than its case. No safe name equals a coded path.
     """
     folded = Counter(name.casefold() for name in names)
     around = {parent.as_posix() for name in folded for parent in PurePosixPath(name).parents}

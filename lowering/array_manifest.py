@@ -24,7 +24,7 @@ from dflow.tracing.types import ArrayType, parse_type
 MANIFEST = "dflow.json"
 VERSION = 1
 
-#: Some million arrays.
+#: Largest size of a manifest, enough for about a million arrays.
 _MOST_BYTES = 256 << 20
 
 
@@ -36,7 +36,7 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 class _Version(msgspec.Struct, frozen=True):
-    """What every version has."""
+    """The part that every version of the format has."""
 
     version: int
 
@@ -49,7 +49,7 @@ class _Content(_Version, frozen=True):
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a folder of arrays says of itself."""
+    """The content of a manifest: the type and the path of each array, by name, and the user's metadata."""
 
     #: Differs between any two folders that were ever written.
     id: str
@@ -59,7 +59,7 @@ class Manifest:
 
 
 def manifest_text(id: str, arrays: Mapping[str, Entry], metadata: Mapping[str, Any]) -> str:
-    """The text of a manifest, with a checksum."""
+    """Return the text of a manifest, with a checksum."""
     content = {
         "format": "dflow arrays",
         "version": VERSION,
@@ -71,10 +71,10 @@ def manifest_text(id: str, arrays: Mapping[str, Entry], metadata: Mapping[str, A
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of the folder.
+    """Return the manifest of the folder.
 
-    Raises CheckpointError where it is malformed or a newer dflow wrote it; FileNotFoundError and NotADirectoryError
-    where there is none.
+    Raises CheckpointError if it is malformed or was written by a newer dflow; FileNotFoundError or NotADirectoryError
+    if there is none.
     """
     try:
         whole = json.loads(read_regular(folder / MANIFEST, _MOST_BYTES))
@@ -89,7 +89,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def damaged(folder: Path, what: str) -> CheckpointError:
-    """The error that says what is wrong with the manifest."""
+    """Return the error for a manifest that is damaged as `what` says."""
     return CheckpointError(
         f"the manifest {folder / MANIFEST} is damaged: {what[:300]}{at(caller())}\n"
         "  take an older checkpoint; the arrays that are whole can be read one by one, with zarr or TensorStore"
@@ -101,7 +101,7 @@ def _checksum(content: Any) -> int:
 
 
 def _content(folder: Path, whole: Any) -> _Content:
-    """The content of the declared form. Raises ValueError for another form, CheckpointError for a newer one."""
+    """Check and return the content. Raises ValueError for another form, CheckpointError for a newer version."""
     if not isinstance(whole, dict) or not {"content", "crc32"} <= whole.keys():
         raise ValueError("it has no content and checksum")
     if _checksum(whole["content"]) != whole["crc32"]:
@@ -116,12 +116,12 @@ def _content(folder: Path, whole: Any) -> _Content:
 
 
 def is_inside(path: str) -> bool:
-    """Whether a path leads from a folder to a place within it."""
+    """Whether a relative path stays inside its folder."""
     return {"", ".", ".."}.isdisjoint(path.split("/")) and path.isprintable()
 
 
 def _array_type(name: str, entry: Entry) -> ArrayType:
-    """The type of an array. Raises ValueError where it is none, or the array lies outside of the folder."""
+    """Return the type of an array. Raises ValueError if it is no array type, or the path leads out of the folder."""
     if not is_inside(entry.path):
         raise ValueError(f"array {name!r} lies at {entry.path!r}, which is no path inside the folder")
     type = parse_type(entry.type)

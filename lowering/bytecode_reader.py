@@ -1,6 +1,6 @@
-"""Reading MLIR's bytecode of unknown origin in a separate process, since malformed bytecode crashes its reader.
+"""Convert MLIR's bytecode of unknown origin to text, in a separate process: malformed bytecode crashes its reader.
 
-What comes back is text. The reader of texts has withstood every damage that was tried.
+The reader of texts has not crashed in any test with damaged input.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _SCRIPT = Path(__file__).with_name("read_bytecode.py")
 
 @contextmanager
 def bytecode_reader() -> Iterator[Callable[[bytes], str]]:
-    """A function from the bytecode of a module to its text, usable inside the block.
+    """Yield a function that converts the bytecode of a module to text.
 
-    It raises ValueError for bytecode that cannot be read, and OSError where the system starts no process.
+    It raises ValueError for bytecode that cannot be read. Entering the block raises OSError if no process can start.
     """
-    # The process has to find the same JAX, and nothing that lies beside the script.
+    # The process must import the same JAX, and no modules from the script's folder.
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with subprocess.Popen(
         [sys.executable, "-P", "-S", str(_SCRIPT)],

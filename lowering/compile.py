@@ -1,7 +1,7 @@
-"""From a lowered graph to one plan a task, with the programs that the plan calls.
+"""Make one plan per task from a lowered graph, with the programs that the plans call.
 
-The graph must have been through the pipeline: its nodes are XLA calls, sends, receives, and what a
-host does itself (ops on queues and accumulators, branches and loops that wait), each on a device.
+The graph must be the result of the pipeline: its nodes are XLA calls, sends, receives, copies, and host nodes (ops on
+queues and accumulators, branches and loops that wait), each on a device.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dflow.tracing.types import HANDLES, ArrayType, dtype_name
 
 @dataclass(frozen=True)
 class TaskPlan:
-    """A task's plan and the functions that its calls name by index."""
+    """A task's plan, and the functions of its programs, which calls name by index."""
 
     plan: Plan
     programs: tuple[Discharged, ...]
@@ -37,7 +37,7 @@ class TaskPlan:
 
 @dataclass(frozen=True)
 class Compiled:
-    """The plans of a graph. The caller feeds its own plan the graph's array inputs, then `literals`."""
+    """The plans of a graph. The feeds of the caller's plan are the graph's array inputs, then `literals`."""
 
     local: TaskPlan
     remote: Mapping[str, TaskPlan]
@@ -45,7 +45,7 @@ class Compiled:
 
 
 def make_plans(graph: Graph, local: str, keys: Mapping[Value, str]) -> Compiled:
-    """The plans of a lowered graph whose caller is `local`; `keys` names each variable in its task's store."""
+    """Return the plans of a lowered graph with the caller `local`; `keys` has each variable's key in its store."""
     moved = snapshots(graph)
     makers: dict[str, _Maker] = {local: _Maker(local, keys, snapshots=moved)}
     feeds: list[Operand] = [value for value in graph.inputs if not isinstance(value.type, HANDLES)]
@@ -61,12 +61,12 @@ def make_plans(graph: Graph, local: str, keys: Mapping[Value, str]) -> Compiled:
 
 
 def _device(node: Node) -> str:
-    """The device of its task that a node runs on; empty for any."""
+    """Return the device, within its task, on which a node runs; empty for any."""
     return split_device_name(node.device or "")[1]
 
 
 class _Share:
-    """What of a branch or loop is a task's: all of it, or its part of one on several tasks."""
+    """The share of a task in a branch or loop: all of it, or the task's partition of one on several tasks."""
 
     def __init__(self, node: Node, task: str) -> None:
         self._node, self._task = node, task
@@ -75,23 +75,23 @@ class _Share:
 
     @property
     def index(self) -> Operand:
-        """The number of the branch."""
+        """The operand that is the index of the branch."""
         picks = self._node.attributes.get("picks")
         return self._node.inputs[picks[self._tasks.index(self._task)] if picks else 0]
 
     def takes(self, place: int) -> bool:
-        """Whether the array at a place among what is handed to the bodies is for this task."""
+        """Whether the operand of the bodies at index `place` is an array for this task."""
         given = self._node.bodies[0].inputs[place]
         return not isinstance(given.type, HANDLES) and (not self.is_divided or given.device == self._task)
 
     @property
     def gives(self) -> list[int]:
-        """The places of the results that are this task's."""
+        """The indices of the results on this task."""
         homes = self._node.attributes.get("homes", ())
         return [place for place in range(len(self._node.array_outputs)) if not homes or homes[place] == self._task]
 
     def given(self, body: Graph) -> list[Operand]:
-        """What the task's part of a body gives."""
+        """Return the outputs of the task's share of a body."""
         if self._node.op is ops.ctrl_while and body is self._node.bodies[0]:
             return [body.outputs[self._tasks.index(self._task) if self.is_divided else 0]]
         return [body.outputs[place] for place in self.gives]
@@ -107,7 +107,7 @@ class _Maker:
     programs: list[Discharged] = field(default_factory=list)
     slots: dict[Operand, int] = field(default_factory=dict)
     makers: dict[Value, int] = field(default_factory=dict)
-    #: The results of branches and loops that others run a part of.
+    #: The results of branches and loops that several tasks run.
     divided: set[Value] = field(default_factory=set)
     scalars: list[Scalar] = field(default_factory=list)
     bodies: list[Plan] = field(default_factory=list)
@@ -120,7 +120,8 @@ class _Maker:
     def add(self, node: Node) -> None:
         before: Iterable[Value] = node.after
         if "tasks" in node.attributes:
-            # What it takes elsewhere of a node that has a part here too, it does not wait for here by taking it.
+            # This task's share of an earlier divided node may not compute the operand that another task's share takes
+            # from it, so an order edge replaces the wait for the operand.
             before = (*before, *(value for value in node.values if value in self.divided))
         after = tuple(dict.fromkeys(self.makers[value] for value in before if value in self.makers))
         self.divided.update(node.outputs if "tasks" in node.attributes else ())
@@ -188,7 +189,7 @@ class _Maker:
         )
 
     def _body(self, node: Node, body: Graph) -> int:
-        """The number of a body, whose programs join those of the whole plan."""
+        """Add the plan of a body and return its index. Its programs are added to those of the whole plan."""
         keys = {
             ref: self._key(operand)
             for ref, operand in zip(body.inputs, node.handed, strict=True)
@@ -205,7 +206,7 @@ class _Maker:
         return len(self.bodies) - 1
 
     def _takes(self, operands: Sequence[Operand]) -> tuple[int, ...]:
-        """The slots of operands; that of a number is filled from the start."""
+        """Return the slots of operands. The slot of a literal is filled initially."""
         for operand in operands:
             if isinstance(operand, Literal) and operand not in self.slots:
                 type = operand.type
@@ -239,7 +240,7 @@ class _Maker:
         )
 
     def _keeps(self, node: Node) -> bool:
-        """Whether the call overwrites none of the variables it writes."""
+        """Whether the call overwrites none of the variables that it writes."""
         written = {ref for effect, ref in node.effects if effect is Effect.WRITE}
         donated = {node.inputs[index] for index in node.attributes["donate"]}
         if written and not donated and calls_python(node.bodies[0]):

@@ -1,13 +1,13 @@
-"""The checksum CRC-32C (Castagnoli, RFC 3720), which zarr's format names and Python's library lacks.
+"""The checksum CRC-32C (Castagnoli, RFC 3720), which zarr's format uses and Python's library lacks.
 
-A byte at a time: for what is short.
+It is computed byte by byte in Python, so it suits short data only.
 """
 
 _POLYNOMIAL = 0x82F63B78
 
 
 def crc32c(data: bytes) -> int:
-    """The checksum of `data`, of 32 bits."""
+    """Return the 32-bit checksum of `data`."""
     value = 0xFFFFFFFF
     for byte in data:
         value = _TABLE[(value ^ byte) & 0xFF] ^ (value >> 8)

@@ -1,4 +1,4 @@
-"""The devices of this process, by the names that scopes and graphs use: `cpu:1` is JAX's local device 1 of the CPU."""
+"""The devices of this process, by the names in scopes and graphs: `cpu:1` is JAX's local device 1 of the CPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dflow.tracing.errors import DeviceError
 
 
 def local_devices() -> dict[str, jax.Device]:
-    """Every device of this process by name, those of JAX's default platform first, then those of the CPU."""
+    """Return the devices of this process by name, those of JAX's default platform first, then those of the CPU."""
     devices = list(jax.local_devices())
     if devices[0].platform != "cpu":
         devices += jax.local_devices(backend="cpu")
@@ -19,12 +19,12 @@ def local_devices() -> dict[str, jax.Device]:
 
 
 def local_name(device: jax.Device) -> str:
-    """The name of a device of this process, such as `cpu:1`."""
+    """Return the name of a device of this process, such as `cpu:1`."""
     return f"{device.platform}:{jax.local_devices(backend=device.platform).index(device)}"
 
 
 def default_name() -> str:
-    """The name of the device on which JAX runs what nothing else places: `jax.default_device`, else the first."""
+    """Return the name of JAX's default device: `jax.default_device`, else the first."""
     config: Any = jax.config  # whose fields are not declared
     default = config.jax_default_device
     if isinstance(default, str):
@@ -33,14 +33,14 @@ def default_name() -> str:
 
 
 def devices_in_order() -> tuple[str, ...]:
-    """The names of all devices of this process, the default one first."""
+    """Return the names of all devices of this process, the default one first."""
     return tuple(dict.fromkeys([default_name(), *local_devices()]))
 
 
 def device_named(local: str) -> jax.Device:
-    """The device `cpu:1`, `gpu:0`, ... of this process; `cuda` and `rocm` say which kind of `gpu` it must be.
+    """Return the device `cpu:1`, `gpu:0`, ... of this process; `cuda` and `rocm` accept only that kind of `gpu`.
 
-    Raises DeviceError, which lists the devices there are, where there is none of that name.
+    Raises DeviceError, which lists the existing devices, if there is none of that name.
     """
     platform, _, number = local.lower().partition(":")
     try:
@@ -53,7 +53,7 @@ def device_named(local: str) -> jax.Device:
 
 
 def no_device(local: str, names: Sequence[str]) -> tuple[str, str]:
-    """What a DeviceError says of a device that is not among `names`, and the remedy."""
+    """Return the message and the remedy of a DeviceError for a device that is not among `names`."""
     there = ", ".join(sorted(names)) if len(names) <= 4 else f"{names[0]} to {names[-1]}"
     number = int(local.partition(":")[2]) + 1
     remedy = f"set XLA_FLAGS=--xla_force_host_platform_device_count={max(number, 2)} before JAX is first used, for CPUs"

@@ -1,4 +1,4 @@
-"""From a cluster's body to a pure function: state comes in as values and goes out as values."""
+"""Convert the body of an XLA call to a pure function, which takes and returns the values of variables."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dflow.tracing.wire_codecs import decoded, encoded
 
 @dataclass(frozen=True)
 class Discharged:
-    """`fn(*written, *read, *operands)` gives the new values of `written`, then the results; `graph` says how."""
+    """`fn(*written, *read, *operands)` returns the new values of `written`, then the results. It evaluates `graph`."""
 
     fn: Callable[..., list[Any]]
     types: tuple[ArrayType, ...]
@@ -33,7 +33,7 @@ class Discharged:
 
 
 def discharge(body: Graph) -> Discharged:
-    """The pure function of a graph whose nodes are JAX's and variable ops."""
+    """Return the pure function of a graph of JAX's ops, variable ops and codecs."""
     effects = [(effect, ref) for node in body.nodes for effect, ref in node.effects if ref is not None]
     changed = {ref for effect, ref in effects if effect is Effect.WRITE}
     written = tuple(ref for ref in body.refs if ref in changed)
@@ -62,7 +62,7 @@ def _value(operand: Operand, env: Mapping[Value, Any]) -> Any:
         return env[operand]
     if array_type_of(operand.value).dtype == operand.type.dtype:
         return operand.value
-    # A plain number has the dtype that JAX gives it; the literal may have another.
+    # JAX would give a Python number its default dtype; the literal may have another.
     return np.asarray(operand.value).astype(operand.type.dtype)[()]
 
 

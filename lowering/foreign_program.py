@@ -1,17 +1,17 @@
-"""Writing a program for another process, and reading one that another sent: what such a program may do.
+"""Serialize programs for other processes, and read and check programs that other processes sent.
 
-Why: JAX takes the bytes of an export as trusted. A custom call in them may name anything that is registered in this
-process and hand it a pointer of its own, as callbacks into Python do; and their trees may name types of the user's,
-whose code then reads more bytes. So both are looked at before JAX acts on them.
+Why: JAX trusts the bytes of an export. A custom call in them may name any target that is registered in this process and
+pass it an arbitrary pointer, as Python callbacks do. Their pytrees may name classes of the user's program, whose code
+then reads more of the bytes. So both are checked before JAX uses them.
 
-A module may be malformed too: of a few hundred programs in bytecode with bytes changed one ended the process that read
-it, where of many thousand texts none did. So between tasks a module travels as text, and the bytecode of a file is made
-text in a separate process (`bytecode_reader`).
+A module may also be malformed. In tests, one of a few hundred programs in bytecode with changed bytes crashed the
+process that read it, but none of many thousand texts. So tasks send modules as text, and the bytecode of a file is
+converted to text in a separate process (`bytecode_reader`).
 
-Invariants: what is read holds ops of no dialect but those of exports, calls only the library routines that JAX itself
-lets an export call and what the reader allows, neither waits for nor feeds the host, and has arguments and results in
-plain tuples, lists and dicts. So do its derivatives. XLA is no jail: a program from elsewhere may use this machine's
-processors, memory and, should XLA have a fault, more.
+Invariants: a program that was read has only ops of the dialects of exports. It calls only the library routines that JAX
+allows in exports and the targets in `allowed`. It exchanges no data with the host while it runs, and its arguments and
+results are plain tuples, lists and dicts. The same holds for its derivatives. XLA is not a sandbox: a program from
+elsewhere may use this machine's processors and memory and, if XLA has a fault, more.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from jax import export
 from dflow.tracing.errors import WireError
 from dflow.tracing.jax_frontend import STABLE_CALL_TARGETS, export_trees, with_derivative, with_module, with_text
 
-#: Nodes in the trees of arguments and results.
+#: Limits on the pytrees of arguments and results.
 MAX_TREE_NODES = 1 << 17
 MAX_TREE_DEPTH = 64
-#: Of the dialects that exports are made of.
+#: The dialects of exports.
 DIALECTS = frozenset({"builtin", "chlo", "func", "sdy", "stablehlo"})
-#: Ops that speak with the host or with other programs, for which nobody here would answer.
+#: Ops that exchange data with the host or with other programs; here they would never be answered.
 REFUSED_OPS = frozenset(f"stablehlo.{name}" for name in ("infeed", "outfeed", "send", "recv"))
 
 
 def write_program(exported: export.Exported) -> bytes:
-    """The bytes that `read_program` takes."""
+    """Return the bytes of a program, for `read_program`."""
     return bytes(with_text(exported).serialize())
 
 
@@ -54,12 +54,12 @@ def read_program(
     allowed: Collection[str] = (),
     as_text: Callable[[bytes], str] = bytes.decode,
 ) -> export.Exported:
-    """The exported program that the bytes hold, with its derivatives.
+    """Return the exported program in the bytes, with its derivatives.
 
-    allowed  targets that it may call beside the library routines
-    as_text  makes the text of a module from its bytes
+    allowed  targets that it may call besides the library routines
+    as_text  converts the bytes of a module to text
 
-    Raises WireError if the bytes hold none, or one that may not be run here.
+    Raises WireError if the bytes are no program, or one that may not run here.
     """
     data = bytearray(blob)
     try:

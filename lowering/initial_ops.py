@@ -1,10 +1,10 @@
 """The ops of a variable's initialiser, as JAX dispatches them: recorded once, run here or on the variable's task.
 
-Why: an initialiser that is compiled as one program gives other last bits than JAX, which runs it op by op, gives in a
-process without a cluster. Run op by op it gives the same bits everywhere. And the programs of two initialisers that
-differ in numbers only (keys, scales) are the same programs, since numbers are their arguments.
+Why: an initialiser compiled as one program may differ in last bits from one that JAX runs op by op, as in a standalone
+process. Run op by op it gives the same bits everywhere. Besides, initialisers that differ in numbers only (keys,
+scales) share their programs, since numbers are arguments.
 
-Invariant: what the initialiser closes over is read when the ops are recorded, not when they run.
+Invariant: values that the initialiser closes over are read when the ops are recorded, not when they run.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from dflow.tracing.jax_frontend import (
 )
 from dflow.tracing.types import ArrayType, array_type_of
 
-#: A value up to this size is computed by the process that creates the variable, and sent.
+#: A value of at most this size is computed by the process that creates the variable, and sent.
 SENT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How another process computes a value.
+    """Instructions by which another process computes a value.
 
-    Values are numbered: first the `arrays`, then the results of each call in order. A call is the number of a program
-    and the numbers of the values that it takes. `result` is the number of the value wanted.
+    Values are numbered: first the `arrays`, then the results of each call in order. A call is the index of a program
+    and the numbers of the values that it takes. `result` is the number of the computed value.
     """
 
     arrays: Sequence[npt.NDArray[Any]]
@@ -56,9 +56,9 @@ class Exports:
         self._numbers: dict[Any, tuple[int, Equation]] = {}
 
     def number(self, equation: Equation) -> int:
-        """The place in `blobs` of the program that does what the equation does to its operands."""
+        """Return the index in `blobs` of the program of an equation, exporting it if it is new."""
         types = [_type_of(atom) for atom in equation.invars]
-        # The equation is kept with the number, for some of its parameters are known by their identity.
+        # The equation is kept alive, since some of its parameters are compared by `id`.
         key = (equation.primitive, *map(_identity, sorted(equation.params.items())), *types)
         if key not in self._numbers:
             self._numbers[key] = len(self.blobs), equation
@@ -67,7 +67,7 @@ class Exports:
 
 
 class InitialOps(TypedInitial):
-    """The ops of one initialiser, which is that of the variable `name`.
+    """The ops of the initialiser of the variable `name`.
 
     Raises VariableError unless it is a function without arguments that returns an array.
     """
@@ -76,22 +76,22 @@ class InitialOps(TypedInitial):
         check_needs_nothing(initial, name)
         self._jaxpr, consts, struct = dispatched(initial)
         self.type = struct_type(struct, name)
-        # Its owner may write to a NumPy array before the ops run.
+        # The user may write to a NumPy array before the ops run.
         self._consts = [const.copy() if isinstance(const, np.ndarray) else const for const in consts]
-        #: Whether the initialiser reads variables, so that its ops run nowhere but in its own call.
+        #: Whether the initialiser touches variables, so that its ops can run in this process only.
         self.reads_state = touches_state(self._jaxpr.effects)
-        #: Bytes kept until the ops run.
+        #: Bytes of captured arrays, which are kept until the ops run.
         self.size_bytes = sum(getattr(const, "nbytes", 0) for const in self._consts)
 
     @property
     def are_sent(self) -> bool:
-        """Whether the value is computed on its task by a recipe, because to send it would cost more."""
+        """Whether the value is computed on its task by a recipe, since sending it would cost more."""
         if has_other_effects(self._jaxpr.effects) or not self._jaxpr.eqns:
             return False
         return self.type.size_bytes > max(SENT_BYTES, 2 * self.size_bytes)
 
     def __call__(self) -> Any:
-        # A variable may be used first in a trace, which these ops are no part of.
+        # The first use of a variable may be in a trace, which must not record these ops.
         with jax.ensure_compile_time_eval():
             env: dict[Any, Any] = dict(zip(self._jaxpr.constvars, self._consts, strict=True))
             for equation in self._jaxpr.eqns:
@@ -101,7 +101,7 @@ class InitialOps(TypedInitial):
             return _value(self._jaxpr.outvars[0], env)
 
     def recipe(self, exports: Exports) -> Recipe:
-        """The ops for another process; their programs are in `exports`."""
+        """Return the ops for another process, and add their programs to `exports`."""
         arrays = [_plain(const, var) for var, const in zip(self._jaxpr.constvars, self._consts, strict=True)]
         numbers: dict[Any, int] = {var: number for number, var in enumerate(self._jaxpr.constvars)}
         for literal in self._literals():
@@ -136,7 +136,7 @@ def _identity(parameter: tuple[str, Any]) -> Any:
 
 
 def _program(equation: Equation, types: Sequence[ArrayType]) -> Callable[..., list[Any]]:
-    """What the equation does, on plain arrays: PRNG keys, which do not travel, are their data."""
+    """Return a function of the equation on plain arrays: PRNG keys, which cannot be sent, are passed as their data."""
 
     def program(*operands: Any) -> list[Any]:
         values = [_with_keys(operand, type) for operand, type in zip(operands, types, strict=True)]

@@ -1,4 +1,4 @@
-"""A lock file that tells whether the process that made it still runs.
+"""A lock file that shows whether the process that made it still runs.
 
 The owner holds the system's lock on the open file (`flock`). It ends with the process, however that ends, and every
 container on the machine sees it. A file system shared by several machines may keep locks for each machine alone, and
@@ -25,8 +25,8 @@ class OwnerLock:
     def make(path: Path) -> OwnerLock | None:
         """Make and lock the file `path`; None, and no file, where the file system has no locks.
 
-        Raises FileExistsError when `path` is there, or another process was quicker to lock it; OSError when the disk
-        refuses the file.
+        Raises FileExistsError when `path` exists, or another process locked it first; OSError when the disk refuses the
+        file.
         """
         descriptor = _opened(path, os.O_CREAT | os.O_EXCL)
         try:
@@ -50,7 +50,7 @@ class OwnerLock:
         return None
 
     def release(self, *, remove: bool) -> None:
-        """Release the lock. A file that is not removed says from then on that its owner has ended."""
+        """Release the lock. A file that is not removed then means that its owner has ended."""
         if remove:
             with suppress(OSError):
                 os.unlink(self._path)
@@ -58,12 +58,12 @@ class OwnerLock:
 
 
 def _opened(path: Path, flags: int) -> int:
-    # For writing, as locks on network file systems need; without waiting at a pipe of that name or following a link.
+    # For writing, as network file systems require for locks; without waiting for a pipe or following a link.
     return os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW | flags, 0o666)
 
 
 def _is_locked(path: Path, descriptor: int) -> bool:
-    """Lock the open file, unless another process has; False also where the name is another file's by now.
+    """Lock the open file; False if another process has locked it, or if `path` is another file by now.
 
     Raises OSError where the file system has no locks.
     """

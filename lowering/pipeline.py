@@ -1,4 +1,4 @@
-"""The passes in order, on one screen."""
+"""The passes, in order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dflow.lowering.passes.prune import Prune
 from dflow.lowering.passes.repeat import Repeat
 from dflow.lowering.passes.schedule import Schedule
 
-#: The one task there is when no cluster is joined.
+#: The task of a standalone process.
 ALONE = "/job:localhost/task:0"
 
 
@@ -26,19 +26,20 @@ def pipeline(
     costs: Costs | None = None,
     budget_s: float = BUDGET_S,
 ) -> tuple[Pass, ...]:
-    """The passes for a caller on the task `local` of a cluster with these tasks.
+    """Return the passes for a caller on the task `local` of a cluster with these tasks.
 
-    `devices` are the caller's own, as `cpu:0`, the default one first; by their `costs` ops can be placed on them, in
-    about `budget_s` s.
+    devices   the caller's devices, such as `cpu:0`, the default one first
+    costs     their costs, by which open choices of devices are made; without them these nodes stay open
+    budget_s  time for these choices, in s
     """
     place = Place(local, tasks, devices)
     return (
-        Prune(),  # first: everything after is cheaper
-        Merge(),  # before place: equal nodes must land on one task
-        *([] if costs is None else [Choose(place, costs, budget_s)]),  # before place: what was left open becomes stated
+        Prune(),  # first: the later passes have fewer nodes to treat
+        Merge(),  # before place: equal nodes must be on one task
+        *([] if costs is None else [Choose(place, costs, budget_s)]),  # before place: it turns choices into devices
         place,
-        Fold(local),  # before partition: a number that is known need not be sent
-        Repeat(),  # before partition: what costs nothing to make need not be sent
+        Fold(local),  # before partition: known numbers need not be sent
+        Repeat(),  # before partition: values that are cheap to make need not be sent
         Partition(local),  # from here on, no operand crosses a device border
         Order(),  # before cluster: it reads order edges, not the order of the list
         Cluster(),

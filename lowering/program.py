@@ -1,7 +1,8 @@
-"""A compiled XLA computation over state: its form, and how it travels.
+"""A compiled XLA computation over state, and its form as bytes for another process.
 
-A program takes the values of the variables it writes, then of those it only reads, then its operands; it gives the
-new values of the written ones, then its results. The written ones' buffers are donated, unless it may fail as it runs.
+A program takes the values of the variables that it writes, then of those that it only reads, then its operands. It
+returns the new values of the written variables, then its results. The buffers of the written variables are donated,
+unless the program may fail while it runs.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ from dflow.tracing.variable_trees import handles
 
 
 class Program:
-    """A compiled computation. The written arguments come first, and back renewed ahead of its results.
+    """A compiled computation. The written variables are its first arguments, and their new values its first results.
 
-    `compiled` is for arguments where its compilation expects them. Those that lie elsewhere are moved to its `device`,
-    if it has one; else, and for those on several devices, `by_placement` compiles as often as needed.
+    `compiled` takes arguments with the shardings for which it was compiled. Arguments elsewhere are moved to `device`,
+    if that is given; otherwise `by_placement` is called, which compiles for their shardings. With `keeps` the program
+    donates no variables, and a call waits until its results are computed.
     """
 
     def __init__(
@@ -39,7 +41,7 @@ class Program:
         device: jax.Device | None = None,
         keeps: bool = False,
     ) -> None:
-        #: As it was compiled ahead of calls, to be asked for its text, cost and memory.
+        #: The executable, for inspection of its text, cost and memory.
         self.compiled = compiled
         self.keeps = keeps
         elsewhere = by_placement if device is None else _moving(compiled, device)
@@ -52,7 +54,7 @@ class Program:
         return given[0]
 
     def run_into(self, given: list[Sequence[jax.Array]], args: Sequence[Any]) -> None:
-        """Run it and append its results to `given`, where they are whatever is raised after the run: an interrupt."""
+        """Run the program and append its results to `given`, so that an interrupt after the run does not lose them."""
         singles, call, elsewhere = list(zip(args, strict=True)), self._call, self._elsewhere
         try:
             given.extend(map(call, *singles) if singles else [call()])
@@ -64,7 +66,7 @@ class Program:
 
 
 def awaited(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A compiled function whose results are there when it returns; else it raises what it failed by."""
+    """Return a compiled function that waits until its results are computed, and raises the error of a failed run."""
 
     @passes_handles
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -76,7 +78,7 @@ def awaited(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _moving(compiled: Any, device: jax.Device) -> Callable[..., Any]:
-    """The computation on arguments from anywhere."""
+    """Return the computation with its arguments moved to `device` first."""
     here = {device}
 
     def run(*args: Any) -> Any:
@@ -90,7 +92,7 @@ def _moving(compiled: Any, device: jax.Device) -> Callable[..., Any]:
 
 
 def lie_apart(args: Sequence[Any], compiled: Any) -> bool:
-    """Whether one of the last arguments of a computation lies elsewhere than where the computation takes it."""
+    """Whether one of `args`, the last arguments of a computation, has another sharding than the computation takes."""
     wanted = jax.tree_util.tree_leaves(compiled.input_shardings)
     return any(
         isinstance(arg, jax.Array) and not arg.sharding.is_equivalent_to(sharding, arg.ndim)
@@ -100,9 +102,9 @@ def lie_apart(args: Sequence[Any], compiled: Any) -> bool:
 
 @dataclass(frozen=True)
 class LoweredProgram:
-    """A computation of which the StableHLO is known.
+    """A computation lowered to StableHLO.
 
-    One that `keeps` overwrites none of its arguments, and is waited for: it may fail as it runs.
+    With `keeps` it donates no variables, and a call waits for its results, since it may fail while it runs.
     """
 
     stage: jax.stages.Lowered
@@ -111,7 +113,7 @@ class LoweredProgram:
     keeps: bool = False
 
     def compile(self, compiler_options: dict[str, Any] | None = None) -> Program:
-        """Compile it for this process."""
+        """Compile the computation for this process."""
         return Program(self.stage.compile(compiler_options), self.jitted, self.device, self.keeps)
 
 
@@ -130,10 +132,11 @@ def lower_program(
 ) -> LoweredProgram:
     """Lower `fn` for this process, or for `platforms`.
 
-    The written arguments are donated, unless it `keeps` them, and so are those numbered in `given_up`. On a `device` it
-    runs there, wherever its arguments lie; given none, where they lie. Of the first arguments, which are variables,
-    `places` says where they are; those over several devices are left there. `meshes` are the meshes of devices that the
-    abstract meshes in `types` stand for.
+    writes    number of written variables, the first arguments; they are donated, unless `keeps` is true
+    given_up  indices of further arguments to donate
+    device    where the program runs; without one it runs where its arguments are
+    places    the shardings of the variables, which are the first arguments; written ones keep theirs
+    meshes    the device meshes for the abstract meshes in `types`
     """
     fn = kept_places(fn, dict(islice(places.items(), writes)))
     fn.__name__ = name
@@ -152,7 +155,7 @@ def lower_program(
 
 
 def export_program(fn: Callable[..., Any], types: Sequence[ArrayType], name: str = "program") -> bytes:
-    """The StableHLO of `fn`, for CPU tasks and for tasks like this process, as bytes that `load_program` takes."""
+    """Return the StableHLO of `fn`, for CPU tasks and for tasks like this process, as bytes for `load_program`."""
     fn.__name__ = name
     platforms = tuple(dict.fromkeys(["cpu", jax.default_backend()]))
     with without_callers():
@@ -163,7 +166,7 @@ def export_program(fn: Callable[..., Any], types: Sequence[ArrayType], name: str
 def load_program(blob: bytes | bytearray | memoryview, writes: int) -> Program:
     """Compile an exported program for this process; the first `writes` arguments are donated.
 
-    raises  WireError when it is none, or may not be run here; what compiling it raises
+    Raises WireError if the bytes are no program, or one that may not run here, and the errors of the compilation.
     """
     exported = read_program(blob)
     jitted = jax_jit(exported.call, donate_argnums=tuple(range(writes)), keep_unused=True)

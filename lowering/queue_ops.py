@@ -1,7 +1,7 @@
-"""From queue ops on arrays to elements of a shared queue, and back.
+"""Queue ops on arrays: conversion of arrays to elements of a shared queue, and back.
 
-Elements are copies of the arrays they were made of. Several at once are taken apart and stacked in the memory of the
-host, as a batch that comes from many producers must be.
+Elements are copies of the arrays that they were made of. Batches are split and stacked in host memory, since the
+elements of a batch may come from several producers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class HeldQueue:
         self._type = type
 
     def start(self, use: ResourceUse, operands: Sequence[Any], on_results: OnResults) -> Cancel:
-        """Do an op; `on_results` is called once, from any thread. The result ends the wait for it with an error."""
+        """Start an op; `on_results` is called once, from any thread. The returned function cancels the op."""
         queue, give = self.shared, giving(on_results, partial(self._results, use))
         match use.op:
             case "queue.enqueue":
@@ -55,15 +55,15 @@ class HeldQueue:
         return nothing_to_cancel
 
     def forget(self, reason: str, remedy: str) -> None:
-        """Let go of the elements: who uses it from now on, or waits, gets QueueError with these two."""
+        """Free the elements. Pending operations and later uses get QueueError with this reason and remedy."""
         self.shared.forget(reason, remedy)
 
     def depth(self) -> tuple[int, int]:
-        """How many elements it holds, of at most how many."""
+        """Return the number of elements, and the capacity."""
         return self.shared.depth()
 
     def contents(self) -> list[tuple[Any, ...]]:
-        """The elements, for inspection."""
+        """Return the elements, for inspection."""
         return self.shared.contents()
 
     def _results(self, use: ResourceUse, elements: Sequence[tuple[Any, ...]]) -> Sequence[Sent]:
@@ -84,12 +84,12 @@ class HeldQueue:
 def _rows(operands: Sequence[Any]) -> list[tuple[Any, ...]]:
     wait_until_computed(operands)
     on_host = [np.array(operand) for operand in operands]
-    # With the dots a row of numbers is an array too.
+    # With the dots a row of a vector is an array of no dimensions, not a NumPy scalar.
     return [tuple(array[row, ...] for array in on_host) for row in range(len(on_host[0]))]
 
 
 def _batch(rows: Sequence[Any], type: ArrayType, count: int) -> Sent:
-    """`count` rows, each padded to the largest; rows that are missing are zeros."""
+    """Return `count` rows, padded to the largest size in each dimension; missing rows are zeros."""
     arrays = [np.asarray(row) for row in rows]
     shapes = [array.shape for array in arrays] or [tuple(dim or 0 for dim in type.shape)]
     largest = tuple(max(dims) for dims in zip(*shapes, strict=True))

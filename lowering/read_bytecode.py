@@ -1,7 +1,8 @@
 """Run as a process: convert MLIR's bytecode to text, so that bytecode that crashes its reader ends only this process.
 
-It imports nothing but JAX's compiler library, which takes a tenth of a second. A request is the length of a module in 8
-bytes, and the module; an answer is a byte that says whether it is the text or what was wrong, the length, and that.
+It imports nothing but JAX's compiler library, which takes 0.1 s. A request is the length of a module in 8 bytes and the
+module. An answer is a byte, which is 1 for a text and 0 for an error message, the length in 8 bytes, and the text or
+message.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from jaxlib import _jax
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import chlo, sdy, stablehlo
 
-#: What one module may take, besides a share by its size. Damage of a single byte has taken 8 GB, and minutes.
+#: Limits for one module, besides a share by its size. A module with one damaged byte has taken 8 GB, and minutes.
 PROCESSOR_S = 3
 MEMORY_BYTES = 1 << 30
 #: Constants of 100 MB take a second and 0.6 GB to become text.
@@ -25,7 +26,7 @@ MEMORY_PER_BYTE = 30
 
 
 def main() -> None:
-    """Answer requests until there are no more, or one takes too much."""
+    """Answer requests until there are no more, or one exceeds the limits, which ends the process."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     ask, answer = sys.stdin.buffer, sys.stdout.buffer
     while head := ask.read(8):
@@ -37,7 +38,7 @@ def main() -> None:
 
 
 def _limit_use(size: int) -> None:
-    """Have the system end this process if a module of that size takes too long, and refuse it too much memory."""
+    """Set the limits for a module of `size` bytes: the system ends the process, or refuses it memory, beyond them."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     _lower(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime) + PROCESSOR_S + size // BYTES_PER_S)
@@ -45,7 +46,7 @@ def _limit_use(size: int) -> None:
 
 
 def _lower(limit: int, value: int) -> None:
-    """Set a limit of this process, below the one that it was started with."""
+    """Set a limit of this process, at most the hard limit that it was started with."""
     _, hard = resource.getrlimit(limit)
     resource.setrlimit(limit, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
 
@@ -58,7 +59,7 @@ def _text(module: bytes) -> tuple[bool, bytes]:
         try:
             parsed: Any = _jax.mlir.deserialize_portable_artifact(module)
             return True, parsed.operation.get_asm(enable_debug_info=True).encode()
-        except Exception as error:  # the reader raises whatever its parts raise
+        except Exception as error:  # the reader raises exceptions of any class
             return False, str(error).encode()
 
 

@@ -1,4 +1,4 @@
-"""Reading a file that another process or person may have made: no pipe, no device, and no more bytes than expected."""
+"""Read a file that may come from anywhere: not from a pipe or a device, and no more bytes than expected."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 
 
 def regular_size(path: Path) -> int:
-    """Return the size of a regular file in bytes. Raises OSError where it is missing, a pipe, a device or a socket."""
+    """Return the size of a regular file in bytes. Raises OSError if it is missing, a pipe, a device or a socket."""
     return _regular(path, os.stat(path))
 
 
 def read_regular(path: Path, most_bytes: int) -> bytes:
     """Return the content of a regular file. Raises OSError for any other, and for one of more than `most_bytes`."""
     regular_size(path)
-    # Were it replaced by a pipe by now, the process would still not wait.
+    # O_NONBLOCK: should it have been replaced by a pipe since, opening it does not wait.
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         if _regular(path, os.fstat(file.fileno())) > most_bytes:
             raise OSError(errno.EFBIG, f"more than {most_bytes} bytes", str(path))

@@ -1,4 +1,4 @@
-"""Which calls only read variables that are then copied or sent elsewhere: XLA would make one more copy of each."""
+"""Find the calls that only read variables for copies and sends: run by XLA, they would make one more copy of each."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dflow.tracing.graph import Graph, Node, Value
 
 
 def snapshots(graph: Graph) -> frozenset[Node]:
-    """The calls whose results are the values of variables, which copies and sends alone take.
+    """Return the calls whose results are values of variables and are used by copies and sends alone.
 
-    So their results may be the buffers of the variables themselves: nobody can hand them on, donate them or keep them.
+    So their results may be the buffers of the variables themselves: no user returns, donates or keeps them.
     """
     kept = {output for output in graph.outputs if isinstance(output, Value)}
 

@@ -1,12 +1,11 @@
-"""When each node of a lowered graph runs, roughly, and what memory its devices need then.
+"""A rough prediction of when each node of a lowered graph runs, and of the memory that its devices need.
 
-The calls of a device run one after the other, in the order of the graph; transfers, and what a task does itself, as
-soon as they can. Costs are those of no machine in particular (`RATES`, `LINK`), so that a graph becomes the same plan
-wherever it is lowered: what counts is what is longer than what. Times are whole ns, so that no sum loses what is added.
+The calls of a device run one after the other, in the order of the graph; transfers and host nodes run as soon as they
+can. The costs are those of an assumed machine (`RATES`, `LINK`), so that a graph becomes the same plan wherever it is
+lowered: only the ratios of costs matter. Times are whole ns, so sums are exact.
 
-A value takes memory from the start of what makes it, or of the transfer that brings it, to the end of its last use. A
-snapshot of a variable is the variable itself, until that is written. Arguments, variables and what is given back are
-there to the end.
+A value takes memory from the start of the node that makes it, or of its transfer, to the end of its last use. A
+snapshot of a variable takes none until the variable is written. Arguments, variables and results stay until the end.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from dflow.tracing.effects import Effect
 from dflow.tracing.graph import Graph, Node, Value
 from dflow.tracing.types import ArrayType, RefType
 
-#: A device that a program takes 10 us to start on, and what joins two: slow beside it, so that transfers start early.
+#: A device that starts a program in 10 us, and a link that is slow in comparison, so that transfers start early.
 RATES, LINK = Rates(1e12, 1e11, 1e-5), Link(2e-5, 1e10)
 
 _TRANSFERS = (ops.dev_copy, ops.net_send)
@@ -34,7 +33,7 @@ _NS = 1e9
 
 @dataclass(frozen=True)
 class Timeline:
-    """A run of `graph`: by node, when it starts and when it ends, in ns."""
+    """A run of `graph`: the start and the end of each node, in ns."""
 
     graph: Graph
     start: Sequence[int]
@@ -42,12 +41,12 @@ class Timeline:
 
     @property
     def step_ns(self) -> int:
-        """Until all has run."""
+        """The time until all nodes have run."""
         return max(self.end, default=0)
 
     @cached_property
     def users(self) -> Mapping[Value, tuple[int, ...]]:
-        """By value, the numbers of the nodes that take it, in order."""
+        """The indices of the nodes that take each value, in order."""
         found: dict[Value, list[int]] = {}
         for number, node in enumerate(self.graph.nodes):
             for value in dict.fromkeys(node.values):
@@ -56,7 +55,7 @@ class Timeline:
 
     @cached_property
     def free_until(self) -> Mapping[Value, float]:
-        """The values that take no memory of their own where they are, until when: arguments, variables, results."""
+        """The inputs and the snapshots of variables, with the time until which they take no additional memory."""
         found: dict[Value, float] = dict.fromkeys(self.graph.inputs, _FOR_EVER)
         writes: dict[Value, list[int]] = {}
         for number, node in enumerate(self.graph.nodes):
@@ -73,17 +72,17 @@ class Timeline:
 
     @cached_property
     def kept(self) -> frozenset[Value]:
-        """The values that are given back."""
+        """The values that the graph returns."""
         return frozenset(output for output in self.graph.outputs if isinstance(output, Value))
 
     def last_use(self, value: Value) -> float:
-        """When a value is let go of."""
+        """Return the time at which a value is freed."""
         ends = [self.end[number] for number in self.users.get(value, ())]
         return _FOR_EVER if value in self.kept else max(ends, default=0)
 
     @cached_property
     def peak_bytes(self) -> Mapping[str, int]:
-        """By device, or task where it is on none, the most bytes that are held there at once."""
+        """The largest number of bytes held at one time, by device, or by task for nodes without a device."""
         changes: dict[str, list[tuple[float, int]]] = {}
         for value in self.graph.inputs:
             if value.device is not None and (size := _size(value)):
@@ -102,7 +101,7 @@ _FOR_EVER = float("inf")
 
 
 def timeline(graph: Graph) -> Timeline:
-    """Run a lowered graph, at the costs of `RATES` and `LINK`."""
+    """Return the run of a lowered graph, at the costs of `RATES` and `LINK`."""
     start, end = [], []
     there: dict[Value, int] = {}
     free: dict[str | None, int] = {}
@@ -125,7 +124,7 @@ def timeline(graph: Graph) -> Timeline:
 
 
 def cost_of(node: Node) -> int:
-    """How long a node takes, in ns; nothing for a receive, which ends with its send."""
+    """Return the time of a node, in ns; 0 for a receive, which ends with its send."""
     if node.op is ops.net_recv:
         return 0
     if node.op in _TRANSFERS:
@@ -138,7 +137,7 @@ def cost_of(node: Node) -> int:
 
 
 def _reads(node: Node) -> Iterator[tuple[Value, Value]]:
-    """What a snapshot gives, each with its variable."""
+    """Yield the results of a snapshot, each with its variable."""
     (body,) = node.bodies
     outer = dict(zip(body.inputs, node.inputs, strict=True))
     for value, output in zip(node.outputs, body.outputs, strict=True):
@@ -156,7 +155,7 @@ def _size(operand: object) -> int:
 
 
 def _most(changes: Sequence[tuple[float, int]]) -> int:
-    """The most at any time; at one time what ends goes before what begins, as sorting has them."""
+    """Return the largest sum at any time. At equal times sorting puts ends (negative sizes) before starts."""
     most = held = 0
     for _, size in changes:
         held += size

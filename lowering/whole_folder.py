@@ -1,13 +1,13 @@
-"""A folder that appears whole or not at all, and replaces an older one of its name the same way.
+"""Atomic directories: a folder appears complete or not at all, and replaces an older one of its name the same way.
 
-It is written beside its place under a hidden name, flushed to the disk, and renamed. Where the system can exchange two
-names (Linux, macOS), there is a whole folder in place at every moment. Elsewhere the old one steps aside first, and
-`present` finds it there if the process ends in that instant.
+It is written beside its final path under a hidden name, flushed to the disk, and renamed. If the system can exchange
+two names (Linux, macOS), there is a complete folder at the path at every moment. Elsewhere the old one is renamed
+first, and `present` finds it there if the process ends at that moment.
 
-Each attempt to write has a random name and a lock, which is free once its process has ended; the next attempt
-then removes what it left. Host names and process numbers say nothing here, since containers share both. Invariant: no
-process removes a folder under a name that another may be about to put in place. It renames the folder first, so where
-a lock is free although its owner runs, the owner's save fails and the checkpoint in place stays.
+Each attempt to write has a random name and a lock, which is free once its process has ended. The next attempt then
+removes its leftovers. Host names and process ids would not do, since containers share both. Invariant: no process
+removes a folder under a name that another may be about to put in place. It renames the folder first. So if a lock is
+free although its owner runs, the owner's save fails and the checkpoint in place stays.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ Part = TypeVar("Part")
 #: Number of tries to put a folder in place when another process puts one there meanwhile.
 _ATTEMPTS = 10
 
-#: A name of an attempt, where the place has the name that is put in.
+#: Pattern of the names of an attempt, to be formatted with the name of the place.
 _ATTEMPT_NAME = r"\.{}\.([0-9a-f]{{16}})\.(?:lock|writing|replaced|ended)"
 
-#: How many files are flushed at a time.
+#: Number of files that are flushed concurrently.
 _FLUSHES = 16
-#: How many folders are removed at a time.
+#: Number of folders that are removed concurrently.
 _REMOVALS = 4
 
 _AT_FDCWD = -100
@@ -56,7 +56,7 @@ class _Attempt:
 
     @staticmethod
     def all_of(place: Path) -> list[_Attempt]:
-        """The attempts that have left anything beside `place`, or are under way."""
+        """Return the attempts that have files or folders beside `place`, whether running or ended."""
         name = re.compile(_ATTEMPT_NAME.format(re.escape(place.name)))
         with suppress(FileNotFoundError, NotADirectoryError):
             tokens = {found[1] for entry in os.listdir(place.parent) if (found := name.fullmatch(entry))}
@@ -69,24 +69,24 @@ class _Attempt:
 
     @property
     def staging(self) -> Path:
-        """What is being written, and after an exchange what was in place before."""
+        """The folder being written; after an exchange, the old folder."""
         return self._beside("writing")
 
     @property
     def aside(self) -> Path:
-        """What was in place before, where names cannot be exchanged."""
+        """The old folder, on systems that cannot exchange names."""
         return self._beside("replaced")
 
     @property
     def ended(self) -> Path:
-        """What is about to be removed."""
+        """The folder about to be removed."""
         return self._beside("ended")
 
     def _beside(self, kind: str) -> Path:
         return self.place.with_name(f".{self.place.name}.{self.token}.{kind}")
 
     def settle(self) -> bool:
-        """Put back what stepped aside, if nothing else is in place, and remove the rest; whether nothing is left."""
+        """Put the old folder back if nothing is in place, and remove the rest; return whether nothing is left."""
         if not self.place.exists():
             with suppress(OSError):
                 os.rename(self.aside, self.place)
@@ -100,12 +100,12 @@ class _Attempt:
 
 @contextmanager
 def whole_folder(path: str | os.PathLike[str], *, marker: str, overwrite: bool = False) -> Iterator[Path]:
-    """An empty folder to write into, which becomes `path` when the block ends, and is removed if it fails.
+    """Yield an empty folder to write into, which becomes `path` when the block ends, and is removed if the block fails.
 
-    marker     the file that every folder of this kind holds; a folder without it is never overwritten, if it holds
-               anything
-    overwrite  whether a folder that is there may be replaced
-    raises     CheckpointExists when `path` is there and may not be replaced, CheckpointError when the disk refuses it
+    marker     the file that every folder of this kind holds; a folder without it is never overwritten unless it is
+               empty
+    overwrite  whether an existing folder may be replaced
+    raises     CheckpointExists when `path` exists and may not be replaced, CheckpointError when the disk refuses it
     """
     place = Path(os.path.realpath(path))
     with _refused_by_the_disk(place):
@@ -138,7 +138,7 @@ def _refused_by_the_disk(place: Path) -> Iterator[None]:
 
 
 def _reason(place: Path, error: OSError) -> str:
-    """Why the disk refuses a folder at `place`."""
+    """Return the reason why the disk refuses a folder at `place`."""
     folder = next(parent for parent in place.parents if parent.exists())
     if not folder.is_dir():
         return f"{folder} is no folder"
@@ -149,7 +149,7 @@ def _reason(place: Path, error: OSError) -> str:
 
 @contextmanager
 def _attempt(place: Path) -> Iterator[_Attempt]:
-    """The names of a new attempt. Nothing is left under them when the block ends."""
+    """Yield the names of a new attempt, and remove the files and folders under them when the block ends."""
     while True:
         attempt = _Attempt(place, secrets.token_hex(8))
         with suppress(FileExistsError):
@@ -167,12 +167,12 @@ def _attempt(place: Path) -> Iterator[_Attempt]:
 
 
 def is_of_an_attempt(name: str) -> bool:
-    """Whether a folder of this name is one that is being written, or was left by a process that ended meanwhile."""
+    """Whether a name belongs to an attempt: a folder being written, or left by a process that has ended."""
     return re.fullmatch(_ATTEMPT_NAME.format(".+"), name) is not None
 
 
 def present(path: str | os.PathLike[str]) -> Path:
-    """Where the folder `path` is: in its place, or aside because a process ended while it replaced it."""
+    """Return where the folder `path` is: in its place, or renamed by a process that ended while it replaced it."""
     place = Path(os.path.realpath(path))
     if place.exists():
         return place
@@ -181,7 +181,7 @@ def present(path: str | os.PathLike[str]) -> Path:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write a file of a folder that is yet to appear, and be flushed."""
+    """Write a file of a folder that is not yet in place. It is flushed with the folder."""
     path.write_text(text, encoding="utf-8")
 
 
@@ -198,7 +198,7 @@ def _check_free(place: Path, marker: str, overwrite: bool) -> None:
 
 
 def _put_in_place(attempt: _Attempt, overwrite: bool) -> None:
-    """Give the staging folder its name, however often other processes put theirs there meanwhile."""
+    """Rename the staging folder to its place, with retries if other processes put folders there meanwhile."""
     for left in reversed(range(_ATTEMPTS)):
         try:
             if overwrite and attempt.place.exists():
@@ -219,15 +219,15 @@ def _put_in_place(attempt: _Attempt, overwrite: bool) -> None:
 
 def _replace(attempt: _Attempt) -> None:
     if not _exchange(attempt.staging, attempt.place):
-        _remove(attempt.aside)  # which is older than what is in place
+        _remove(attempt.aside)  # it is older than the folder in place
         os.rename(attempt.place, attempt.aside)
         os.rename(attempt.staging, attempt.place)
-        # Under this name it is never put back.
+        # A folder of this name is never put back.
         os.rename(attempt.aside, attempt.ended)
 
 
 def _tidy(place: Path) -> None:
-    """Put back, or remove, what processes that ended while they wrote have left."""
+    """Put back, or remove, the folders left by processes that ended while they wrote."""
     for attempt in _Attempt.all_of(place):
         if (lock := OwnerLock.take_over(attempt.lock)) is not None:
             is_settled = False
@@ -238,7 +238,7 @@ def _tidy(place: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two names in one moment; False where the system cannot. Raises OSError."""
+    """Exchange two names atomically; return False if the system cannot. Raises OSError."""
     first, second = os.fsencode(one), os.fsencode(other)
     libc: Any = ctypes.CDLL(None, use_errno=True) if os.name == "posix" else None
     if sys.platform == "linux" and hasattr(libc, "renameat2"):
@@ -254,7 +254,7 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder, if it is there; some parts at a time, since a disk may let each wait for milliseconds."""
+    """Remove a folder, if it exists; by several threads, since a disk may take milliseconds for each file."""
     if folder.is_symlink():
         folder.unlink()
         return
@@ -264,7 +264,7 @@ def _remove(folder: Path) -> None:
 
 
 def _remove_part(part: tuple[str, list[str], list[str]]) -> None:
-    """Remove the files of a folder, and itself where no folder is left in it."""
+    """Remove the files of a folder, and the folder if no subfolder is left in it."""
     inner, _, files = part
     with suppress(OSError):
         for name in files:
@@ -273,7 +273,7 @@ def _remove_part(part: tuple[str, list[str], list[str]]) -> None:
 
 
 def flush(folder: Path) -> None:
-    """Have the disk hold all of a folder, files and entries; many at a time, which the disk takes together."""
+    """Flush the files and entries of a folder to the disk; by several threads, so that the disk can combine writes."""
     walked = list(os.walk(folder))
     paths = [Path(inner, name) for inner, _, files in walked for name in files] + [Path(inner) for inner, *_ in walked]
     _do_all(_sync, paths, _FLUSHES)
@@ -284,7 +284,7 @@ def _do_all(work: Callable[[Part], None], parts: Sequence[Part], at_a_time: int)
         try:
             done = [pool.submit(work, part) for part in parts]
         except RuntimeError:
-            # The process ends, or has too many threads.
+            # The interpreter is shutting down, or no thread can start.
             done = []
         for one in done:
             one.result()

@@ -1,7 +1,7 @@
-"""What must be true of an array's folder before TensorStore reads it.
+"""Checks of an array's folder before TensorStore reads it.
 
 Why: a folder may come from anywhere, and zarr's format lets small files unpack to any size. Invariant: an array that
-passes is stored as dflow stores it, uncompressed and with checksums, in regular files that together have its size.
+passes is stored like dflow's own, uncompressed and with checksums, in regular files of the expected sizes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import msgspec
 
 from dflow.lowering.regular_file import read_regular, regular_size
 
-#: Of an array's own file, which tells its form.
+#: Largest size of `zarr.json`, the file that describes an array.
 _MOST_BYTES = 1 << 20
 _CODECS = ["bytes", "crc32c"]
 _CHECKSUM_BYTES = 4
@@ -36,7 +36,7 @@ class _Codec(msgspec.Struct):
 
 
 class _Array(msgspec.Struct):
-    """The part of `zarr.json` that says how many bytes a chunk has. TensorStore checks the rest."""
+    """The part of `zarr.json` that determines the size of a chunk. TensorStore checks the rest."""
 
     zarr_format: Literal[3]
     node_type: Literal["array"]

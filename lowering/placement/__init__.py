@@ -1,4 +1,4 @@
-"""Choosing devices: costs of nodes and links, a simulated step, and what searches for its shortest.
+"""Choosing devices: costs of nodes and links, a simulation of a step, and the search for the shortest one.
 
-Pure functions but for `measure`, which asks the devices how fast they are.
+All files have pure functions, except `measure`, which runs programs on the devices.
 """

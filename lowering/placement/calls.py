@@ -1,8 +1,9 @@
-"""The units of a device that run as one: those between transfers are fused into XLA calls, as `passes/cluster.py` does.
+"""Fuse the units of a device between transfers into calls, as `passes/cluster.py` makes XLA calls of nodes.
 
-A unit's level is how many transfers what it needs has come through. The units of one device and level make one call;
-or two, where other devices wait for some of it: these units with what they are made of and all that touches state,
-then the rest, if it is long. A call waits for all that any of its units takes; what it gives is there when all has run.
+A unit's level is the number of transfers on the longest path to it. The units of one device and level form one call; or
+two, if other devices wait for some of them. Then the first call has these units, those that they depend on, and all
+that touch state; the second has the rest, if it is long. A call starts when the operands of all its units are ready,
+and its results are ready when all its units have run.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from dataclasses import replace
 
 from dflow.lowering.placement.problem import Assignment, Problem, Unit
 
-#: The rest is a call of its own if it takes as long as this, in s.
+#: The rest is a separate call if it takes at least this time, in s.
 LEAST_S = 1e-4
 #: Device, level, and whether it is the rest.
 _Call = tuple[int, int, bool]
 
 
 def as_calls(problem: Problem, assignment: Sequence[int]) -> tuple[Problem, Assignment, tuple[int, ...]]:
-    """The problem of the calls of an assignment, their devices, and for each unit the number of its call."""
+    """Return the problem whose units are the calls of an assignment, their devices, and the call of each unit."""
     calls = _calls(problem, assignment)
     order = sorted(set(calls), key=lambda call: (call[1], call[2], call[0]))
     number_of = {call: number for number, call in enumerate(order)}
@@ -83,7 +84,7 @@ def _calls(problem: Problem, assignment: Sequence[int]) -> list[_Call]:
 
 
 def _awaited(problem: Problem, assignment: Sequence[int], levels: Sequence[int]) -> list[bool]:
-    """Whether another device waits for a unit, or for one of its call that is made from it."""
+    """Return, for each unit, whether another device depends on it, directly or through a unit of its call."""
     found = [
         any(assignment[later] != assignment[number] for later in problem.successors[number])
         for number in range(len(problem.units))
@@ -93,7 +94,7 @@ def _awaited(problem: Problem, assignment: Sequence[int], levels: Sequence[int])
 
 
 def _with_needed(problem: Problem, assignment: Sequence[int], levels: Sequence[int], found: list[bool]) -> None:
-    """Mark what those that are marked need on their device and level."""
+    """Mark also the units of the same device and level on which marked units depend."""
     for number in reversed(range(len(problem.units))):
         if found[number]:
             for earlier in problem.predecessors[number]:

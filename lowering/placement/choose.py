@@ -1,6 +1,6 @@
-"""The assignment that is taken: the best of simple ones and of greedy ones, made better by local search.
+"""Choose an assignment: the best of simple and greedy ones, improved by local search.
 
-It is never worse, in the simulation, than everything on any one device. Small problems are searched whole.
+In the simulation it is never worse than all units on any one device. For small problems all assignments are tried.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from dflow.lowering.placement.score import Scored, predicted, scored
 from dflow.lowering.placement.search import search
 from dflow.tracing.errors import DeviceError
 
-#: Up to so many assignments, all are tried.
+#: Problems of at most this number of assignments are searched exhaustively.
 SMALL = 1024
-#: How many turns the local search takes if nothing ends it.
+#: Number of iterations of the local search, unless it is ended earlier.
 TURNS = 4000
-#: From how many of the starts the search goes out; they share the turns.
+#: Number of starting points of local searches, which share the iterations.
 SEARCHES = 4
 
 
@@ -31,10 +31,10 @@ def choose(
     is_over: Callable[[], bool] = lambda: False,
     exhaustive_up_to: int = SMALL,
 ) -> Scored:
-    """The best assignment found; the same for the same seed and turns, unless `is_over` ends the search.
+    """Return the best assignment found; the same for the same seed and turns, unless `is_over` ends the search.
 
-    Of a problem with up to `exhaustive_up_to` assignments it is the best there is.
-    Raises DeviceError when there is none that keeps units together, or none was found that keeps the limits of memory.
+    For a problem with at most `exhaustive_up_to` assignments it is the optimum.
+    Raises DeviceError if no assignment keeps units of a block together, or none was found that fits into the memory.
     """
     _check_together(problem)
     _check_state(problem)
@@ -57,7 +57,7 @@ def _searched(problem: Problem, turns: int, seed: int, is_over: Callable[[], boo
 
 
 def _polished(problem: Problem, best: Scored, is_over: Callable[[], bool]) -> Scored:
-    """The best to which moves of one block or region at a time lead, so that none would better be elsewhere."""
+    """Return a local optimum, reached by moves of one block or region at a time, or the best until `is_over()`."""
     while not is_over():
         found = better(problem, best)
         if found is None:
@@ -67,7 +67,7 @@ def _polished(problem: Problem, best: Scored, is_over: Callable[[], bool]) -> Sc
 
 
 def starting_points(problem: Problem) -> Iterator[Assignment]:
-    """Assignments to begin with: all on one device, greedy ones, and cuts of the list of units into as many parts."""
+    """Yield starting points: all on one device, greedy ones, and the list of units cut into one part per device."""
     for device in problem.machine.devices:
         yield all_on(problem, device)
     for fills_gaps in (False, True):
@@ -77,12 +77,12 @@ def starting_points(problem: Problem) -> Iterator[Assignment]:
 
 
 def all_on(problem: Problem, device: int) -> Assignment:
-    """All that may be on `device` there, and what may not on the first that it may."""
+    """Return the assignment with each block on `device` if it may run there, else on its first choice."""
     return problem.spread([device if device in choices else choices[0] for choices in problem.choices])
 
 
 def in_parts(problem: Problem) -> Assignment:
-    """The units cut where their costs add up to equal parts, a part a device."""
+    """Return the list of units cut into parts of about equal cost, one part per device."""
     total = sum(_cost(problem, number) for number in range(len(problem.units))) or 1.0
     count, done = len(problem.machine.names), 0.0
     devices = [-1] * len(problem.together)
@@ -99,7 +99,7 @@ def _cost(problem: Problem, number: int) -> float:
 
 
 def _check_together(problem: Problem) -> None:
-    """Refuse units that belong together and may be on no one device."""
+    """Raise DeviceError for units of a block that have no device in common."""
     for block, choices in zip(problem.together, problem.choices, strict=True):
         if not choices:
             units, names = [problem.units[unit] for unit in block], problem.machine.names
@@ -111,7 +111,7 @@ def _check_together(problem: Problem) -> None:
 
 
 def _check_state(problem: Problem) -> None:
-    """Refuse variables that cannot be where they are."""
+    """Raise DeviceError if the variables of a device do not fit into its memory."""
     for device, limit in enumerate(problem.machine.limits):
         bound = [
             unit

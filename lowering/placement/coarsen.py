@@ -1,9 +1,9 @@
-"""Nodes into units: what is too small to be worth a transfer goes with what it is made from, or made into.
+"""Join nodes into units: a node that is too small to be worth a transfer is joined with a neighbour.
 
-A join never makes a cycle, and makes nothing of weight wait for what it did not wait for before: along a chain two are
-joined if one is small; where a value has several users only what is small joins its maker, and where several values
-meet only what is small joins their user. Reads of variables are there from the start, so they are in nobody's way.
-Nodes that may stand on different devices are never joined. Baechi's co-placement (Jeon et al. 2020) is alike.
+A join never makes a cycle, and adds no large waits. Along a chain two nodes are joined if one is small. If a value has
+several users, only a small user joins its producer. If a node takes several values, only a small producer joins it.
+Reads of variables need nothing and take no time, so they are left out. Nodes with different choices of devices are
+never joined. Baechi's co-placement (Jeon et al. 2020) is similar.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from dataclasses import dataclass, field
 
 from dflow.tracing.graph import Graph
 
-#: Small is what takes less than this part of all.
+#: A node is small if it takes less than this part of the time of all nodes.
 SMALL = 1 / 400
-#: Chains are cut into parts of at least this part of all, where their links are small enough.
+#: Two neighbours of a chain are joined if together they take less than this part of the time of all nodes.
 SMALL_CHAIN = 1 / 16
-#: With more units than this, more counts as small.
+#: If more units than this are left, the limit for small nodes is doubled.
 MOST_UNITS = 150
 
 
 def coarsened(
     graph: Graph, seconds: Sequence[float], kinds: Sequence[object], small_s: float
 ) -> tuple[tuple[int, ...], ...]:
-    """The nodes of each unit by number, units in an order that respects every use and every `after`.
+    """Return the indices of the nodes of each unit; the units are in an order that respects every use and `after`.
 
-    seconds  of each node, by a first estimate
-    kinds    nodes of different kinds (such as stated devices) are never joined; None joins nothing
-    small_s  what takes less than this is small, however little all takes
+    seconds  time of each node, by a first estimate
+    kinds    nodes of different kinds (such as stated devices) are never joined, nor are nodes of kind None
+    small_s  nodes that take less than this are small, even if all nodes take little time
     """
     small = max(small_s, sum(seconds) * SMALL)
     while True:
@@ -48,11 +48,11 @@ class _Groups:
     members: dict[int, list[int]] = field(init=False)
     needs: dict[int, set[int]] = field(init=False)
     needed_by: dict[int, set[int]] = field(init=False)
-    #: What costs nothing and needs nothing, which stays by itself.
+    #: Nodes that cost nothing and need nothing, which are never joined.
     sources: set[int] = field(init=False)
-    #: What a chain may become whatever its links are: nobody gains much by a cut of it.
+    #: A chain of less than this time is joined, since a cut of it would gain little.
     small_chain: float = field(init=False)
-    #: How much small work was joined that others must wait for, though they need not.
+    #: By group, the time that joins add to waits of other groups.
     extra: dict[int, float] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -75,7 +75,7 @@ class _Groups:
                 del self.members[number], self.needs[number], self.needed_by[number]
 
     def join(self, small: float, *, chains_only: bool) -> None:
-        """Join until nothing more can be."""
+        """Join groups until no more can be joined."""
         todo = sorted(self.members, reverse=True)
         while todo:
             one = todo.pop()
@@ -114,7 +114,7 @@ class _Groups:
         return False
 
     def _unite(self, earlier: int, later: int) -> set[int]:
-        """Make `later` part of `earlier`; the groups around."""
+        """Make `later` a part of `earlier`; return it and its neighbours."""
         if not (self.needs[later] == {earlier} and self.needed_by[earlier] == {later}):
             added = self._cost[later] if self.needs[later] == {earlier} else self._cost[earlier]
             self.extra[earlier] += self.extra[later] + added
@@ -135,7 +135,7 @@ class _Groups:
         there[kept] = (there[kept] | others) - {gone, kept}
 
     def in_order(self) -> tuple[tuple[int, ...], ...]:
-        """The groups, each after what it needs; of those that could be next the one with the first node."""
+        """Return the groups in topological order; of those that could be next, the one with the first node."""
         waits = {group: len(needs) for group, needs in self.needs.items()}
         ready = sorted((group for group, count in waits.items() if not count), reverse=True)
         found: list[tuple[int, ...]] = [(source,) for source in sorted(self.sources)]

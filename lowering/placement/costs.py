@@ -1,4 +1,4 @@
-"""What work takes on a device, by its rates: as long as its arithmetic, or its bytes, whichever is longer."""
+"""The time of work on a device, by its rates: that of its arithmetic or of its bytes, whichever is longer."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from dflow.lowering.placement.work import Work
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """How fast a device is: operations and bytes in a second, and what it takes to start a program, in s."""
+    """The speed of a device: operations and bytes per second, and the time to start a program, in s."""
 
     flops_per_s: float
     bytes_per_s: float
     launch_s: float
 
     def seconds(self, work: Work) -> float:
-        """How long the work takes, without the launch."""
+        """Return the time of the work, without the launch."""
         return max(work.flops / self.flops_per_s, work.moved_bytes / self.bytes_per_s)
 
 
 def analysed(compiled: Any) -> Work | None:
-    """What XLA says of a program that it compiled; None on a platform where it says nothing."""
+    """Return the work of a compiled program by XLA's cost analysis; None on a platform without one."""
     found = compiled.cost_analysis()
     if not found:
         return None

@@ -1,4 +1,4 @@
-"""Every assignment tried: the optimum, for problems small enough."""
+"""Exhaustive search: the optimum of small problems."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from dflow.lowering.placement.score import Scored, scored
 
 
 def size(problem: Problem) -> int:
-    """How many assignments keep the constraints, memory aside."""
+    """Return the number of assignments that satisfy the constraints, except limits of memory."""
     return prod(len(choices) for choices in problem.choices)
 
 
 def every(problem: Problem) -> Iterator[Assignment]:
-    """The assignments that keep the constraints, memory aside."""
+    """Yield the assignments that satisfy the constraints, except limits of memory."""
     for devices in product(*problem.choices):
         yield problem.spread(devices)
 
 
 def exhaustive(problem: Problem) -> Scored:
-    """The best of all assignments; of equal ones the first."""
+    """Return the best of all assignments; of equal ones the first."""
     return min((scored(problem, assignment) for assignment in every(problem)), key=lambda found: found.score)

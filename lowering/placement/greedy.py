@@ -1,8 +1,8 @@
-"""Earliest finish first: units in the order of their upward rank, each where it would end soonest.
+"""Greedy placement: units in the order of their upward rank, each on the device where it would end soonest.
 
-After HEFT (Topcuoglu et al. 2002), with three differences: a value that is on a device already, or on its way there for
-another unit, is not sent again; a link carries one value at a time; and a device with too little memory left is passed
-over, as in Baechi (B. Jeon et al.: Baechi: fast device placement of machine learning graphs. SoCC 2020).
+After HEFT (Topcuoglu et al. 2002), with three differences. A value that is already on a device, or being sent there for
+another unit, is not sent again. A link carries one value at a time. A device with too little memory left is skipped, as
+in Baechi (B. Jeon et al.: Baechi: fast device placement of machine learning graphs. SoCC 2020).
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from dflow.lowering.placement.problem import Assignment, Problem
 
 
 def greedy(problem: Problem, *, fills_gaps: bool = True, looks_ahead: bool = False) -> Assignment:
-    """An assignment that keeps the constraints, made in one pass.
+    """Return an assignment that satisfies the constraints, made in one pass.
 
-    fills_gaps   whether a unit may go before those that were given to its device earlier
-    looks_ahead  whether the way to users that can run on one device only is counted in
+    fills_gaps   whether a unit may run before units that were assigned to its device earlier
+    looks_ahead  whether the end of a unit includes the longest transfer to a user whose device is known
     """
     state = _Chosen(problem, fills_gaps=fills_gaps, looks_ahead=looks_ahead)
     for number in by_rank(problem):
@@ -26,9 +26,9 @@ def greedy(problem: Problem, *, fills_gaps: bool = True, looks_ahead: bool = Fal
 
 
 def by_rank(problem: Problem) -> list[int]:
-    """The units, those with the longest way to the end first, each after all that it needs."""
+    """Return the units, those with the longest path to the end first, each after all that it depends on."""
     ranks = problem.ranks
-    # Where costs are zero a unit's rank may be that of what it needs, so the order of units decides.
+    # With costs of zero a unit may have the rank of a unit that it depends on; then their order decides.
     return sorted(range(len(problem.units)), key=lambda number: (-ranks[number], number))
 
 
@@ -39,7 +39,7 @@ class _Chosen:
         self.assignment = [-1] * len(problem.units)
         self._end = [0.0] * len(problem.units)
         self._block: list[int | None] = [None] * len(problem.together)
-        #: By device, when it works, in order.
+        #: By device, the intervals in which it works, in order.
         self._work: list[list[tuple[float, float]]] = [[] for _ in machine.names]
         self._there: list[dict[int, float]] = [
             {value.source: 0.0} if value.source is not None else {} for value in problem.values
@@ -82,7 +82,7 @@ class _Chosen:
         return end + self._way_on(number, device) if self.looks_ahead else end
 
     def _way_on(self, number: int, device: int) -> float:
-        """The longest transfer to a user whose device is known."""
+        """Return the time of the longest transfer to a user whose device is known."""
         problem, longest = self.problem, 0.0
         for value in problem.gives[number]:
             moved = problem.values[value]
@@ -107,7 +107,7 @@ class _Chosen:
     def _arrival(
         self, value: int, device: int, taken: dict[tuple[int, int], float]
     ) -> tuple[tuple[int, int] | None, float]:
-        """By which link a value comes and when; `taken` is when the links of this unit are free again."""
+        """Return the link of a value and its arrival; `taken` is when links are free after this unit's transfers."""
         there = self._there[value]
         if device in there:
             return None, there[device]
@@ -155,7 +155,7 @@ class _Chosen:
         self._let_go(unit.takes)
 
     def _let_go(self, values: Sequence[int]) -> None:
-        """Give back what no unit to come will take."""
+        """Free the values that no later unit takes."""
         for value in values:
             self._uses[value] -= 1
             if not self._uses[value] and self.problem.values[value].producer is not None:

@@ -1,4 +1,4 @@
-"""From a graph whose nodes are placed, but for those that may choose, to the numbers of a `Problem`."""
+"""Make a `Problem` of a graph whose nodes are placed, except those that are open to a choice."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dflow.tracing.types import HANDLES, ArrayType, RefType, TokenType
 
 @dataclass(frozen=True)
 class Price:
-    """What a unit takes on each device, in s, and the bytes it needs while it runs."""
+    """The time of a unit on each device, in s, and the scratch memory that it needs, in bytes."""
 
     seconds: tuple[float, ...]
     scratch_bytes: int = 0
@@ -23,14 +23,14 @@ class Price:
 
 @dataclass(frozen=True)
 class Instance:
-    """A problem, and the graph and the nodes that its units stand for."""
+    """A problem, with its graph and the indices of the nodes of each unit."""
 
     graph: Graph
     groups: tuple[tuple[int, ...], ...]
     problem: Problem
 
     def nodes(self, unit: int) -> list[Node]:
-        """The nodes of a unit."""
+        """Return the nodes of a unit."""
         return [self.graph.nodes[number] for number in self.groups[unit]]
 
 
@@ -43,11 +43,13 @@ def instance(
     prices: Callable[[Sequence[Graph]], Sequence[Price]],
     small_s: float,
 ) -> Instance:
-    """The problem of placing a graph, whose effects are in order edges.
+    """Return the problem of placing a graph, whose effects are in order edges.
 
-    devices_of  where a node may be
-    estimate    roughly how long a node takes, in s
-    prices      of the parts of the graph that become units
+    home        index of the device that holds the arguments
+    devices_of  returns the devices where a node may be
+    estimate    returns a rough time of a node, in s
+    prices      returns the costs of the parts of the graph that become units
+    small_s     nodes that take less time than this are small, see `coarsened`
     """
     choices = [devices_of(node) for node in graph.nodes]
     kinds = [None if runs_alone(node) else where for node, where in zip(graph.nodes, choices, strict=True)]
@@ -75,12 +77,12 @@ def instance(
 
 
 def runs_alone(node: Node) -> bool:
-    """Whether a node is no part of an XLA call, or may be seen from outside."""
+    """Whether a node is a host node, or has unknown effects."""
     return node.op in ops.HOST_OPS or any(effect is Effect.UNKNOWN for effect, _ in node.effects)
 
 
 def part(graph: Graph, nodes: Sequence[Node]) -> Graph:
-    """Some nodes as a graph: it takes what they need from elsewhere, and gives what others use."""
+    """Return some nodes as a graph: its inputs are their operands from outside, its outputs the values used outside."""
     made = {value for node in nodes for value in node.outputs}
     taken = dict.fromkeys(value for node in nodes for value in node.values if value not in made)
     inside = {id(node) for node in nodes}
@@ -113,14 +115,14 @@ def _values(
 
 
 def _after(unit: int, body: Graph, unit_of: Mapping[Value, int]) -> tuple[int, ...]:
-    """The units before, by order edges and by tokens that no value stands for."""
+    """Return the units before a unit, by order edges and by tokens, which are no values of the problem."""
     earlier = (unit_of[value] for node in body.nodes for value in node.after if value in unit_of)
     tokens = (unit_of[v] for node in body.nodes for v in node.values if isinstance(v.type, TokenType))
     return tuple(dict.fromkeys(other for other in (*earlier, *tokens) if other != unit))
 
 
 def _state(graph: Graph, parts: Sequence[Graph]) -> list[int]:
-    """The bytes of the variables, each with the first unit that uses it."""
+    """Return the bytes of variables of each unit; a variable counts for the first unit that uses it."""
     found, counted = [0] * len(parts), set()
     for unit, body in enumerate(parts):
         for ref in body.refs:

@@ -1,7 +1,7 @@
-"""What is to be placed, as numbers: units of work, the values between them, devices and the links between these.
+"""A placement problem as numbers: units of work, the values between them, devices and the links between these.
 
-Nothing here knows of graphs. Units stand in an order in which each comes after all it needs. An assignment is a tuple
-with the number of a device for each unit; `allows` says which ones keep the constraints.
+Nothing here depends on graphs. Units, values and devices are known by their indices. Units are in topological order. An
+assignment is a tuple with the device of each unit; `allows` tells whether it satisfies the constraints.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-#: For each unit the number of its device.
+#: The index of the device of each unit.
 Assignment = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One way from a device to another. It carries one value at a time; their latencies overlap.
+    """The connection from one device to another. It carries one value at a time; their latencies overlap.
 
-    Of a value, what is over `knee_bytes` goes at the rate `beyond_bytes_per_s`: large memory may be slow to be had.
+    The bytes of a value beyond `knee_bytes` move at the rate `beyond_bytes_per_s`: allocating much memory may be slow.
     """
 
     latency_s: float
@@ -28,25 +28,25 @@ class Link:
     beyond_bytes_per_s: float = math.inf
 
     def occupied_s(self, size_bytes: int) -> float:
-        """How long a value keeps others from the link."""
+        """Return the time for which a value of this size occupies the link."""
         beyond = max(0.0, size_bytes - self.knee_bytes)
         return (size_bytes - beyond) / self.bytes_per_s + beyond / self.beyond_bytes_per_s
 
     def seconds(self, size_bytes: int) -> float:
-        """From the start of a transfer to its end."""
+        """Return the time from the start of a transfer to its end."""
         return self.latency_s + self.occupied_s(size_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Devices and what joins them.
+    """Devices and their links.
 
     `links[source][destination]`  those from a device to itself are not used
-    `launch_s`  what each device pays for starting a unit
-    `limits`    each device's memory in bytes, None where there is no limit
-    `pools`     devices of one number share processors
-    `speeds`    by pool, how fast each of its devices is while 1, 2, 3, ... of them work, as part of its speed alone;
-                the last stands for all further numbers, an empty one for 1.0
+    `launch_s`  time of each device to start a unit
+    `limits`    memory of each device in bytes, None without a limit
+    `pools`     pool of each device; devices of one pool share processors
+    `speeds`    by pool, the speed of each of its devices while 1, 2, 3, ... of them work, relative to one alone; the
+                last number holds for more devices, and an empty tuple means 1.0
     """
 
     names: tuple[str, ...]
@@ -57,21 +57,21 @@ class Machine:
     speeds: tuple[tuple[float, ...], ...]
 
     def speed(self, pool: int, working: int) -> float:
-        """How fast each device of the pool is while so many of them work."""
+        """Return the relative speed of each device of the pool while `working` of them work."""
         speeds = self.speeds[pool]
         return speeds[min(working, len(speeds)) - 1] if speeds else 1.0
 
     @property
     def devices(self) -> range:
-        """The numbers of the devices."""
+        """The indices of the devices."""
         return range(len(self.names))
 
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """A value: its size, the unit that gives it, and the device it is on at first when it is an input.
+    """A value: its size, the unit that produces it, and for an input the device that holds it at first.
 
-    `is_output`  whether it is kept to the end, where it was made
+    `is_output`  whether its producer's device keeps it until the end
     """
 
     size_bytes: int
@@ -82,14 +82,14 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What runs as one.
+    """A unit of work, which runs on one device as a whole.
 
-    `seconds`        by device, without the launch
-    `takes`          numbers of values, each once
-    `after`          units that must have run before, though none of their values is taken
-    `devices`        where it may run, in order
-    `scratch_bytes`  what it needs while it runs, beside what it takes and gives
-    `state_bytes`    what lives with it for good: its variables
+    `seconds`        time on each device, without the launch
+    `takes`          indices of its operands, each once
+    `after`          units that must run before it, though it takes none of their values
+    `devices`        devices where it may run, in order
+    `scratch_bytes`  memory that it needs while it runs, beside operands and results
+    `state_bytes`    memory of its variables, which its device holds permanently
     `touches_state`  whether it reads or writes variables
     """
 
@@ -105,9 +105,10 @@ class Unit:
 
 @dataclass(frozen=True)
 class Problem:
-    """Units, values and the machine. The units of each tuple in `together` share a device; every unit is in one.
+    """Units, values and the machine.
 
-    `fuses` says whether the units of a device that stand between transfers run as one (see `calls`).
+    `together`  the blocks: the units of each share a device; every unit is in one block
+    `fuses`     whether the units of a device between transfers run as one call (see `calls`)
     """
 
     machine: Machine
@@ -118,7 +119,7 @@ class Problem:
 
     @cached_property
     def gives(self) -> tuple[tuple[int, ...], ...]:
-        """The values each unit gives."""
+        """The values that each unit produces."""
         found: list[list[int]] = [[] for _ in self.units]
         for number, value in enumerate(self.values):
             if value.producer is not None:
@@ -136,7 +137,7 @@ class Problem:
 
     @cached_property
     def followers(self) -> tuple[tuple[int, ...], ...]:
-        """The units that come after each by `after`."""
+        """The units that name each unit in `after`."""
         found: list[list[int]] = [[] for _ in self.units]
         for number, unit in enumerate(self.units):
             for earlier in unit.after:
@@ -145,7 +146,7 @@ class Problem:
 
     @cached_property
     def predecessors(self) -> tuple[tuple[int, ...], ...]:
-        """The units that each needs, by value or by order."""
+        """The units that each unit depends on, by value or by `after`."""
         return tuple(
             tuple(dict.fromkeys([*(p for v in unit.takes if (p := self.values[v].producer) is not None), *unit.after]))
             for unit in self.units
@@ -153,7 +154,7 @@ class Problem:
 
     @cached_property
     def successors(self) -> tuple[tuple[int, ...], ...]:
-        """The units that need each, by value or by order."""
+        """The units that depend on each unit, by value or by `after`."""
         found: list[dict[int, None]] = [{} for _ in self.units]
         for number, before in enumerate(self.predecessors):
             for earlier in before:
@@ -162,7 +163,7 @@ class Problem:
 
     @cached_property
     def block_of(self) -> tuple[int, ...]:
-        """The number in `together` of each unit."""
+        """The block of each unit, as an index in `together`."""
         found = [0] * len(self.units)
         for number, block in enumerate(self.together):
             for unit in block:
@@ -171,7 +172,7 @@ class Problem:
 
     @cached_property
     def choices(self) -> tuple[tuple[int, ...], ...]:
-        """For each of `together` the devices on which all its units may run."""
+        """The devices on which all units of a block may run, for each block."""
         return tuple(
             tuple(d for d in self.machine.devices if all(d in self.units[unit].devices for unit in block))
             for block in self.together
@@ -184,7 +185,7 @@ class Problem:
 
     @cached_property
     def ranks(self) -> tuple[float, ...]:
-        """The longest way, in s, from the start of each unit to the end, at mean costs: the upward rank of HEFT.
+        """The longest path, in s, from the start of each unit to the end, at mean costs: the upward rank of HEFT.
 
         H. Topcuoglu, S. Hariri, M. Wu: Performance-effective and low-complexity task scheduling for heterogeneous
         computing. IEEE TPDS 13 (2002).
@@ -210,17 +211,17 @@ class Problem:
         return sum(link.latency_s for link in links) / count, sum(1 / link.bytes_per_s for link in links) / count
 
     def cost(self, number: int, device: int) -> float:
-        """How long a unit keeps a device that works at full speed, in s. What takes no time is not launched."""
+        """Return the time of a unit on a device at full speed, in s. A unit that takes no time is not launched."""
         seconds = self.units[number].seconds[device]
         return seconds + self.machine.launch_s[device] if seconds else 0.0
 
     def allows(self, assignment: Sequence[int]) -> bool:
-        """Whether each unit is where it may run, and units that belong together are. Memory is the simulation's."""
+        """Whether each unit may run on its device, and the units of each block share one. Memory is not checked."""
         return all(
             assignment[block[0]] in choices and len({assignment[unit] for unit in block}) == 1
             for block, choices in zip(self.together, self.choices, strict=True)
         )
 
     def spread(self, devices: Mapping[int, int] | Sequence[int]) -> Assignment:
-        """The assignment that gives each of `together` the device of its number."""
+        """Return the assignment of the units, from the device of each block."""
         return tuple(devices[block] for block in self.block_of)

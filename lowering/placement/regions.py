@@ -1,4 +1,4 @@
-"""Connected parts of an assignment that stand on one device, and where else each could be."""
+"""Regions of an assignment, connected parts on one device, and the other devices that each could be on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dflow.lowering.placement.score import Scored, scored
 
 
 class Alternative(NamedTuple):
-    """Where else a region could be: the device with which a step is shortest then, and by how many s it is longer."""
+    """The best other device for a region, and the time in s by which it makes a step longer."""
 
     region: tuple[int, ...]
     device: int
@@ -18,7 +18,7 @@ class Alternative(NamedTuple):
 
 
 def regions(problem: Problem, assignment: Assignment) -> list[tuple[int, ...]]:
-    """The blocks of `together` that have a choice, those that are joined by values and on one device together."""
+    """Return the blocks that have a choice of devices, grouped into connected blocks on one device."""
     movable = {block for block, choices in enumerate(problem.choices) if len(choices) > 1}
     leader = {block: block for block in movable}
 
@@ -39,7 +39,7 @@ def regions(problem: Problem, assignment: Assignment) -> list[tuple[int, ...]]:
 
 
 def moved(problem: Problem, assignment: Assignment, blocks: Iterable[int], device: int) -> Assignment:
-    """The assignment with these blocks on `device`, those of them that may be there."""
+    """Return the assignment with those of these blocks on `device` that may run there."""
     new = list(assignment)
     for block in blocks:
         if device in problem.choices[block]:
@@ -49,7 +49,7 @@ def moved(problem: Problem, assignment: Assignment, blocks: Iterable[int], devic
 
 
 def alternatives(problem: Problem, assignment: Assignment) -> list[Alternative]:
-    """For each region the next best device, all else as it is."""
+    """Return the next best device of each region, with all else unchanged."""
     base, found = scored(problem, assignment).step_s, []
     for region in regions(problem, assignment):
         others = [(scored(problem, new).score, device) for device, new in _moves(problem, assignment, region)]
@@ -59,7 +59,7 @@ def alternatives(problem: Problem, assignment: Assignment) -> list[Alternative]:
 
 
 def better(problem: Problem, best: Scored) -> Scored | None:
-    """A better assignment that one move of a block, or of a region, leads to; None where there is none."""
+    """Return a better assignment that differs by the move of one block or region; None if there is none."""
     single = [(block,) for block, choices in enumerate(problem.choices) if len(choices) > 1]
     for blocks in (*regions(problem, best.assignment), *single):
         for _, new in _moves(problem, best.assignment, blocks):

@@ -1,4 +1,4 @@
-"""What makes one assignment better than another: first that memory suffices, then the predicted time of a step."""
+"""The score by which assignments are compared: first the memory that they lack, then the predicted time of a step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dflow.lowering.placement.simulate import Prediction, simulate
 
 
 class Scored(NamedTuple):
-    """An assignment with the bytes that it lacks, and its time in s; less is better."""
+    """An assignment and its score: the bytes of memory that it lacks, and its time in s. A smaller score is better."""
 
     score: tuple[int, float]
     assignment: Assignment
@@ -22,13 +22,13 @@ class Scored(NamedTuple):
 
 
 def predicted(problem: Problem, assignment: Assignment, *, with_memory: bool = True) -> Prediction:
-    """What a step of the assignment would be; of its calls, if the problem's units are fused."""
+    """Return the predicted step of the assignment; of its calls, if the problem's units are fused."""
     if problem.fuses:
         problem, assignment, _ = as_calls(problem, assignment)
     return simulate(problem, assignment, with_memory=with_memory)
 
 
 def scored(problem: Problem, assignment: Assignment) -> Scored:
-    """Simulate the assignment, its units as calls if the problem's are fused."""
+    """Return the assignment with its score, from the simulation (of its calls, if the problem's units are fused)."""
     found = predicted(problem, assignment, with_memory=problem.is_limited)
     return Scored((found.overflow(problem.machine.limits), found.step_s), assignment)

@@ -1,8 +1,8 @@
 """Local search: from an assignment to better ones by moving single units and connected groups.
 
-Each turn moves some of the units to another device and keeps the result when it is no worse, or, early on, when it is
-little worse (simulated annealing). The moves are drawn from a seed, so the same seed and number of turns give the same
-result; a budget in seconds only ends it sooner.
+Each iteration moves some of the units to another device. It keeps the result if that is no worse or, early on, slightly
+worse (simulated annealing). The moves are drawn from a seed, so the same seed and number of iterations give the same
+result, unless `is_over` ends the search earlier.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from dflow.lowering.placement.problem import Assignment, Problem
 from dflow.lowering.placement.score import Scored, scored
 from dflow.lowering.placement.simulate import Prediction, simulate
 
-#: How much worse a result may be at first, as part of the time of a step, to be kept with a chance of 1/e.
+#: Initial temperature, as part of the time of a step: a result worse by this is kept with probability 1/e.
 WARMTH = 0.1
-#: How many of `together` one move takes along at most.
+#: A move of a group has at most this number of blocks.
 LARGEST_GROUP = 12
 
 
@@ -29,7 +29,7 @@ def search(
     seed: int = 0,
     is_over: Callable[[], bool] = lambda: False,
 ) -> Scored:
-    """The best assignment found in `turns` turns, never worse than `start`. `is_over` is asked before each turn."""
+    """Return the best assignment found in `turns` iterations, or until `is_over()`, never worse than `start`."""
     movable = [block for block, choices in enumerate(problem.choices) if len(choices) > 1]
     best = current = scored(problem, start)
     seen = {start: best}
@@ -67,7 +67,7 @@ class _Moves:
         self._chains = _chains(problem)
 
     def draw(self, assignment: Assignment) -> Assignment:
-        """Another assignment that keeps the constraints, memory aside."""
+        """Return another assignment that satisfies the constraints, except limits of memory."""
         devices = [assignment[block[0]] for block in self._problem.together]
         kind = self._draws.random()
         block = self._on_the_way(assignment) if kind < 0.15 else self._draws.choice(self._movable)
@@ -78,7 +78,7 @@ class _Moves:
         elif kind < 0.55:
             self._move([block], devices, self._other(devices, block))
         elif kind < 0.65:
-            # To where a neighbour is: what talks together comes together.
+            # To the device of a neighbour, which saves a transfer.
             near = [devices[other] for other in self._near[block] if devices[other] in self._problem.choices[block]]
             self._move([block], devices, self._draws.choice(near) if near else self._other(devices, block))
         elif kind < 0.80:
@@ -96,7 +96,7 @@ class _Moves:
                 devices[block] = target
 
     def _swap(self, devices: list[int], these: Sequence[int], those: Sequence[int]) -> None:
-        """Let two chains change places; if they are on one device, move the first away."""
+        """Swap the devices of two chains; if they are on one device, move the first away."""
         here, there = devices[these[0]], devices[those[0]]
         if here == there:
             there = self._other(devices, these[0])
@@ -105,7 +105,7 @@ class _Moves:
         self._move(these, devices, there)
 
     def _group(self, devices: list[int], block: int) -> list[int]:
-        """Connected blocks on one device, from `block` on."""
+        """Return `block` and a random number of connected blocks on its device."""
         wanted, found, edge = self._draws.randint(2, LARGEST_GROUP), [block], [block]
         while edge and len(found) < wanted:
             at = edge.pop(self._draws.randrange(len(edge)))
@@ -117,7 +117,7 @@ class _Moves:
         return found
 
     def _on_the_way(self, assignment: Assignment) -> int:
-        """A block on the critical path: what ends last, or what this waited for, and so on."""
+        """Return a random block on the critical path, which leads back from the unit that ends last."""
         problem, path = self._problem, []
         found = simulate(problem, assignment, with_memory=False)
         before: int | None = max(range(len(found.end_s)), key=lambda number: found.end_s[number])
@@ -129,7 +129,7 @@ class _Moves:
 
 
 def _held_up_by(problem: Problem, assignment: Assignment, found: Prediction, number: int) -> int | None:
-    """Of what a unit needs and what its device did before, that which ended last."""
+    """Return the unit that ended last of those that a unit depends on and those that ran before it on its device."""
     earlier = [other for other in problem.predecessors[number] if found.end_s[other] <= found.start_s[number]]
     earlier += [
         other
@@ -143,7 +143,7 @@ def _held_up_by(problem: Problem, assignment: Assignment, found: Prediction, num
 
 
 def _neighbours(problem: Problem) -> list[list[int]]:
-    """By block, the others that give it something or take something from it."""
+    """Return, for each block, the blocks on which it depends or which depend on it."""
     found: list[dict[int, None]] = [{} for _ in problem.together]
     for number, needed in enumerate(problem.predecessors):
         for earlier in needed:
@@ -154,13 +154,13 @@ def _neighbours(problem: Problem) -> list[list[int]]:
 
 
 def _chains(problem: Problem) -> list[list[int]]:
-    """By block, those that follow it and go before it one by one, without a fork or a join: a branch."""
+    """Return, for each block, its chain: the blocks before and after it without a fork or a join between."""
     chains = [[block] for block in range(len(problem.together))]
     for number, needed in enumerate(problem.predecessors):
         if len(needed) == 1 and len(problem.successors[needed[0]]) == 1:
             earlier, later = problem.block_of[needed[0]], problem.block_of[number]
             one, other = chains[earlier], chains[later]
-            # What is bound to a device is no part of a branch that moves.
+            # Blocks bound to a device are not in a chain that moves.
             if one is not other and min(len(problem.choices[earlier]), len(problem.choices[later])) > 1:
                 one += other
                 for block in other:

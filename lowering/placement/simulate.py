@@ -1,10 +1,10 @@
-"""One step of an assignment, simulated: when each unit runs, when each value moves, and what memory that takes.
+"""Simulate one step of an assignment: when each unit runs, when each value moves, and the memory used.
 
-A device runs one unit at a time; of those that are ready it takes the one with the longest way to the end (`ranks`),
-then the first. Devices of one pool slow each other down as the machine says. A value goes to each other device that
-needs it once, as soon as it is there; a link carries one value at a time, in the order in which they are ready. Memory
-is counted over half-open intervals: a result from the start of its unit, a copy from the start of its transfer, both to
-the end of their last use.
+A device runs one unit at a time: of the ready ones that with the longest path to the end (`ranks`), of equal ones the
+first. Devices of one pool slow each other down by the machine's `speeds`. A value is sent once to each other device
+that needs it, as soon as it is ready. A link carries one value at a time, in the order in which they become ready.
+Memory is counted over half-open intervals: a result from the start of its unit, a copy from the start of its transfer,
+both to the end of their last use.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dflow.lowering.placement.problem import Problem
 
 
 class Transfer(NamedTuple):
-    """A value on its way."""
+    """The transfer of a value from one device to another."""
 
     value: int
     source: int
@@ -27,12 +27,13 @@ class Transfer(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """What a step of an assignment would be.
+    """The predicted step of an assignment.
 
-    `step_s`      until every unit has run
-    `busy_s`      by device
-    `peak_bytes`  by device, what lives there for good included
-    `start_s`     by unit, as `end_s`
+    `step_s`           time until every unit has run
+    `busy_s`           time for which each device runs units
+    `peak_bytes`       largest memory in use on each device, including variables
+    `start_s`,`end_s`  start and end of each unit
+    `transfers`        the transfers between devices
     """
 
     step_s: float
@@ -43,14 +44,14 @@ class Prediction(NamedTuple):
     transfers: tuple[Transfer, ...]
 
     def overflow(self, limits: Sequence[int | None]) -> int:
-        """By how many bytes, all together, devices need more than they may."""
+        """Return the number of bytes by which the devices exceed their limits, in all."""
         return sum(
             max(0, peak - limit) for peak, limit in zip(self.peak_bytes, limits, strict=True) if limit is not None
         )
 
 
 def simulate(problem: Problem, assignment: Sequence[int], *, with_memory: bool = True) -> Prediction:
-    """Run a step of `assignment`; without memory, `peak_bytes` is all 0."""
+    """Return the predicted step of `assignment`; without memory, `peak_bytes` is all 0."""
     run = _Run(problem, assignment)
     run.to_the_end()
     peak = _peaks(problem, assignment, run) if with_memory else (0,) * len(problem.machine.names)
@@ -67,8 +68,8 @@ def simulate(problem: Problem, assignment: Sequence[int], *, with_memory: bool =
 class _Run:
     """The state of a simulation.
 
-    Events are `(time, unit, turn)` for an end and `(time, -1 - place in transfers, 0)`. An end whose turn is not the
-    device's last one is void: the speed has changed since.
+    Events are `(time, unit, turn)` for the end of a unit and `(time, -1 - index of the transfer, 0)` for that of a
+    transfer. `turn` counts the changes of a device's speed: an end with an older count is void.
     """
 
     def __init__(self, problem: Problem, assignment: Sequence[int]) -> None:
@@ -77,13 +78,13 @@ class _Run:
         self.start, self.end = [0.0] * len(units), [0.0] * len(units)
         self.busy = [0.0] * len(machine.names)
         self.transfers: list[Transfer] = []
-        #: By value, when it is on each device.
+        #: By value and device, the time at which the value arrives there.
         self.there: list[dict[int, float]] = [{} for _ in problem.values]
         self._waits = [len(unit.takes) + len(unit.after) for unit in units]
         self._ready: list[list[tuple[float, int]]] = [[] for _ in machine.names]
         self._link_free: dict[tuple[int, int], float] = {}
         self._events: list[tuple[float, int, int]] = []
-        #: By device: the unit that runs, the seconds alone that are left of it, since when, and at which speed.
+        #: By device: the running unit, its remaining seconds at full speed at the time `_since`, and the speed now.
         self._running: list[int | None] = [None] * len(machine.names)
         self._left = [0.0] * len(machine.names)
         self._since = [0.0] * len(machine.names)
@@ -121,7 +122,7 @@ class _Run:
         self._pace(now)
 
     def _pace(self, now: float) -> None:
-        """Say anew when units end whose speed changes now."""
+        """Schedule new ends for the running units whose speed changes now."""
         machine = self.problem.machine
         working = [0] * len(machine.speeds)
         for device, number in enumerate(self._running):
@@ -213,7 +214,7 @@ def _last_uses(problem: Problem, assignment: Sequence[int], run: _Run) -> dict[t
 
 
 def _most(changes: Sequence[tuple[float, int]]) -> int:
-    """The most at any time; at one time what ends goes before what begins, as sorting has them."""
+    """Return the largest sum at any time. At equal times sorting puts ends (negative sizes) before starts."""
     most = held = 0
     for _, size in changes:
         held += size

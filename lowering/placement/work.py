@@ -1,7 +1,7 @@
-"""How much arithmetic and how many bytes an op takes, from the types of its operands: a first estimate without XLA.
+"""The arithmetic and the memory traffic of an op, from the types of its operands: a first estimate without XLA.
 
-It decides what is worth being placed by itself; what each unit costs is asked of XLA, or measured. Loops whose number
-of turns is known count that often, which XLA's own analysis does not do; others count once.
+By it small nodes are joined into units; the costs of units are measured, or taken from XLA. The body of a loop counts
+once per iteration if their number is known, unlike in XLA's own analysis, else once.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ class Work(NamedTuple):
     moved_bytes: float = 0.0
 
     def plus(self, other: Work) -> Work:
-        """Both."""
+        """Return the sum of both."""
         return Work(self.flops + other.flops, self.moved_bytes + other.moved_bytes)
 
     def times(self, count: float) -> Work:
-        """So many times."""
+        """Return `count` times this work."""
         return Work(self.flops * count, self.moved_bytes * count)
 
 
-#: What only looks at its operand, or makes a number out of nothing.
+#: Ops without arithmetic, which only write their results.
 _FREE = {"reshape", "squeeze", "broadcast_in_dim", "convert_element_type", "stop_gradient", "copy", "iota", "transpose"}
 
-#: About a tenth of a millisecond on one core; sums of estimates may be wrong by a factor of a few.
+#: About 0.1 ms on one core; sums of estimates may be wrong by a factor of 2 to 5.
 QUICK = Work(1e6, 1e6)
 
-#: What is somebody else's code.
+#: Ops that run code unknown to us.
 _UNKNOWN = frozenset({"ffi_call", "pallas_call", "custom_call"})
 
-#: What touches some rows of its first operand: as many as it gives, or as the operand of this number has.
+#: Ops that touch some elements of their first operand: the number in their results, or in the operand of this index.
 _ROWS: dict[str, int | None] = {
     "gather": None,
     "slice": None,
@@ -51,14 +51,14 @@ _ROWS: dict[str, int | None] = {
     **dict.fromkeys(("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"), 2),
 }
 
-#: What takes about as many operations for each number as a matrix has rows, times a few dozen.
+#: Ops that take about 25 n operations for each element of a matrix of n rows.
 _CUBIC = frozenset(
     {"cholesky", "eig", "eigh", "geqrf", "householder_product", "lu", "qr", "schur", "svd", "triangular_solve"}
 )
 
 
 def work_of(node: Node) -> Work:
-    """The work of one node, what its bodies do included."""
+    """Return the work of one node, including its bodies."""
     if node.op is ops.var_read:
         return Work()
     bodies = [*node.bodies, *(graph for value in node.attributes.values() for graph in _graphs_in(value))]
@@ -101,7 +101,7 @@ def _of_bodies(node: Node, bodies: Iterable[Graph]) -> Work:
 
 
 def is_quick(call: Node) -> bool:
-    """Whether an XLA call surely takes so short that a thread which has other things to do may run it."""
+    """Whether an XLA call is surely short enough to run on a thread that must not be blocked."""
     (body,) = call.bodies
     if calls_python(body):
         return False
@@ -116,7 +116,7 @@ def is_quick(call: Node) -> bool:
 
 
 def runs_how_long(node: Node) -> bool:
-    """Whether nobody can say how often a loop in the node turns."""
+    """Whether the node has a loop with an unknown number of iterations."""
     if node.op.name.rpartition(".")[2] == "while":
         return True
     bodies = [*node.bodies, *(graph for value in node.attributes.values() for graph in _graphs_in(value))]
@@ -143,7 +143,7 @@ def _dot_flops(node: Node) -> float:
 
 
 def _convolution_flops(node: Node) -> float:
-    """Each result is a sum over a window: as many products as the kernel has numbers for each of its features out."""
+    """Return the operations: each result is a sum of kernel elements / output features products."""
     out, kernel = sum(_count(value) for value in node.outputs), _count(node.inputs[1])
     numbers = node.attributes["dimension_numbers"]
     spec = getattr(numbers, "rhs_spec", None)
