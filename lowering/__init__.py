@@ -1,1 +1,1 @@
-"""From a stateful graph to programs that run on one host. Knows XLA; knows nothing of the network."""
+"""Lower a stateful graph to programs and run them on one host. This layer uses XLA, and never the network."""

@@ -30,7 +30,7 @@ from dflow.tracing.accumulator_settings import AccumulatorSettings, Reduction
 from dflow.tracing.errors import AccumulatorError, InternalError
 from dflow.tracing.types import AccumulatorType, RowsType
 
-#: The sum so far, one tuple per component: an array, or indices and rows.
+#: The sum of the gradients since the last take, one tuple per component: an array, or indices and rows.
 Sum = list[tuple[Any, ...]]
 
 _add = jax.jit(jnp.add)

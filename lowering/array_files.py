@@ -336,7 +336,7 @@ class _Stored:
 
 
 def _small(shape: Sequence[int], whole: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    """Return the shape of chunks for parts of the shape `shape`, of an array of the shape `whole`."""
+    """Return the shape of chunks for parts of an array; `shape` is that of a part, `whole` that of the array."""
     chunk = [max(1, size) for size in shape]
     for axis, size in enumerate(chunk):
         inner = itemsize * math.prod(chunk[axis + 1 :])

@@ -1,4 +1,4 @@
-"""The interface by which the executor sends and receives values, whatever the transport.
+"""The executor's interface for sending and receiving values, whatever the transport.
 
 An edge carries at most one value per step, and within loops one per iteration. Then the iteration numbers are appended
 to the edge, those of the outermost loop first, as in `w@3` or `w@3.0`. An implementation of `Channel` matches a send
@@ -47,7 +47,7 @@ class Channel(Protocol):
 
 
 def frame_of_turn(frame: str, turn: int) -> str:
-    """Return the suffix of edges in iteration `turn` of a loop; `frame` is the suffix outside of that loop, or ""."""
+    """Return the suffix of edges in an iteration of a loop; `frame` is the suffix outside of that loop, or ""."""
     return f"{frame}.{turn}" if frame else f"@{turn}"
 
 

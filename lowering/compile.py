@@ -120,8 +120,8 @@ class _Maker:
     def add(self, node: Node) -> None:
         before: Iterable[Value] = node.after
         if "tasks" in node.attributes:
-            # This task's share of an earlier divided node may not compute the operand that another task's share takes
-            # from it, so an order edge replaces the wait for the operand.
+            # This node may take results of an earlier divided node on other tasks only. Then only an order edge keeps
+            # the two nodes' shares in order on this task.
             before = (*before, *(value for value in node.values if value in self.divided))
         after = tuple(dict.fromkeys(self.makers[value] for value in before if value in self.makers))
         self.divided.update(node.outputs if "tasks" in node.attributes else ())

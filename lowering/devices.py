@@ -25,7 +25,7 @@ def local_name(device: jax.Device) -> str:
 
 def default_name() -> str:
     """Return the name of JAX's default device: `jax.default_device`, else the first."""
-    config: Any = jax.config  # whose fields are not declared
+    config: Any = jax.config  # its fields have no declared types
     default = config.jax_default_device
     if isinstance(default, str):
         default = jax.local_devices(backend=default)[0]

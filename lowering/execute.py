@@ -38,7 +38,7 @@ class Execution:
     """One run of a plan, from `start` on.
 
     on_done   called once, from any thread, with the fetches or with the first error
-    feeds     the plan's inputs; those that an iteration of a loop still lacks are PENDING and come by `feed`
+    feeds     the plan's inputs; inputs that an iteration of a loop still lacks are PENDING and come by `feed`
     held      number of calls of `release` that an item waits for, by item
     on_item   called with each item that is done, and its results
     recorder  records when items begin and end

@@ -49,7 +49,7 @@ class Arguments:
     result: Tree
 
     def leaves(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        """Return the leaves of plain arguments, in the order in which JAX traced them."""
+        """Return the leaves of plain arguments, in the order of JAX's trace."""
         parts = [
             *zip(self.positional, args, strict=True),
             *((self.named[name], kwargs[name]) for name in sorted(kwargs)),

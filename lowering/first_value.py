@@ -71,7 +71,7 @@ def _within_mesh(place: Sharding) -> AbstractContextManager[Any]:
 
 
 def _made_at(place: Sharding, make: Callable[[], Any]) -> jax.Array:
-    """Return the value of `make()` with a sharding; over several devices each makes its shard, if `make` can trace."""
+    """Return the value of `make()` with a sharding; several devices make a shard each, if JAX can trace `make`."""
     made: jax.Array
     if len(place.device_set) == 1:
         with jax.default_device(next(iter(place.device_set))):

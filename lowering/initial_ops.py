@@ -37,7 +37,7 @@ SENT_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Recipe:
-    """Instructions by which another process computes a value.
+    """Instructions for another process to compute a value.
 
     Values are numbered: first the `arrays`, then the results of each call in order. A call is the index of a program
     and the numbers of the values that it takes. `result` is the number of the computed value.

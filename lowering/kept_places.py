@@ -57,5 +57,5 @@ def refuse_divided(key: str, value: Any) -> None:
 def _at(place: Sharding, value: Any) -> Any:
     if not isinstance(place, NamedSharding) or set(place.mesh.axis_types) == {AxisType.Auto}:
         return jax.lax.with_sharding_constraint(value, place)
-    # A constraint may name no explicit axis. Of the two ways to move a value along such axes, each leaves out cases.
+    # A constraint must not name explicit axes. Neither `device_put` nor `out_shardings` alone covers all cases of them.
     return jax_jit(partial(jax.device_put, device=place), out_shardings=place)(value)

@@ -3,8 +3,9 @@
 An iteration starts while earlier ones still wait. Those of its items run that need neither results of earlier
 iterations nor their effects on the same variable or queue. An item that touches state also touched by an item of the
 previous iteration runs after that item, so each variable and each queue sees the order of the program. At most
-`parallel_iterations` of the loop run at the same time. An iteration of a `while` starts when its test, which may need
-few of the carried values, is true. A test that conflicts with the body runs when the previous iteration has ended.
+`parallel_iterations` iterations run at the same time. An iteration of a `while` starts when its test is true, and the
+test runs when the carried values that it needs are ready. A test whose effects conflict with those of the body runs
+when the previous iteration has ended.
 
 An iteration is a run of the body's plan whose carried values arrive one by one from the previous iteration.
 """

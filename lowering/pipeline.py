@@ -29,14 +29,14 @@ def pipeline(
     """Return the passes for a caller on the task `local` of a cluster with these tasks.
 
     devices   the caller's devices, such as `cpu:0`, the default one first
-    costs     their costs, by which open choices of devices are made; without them these nodes stay open
+    costs     their costs, for nodes that are open to a choice of device; with None these nodes stay open
     budget_s  time for these choices, in s
     """
     place = Place(local, tasks, devices)
     return (
         Prune(),  # first: the later passes have fewer nodes to treat
         Merge(),  # before place: equal nodes must be on one task
-        *([] if costs is None else [Choose(place, costs, budget_s)]),  # before place: it turns choices into devices
+        *([] if costs is None else [Choose(place, costs, budget_s)]),  # before place: open choices become devices
         place,
         Fold(local),  # before partition: known numbers need not be sent
         Repeat(),  # before partition: values that are cheap to make need not be sent

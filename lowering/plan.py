@@ -92,7 +92,7 @@ class UseResource(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="use
 
 
 class Branch(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="branch"):
-    """Run one of `bodies` on the slots `takes`, the first of which holds the index of the body to run."""
+    """Run one of `bodies`. The first slot of `takes` holds its index, the others its operands."""
 
     bodies: tuple[int, ...]
     takes: tuple[int, ...]

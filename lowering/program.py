@@ -1,6 +1,6 @@
 """A compiled XLA computation over state, and its form as bytes for another process.
 
-A program takes the values of the variables that it writes, then of those that it only reads, then its operands. It
+A program takes the values of the variables that it writes, then of variables that it only reads, then its operands. It
 returns the new values of the written variables, then its results. The buffers of the written variables are donated,
 unless the program may fail while it runs.
 """
@@ -29,9 +29,9 @@ from dflow.tracing.variable_trees import handles
 class Program:
     """A compiled computation. The written variables are its first arguments, and their new values its first results.
 
-    `compiled` takes arguments with the shardings for which it was compiled. Arguments elsewhere are moved to `device`,
-    if that is given; otherwise `by_placement` is called, which compiles for their shardings. With `keeps` the program
-    donates no variables, and a call waits until its results are computed.
+    `compiled` takes arguments with the shardings of its compilation. Arguments elsewhere are moved to `device`, if that
+    is given; otherwise `by_placement` is called, which compiles for their shardings. With `keeps` the program donates
+    no variables, and a call waits until its results are computed.
     """
 
     def __init__(

@@ -6,10 +6,10 @@ waiter is served, or fails). A waiter is a pending enqueue or dequeue. The seman
 - waiters of one kind are served in the order of their requests; the first of them holds up those behind it;
 - an element is in the queue, still with its enqueue, or was given to one dequeue, never two of these;
 - a dequeue of several elements takes all of them together, or none; while the first pending dequeue wants more than the
-  capacity, the queue holds the number that it wants;
+  capacity, the queue may hold the number that it wants;
 - every ticket gets exactly one command;
 - a closed queue refuses new enqueues, but accepts pending ones unless they are cancelled; it holds nothing back, and a
-  dequeue that cannot be served fails. Pending enqueues put in what there is room for before that is decided.
+  dequeue that cannot be served fails. Before that is decided, pending enqueues fill the free room.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class SharedQueue(Shared[Event]):
         self.name = name
         self._settings = settings
         self._machine = QueueMachine(settings.capacity, order_of(settings))
-        #: The error for which it was closed, if any, and the line where it is fed.
+        #: The error of the queue's feed, if it was closed by `fail`, and the line where it is fed.
         self._failure: tuple[BaseException, str] | None = None
 
     def enqueue(self, elements: Sequence[Element], on_done: OnDone, timeout_s: float, where: str = "") -> Cancel:

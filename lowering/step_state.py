@@ -21,7 +21,7 @@ from dflow.tracing.errors import DeadlineExceeded, VariableError
 from dflow.tracing.jax_frontend import passes_handles
 from dflow.tracing.source import at, caller
 
-#: Longest time for which a step yields to waiting threads before its next call, in s: they may wait for that call.
+#: A step yields to waiting threads for at most this time before its next call, in s: they may wait for that call.
 PATIENCE_S = 0.05
 
 
@@ -50,8 +50,8 @@ class StepState:
     not keep the program, which may be freed before another step needs the values.
 
     `given` is a list while a call is being dispatched, by the thread `thread`. C code adds the results to it, so they
-    are not lost when an interrupt comes. Until then `written` has the values from before the call. The program deletes
-    those that it overwrites, unless `keeps` is true: then it overwrites none.
+    are not lost when an interrupt comes. Until then `written` has the values from before the call, which the program
+    deletes by overwriting them, unless `keeps` is true.
     """
 
     __slots__ = (

@@ -111,7 +111,7 @@ class Store:
         while self._dropped:
             try:
                 key = self._dropped.popleft()
-            except IndexError:  # a finalizer came first
+            except IndexError:  # a finalizer that ran meanwhile took it
                 break
             held = self._held.get(key)
             owner = None if held is None else owner_of(held)
@@ -333,7 +333,7 @@ class Store:
         return values
 
     def buffer(self, key: str) -> jax.Array:
-        """Return the value, or its array from before a call being dispatched: for its sharding alone.
+        """Return the array of the value, which a call being dispatched may delete: use only its sharding.
 
         Raises VariableError.
         """

@@ -43,7 +43,7 @@ class Timers:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        #: Monotonic time at which the thread wakes up by itself; in the past while it runs.
+        #: Monotonic time at which the thread wakes up without a notification; in the past while it runs.
         self._sleeps_until = 0.0
         self._heap: list[tuple[float, int, Timer]] = []
         self._serials = itertools.count()
@@ -129,7 +129,7 @@ def start_timer(delay_s: float, call: Callable[[], None]) -> Stoppable:
 
 @contextmanager
 def timers_started_by(start: StartTimer) -> Iterator[None]:
-    """Context in which `start_timer` calls `start` instead of the timers of this process."""
+    """Context manager: inside it, `start_timer` calls `start` instead of the timers of this process."""
     token = _started_by.set(start)
     try:
         yield

@@ -47,7 +47,7 @@ class Waiter:
     timeout_s: float
     where: str
     timer: Stoppable | None = None
-    #: Number of parts of the operation, each of which the resource completes separately.
+    #: Number of parts of the operation, which the resource completes one by one.
     count: int = 1
     #: The answer, once it is decided.
     answer: Answer | None = None
@@ -79,7 +79,7 @@ class Shared(ABC, Generic[Event]):
 
     @abstractmethod
     def _give_up(self, ticket: int) -> Event:
-        """Return the event by which the operation with this ticket is abandoned."""
+        """Return the event that abandons the operation with this ticket."""
 
     @abstractmethod
     def _too_late(self, ticket: int, waiter: Waiter) -> str:

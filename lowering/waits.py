@@ -1,4 +1,4 @@
-"""The dependency index of a plan: which items wait for which, computed once per plan."""
+"""The dependency index of a plan: the items that each item waits for, computed once per plan."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ANYTHING = ""
 
 
 class Role(Enum):
-    """An effect of an item, by which the items of queues and of variables are ordered."""
+    """An effect of an item on the order of queues and variables."""
 
     USES = "reads or writes a variable"
     WRITES = "writes a variable"
@@ -127,9 +127,9 @@ class Schedule:
         """For each item of a loop's body, the items of the previous iteration that it runs after, for shared state.
 
         Items of one iteration that touch the same state are ordered already. So the first of them wait for the last
-        ones of the previous iteration. Besides, items that release results to other threads or tasks run after writes
-        of variables, and items that use variables run after those that acquire such results, as the pass `order` does
-        within an iteration.
+        ones of the previous iteration. Besides, items that release data to other threads or tasks run after writes of
+        variables, and items that use variables run after items that acquire such data, as the pass `order` does within
+        an iteration.
         """
         accesses: dict[str, list[tuple[int, bool]]] = {}
         for index in self._in_order():

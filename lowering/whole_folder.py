@@ -128,7 +128,7 @@ def whole_folder(path: str | os.PathLike[str], *, marker: str, overwrite: bool =
 def _refused_by_the_disk(place: Path) -> Iterator[None]:
     try:
         yield
-    except CheckpointError:  # some are OSErrors too
+    except CheckpointError:  # subclasses may be OSErrors too
         raise
     except OSError as error:
         raise CheckpointError(

@@ -1,1 +1,1 @@
-"""The passes, one a file; a pass is a value that maps a graph to a graph."""
+"""The passes, one per file. A pass is a callable that maps a graph to a graph."""

@@ -71,7 +71,7 @@ class _Part(NamedTuple):
 
 
 def _parts(graph: Graph, stage: _Stage, device: str | None, nodes: list[Node], is_split: bool) -> list[_Part]:
-    """Return the nodes of a stage and device as one part, or as two: those that other devices wait for, and the rest.
+    """Return the nodes of a stage and device as one part, or as two: the nodes that other devices need, and the rest.
 
     Only a graph with copies from device to device (`is_split`) has stages of two parts.
     """
@@ -183,7 +183,7 @@ def _sink_reads(graph: Graph, stages: dict[int, _Stage], bits: Mapping[int, int]
 
 
 def _made_of_reads(graph: Graph) -> tuple[set[int], set[int]]:
-    """Return the ids of nodes without visible effects that depend on reads alone, and of those that depend on any."""
+    """Return the ids of nodes without visible effects that depend on reads alone, and of nodes that depend on any."""
     floating: set[int] = set()
     stateful: set[int] = set()
     for node in graph.nodes:

@@ -1,4 +1,4 @@
-"""Mark the variables whose buffers an XLA call may overwrite: those that it writes, unless it may fail while it runs.
+"""Mark the variables whose buffers an XLA call may overwrite: its written ones, unless it may fail while it runs.
 
 A call with Python callbacks fails when one of them raises; then its variables must keep their values.
 """

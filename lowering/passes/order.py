@@ -46,7 +46,7 @@ class Order:
 
 @dataclass
 class _Line:
-    """The effects so far on one task: per variable, those that a later one may have to follow."""
+    """The effects of the nodes visited on one task: per variable, the effects that a later one may have to follow."""
 
     recent: dict[Value, list[tuple[Effect, Value]]] = field(default_factory=dict)
     barrier: Value | None = None

@@ -11,7 +11,7 @@ from dflow.tracing.graph import Graph, Value
 
 @dataclass(frozen=True)
 class Prune:
-    """Keep the nodes that the outputs need and those that must run; unused reads are dropped."""
+    """Keep the nodes that must run or that the outputs need; unused reads are dropped."""
 
     name: ClassVar[str] = "prune"
 

@@ -1,4 +1,4 @@
-"""The devices that a graph names, as full names, with errors for those that do not exist."""
+"""The devices that a graph names, as full names, with errors for devices that do not exist."""
 
 from __future__ import annotations
 

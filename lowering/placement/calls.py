@@ -1,7 +1,7 @@
 """Fuse the units of a device between transfers into calls, as `passes/cluster.py` makes XLA calls of nodes.
 
 A unit's level is the number of transfers on the longest path to it. The units of one device and level form one call; or
-two, if other devices wait for some of them. Then the first call has these units, those that they depend on, and all
+two, if other devices wait for some of them. Then the first call has these units, the units that they depend on, and all
 that touch state; the second has the rest, if it is long. A call starts when the operands of all its units are ready,
 and its results are ready when all its units have run.
 """

@@ -31,7 +31,7 @@ def choose(
     is_over: Callable[[], bool] = lambda: False,
     exhaustive_up_to: int = SMALL,
 ) -> Scored:
-    """Return the best assignment found; the same for the same seed and turns, unless `is_over` ends the search.
+    """Return the best assignment found; the same for the same arguments, unless `is_over` ends the search.
 
     For a problem with at most `exhaustive_up_to` assignments it is the optimum.
     Raises DeviceError if no assignment keeps units of a block together, or none was found that fits into the memory.

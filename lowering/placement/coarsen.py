@@ -135,7 +135,7 @@ class _Groups:
         there[kept] = (there[kept] | others) - {gone, kept}
 
     def in_order(self) -> tuple[tuple[int, ...], ...]:
-        """Return the groups in topological order; of those that could be next, the one with the first node."""
+        """Return the groups in topological order; of several possible next ones, the one with the first node."""
         waits = {group: len(needs) for group, needs in self.needs.items()}
         ready = sorted((group for group, count in waits.items() if not count), reverse=True)
         found: list[tuple[int, ...]] = [(source,) for source in sorted(self.sources)]

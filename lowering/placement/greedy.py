@@ -39,7 +39,7 @@ class _Chosen:
         self.assignment = [-1] * len(problem.units)
         self._end = [0.0] * len(problem.units)
         self._block: list[int | None] = [None] * len(problem.together)
-        #: By device, the intervals in which it works, in order.
+        #: The busy intervals of each device, in order.
         self._work: list[list[tuple[float, float]]] = [[] for _ in machine.names]
         self._there: list[dict[int, float]] = [
             {value.source: 0.0} if value.source is not None else {} for value in problem.values

@@ -1,4 +1,4 @@
-"""Make a `Problem` of a graph whose nodes are placed, except those that are open to a choice."""
+"""Make a `Problem` of a graph whose nodes are placed or open to a choice of device."""
 
 from __future__ import annotations
 

@@ -28,12 +28,12 @@ class Link:
     beyond_bytes_per_s: float = math.inf
 
     def occupied_s(self, size_bytes: int) -> float:
-        """Return the time for which a value of this size occupies the link."""
+        """Return how long a value of this size occupies the link, in s."""
         beyond = max(0.0, size_bytes - self.knee_bytes)
         return (size_bytes - beyond) / self.bytes_per_s + beyond / self.beyond_bytes_per_s
 
     def seconds(self, size_bytes: int) -> float:
-        """Return the time from the start of a transfer to its end."""
+        """Return the time from the start of a transfer to its end, in s."""
         return self.latency_s + self.occupied_s(size_bytes)
 
 

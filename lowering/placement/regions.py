@@ -10,7 +10,7 @@ from dflow.lowering.placement.score import Scored, scored
 
 
 class Alternative(NamedTuple):
-    """The best other device for a region, and the time in s by which it makes a step longer."""
+    """The best other device for a region, and the time in s that it adds to a step."""
 
     region: tuple[int, ...]
     device: int

@@ -1,4 +1,4 @@
-"""The score by which assignments are compared: first the memory that they lack, then the predicted time of a step."""
+"""The score of an assignment: first the memory that it lacks, then the predicted time of a step."""
 
 from __future__ import annotations
 

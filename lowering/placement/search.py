@@ -29,7 +29,10 @@ def search(
     seed: int = 0,
     is_over: Callable[[], bool] = lambda: False,
 ) -> Scored:
-    """Return the best assignment found in `turns` iterations, or until `is_over()`, never worse than `start`."""
+    """Return the best assignment found, never worse than `start`.
+
+    The search ends after `turns` iterations, or when `is_over()` is true before one.
+    """
     movable = [block for block, choices in enumerate(problem.choices) if len(choices) > 1]
     best = current = scored(problem, start)
     seen = {start: best}
@@ -129,7 +132,7 @@ class _Moves:
 
 
 def _held_up_by(problem: Problem, assignment: Assignment, found: Prediction, number: int) -> int | None:
-    """Return the unit that ended last of those that a unit depends on and those that ran before it on its device."""
+    """Return the unit that ended last among a unit's dependencies and the earlier units on its device."""
     earlier = [other for other in problem.predecessors[number] if found.end_s[other] <= found.start_s[number]]
     earlier += [
         other

@@ -2,9 +2,9 @@
 
 A device runs one unit at a time: of the ready ones that with the longest path to the end (`ranks`), of equal ones the
 first. Devices of one pool slow each other down by the machine's `speeds`. A value is sent once to each other device
-that needs it, as soon as it is ready. A link carries one value at a time, in the order in which they become ready.
-Memory is counted over half-open intervals: a result from the start of its unit, a copy from the start of its transfer,
-both to the end of their last use.
+that needs it, as soon as it is ready. A link carries one value at a time, the first ready value first. Memory is
+counted over half-open intervals: a result from the start of its unit, a copy from the start of its transfer, both to
+the end of their last use.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Prediction(NamedTuple):
     """The predicted step of an assignment.
 
     `step_s`           time until every unit has run
-    `busy_s`           time for which each device runs units
+    `busy_s`           busy time of each device
     `peak_bytes`       largest memory in use on each device, including variables
     `start_s`,`end_s`  start and end of each unit
     `transfers`        the transfers between devices
@@ -44,7 +44,7 @@ class Prediction(NamedTuple):
     transfers: tuple[Transfer, ...]
 
     def overflow(self, limits: Sequence[int | None]) -> int:
-        """Return the number of bytes by which the devices exceed their limits, in all."""
+        """Return how many bytes the devices need beyond their limits, in all."""
         return sum(
             max(0, peak - limit) for peak, limit in zip(self.peak_bytes, limits, strict=True) if limit is not None
         )
