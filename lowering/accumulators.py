@@ -51,7 +51,7 @@ class HeldAccumulator(Shared[Event]):
         self._set_back: tuple[int, int] | None = None
 
     def start(self, use: ResourceUse, operands: Sequence[Any], on_results: OnResults) -> Cancel:
-        """Start an op; `on_results` is called once, from any thread. The returned function cancels the op."""
+        """Start an op; `on_results` is called once, from any thread. The returned function ends it with an error."""
         match use.op:
             case "accumulator.apply":
                 *gradient, step = operands

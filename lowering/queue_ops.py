@@ -33,7 +33,7 @@ class HeldQueue:
         self._type = type
 
     def start(self, use: ResourceUse, operands: Sequence[Any], on_results: OnResults) -> Cancel:
-        """Start an op; `on_results` is called once, from any thread. The returned function cancels the op."""
+        """Start an op; `on_results` is called once, from any thread. The returned function ends it with an error."""
         queue, give = self.shared, giving(on_results, partial(self._results, use))
         match use.op:
             case "queue.enqueue":

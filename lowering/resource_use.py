@@ -36,7 +36,7 @@ class Held(Protocol):
     """A queue or an accumulator, as its store uses it."""
 
     def start(self, use: ResourceUse, operands: Sequence[Any], on_results: OnResults) -> Cancel:
-        """Start an op; `on_results` is called once, from any thread. The returned function cancels the op."""
+        """Start an op; `on_results` is called once, from any thread. The returned function ends it with an error."""
         ...
 
     def forget(self, reason: str, remedy: str) -> None:

@@ -108,7 +108,7 @@ class Meter:
         return self._links[key]
 
     def _speeds_of(self, names: Sequence[str]) -> tuple[float, ...]:
-        """Return the speed of each device, at most 1.0, while 1, 2, ... of these devices work concurrently."""
+        """Return the relative speed of these devices while 1, 2, ... of them work, each number at most 1.0."""
         if len(names) < 2:
             return ()
         key = _kind(device_named(names[0])), len(names)

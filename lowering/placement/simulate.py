@@ -69,7 +69,7 @@ class _Run:
     """The state of a simulation.
 
     Events are `(time, unit, turn)` for the end of a unit and `(time, -1 - index of the transfer, 0)` for that of a
-    transfer. `turn` counts the changes of a device's speed: an end with an older count is void.
+    transfer. `turn` counts the changes of a device's running unit or speed: an end with an older count is void.
     """
 
     def __init__(self, problem: Problem, assignment: Sequence[int]) -> None:

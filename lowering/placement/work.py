@@ -36,7 +36,7 @@ class Work(NamedTuple):
 #: Ops without arithmetic, which only write their results.
 _FREE = {"reshape", "squeeze", "broadcast_in_dim", "convert_element_type", "stop_gradient", "copy", "iota", "transpose"}
 
-#: About 0.1 ms on one core; sums of estimates may be wrong by a factor of 2 to 5.
+#: About 0.1 ms on one core. The limit is far below 1 ms, since sums of estimates may be wrong by a small factor.
 QUICK = Work(1e6, 1e6)
 
 #: Ops that run code unknown to us.
