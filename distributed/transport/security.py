@@ -22,7 +22,7 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 class Secured(NamedTuple):
-    """A connection that passed the policy. `identity` is what the peer proved to be; empty if the policy proves none."""
+    """A connection that passed the policy. `identity` is the peer's proved identity; empty if there is none."""
 
     stream: Stream
     identity: str
