@@ -102,7 +102,7 @@ class Checks:
         return attempt
 
     def failed(self, attempt: Attempt, why: str) -> None:
-        """A worker saw its attempt fail."""
+        """A worker's attempt failed at the worker."""
         attempt.ended = attempt.ended or f"{attempt.worker} saw it fail ({why})"
 
     def died(self, process: str, why: str) -> None:

@@ -46,7 +46,7 @@ OnReply = Callable[[Reply | BaseException], None]
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits on peers; a connection beyond them is refused or closed, and some set what a transport uses.
+    """Settings of a transport, most of them limits: a connection that exceeds one is refused or closed.
 
     `max_meta_bytes`     size of a message without its payload
     `max_payload_bytes`  size of a payload
@@ -183,7 +183,7 @@ def always_wanted() -> bool:
 
 
 class Transport(Protocol):
-    """Connects tasks."""
+    """Connects tasks: it listens at addresses, and dials them."""
 
     def listen(self, address: str, *, name: str, handler: Handler) -> Listener:
         """Accept connections at `address` as `name`.

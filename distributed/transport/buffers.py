@@ -31,7 +31,7 @@ class BufferPool:
         self._most_idle = idle_bytes
         self._lock = threading.Lock()
         self._returned: deque[_Storage] = deque()
-        # Oldest first, by rounded size and overall.
+        # The idle storages, oldest first: by their usable size, and all together.
         self._idle: dict[int, deque[_Storage]] = {}
         self._idle_order: deque[_Storage] = deque()
         self._idle_bytes = 0
@@ -94,5 +94,5 @@ class BufferPool:
         self._idle_bytes -= storage.size
 
 
-#: The pool of this process. Its limit fits the largest values of a step, a process's usual need.
+#: The pool of this process. Its limit is about the size of a step's largest values; a process seldom holds more.
 RECEIVED = BufferPool(idle_bytes=1 << 30)

@@ -32,7 +32,7 @@ _LABEL = b"dflow shared secret, 1"
 
 
 class Role(enum.Enum):
-    """Which side of the connection this is."""
+    """A side of the connection."""
 
     CONNECTOR = b"connector"
     LISTENER = b"listener"

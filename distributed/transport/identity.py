@@ -64,7 +64,7 @@ def admits(identities: Iterable[Identity], name: str) -> bool:
 
 
 def require_admitted(identities: tuple[Identity, ...], name: str) -> None:
-    """Raise SecurityError unless `admits`."""
+    """Raise SecurityError unless `admits` returns True for these arguments."""
     if admits(identities, name):
         return
     known = ", ".join(map(str, identities)) or "nobody"

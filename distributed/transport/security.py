@@ -68,11 +68,11 @@ class SameMachine:
         _refuse_remote(address)
 
     def secure_client(self, sock: socket.socket, address: Address, timeout_s: float) -> Secured:
-        """Take the connection as it is, if its other end is this user's."""
+        """Accept the connection; raises SecurityError if the other end of a Unix socket is of another user."""
         return _of_same_user(sock, address)
 
     def secure_server(self, sock: socket.socket, address: Address, timeout_s: float) -> Secured:
-        """Take the connection as it is, if its other end is this user's."""
+        """Accept the connection; raises SecurityError if the other end of a Unix socket is of another user."""
         return _of_same_user(sock, address)
 
     def may_be_called(self, identity: str, name: str) -> None:

@@ -117,7 +117,7 @@ class SocketTransport:
 
 @dataclass(frozen=True)
 class _Way:
-    """A path to an address, up to the exchange of `Hello`."""
+    """The steps from dialling an address to the exchange of `Hello`."""
 
     place: Address
     limits: Limits

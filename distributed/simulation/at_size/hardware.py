@@ -51,6 +51,6 @@ class Computing:
 #: worker (147 ms and 1.01 s) `link_bytes_per_s` and `incast_s`; to sparse with 1 worker (5 ms) `sparse_s`.
 PAPER = Hardware(link_bytes_per_s=1.043 * GB, hop_s=202e-6, message_s=43e-6, sparse_s=3.1e-3, incast_s=49e-3)
 
-#: Inception-v3 on a K40 each, sections 6.3 of the paper, over the links of `PAPER`. Fitted to the time of a step of 50
-#: workers with 0, 3 and 4 backups and to 2,300 images/s of 200 workers: all but `spread`, which was assumed.
+#: Inception-v3 with one K40 GPU per worker, section 6.3 of the paper, over the links of `PAPER`. `spread` is assumed;
+#: the rest is fitted to the step time of 50 workers with 0, 3 and 4 backups, and to 2,300 images/s of 200 workers.
 PAPER_INCEPTION = Computing(median_s=1.668, spread=0.05, slow_fraction=0.086, slow_mean=0.161, hidden=0.672)

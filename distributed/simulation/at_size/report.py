@@ -34,7 +34,7 @@ def report(
     cluster = Cluster(hardware, shape, computing, seed)
     times = cluster.synchronous(step, count) if shape.is_synchronous else cluster.asynchronous(step, count)
     p10_s, median_s, p90_s = (float(found) for found in np.percentile(times, [10, 50, 90]))
-    # A backup's step is thrown away.
+    # A synchronous step drops the work of as many workers as there are backups.
     steps_per_s = (shape.workers - shape.backups) / float(np.mean(times))
     moved = shape.workers * (step.fetch_bytes + step.update_bytes) / shape.ps
     load = coordinator_load(shape.workers, shape.ps, median_s)
