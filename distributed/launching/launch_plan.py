@@ -60,7 +60,7 @@ class LaunchPlan:
     `restarts`     the policy of each job and of the coordinator; a job without one is never restarted
     `environment`  variables for some or all of the tasks; later ones override earlier ones
     `state`        the file where the coordinator keeps the state that a restart needs; empty for none
-    raises         ConfigError when a name is no job, or names two
+    raises         ConfigError when a name refers to no job, or to two
     """
 
     script: str

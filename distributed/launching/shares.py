@@ -3,7 +3,7 @@
 Why: otherwise each process allocates memory on every GPU, and starts as many threads as there are cores. The second
 process then runs out of memory, or all are slow.
 
-Variables that the user has set in the environment are not changed.
+The user's own settings of threads and memory fractions in the environment are kept.
 """
 
 from __future__ import annotations

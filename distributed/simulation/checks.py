@@ -112,7 +112,10 @@ class Checks:
                 attempt.ended = attempt.ended or f"{process} {why}"
 
     def seen(self, tasks: Sequence[TaskInfo]) -> None:
-        """Apply the coordinator's list of tasks: a task that left has no steps and is no longer the elected worker."""
+        """Apply the coordinator's list of tasks: a task that left holds no steps.
+
+        If it was elected and did not end normally, another worker may be elected.
+        """
         for info in tasks:
             if info.left_at_s is None or (info.task, info.joined_at_s) in self._given_up:
                 continue

@@ -1,4 +1,4 @@
-"""The parameters of a simulated cluster, measured or taken from publications."""
+"""The parameters of a simulated cluster, measured or taken from other sources."""
 
 from __future__ import annotations
 
