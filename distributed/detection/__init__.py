@@ -1,1 +1,1 @@
-"""Which cluster a process belongs to, as its environment says: one pure function for each kind of environment."""
+"""Detection of the cluster that a process belongs to: one pure function for each kind of environment."""

@@ -1,16 +1,16 @@
-"""A cluster written down in TOML:
+"""The cluster file, in TOML:
 
     coordinator = "10.0.0.1:7711"
 
     [jobs]
     ps = ["10.0.0.1:7712", "10.0.0.2:7712"]   # where each task listens, as host or host:port
-    worker = 4                                # or how many there are
+    worker = 4                                # or the number of tasks
 
-    [security]                                # needed as soon as an address is not of this machine
+    [security]                                # needed if an address is on another machine
     certificates = "certificates"             # a folder, or
     secret_file = "secret"                    # a file; both relative to this one
 
-Which task a process is comes from elsewhere.
+The file does not say which task a process is; `ClusterFile.spec` takes that as arguments.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ VARIABLE = "DFLOW_CLUSTER"
 
 @dataclass(frozen=True)
 class ClusterFile:
-    """`jobs` has the address of each task, empty where the file gives none."""
+    """The contents of a cluster file. `jobs` has the address of each task, empty if the file gives none."""
 
     path: str
     coordinator: str
@@ -39,11 +39,11 @@ class ClusterFile:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Every job and how many tasks it has."""
+        """The number of tasks of every job."""
         return {job: len(addresses) for job, addresses in self.jobs.items()}
 
     def spec(self, job: str, index: int) -> ClusterSpec:
-        """The cluster as task `index` of `job` sees it; raises ConfigError when the file has no such task."""
+        """Return the spec for task `index` of `job`; raises ConfigError if the file has no such task."""
         if job not in self.jobs:
             raise ConfigError(f"{self.path} has no job {job!r}; it has {', '.join(self.jobs) or 'none'}")
         count = len(self.jobs[job])
@@ -54,7 +54,7 @@ class ClusterFile:
 
 
 def read_cluster_file(path: str) -> ClusterFile:
-    """The cluster in the file. Raises ConfigError, which names the file, when it cannot be read or understood."""
+    """Read a cluster file. Raises ConfigError, which names the file, if it cannot be read or is malformed."""
     try:
         text = Path(path).read_text()
     except OSError as error:
@@ -63,7 +63,7 @@ def read_cluster_file(path: str) -> ClusterFile:
 
 
 def parse_cluster_file(path: str, text: str) -> ClusterFile:
-    """The cluster in a file of that content; raises what `read_cluster_file` raises."""
+    """Parse the text of a cluster file; raises ConfigError, which names `path`, if it is malformed."""
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

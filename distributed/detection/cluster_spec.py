@@ -1,4 +1,4 @@
-"""What a process has to know of its cluster before it has spoken to anybody, and how that was found out."""
+"""The description of a cluster that a process needs before it connects, and the findings that led to it."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from dflow.tracing.errors import ConfigError
 from dflow.tracing.task_name import short_task_name, task_name
 
 COORDINATOR = "coordinator"
-#: The stock job, and the job of those that run the user's script.
+#: The job of the task servers (stock tasks), and the job of the tasks that run the user's script.
 STOCK_JOB = "ps"
 SCRIPT_JOB = "worker"
-#: Where the coordinator listens when nothing says so: the same on every host, so that it need not be asked for.
+#: The coordinator's default port, which other hosts know without asking.
 DEFAULT_PORT = 7711
 
 
 @dataclass(frozen=True)
 class SecuritySource:
-    """Where the proofs lie by which tasks know each other: a folder of certificates, or a file with a shared secret.
+    """The credentials of tasks: a folder of certificates, or a file with a shared secret.
 
-    Neither leaves it to the environment.
+    If neither is set, the environment decides.
     """
 
     certificates: Path | None = None
@@ -32,9 +32,9 @@ class SecuritySource:
 class ClusterSpec:
     """This process is task `index` of `job` in the cluster whose coordinator is at `coordinator`, `host:port`.
 
-    `jobs`      every job and how many tasks it has, where that is known
-    `listens`   the host, or `host:port`, where this process is reached; empty: the one that leads to the coordinator
-    `starts`    what this process has to start beside itself: "coordinator", and full names of stock tasks
+    `jobs`      number of tasks of every job, if known
+    `listens`   the host, or `host:port`, where this process listens; empty for its address towards the coordinator
+    `starts`    the sidecar processes that this process must start: "coordinator", and full names of task servers
     """
 
     coordinator: str
@@ -53,12 +53,12 @@ class ClusterSpec:
 
 @dataclass(frozen=True)
 class Finding:
-    """What one kind of environment says.
+    """The result of detection for one kind of environment.
 
-    `source`  what was looked for, such as "Slurm"
-    `seen`    the variables and files that were there, with their values
-    `spec`    the cluster, when there is one
-    `why`     what the spec follows from, or what is missing for one
+    `source`  the kind, such as "Slurm"
+    `seen`    the variables and attributes that are set, with their values
+    `spec`    the cluster, if there is one
+    `why`     the reason for the spec, or for its absence
     """
 
     source: str
@@ -70,10 +70,10 @@ class Finding:
 def even_cluster(
     coordinator: str, processes: int, number: int, stock: int, *, node: int, nodes: int, is_first_of_node: bool
 ) -> ClusterSpec:
-    """The spec of process `number` of `processes` that are all started alike, each of them as a worker.
+    """Return the spec of process `number` of `processes` that are all started alike, as workers.
 
-    The first one starts the coordinator beside itself, and the first of each node the stock tasks of that node: task
-    i of `stock` is on node i modulo `nodes`.
+    The first process also starts the coordinator, and the first process of each node starts the task servers of that
+    node: task i of `stock` is on node i modulo `nodes`.
     """
     here = [index for index in range(stock) if index % nodes == node] if is_first_of_node else []
     starts = [COORDINATOR] if number == 0 else []
@@ -87,7 +87,7 @@ def even_cluster(
 
 
 def described(spec: ClusterSpec) -> str:
-    """One line about a spec."""
+    """Describe a spec in one line."""
     jobs = ", ".join(f"{job}={count}" for job, count in spec.jobs.items())
     parts = [f"{spec.job}:{spec.index} of the cluster with its coordinator at {spec.coordinator}"]
     parts += [f"({jobs})"] if jobs else []
@@ -97,7 +97,7 @@ def described(spec: ClusterSpec) -> str:
 
 
 class Variables:
-    """Reads of an environment that are remembered, so that an error can say what was there and what was not."""
+    """An environment that records in `seen` the variables that were read and are set, for errors to list."""
 
     def __init__(self, source: str, environment: Mapping[str, str]) -> None:
         self._source = source
@@ -105,14 +105,14 @@ class Variables:
         self.seen: dict[str, str] = {}
 
     def get(self, name: str) -> str:
-        """The value; empty when it is not set."""
+        """Return the value; empty if it is not set."""
         value = self._environment.get(name, "")
         if value:
             self.seen[name] = value
         return value
 
     def number(self, name: str, default: int | None = None) -> int:
-        """The value as a number of 0 or more; `default` when it is not set. Raises ConfigError."""
+        """Return the value as a number of at least 0; `default` if it is not set. Raises ConfigError."""
         text = self.get(name)
         if not text and default is not None:
             return default
@@ -123,7 +123,7 @@ class Variables:
         return int(text)
 
     def missing(self, name: str, what: str, remedy: str = "") -> ConfigError:
-        """The error that `name` is not set, with what is."""
+        """Return the error that `name`, which gives `what`, is not set; it lists the variables that are set."""
         seen = ", ".join(f"{name}={value}" for name, value in self.seen.items()) or "nothing else"
         remedy = remedy or "set it, or say DFLOW_COORDINATOR, DFLOW_JOB and DFLOW_INDEX instead"
         return ConfigError(f"{self._source}: {name} is not set, which says {what}; seen: {seen}\n  {remedy}")

@@ -1,7 +1,7 @@
-"""Every kind of environment asked in turn, up to the first that says of a cluster.
+"""Detection over all kinds of environments, up to the first that describes a cluster.
 
-The order: a cluster file, DFLOW_* variables, Slurm, Kubernetes, a TPU VM. What a person said comes before what a
-scheduler says, and a scheduler before the machine: Slurm may run on TPU hosts.
+The order: a cluster file, DFLOW_* variables, Slurm, Kubernetes, a TPU VM. The user's settings come before those of a
+scheduler, which come before those of the machine: Slurm may run on TPU hosts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dflow.tracing.errors import ConfigError
 
 @dataclass(frozen=True)
 class Surroundings:
-    """All that detection reads: `product` is the machine's name of itself, `read_file` reads a cluster file."""
+    """All inputs of detection: `product` is the product name of the machine, `read_file` reads a cluster file."""
 
     environment: Mapping[str, str]
     product: str
@@ -38,9 +38,9 @@ class Surroundings:
 
 
 def detect(around: Surroundings) -> tuple[Finding, ...]:
-    """What each kind of environment says, up to the first with a cluster.
+    """Return the finding for each kind of environment, up to the first with a cluster.
 
-    raises  what the functions of each do; ConfigError when this is said to be a task, but of no cluster that was found
+    raises  errors of the functions for each kind; ConfigError if DFLOW_INDEX or DFLOW_JOB is set, but no cluster found
     """
     findings: list[Finding] = []
     for finding in _each(around):
@@ -52,12 +52,12 @@ def detect(around: Surroundings) -> tuple[Finding, ...]:
 
 
 def found_cluster(findings: Sequence[Finding]) -> ClusterSpec | None:
-    """The cluster that was found; None when this process is alone."""
+    """Return the detected cluster; None when this process runs standalone."""
     return findings[-1].spec if findings else None
 
 
 def from_cluster_file(around: Surroundings) -> Finding:
-    """What the file that DFLOW_CLUSTER names says of the task that DFLOW_JOB and DFLOW_INDEX name."""
+    """Return the finding for the file named by DFLOW_CLUSTER, as the task named by DFLOW_JOB and DFLOW_INDEX."""
     said = Variables("cluster file", around.environment)
     path = said.get(VARIABLE)
     if not path:
@@ -69,7 +69,7 @@ def from_cluster_file(around: Surroundings) -> Finding:
 
 
 def explained(findings: Sequence[Finding], environment: Mapping[str, str]) -> str:
-    """The findings in `environment` for a person: each with what was seen, the last with what follows."""
+    """Format the findings in `environment` for a person: the variables seen by each, and the conclusion."""
     lines = []
     for finding in findings:
         mark = "+" if finding.spec is not None else "-"
@@ -84,7 +84,10 @@ def explained(findings: Sequence[Finding], environment: Mapping[str, str]) -> st
 
 
 def _refuse_task_of_none(environment: Mapping[str, str]) -> None:
-    """A misspelt DFLOW_COORDINATOR must not have each worker train alone."""
+    """Raise ConfigError if a task is configured without a cluster.
+
+    Otherwise a misspelt DFLOW_COORDINATOR would let each worker train standalone.
+    """
     which = next((name for name in ("DFLOW_INDEX", "DFLOW_JOB") if environment.get(name)), None)
     if which is None:
         return

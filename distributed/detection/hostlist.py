@@ -1,6 +1,6 @@
-"""Slurm's short form of a list of hosts, such as `rack[0-1]n[08-11,15],login`, written out.
+"""Expansion of Slurm's short form of a list of hosts, such as `rack[0-1]n[08-11,15],login`.
 
-A number keeps its leading zeros, several brackets in one name vary independently, the last fastest.
+A number keeps its leading zeros. Several brackets in one name vary independently, the last one fastest.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 
 from dflow.tracing.errors import ConfigError
 
-#: More names than any machine has; a list that long is a mistake, or an attack on memory.
+#: Most names in a list. No machine has more, so a longer list is a mistake, or an attempt to exhaust memory.
 MAX_HOSTS = 1 << 20
 
 _NAME = re.compile(r"(?:[^\[\],\s]|\[[^\[\]]*\])+")
@@ -19,7 +19,7 @@ _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 
 
 def expanded(hosts: str) -> list[str]:
-    """The names in order; raises ConfigError, which quotes the text, when it is not such a list."""
+    """Return the names in order; raises ConfigError, which quotes the text, for a malformed list."""
     names: list[str] = []
     at = 0
     while at < len(hosts):

@@ -1,10 +1,10 @@
-"""A pod of an indexed Job, or of a StatefulSet, behind a headless Service.
+"""Detection of a Kubernetes pod of an indexed Job, or of a StatefulSet, behind a headless Service.
 
-Kubernetes gives the pods of an indexed Job JOB_COMPLETION_INDEX and the host name `<job>-<index>`, and those of a
-StatefulSet the host name `<set>-<index>` (kubernetes.io: "Job with Pod-to-Pod Communication", "StatefulSets: Stable
-Network ID"); HOSTNAME holds it. Each is reached as `<host name>.<service>`. It does not say how many there are, nor the
-Service's name, so the manifest has to: DFLOW_WORKERS and DFLOW_SERVICE. A pod without both is no part of a cluster,
-since many indexed Jobs are of processes that have nothing to do with each other.
+Kubernetes sets JOB_COMPLETION_INDEX and the host name `<job>-<index>` in the pods of an indexed Job, and the host name
+`<set>-<index>` in the pods of a StatefulSet (kubernetes.io: "Job with Pod-to-Pod Communication", "StatefulSets: Stable
+Network ID"); HOSTNAME contains it. Each pod has the address `<host name>.<service>`. Kubernetes sets neither the number
+of pods nor the Service's name, so the manifest must, by DFLOW_WORKERS and DFLOW_SERVICE. A pod with neither of them is
+no part of a cluster, since the pods of many indexed Jobs are independent of each other.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _REMEDY = (
 
 
 def from_kubernetes(environment: Mapping[str, str]) -> Finding:
-    """What Kubernetes and the manifest say of this process. Raises ConfigError when only a part of it is there."""
+    """Return the finding for this process in a pod. Raises ConfigError when the variables are incomplete or invalid."""
     said = Variables(SOURCE, environment)
     if not said.get("KUBERNETES_SERVICE_HOST"):
         return Finding(SOURCE, said.seen, None, "no pod: KUBERNETES_SERVICE_HOST is not set")

@@ -1,8 +1,8 @@
-"""A step of Slurm, started by `srun`, of which each process runs the user's script.
+"""Detection of a Slurm step: `srun` started several processes, each with the user's script.
 
-What is read are the variables that srun sets for each task, as the section "OUTPUT ENVIRONMENT VARIABLES" of its manual
-page lists them (slurm.schedmd.com/srun.html). A batch script outside of `srun`, and a step of one process, are no
-cluster: they have no SLURM_STEP_NODELIST, or SLURM_STEP_NUM_TASKS is 1.
+This reads the variables that srun sets for each process, as the section "OUTPUT ENVIRONMENT VARIABLES" of its manual
+page lists them (slurm.schedmd.com/srun.html). A batch script outside of `srun` has no SLURM_STEP_NODELIST, and a step
+of one process has SLURM_STEP_NUM_TASKS=1: they are no cluster.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from dflow.distributed.detection.hostlist import expanded
 from dflow.tracing.errors import ConfigError
 
 SOURCE = "Slurm"
-#: The ports that jobs take turns with: below those that Linux gives out by itself.
+#: The range of ports for coordinators, below Linux's ephemeral ports; job and step number select one.
 FIRST_PORT, PORTS = 20480, 8192
 
 
 def from_slurm(environment: Mapping[str, str]) -> Finding:
-    """What Slurm says of this process. Raises ConfigError when a variable is missing or not what it should be."""
+    """Return Slurm's finding for this process. Raises ConfigError when a variable is missing or invalid."""
     said = Variables(SOURCE, environment)
     if not said.get("SLURM_JOB_ID"):
         return Finding(SOURCE, said.seen, None, "no Slurm job: SLURM_JOB_ID is not set")
@@ -53,5 +53,5 @@ def from_slurm(environment: Mapping[str, str]) -> Finding:
 
 
 def _port(job: int, step: int) -> int:
-    """The same in all processes of a step, and another one for another job that may be on the same host."""
+    """Return the coordinator's port: equal in all processes of a step, and usually different for other jobs."""
     return FIRST_PORT + (job + step) % PORTS

@@ -1,4 +1,4 @@
-"""What only this machine can tell: its name of itself, the metadata server beside it, and its address in a network.
+"""Facts that only this machine can provide: its product name, its metadata server, and its address in a network.
 
 Every wait has a deadline.
 """
@@ -24,30 +24,30 @@ METADATA_S = 10.0
 _ATTEMPT_S = 2.0
 _PAUSE_S = 0.2
 _PRODUCT = Path("/sys/class/dmi/id/product_name")
-#: Of the block that nobody has (RFC 5737): a route to it is the default route, and nothing is sent.
+#: An address reserved for documentation (RFC 5737), reached by the default route; no packet is sent there.
 _ELSEWHERE = "192.0.2.1"
 
 
 def surroundings(environment: Mapping[str, str] = os.environ) -> Surroundings:
-    """Where this process is."""
+    """Return the inputs of detection for this process."""
     return Surroundings(environment, _product(), MetadataServer(environment), read_cluster_file)
 
 
 class MetadataServer:
     """Reads attributes of an instance of Google Compute Engine.
 
-    `timeout_s`  how long one attribute may take, attempts that fail included
+    `timeout_s`  time limit for one attribute, including failed attempts
     """
 
     def __init__(self, environment: Mapping[str, str], timeout_s: float = METADATA_S) -> None:
         host = environment.get("GCE_METADATA_HOST") or environment.get("GCE_METADATA_IP") or "metadata.google.internal"
         self._base = f"http://{host}/computeMetadata/v1/instance/attributes/"
         self._timeout_s = timeout_s
-        # The server is on the machine itself, so no proxy is to be asked.
+        # The server is local to the machine, so a proxy cannot reach it.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def __call__(self, key: str) -> str | None:
-        """The attribute; None when there is none of that name. Raises DeadlineExceeded."""
+        """Return the attribute; None if there is none of that name. Raises DeadlineExceeded."""
         request = urllib.request.Request(self._base + key, headers={"Metadata-Flavor": "Google"})
         deadline = time.monotonic() + self._timeout_s
         while True:
@@ -71,11 +71,11 @@ class MetadataServer:
 
 
 def own_host(coordinator: str) -> str:
-    """The address of this machine that others in the coordinator's network reach it by; loopback where that is enough.
+    """Return this machine's address in the coordinator's network; loopback if the coordinator is on loopback.
 
-    A host name of one's own often stands for 127.0.1.1 in /etc/hosts, which nobody else can use: so it is not asked
-    for, but which address a packet to the coordinator would go out from. When that is no other, or the coordinator's
-    name is not known yet, it is the address of the default route.
+    A machine's own name often resolves to 127.0.1.1 by /etc/hosts, which other machines cannot use. So this takes the
+    source address of a packet to the coordinator. If that is loopback, or the coordinator's name does not resolve yet,
+    it takes the source address of the default route.
     """
     tcp = coordinator.partition(";")[0]
     host = tcp.rpartition(":")[0].removeprefix("[").removesuffix("]")
@@ -88,10 +88,10 @@ def own_host(coordinator: str) -> str:
 
 
 def listening_address(said: str, coordinator: str) -> str:
-    """Where a task listens: at `said`, a `host` or `host:port`, or else at the address that leads to the coordinator.
+    """Return the address for a task to listen at: `said`, a `host` or `host:port`, or else that of `own_host`.
 
-    All others reach it by this, so a task behind a translated address has to be told. Those of this machine also reach
-    it by a Unix socket.
+    All other tasks connect to this address, so a task behind a translated address must have it configured. Tasks on
+    this machine may also connect by a Unix socket.
     """
     host = said or own_host(coordinator)
     if not said and host.startswith("127."):
@@ -100,14 +100,14 @@ def listening_address(said: str, coordinator: str) -> str:
 
 
 def with_port(said: str) -> str:
-    """A `host` or `host:port` as `host:port`, with port 0, which is any free one, where none is said."""
+    """Return a `host` or `host:port` as `host:port`; without a port, it gets port 0, for any free one."""
     if re.search(r"^(\[.*\]|[^:]*):[0-9]+$", said):
         return said
     return f"[{said}]:0" if ":" in said and not said.startswith("[") else f"{said}:0"
 
 
 def _own_address_towards(host: str) -> str:
-    """Empty when there is no way to it, or no such name yet."""
+    """Return this machine's source address for packets to `host`; empty without a route, or if the name is unknown."""
     with contextlib.suppress(OSError):
         for family, kind, protocol, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as sock:

@@ -1,10 +1,10 @@
-"""A host of a TPU slice: on GKE by its variables, on a TPU VM of Google Compute Engine by the metadata server.
+"""Detection of a host of a TPU slice: on GKE by variables, on a TPU VM of Google Compute Engine by the metadata server.
 
-What is read, and from where, is what JAX's own cluster detection reads (`jax.distributed.initialize` without
-arguments): TPU_PROCESS_ADDRESSES or TPU_WORKER_HOSTNAMES, TPU_WORKER_ID; the attributes `agent-worker-number`,
+This reads the same sources as JAX's own cluster detection (`jax.distributed.initialize` without arguments):
+TPU_PROCESS_ADDRESSES or TPU_WORKER_HOSTNAMES, TPU_WORKER_ID; the attributes `agent-worker-number`,
 `worker-network-endpoints` and `tpu-env` of the instance; MEGASCALE_* for several slices, from the environment or from
-`tpu-env`. Invariant: the metadata server is asked on Google's machines only, and not where JAX has found no chip, which
-it notes by TPU_SKIP_MDS_QUERY.
+`tpu-env`. Invariant: the metadata server is queried only on Google's machines, and not if TPU_SKIP_MDS_QUERY is set,
+which JAX does when it finds no chip.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from dflow.distributed.detection.cluster_spec import DEFAULT_PORT, Finding, Vari
 from dflow.tracing.errors import ConfigError
 
 SOURCE = "TPU VM"
-#: Reads an attribute of the instance; None when it has none of that name. Raises DeadlineExceeded.
+#: Returns an attribute of the instance, None if there is none of that name. Raises DeadlineExceeded.
 Metadata = Callable[[str], str | None]
 
 
 def from_tpu_vm(environment: Mapping[str, str], product: str, metadata: Metadata) -> Finding:
-    """What a TPU host's environment says of this process.
+    """Return the finding for this process on a TPU host.
 
-    `product`   the machine's name of itself, of which Google's begin with "Google"
-    raises      ConfigError when only a part is there; DeadlineExceeded when the metadata server does not answer
+    `product`   the product name of the machine, which begins with "Google" on Google's machines
+    raises      ConfigError when the data are incomplete or invalid; DeadlineExceeded when the metadata server does not
+                answer
     """
     said = Variables(SOURCE, environment)
     names = said.get("TPU_PROCESS_ADDRESSES") or said.get("TPU_WORKER_HOSTNAMES")
@@ -77,7 +78,7 @@ def _number(name: str, multislice: Callable[[str], str], default: int) -> int:
 
 
 def _hosts(endpoints: str) -> list[str]:
-    """Hosts alone, or as `name:id:ip`, separated by commas."""
+    """Parse endpoints separated by commas, each a host or `name:id:ip`, into hosts."""
     hosts = []
     for endpoint in endpoints.strip().split(","):
         parts = endpoint.strip().split(":")
@@ -88,6 +89,6 @@ def _hosts(endpoints: str) -> list[str]:
 
 
 def _tpu_env(text: str) -> dict[str, str]:
-    """Lines of the form `KEY: 'value'`."""
+    """Parse lines of the form `KEY: 'value'`."""
     pairs = [line.partition(":") for line in text.splitlines()]
     return {key.strip(): value.strip().strip("'") for key, colon, value in pairs if colon}

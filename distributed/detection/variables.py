@@ -1,8 +1,8 @@
-"""The cluster that DFLOW_* variables say, as `dflow launch` sets them, or a person or a manifest does.
+"""Detection of a cluster by DFLOW_* variables, set by `dflow launch`, the user or a manifest.
 
-DFLOW_COORDINATOR is `host:port`, DFLOW_JOB the job ("worker" without it), DFLOW_INDEX the task's number in it, and
-DFLOW_ADDRESS where this process listens. Where DFLOW_INDEX is not set, the number that Kubernetes gives a pod of an
-indexed Job or a StatefulSet is taken.
+DFLOW_COORDINATOR is `host:port`, DFLOW_JOB the job (by default "worker"), DFLOW_INDEX the task's number in it, and
+DFLOW_ADDRESS the address where this process listens. The default of DFLOW_INDEX is the number that Kubernetes gives a
+pod of an indexed Job or a StatefulSet.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ COORDINATOR_VARIABLE = "DFLOW_COORDINATOR"
 
 
 def from_variables(environment: Mapping[str, str]) -> Finding:
-    """What they say of this process. Raises ConfigError when it is not known which task this is."""
+    """Return the variables' finding for this process. Raises ConfigError if the task's number is missing."""
     said = Variables(SOURCE, environment)
     coordinator = said.get(COORDINATOR_VARIABLE)
     if not coordinator:
@@ -29,7 +29,7 @@ def from_variables(environment: Mapping[str, str]) -> Finding:
 
 
 def task_index(said: Variables) -> int:
-    """The number of this task in its job; raises ConfigError without one."""
+    """Return the number of this task in its job; raises ConfigError if it is missing or no number."""
     text = said.get("DFLOW_INDEX")
     if not text and said.get("KUBERNETES_SERVICE_HOST"):
         ordinal = re.search(r"-([0-9]+)$", said.get("HOSTNAME"))

@@ -1,1 +1,1 @@
-"""Starting the tasks of a cluster, watching them, and starting again those that fail."""
+"""Starting the tasks of a cluster, watching them, and restarting failed ones."""

@@ -1,10 +1,10 @@
-"""What a worker's process runs beside itself where a scheduler starts workers alone: the coordinator, stock tasks.
+"""Sidecar processes (attendants) of a worker whose scheduler starts workers only: the coordinator and task servers.
 
 Invariants:
-- they end when this process does, however that ends;
-- a process that ends well keeps them running until no other worker needs them: none is in the cluster, and none that is
-  expected has yet to come (for that it waits `LATECOMERS_S`);
-- the end of one of them is said at once.
+- they end when this process does, however it ends;
+- a process that ends cleanly keeps them running while other workers are in the cluster, or (for up to `LATECOMERS_S`)
+  expected to join;
+- the end of one of them is reported immediately.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _ANSWER_S = 5.0
 
 
 class Attendants:
-    """The children that `spec` says this process has to start, started.
+    """The sidecar processes in `spec.starts`, started by construction.
 
-    `show`   takes lines of their output, and what happens to them, from any thread
+    `show`   called with lines of their output, and reports about them, from any thread
     raises   OSError when one cannot be started
     """
 
@@ -53,16 +53,16 @@ class Attendants:
             self._start(task)
 
     def stay_in_touch(self, transport: Transport) -> None:
-        """Connect to the coordinator, which runs by now, so as to ask it when this process ends.
+        """Connect to the coordinator, which runs by now, in order to query it when this process ends.
 
-        Then it would be too late: a connection has threads, and an interpreter that ends starts none from 3.12 on.
+        Connecting at the end fails: it starts threads, which an ending interpreter refuses from Python 3.12 on.
         raises  what `CoordinatorClient` raises
         """
         name = self._spec.task
         self._client = CoordinatorClient(transport, self._spec.coordinator, name=name, timeout_s=_ANSWER_S)
 
     def wait_until_unneeded(self) -> None:
-        """Wait while other workers use them; not at all when the coordinator does not answer."""
+        """Wait while other workers use the sidecar processes; stop waiting if the coordinator does not answer."""
         if self._client is None:
             return
         has_said = False
@@ -79,7 +79,7 @@ class Attendants:
         self._client.close()
 
     def close(self) -> None:
-        """End them: stock tasks first, by SIGTERM, and by SIGKILL what takes longer than `GRACE_S`."""
+        """End the sidecar processes, task servers first, by SIGTERM, and after `GRACE_S` by SIGKILL."""
         self._closing.set()
         for task in reversed(self._spec.starts):
             child = self._children[task]
@@ -107,7 +107,7 @@ class Attendants:
 
     def _watch(self, name: str, child: ChildProcess) -> None:
         with suppress(ProcessLookupError), os.fdopen(os.pidfd_open(child.pid)) as ended:
-            poll = select.poll()  # unlike select, it takes files of any number
+            poll = select.poll()  # unlike select, it accepts any descriptor number
             poll.register(ended, select.POLLIN)
             poll.poll()
         if not self._closing.is_set():
@@ -123,7 +123,10 @@ def _program(spec: ClusterSpec, task: str) -> TaskProgram:
 
 
 def _listening(coordinator: str) -> str:
-    """On every address of this host, as its own name may stand for one that only it can use."""
+    """Return the address for the coordinator to listen at: all addresses of this host, unless it is a loopback address.
+
+    The host's name may resolve to an address that only this host can use, so the coordinator does not listen there.
+    """
     address = parse_address(coordinator)
     if isinstance(address, TcpAddress) and not address.is_loopback:
         return str(TcpAddress("::" if ":" in address.host else "0.0.0.0", address.port))

@@ -1,6 +1,7 @@
-"""What to launch, and which program each of its tasks runs.
+"""The tasks of a launch, and the program of each.
 
-A job is either stock, and its tasks hold variables and run no code of the user's, or its tasks run the script.
+The tasks of a job either run the user's script, or are task servers (stock tasks), which hold variables and run no code
+of the user.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _SETTING = re.compile(r"(?:([A-Za-z]\w*)(?::([0-9]+))?:)?([A-Za-z_]\w*)=(.*)", r
 
 @dataclass(frozen=True)
 class Setting:
-    """An environment variable for all tasks, for those of one job, or for one task."""
+    """An environment variable for all tasks, for the tasks of one job, or for one task."""
 
     name: str
     value: str
@@ -30,7 +31,7 @@ class Setting:
 
     @staticmethod
     def parse(text: str) -> Setting:
-        """`NAME=VALUE`, `JOB:NAME=VALUE` or `JOB:INDEX:NAME=VALUE`; raises ValueError for another text."""
+        """Parse `NAME=VALUE`, `JOB:NAME=VALUE` or `JOB:INDEX:NAME=VALUE`; raises ValueError for any other text."""
         found = _SETTING.fullmatch(text)
         if found is None:
             raise ValueError(
@@ -41,7 +42,7 @@ class Setting:
         return Setting(name, value, job or "", int(index) if index else None)
 
     def applies_to(self, task: str) -> bool:
-        """Whether it is meant for the task of that full name; one without a job is for the coordinator too."""
+        """Whether this applies to the task of that full name; without a job, it applies to the coordinator too."""
         if not self.job:
             return True
         if task == COORDINATOR:
@@ -52,14 +53,14 @@ class Setting:
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """The coordinator, stock tasks, and the tasks that run `script` with `arguments`.
+    """A coordinator, task servers, and the tasks that run `script` with `arguments`.
 
-    `stock`        the jobs of stock tasks, as job -> how many
-    `jobs`         the jobs whose tasks run the script; the two share no name
-    `restarts`     the policy of each job, the coordinator's too; a job without one is never started again
-    `environment`  what is set for some or all of the tasks, later ones over earlier ones
-    `state`        the file in which the coordinator keeps what it has to know when it is started again; empty: nowhere
-    raises         ConfigError when a name stands for no job, or for two
+    `stock`        number of task servers of each of their jobs
+    `jobs`         number of tasks of each job that runs the script; the two share no name
+    `restarts`     the policy of each job and of the coordinator; a job without one is never restarted
+    `environment`  variables for some or all of the tasks; later ones override earlier ones
+    `state`        the file where the coordinator keeps the state that a restart needs; empty for none
+    raises         ConfigError when a name refers to no job, or to two
     """
 
     script: str
@@ -89,12 +90,12 @@ class LaunchPlan:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Every job and how many tasks it has."""
+        """The number of tasks of every job."""
         return {**self.stock, **self.jobs}
 
     @property
     def servers(self) -> tuple[str, ...]:
-        """The full names of the stock tasks."""
+        """The full names of the task servers."""
         return _tasks(self.stock)
 
     @property
@@ -103,8 +104,9 @@ class LaunchPlan:
         return _tasks(self.jobs)
 
     def program(self, task: str, coordinator: str) -> TaskProgram:
-        """What `task` runs when the coordinator is at `coordinator`; for the coordinator itself, that is
-        where it listens; when that is empty, on a free port of the host that DFLOW_ADDRESS or else loopback is.
+        """Return the program of `task`, for a coordinator at the address `coordinator`.
+
+        The coordinator itself listens there; if it is empty, on a free port of the host DFLOW_ADDRESS, or of loopback.
         """
         said = {setting.name: setting.value for setting in self.environment if setting.applies_to(task)}
         if task == COORDINATOR:

@@ -1,14 +1,14 @@
-"""A Ray cluster as a place for tasks: each is an actor, on a node that has its resources, and Ray starts it again.
+"""A Ray cluster as a place for tasks: each task is an actor, on a node with the resources for it; Ray restarts it.
 
-An actor runs the task's program as a child process of its own, prints its output, so that Ray keeps it like that of
-any actor, and hands it on to the launcher. Only plain texts and numbers go through Ray, which pickles what goes through
-it; the tasks speak to each other as they do everywhere, directly.
+An actor runs the task's program as a child process. It prints the program's output, which Ray keeps as for any actor,
+and passes it on to the launcher. Ray pickles what passes through it, so only strings and numbers do; the tasks connect
+to each other directly, as everywhere.
 
 Invariants:
-- an actor whose program failed ends itself while Ray may start it again, and else tells how the program ended;
-- it keeps each line until the launcher has said that it has it, and does not end itself before, for a while: the last
-  lines say why the program failed;
-- a program ends with its actor, however that ends.
+- an actor whose program failed ends itself while Ray may restart it; otherwise it reports the program's exit status;
+- an actor keeps each line of output until the launcher acknowledges it, and delays its own end for that by at most
+  `_HAND_OVER_S`: the last lines say why the program failed;
+- a program ends with its actor, however the actor ends.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from dflow.distributed.launching.this_machine import ThisMachine
 from dflow.tracing.errors import ConfigError
 from dflow.tracing.task_name import short_task_name, split_task_name
 
-#: How long an actor waits for new lines before it answers with none.
+#: Time after which an actor answers a request for lines with none.
 _LINES_S = 2.0
 _POLL_S = 0.1
-#: How long an actor that is to end itself waits for the launcher to take its last lines.
+#: Longest wait of an actor for the launcher to take its last lines, before it ends itself.
 _HAND_OVER_S = 10.0
-#: What is told of a program whose actor is gone and has not said how it ended: like a process that was killed.
+#: Exit status of a program whose actor is gone without reporting one: that of a killed process.
 _GONE = -9
-#: Variables of the launcher's that tasks need on other nodes too.
+#: Environment variables of the launcher that tasks on other nodes need too.
 _HANDED_ON = ("DFLOW_SECRET_FILE", "DFLOW_TLS_CERT", "DFLOW_TLS_KEY", "DFLOW_TLS_CA")
 
 
 class OnRay:
-    """The Ray cluster that RAY_ADDRESS or Ray's own search finds, else one that is started on this machine.
+    """The Ray cluster found by RAY_ADDRESS or Ray's own search, else a new one on this machine.
 
-    `resources`  what the tasks of each job ask for
-    `restarts`   how often Ray starts the actors of each job again
-    `is_secured` whether tasks can prove who they are, and so may speak over the network
-    raises       ConfigError when there are several nodes but no proofs; what `ray.init` raises
+    `resources`  the resources requested by the tasks of each job
+    `restarts`   the number of times that Ray may restart the actors of each job
+    `is_secured` whether tasks have certificates or a secret, and so may connect over the network
+    raises       ConfigError for several nodes without certificates or a secret; errors of `ray.init`
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class OnRay:
         )
 
     def described(self, jobs: Mapping[str, int]) -> str:
-        """What the cluster has, and what the tasks of `jobs` ask for beyond that."""
+        """Describe the cluster's resources, and any that the tasks of `jobs` request beyond these."""
         has = ray.cluster_resources()
         asked: dict[str, float] = {}
         for job, count in jobs.items():
@@ -118,7 +118,7 @@ class OnRay:
         return f"{cluster}; the tasks ask for {amounts_text(short)}: those that do not fit wait until it grows"
 
     def close(self) -> None:
-        """Leave the Ray cluster, and end it if it was started here."""
+        """Shut down the connection to Ray, and the cluster if it was started here; nothing if Ray was in use before."""
         if self._is_ours:
             ray.shutdown()
 
@@ -138,10 +138,10 @@ class TaskActor:
     ) -> None:
         self._name = short_task_name(task)
         self._is_restarted = is_restarted
-        #: Random, since an actor that is started again in another container may have the same process number.
+        #: Random, since an actor that is restarted in another container may have the same PID.
         self._incarnation = secrets.randbits(62)
         self._changed = threading.Condition()
-        #: Those that the launcher may not have, after so many that it has.
+        #: Lines that the launcher has not acknowledged. `_had` counts the acknowledged ones before them.
         self._lines: deque[str] = deque()
         self._had = 0
         self._status: int | None = None
@@ -153,7 +153,7 @@ class TaskActor:
         self._child: ChildProcess = ThisMachine(python=sys.executable).start(program, self._take)
 
     def run(self) -> int:
-        """Wait for the program's end; its exit status. Ends the actor instead when Ray shall start it again."""
+        """Wait for the program's end and return its exit status; end the actor instead if Ray may restart it."""
         while (status := self._child.poll()) is None:
             time.sleep(_POLL_S)
         with self._changed:
@@ -167,9 +167,9 @@ class TaskActor:
         return status
 
     def lines(self, life: int | None, had: int) -> tuple[int, tuple[str, ...], int | None]:
-        """Which life of the actor this is, the lines after the first `had`, and the exit status if the program ended.
+        """Return this life of the actor, the lines after the first `had`, and the exit status if the program has ended.
 
-        Those up to `had` have come to the launcher, if it speaks of this `life`; they are kept no longer.
+        life  the launcher's last known life of the actor; if it is this one, `had` acknowledges lines, dropped here
         """
         with self._changed:
             while life == self._incarnation and self._had < had:
@@ -192,7 +192,7 @@ class TaskActor:
 
 
 class _OnActor:
-    """An actor as the launcher sees it; see `place.Running`."""
+    """The launcher's handle of an actor; see `place.Running`."""
 
     def __init__(self, actor: Any, on_line: Callable[[str], None]) -> None:
         self._actor = actor
@@ -210,7 +210,7 @@ class _OnActor:
         return tuple(self._tail)
 
     def poll(self) -> int | None:
-        """None while it runs or may run again, else how its program ended."""
+        """Return the program's exit status; None while it runs or may run again."""
         if self._status is None and ray.wait([self._end], timeout=0)[0]:
             try:
                 self._status = int(ray.get(self._end))
@@ -226,7 +226,7 @@ class _OnActor:
             self._actor.stop.remote()
 
     def kill(self) -> None:
-        """End the actor and what it started, and wait until Ray says so."""
+        """End the actor and the processes that it started, and wait until Ray reports the end, at most `_LINES_S`."""
         if self.poll() is None:
             ray.kill(self._actor)
             ray.wait([self._end], timeout=_LINES_S)

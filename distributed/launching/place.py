@@ -1,4 +1,4 @@
-"""Where the processes of a cluster run: what the launcher needs of such a place, and nothing about any of them."""
+"""The launcher's interface to a place where the processes of a cluster run."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class TaskProgram:
-    """What a task runs.
+    """The program of a task.
 
     `task`         its full name, or "coordinator"
-    `words`        the words after the Python interpreter's name
-    `environment`  what it gets beside the environment of the place, and over it
-    `defaults`     the same, but what the place has already comes first
+    `words`        the words of the command after the Python interpreter's name
+    `environment`  variables added to the environment of the place, which they override
+    `defaults`     variables added to the environment of the place, which overrides them
     """
 
     task: str
@@ -24,7 +24,7 @@ class TaskProgram:
 
 
 class Running(Protocol):
-    """A program that was started."""
+    """A started program."""
 
     @property
     def tail(self) -> tuple[str, ...]:
@@ -32,28 +32,28 @@ class Running(Protocol):
         ...
 
     def poll(self) -> int | None:
-        """None while it runs, else its exit status, negative for the signal that killed it."""
+        """Return the exit status, negative for the signal that killed the program; None while it runs."""
         ...
 
     def terminate(self) -> None:
-        """Ask it and all that it started to end; without effect when it has ended."""
+        """Ask the program and the processes that it started to end; without effect if it has ended."""
         ...
 
     def kill(self) -> None:
-        """End it and all that it started, and wait until it is gone."""
+        """End the program and the processes that it started, and wait until it is gone."""
         ...
 
 
 class Place(Protocol):
-    """Somewhere to start programs."""
+    """A place where programs are started."""
 
     def start(self, program: TaskProgram, on_line: Callable[[str], None]) -> Running:
-        """Start it; `on_line` is called with each line of output, without its end, from any thread.
+        """Start a program; `on_line` is called with each line of output, without its end, from any thread.
 
-        raises  OSError when it cannot be started
+        raises  OSError when the program cannot be started
         """
         ...
 
     def close(self) -> None:
-        """Give back what the place holds, when all that was started has ended."""
+        """Release the resources of the place, once all started programs have ended."""
         ...

@@ -1,4 +1,4 @@
-"""What a task asks of a Ray cluster, as text and as values. Needs no Ray."""
+"""The resources that a task requests from a Ray cluster, as text and as values. This does not import Ray."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class RayResources:
-    """What an actor asks of its node: CPUs and GPUs, in parts if need be, and resources by names of the user's own."""
+    """The resources that an actor requests: CPUs and GPUs, also fractions, and resources of the user's own names."""
 
     cpus: float = 1.0
     gpus: float = 0.0
@@ -16,7 +16,7 @@ class RayResources:
 
     @staticmethod
     def parse(text: str) -> RayResources:
-        """`CPU=1,GPU=0.5,NAME=2`; raises ValueError for another text."""
+        """Parse text such as `CPU=1,GPU=0.5,NAME=2`; raises ValueError for malformed text."""
         found: dict[str, float] = {}
         for part in text.split(","):
             name, equals, amount = part.partition("=")
@@ -30,11 +30,11 @@ class RayResources:
 
     @property
     def amounts(self) -> dict[str, float]:
-        """All of them by Ray's names."""
+        """All amounts by Ray's names."""
         return {"CPU": self.cpus, "GPU": self.gpus, **self.others}
 
 
 def amounts_text(resources: Mapping[str, float]) -> str:
-    """Amounts for a person; memory and what stands for one node alone are left out."""
+    """Format amounts for a person, without memory and resources that name a single node."""
     names = [name for name in sorted(resources) if ":" not in name and "memory" not in name]
     return ", ".join(f"{name} {resources[name]:g}" for name in names) or "nothing"

@@ -1,10 +1,10 @@
-"""Whether a task that has ended is started again, and after how long: a pure machine without a clock.
+"""Restarts of tasks that have ended: a pure state machine without a clock.
 
 Invariants:
-- a task that finished, that is with status 0, is never started again;
-- between two starts of one task lie pauses that double up to `LONGEST_PAUSE_S`;
-- a task that ran for `STEADY_S` before it failed has all its restarts again: a limit is for tasks that fail again and
-  again, not for long runs on machines that fail now and then.
+- a task that finished with status 0 is never restarted;
+- the pause before a restart of a task doubles each time, up to `LONGEST_PAUSE_S`;
+- a task that ran for `STEADY_S` before it failed has all its restarts again: the limit is for tasks that fail
+  repeatedly, not for long runs on machines that fail now and then.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ USUAL_LIMIT = 3
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """A task that fails is started again up to `limit` times in a row; 0 is never."""
+    """A task that fails is restarted up to `limit` times in a row; 0 for never."""
 
     limit: int = 0
 
     @staticmethod
     def parse(text: str) -> RestartPolicy:
-        """The policy that `never`, `on-failure` or `on-failure:N` says; raises ValueError for another text."""
+        """Parse `never`, `on-failure` or `on-failure:N`; raises ValueError for any other text."""
         found = re.fullmatch(r"never|on-failure(?::([0-9]+))?", text)
         if found is None:
             raise ValueError(
@@ -43,7 +43,7 @@ NEVER = RestartPolicy()
 
 
 class Restarts:
-    """What became of the tasks so far, each under the policy of its job; a job without one is never started again."""
+    """The restarts of all tasks, by the policies of their jobs; tasks of a job without a policy are never restarted."""
 
     def __init__(self, policies: Mapping[str, RestartPolicy]) -> None:
         self._policies = policies
@@ -51,7 +51,7 @@ class Restarts:
         self._in_all: Counter[str] = Counter()
 
     def pause_s(self, task: str, job: str, status: int, ran_s: float) -> float | None:
-        """How long to wait before `task`, which ended with `status` after `ran_s`, is started; None when it is not."""
+        """Count a task's end with `status` after `ran_s`; return the pause before its restart, None for no restart."""
         if ran_s >= STEADY_S:
             self._in_a_row[task] = 0
         if status == 0 or self._in_a_row[task] >= self._policies.get(job, NEVER).limit:
@@ -61,9 +61,9 @@ class Restarts:
         return float(min(FIRST_PAUSE_S * 2 ** (self._in_a_row[task] - 1), LONGEST_PAUSE_S))
 
     def count(self, task: str) -> int:
-        """How often the task was started again."""
+        """Return the number of times that the task was restarted."""
         return self._in_all[task]
 
     def standing(self, task: str, job: str) -> str:
-        """The last restart among those allowed, such as "1 of 3"."""
+        """Return the number of the last restart and the limit, such as "1 of 3"."""
         return f"{self._in_a_row[task]} of {self._policies.get(job, NEVER).limit}"

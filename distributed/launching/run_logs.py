@@ -1,11 +1,11 @@
 """The output of a run: a file for each task, whose size is bounded.
 
 Invariants:
-- a line is in its file, whole, when `write` returns, or is left out and counted: a file that cannot be written, as on a
-  full disk, raises nothing and loses no line of another task;
-- a file that would outgrow `max_bytes` becomes `<name>.1`, in the place of the one before it, so a task takes at most
-  twice that;
-- a run started again in the same folder goes on where the files end.
+- when `write` returns, the complete line is in its file, or it was left out and counted: a file that cannot be written,
+  as on a full disk, raises nothing and loses no line of another task;
+- a file that would outgrow `max_bytes` is renamed to `<name>.1`, replacing the one before, so a task takes at most
+  twice that size;
+- a run that is started again in the same folder appends to the files.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_BYTES = 64 << 20
 
 
 class RunLogs:
-    """The logs in `folder`, which is made when it is not there; raises OSError when it cannot be."""
+    """The logs in `folder`, which is created if it is missing; raises OSError if that fails."""
 
     def __init__(self, folder: Path, max_bytes: int = MAX_BYTES) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -31,7 +31,7 @@ class RunLogs:
         self._left_out: dict[str, int] = {}
 
     def path(self, task: str) -> Path:
-        """The file of the task of that short name: `worker:0` writes `worker-0.log`."""
+        """Return the file of the task with this short name: `worker:0` writes `worker-0.log`."""
         return self.folder / f"{task.replace(':', '-')}.log"
 
     def write(self, task: str, line: str) -> str:

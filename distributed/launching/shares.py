@@ -1,9 +1,9 @@
-"""What each of several processes on one machine gets of its GPUs and cores, so that none takes what others need.
+"""The division of a machine's GPUs and cores among several processes.
 
-Why: without it each process takes memory on every GPU and starts as many threads as there are cores; the second process
-then fails for want of memory, or all are slow.
+Why: otherwise each process allocates memory on every GPU, and starts as many threads as there are cores. The second
+process then runs out of memory, or all are slow.
 
-What a user has set in the environment stays as it is.
+The user's own settings of threads and memory fractions in the environment are kept.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from dflow.tracing.errors import ConfigError
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _MEMORY = "XLA_CLIENT_MEM_FRACTION"
 _OLD_MEMORY = "XLA_PYTHON_CLIENT_MEM_FRACTION"
-#: Of a GPU's memory, what all that share it may take together.
+#: Fraction of a GPU's memory for all processes that share it together.
 SHARED_MEMORY = 0.9
-#: What tells XLA's own pool, and the libraries of linear algebra, how many threads to start.
+#: Variables that set the number of threads of XLA's own pool, and of the libraries of linear algebra.
 _THREADS = ("NPROC", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one process gets: `environment` to be added to its own, and the `cores` it is kept on (none: on all)."""
+    """One process's share: `environment` to add to its own, and the `cores` that it is pinned to (empty: any)."""
 
     environment: Mapping[str, str] = field(default_factory=dict)
     cores: tuple[int, ...] = ()
 
 
 def visible_gpus(environment: Mapping[str, str], device_files: Path = Path("/dev")) -> tuple[str, ...]:
-    """The GPUs that a process with this environment may use, as `CUDA_VISIBLE_DEVICES` names them."""
+    """Return the GPUs that a process with this environment may use, as `CUDA_VISIBLE_DEVICES` names them."""
     if environment.get("JAX_PLATFORMS", "").split(",")[0] in ("cpu", "tpu"):
         return ()
     said = environment.get(VISIBLE)
@@ -45,11 +45,11 @@ def visible_gpus(environment: Mapping[str, str], device_files: Path = Path("/dev
 
 
 def gpu_shares(gpus: Sequence[str], tasks: int, per_task: int | None, given: Mapping[str, str]) -> list[dict[str, str]]:
-    """For each of `tasks` processes, the environment that gives it its GPUs.
+    """Return, for each of `tasks` processes, the environment that gives it its GPUs.
 
-    per_task  GPUs of each process, which no other gets; 0 keeps all of them to the CPU. None deals the GPUs evenly,
-              and where there are fewer than processes, several share one and its memory
-    given     the environment they have already
+    per_task  number of GPUs that each process has for itself; 0 restricts the processes to the CPU. None divides the
+              GPUs evenly; with fewer GPUs than processes, several processes share a GPU and its memory
+    given     the environment that the processes have already
     raises    ConfigError when there are too few GPUs, with both numbers
     """
     if per_task == 0:
@@ -70,10 +70,11 @@ def gpu_shares(gpus: Sequence[str], tasks: int, per_task: int | None, given: Map
 
 
 def core_shares(cores: Sequence[int], tasks: int, per_task: int | None, given: Mapping[str, str]) -> list[Share]:
-    """For each of `tasks` processes, the threads it starts and the cores it is kept on.
+    """Return, for each of `tasks` processes, the share that sets its number of threads and its cores.
 
-    per_task  cores of each process, which no other gets. None keeps nobody to any core, and lets each of several
-              processes start an even part of as many threads as there are cores, at least one
+    per_task  number of cores that each process has for itself. None pins no process, and gives each of several
+              processes an even part of as many threads as there are cores, at least one
+    given     the environment that the processes have already
     raises    ConfigError when there are too few cores, with both numbers
     """
     if per_task is None:

@@ -1,4 +1,4 @@
-"""This machine as a place for tasks: each is a child process, which ends with the launcher however that ends."""
+"""This machine as a place for tasks: each is a child process, which ends with the launcher, even if that is killed."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _WHOLE = Share()
 
 
 class ThisMachine:
-    """Starts programs here, with `python` and the environment of this process.
+    """Starts programs on this machine, with the interpreter `python` and the environment of this process.
 
-    `shares`  what each task gets of the machine's GPUs and cores, by full name; a task without one gets everything
+    `shares`  each task's share of the machine's GPUs and cores, by full name; a task without one may use all
     """
 
     def __init__(self, shares: Mapping[str, Share] | None = None, python: str = sys.executable) -> None:
@@ -36,6 +36,6 @@ class ThisMachine:
         return ChildProcess(name, command, environment, self._lifeline, on_line, cores=share.cores)
 
     def close(self) -> None:
-        """Let go of the children: one that still runs ends now."""
+        """Close the pipe that keeps the children alive: a child that still runs ends now."""
         os.close(self._held)
         os.close(self._lifeline)

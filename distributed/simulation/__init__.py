@@ -1,1 +1,1 @@
-"""The runtime on a manual clock and a scripted network: every schedule can be run again from its seed."""
+"""The runtime on a simulated clock and network: every schedule can be repeated from its seed."""

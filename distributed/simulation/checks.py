@@ -1,20 +1,21 @@
-"""What must hold after each event of a schedule, and at its end.
+"""Invariants of a simulated schedule, checked after each event and at its end.
 
-Invariants that are checked, by their names here:
-- `applied once`    no task applies the same attempt at a step twice;
-- `done once`       no step is handed out that is done, or that another live worker has;
-- `none lost`       a step counts as done only if an attempt was applied on every ps, and all steps of the run are done
-                    at its end; one that was applied more than once has all attempts but one ended unreported,
-                    by a worker that died, was given up or saw its step fail, and is among `repeated`;
-- `waits end`       no wait outlasts its deadline;
-- `one of a name`   a roster lists at most one live task of a name;
-- `rosters in order` what a process is told of the cluster never goes back;
-- `one view`        all that pass a barrier together are told the same members of it, are among them, and have all come;
-- `one in office`   nobody is elected while who was elected before is live;
-- `heard once`      what is said over a connection is heard once and in order, over however many streams;
-- `nothing left`    when all steps have ended, no task holds a value, a wait, a step or a plan that runs;
-- `nothing raises`  no process meets an error that it does not handle;
-- `bounded`         what machines remember stays below what they promise.
+By the names that a report gives them:
+- `applied once`     a task applies an attempt at a step at most once;
+- `done once`        the coordinator never hands out a step that is done, or that another live worker holds;
+- `none lost`        a step counts as done only if an attempt was applied on every ps, and all steps of the run are done
+                     at its end. If several attempts at a step were applied, at most one is reported; the workers of
+                     the others died, left or saw the attempt fail. Such a step is listed by `repeated`;
+- `waits end`        every wait ends by its deadline;
+- `one of a name`    a roster lists at most one live task of each name;
+- `rosters in order` a process never gets an older roster after a newer one;
+- `one view`         all tasks that pass a barrier together get the same list of members, which contains them, and all
+                     of these have arrived;
+- `one in office`    no worker is elected while the worker elected before is live;
+- `heard once`       a frame sent over a connection is received once and in order, over any number of streams;
+- `nothing left`     when all steps have ended, no task holds a value, a wait, a step or a running plan;
+- `nothing raises`   no process raises an error that it does not handle;
+- `bounded`          the memory of tasks and of the coordinator's log stays below its limits.
 """
 
 from __future__ import annotations
@@ -29,22 +30,22 @@ from dflow.distributed.rendezvous import WINDOW
 from dflow.distributed.task_server import TaskStatistics
 from dflow.tracing.task_name import task_name
 
-#: Says whether what an invariant asks for holds; its name, and what is wrong otherwise.
+#: Reports on one invariant: whether it holds, its name, and the description of the violation.
 Require = Callable[[bool, str, str], None]
 
-#: How much later than its deadline a wait may end: a process may be slow, or hang.
+#: Most time that a wait may last beyond its deadline: a process may be slow, or hang.
 SLACK_S = 45.0
 
 
 def name_of(process: str) -> str:
-    """The task that a process such as `worker:0`, or `worker:0'2` in its third life, is."""
+    """Return the task name of a process such as `worker:0`, or `worker:0'2` in its third life."""
     job, _, index = process.partition("'")[0].partition(":")
     return task_name(job, int(index))
 
 
 @dataclass
 class Attempt:
-    """One worker's go at one step of the run."""
+    """One worker's attempt at one step of the run. `ended` says why it ended unreported; empty if it did not."""
 
     number: int
     step: int
@@ -56,17 +57,17 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Repeated:
-    """A step that was applied in more than one attempt: why the earlier ones were not reported."""
+    """A step applied by more than one attempt, with the reason why each unreported attempt ended."""
 
     step: int
     reasons: tuple[str, ...]
 
 
 class Checks:
-    """Watches one schedule."""
+    """The checks of one schedule, called on its events."""
 
     def __init__(self, tasks: Iterable[str], steps: int) -> None:
-        #: The first invariant that did not hold: its name and how; empty while all hold.
+        #: The name of the first violated invariant and what happened; empty while all hold.
         self.broken = ""
         self._tasks = tuple(tasks)
         self._steps = steps
@@ -80,7 +81,7 @@ class Checks:
         self._barriers: dict[int, BarrierPassed] = {}
 
     def require(self, holds: bool, name: str, text: str) -> None:
-        """Take note unless it holds; nothing is raised, for the code that is watched would take that for its own."""
+        """Record the first violation. It is not raised, since the code under test might handle it as its own error."""
         if not holds and not self.broken:
             self.broken = f"{name}: {text}"
 
@@ -101,17 +102,20 @@ class Checks:
         return attempt
 
     def failed(self, attempt: Attempt, why: str) -> None:
-        """A worker saw its attempt fail."""
+        """A worker's attempt failed at the worker."""
         attempt.ended = attempt.ended or f"{attempt.worker} saw it fail ({why})"
 
     def died(self, process: str, why: str) -> None:
-        """A worker's process is no more."""
+        """A worker's process has ended."""
         for attempt in self._attempts:
             if attempt.worker == process and not attempt.reported:
                 attempt.ended = attempt.ended or f"{process} {why}"
 
     def seen(self, tasks: Sequence[TaskInfo]) -> None:
-        """Whom the coordinator knows: those whom it has given up have no steps and no office."""
+        """Apply the coordinator's list of tasks: a task that left holds no steps.
+
+        If it was elected and did not end normally, another worker may be elected.
+        """
         for info in tasks:
             if info.left_at_s is None or (info.task, info.joined_at_s) in self._given_up:
                 continue
@@ -124,16 +128,16 @@ class Checks:
                     attempt.ended = attempt.ended or f"{attempt.worker} was given up: {info.left}"
 
     def claims(self, worker: str) -> None:
-        """The coordinator hears the worker ask for steps, and has those back that the worker had."""
+        """The coordinator receives the worker's claim for steps, and takes back the steps that the worker held."""
         self._held.pop(worker, None)
 
     def told_complete(self, worker: str, steps_done: int) -> None:
-        """The coordinator tells a worker that all is done, which wanted more."""
+        """The coordinator answers a worker's claim by the message that the run is complete."""
         text = f"{worker} is told that the run is complete, and {steps_done} of {self._steps} steps are done"
         self.require(steps_done == self._steps, "none lost", text)
 
     def claimed(self, worker: str, steps: range, live: Collection[str]) -> None:
-        """The coordinator gives steps to a worker, while it holds these tasks for live."""
+        """The coordinator assigns steps to a worker; `live` are the tasks that it regards as live."""
         again = sorted(self._done.intersection(steps))
         self.require(not again, "done once", f"step {again[:1]} is given to {worker} and is done")
         for other, held in self._held.items():
@@ -144,7 +148,7 @@ class Checks:
         self._held[worker] = steps
 
     def reported(self, attempts: Iterable[Attempt]) -> None:
-        """The coordinator has taken note that these are done."""
+        """The coordinator has recorded the steps of these attempts as done."""
         for attempt in attempts:
             missing = [task for task in self._tasks if task not in attempt.applied_on]
             text = f"step {attempt.step} counts as done, and {missing} did not apply it"
@@ -155,7 +159,7 @@ class Checks:
             self._done.add(attempt.step)
 
     def repeated(self) -> tuple[Repeated, ...]:
-        """The steps that were applied in more than one attempt."""
+        """Return the steps that more than one attempt applied."""
         by_step: dict[int, list[Attempt]] = {}
         for attempt in self._attempts:
             if attempt.applied_on:
@@ -169,7 +173,7 @@ class Checks:
     # Membership.
 
     def roster(self, who: str, roster: Roster) -> None:
-        """A process is told who is in the cluster."""
+        """A process receives a roster: it must list each live task once, and be no older than the roster before."""
         live = [info.task for info in roster.tasks if info.left_at_s is None]
         self.require(
             len(live) == len(set(live)), "one of a name", f"{who} is told of two live tasks of a name in {live}"
@@ -186,13 +190,13 @@ class Checks:
         self._rosters[who] = roster
 
     def elected(self, worker: str) -> None:
-        """The coordinator has said that this one is elected."""
+        """The coordinator has elected a worker."""
         text = f"{worker} is elected, and {self._office} was and is live"
         self.require(self._office in (None, worker), "one in office", text)
         self._office = worker
 
     def arrives(self, task: str) -> None:
-        """The coordinator hears that a task has come to the barrier."""
+        """The coordinator receives a task's arrival at the barrier."""
         self._arrived.add(task)
 
     def passed(self, task: str, passed: BarrierPassed) -> None:
@@ -211,34 +215,34 @@ class Checks:
     # Waits and memory.
 
     def wait(self, who: str, what: str, until_s: float, now_s: float) -> None:
-        """A wait goes on."""
+        """A process still waits at `now_s`, with the deadline `until_s`."""
         if now_s > until_s + SLACK_S:
             text = f"at {now_s:.1f} s {who} still waits for {what}, which was to end at {until_s:.1f} s"
             self.require(False, "waits end", text)
 
     def goes_on(self, who: str, wait: object) -> None:
-        """A wait of a task was to end now, and has not."""
+        """A wait inside a task has passed its deadline."""
         self.require(False, "waits end", f"{who} still waits for {wait} after its deadline")
 
     def memory(self, task: str, found: TaskStatistics, origins: int) -> None:
-        """What a task remembers of steps that have ended."""
+        """Check the number of ended steps that a task remembers; `origins` is the number of tasks that start steps."""
         most, has = WINDOW * max(1, origins), found.rendezvous.remembered
         if has > most:
             self.require(False, "bounded", f"{task} remembers {has} ended steps of {origins} tasks, above {most}")
 
     def log(self, length: int) -> None:
-        """How many events the coordinator keeps."""
+        """Check the number of events that the coordinator keeps."""
         if length > LOG_EVENTS:
             self.require(False, "bounded", f"the coordinator keeps {length} events, above {LOG_EVENTS}")
 
     # The end.
 
     def is_nothing_left(self, statistics: Mapping[str, TaskStatistics]) -> bool:
-        """Whether no task holds anything of a step."""
+        """Whether all tasks have released everything that belongs to a step."""
         return not any(any(_left(found)) for found in statistics.values())
 
     def end(self, statistics: Mapping[str, TaskStatistics]) -> None:
-        """All steps have ended, and nothing more is to happen."""
+        """Check the final state: all steps have ended, and no event is pending."""
         missing = sorted(set(range(self._steps)) - self._done)
         self.require(not missing, "none lost", f"steps {missing} of {self._steps} are not done at the end")
         for repeated in self.repeated():

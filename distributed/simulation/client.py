@@ -44,7 +44,7 @@ HEARTBEAT_S = 3.0
 
 
 class Client:
-    """One process's side of the coordinator at `address`, from construction on."""
+    """One process's client of the coordinator at `address`; it connects on construction."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Client:
         process.post(self._beat)
 
     def ask(self, message: AnyMessage, timeout_s: float) -> Wait:
-        """Ask and wait for the answer, through the coordinator's absence; it is the message alone."""
+        """Send a request and wait for the answer, a message, even while the coordinator is absent."""
         ask = next(self._ask_numbers)
 
         def start(resolve: Resolve) -> None:
@@ -92,15 +92,15 @@ class Client:
         return Wait(f"the coordinator's answer to {type(message).__name__}", timeout_s, start, withdraw)
 
     def end(self, reason: str) -> None:
-        """Be done with the coordinator."""
+        """End the session with the coordinator."""
         self._handle(Ending(self._events.now_s, reason))
 
     def heard(self, link: int, message: AnyMessage) -> None:
-        """A message came that was not asked for."""
+        """Handle a notification from the coordinator."""
         self._handle(Heard(self._events.now_s, link, message))
 
     def link_ended(self, link: int, reason: str) -> None:
-        """A connection is no more."""
+        """Handle the end of a connection."""
         if self._links.pop(link, None) is not None:
             self._handle(LinkEnded(self._events.now_s, link, reason))
 
@@ -175,7 +175,7 @@ class Client:
 
     def _reply_came(self, link: int, ask: int, reply: Reply | BaseException) -> None:
         if isinstance(reply, TransportClosed):
-            return  # the end of the link is told by the link
+            return  # `link_ended` handles the end of the link
         message = failure_of(reply) if isinstance(reply, BaseException) else unpack(*reply)
         self._handle(Answered(self._events.now_s, link, ask, message))
 
@@ -186,7 +186,7 @@ class Client:
 
 
 class _Heard(RefuseAll):
-    """What comes over one connection."""
+    """The handler of one connection; it passes notifications and the end to the client."""
 
     def __init__(self, client: Client, link: int) -> None:
         self._client = client

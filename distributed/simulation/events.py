@@ -1,7 +1,7 @@
-"""What happens when: a clock that is moved by hand from event to event.
+"""The event queue of a simulation, with a clock that jumps from event to event.
 
-Invariants: time never goes back; of events at the same time the seed says which is first; the same seed and the same
-calls give the same order on any machine.
+Invariants: time never goes back; the seed orders events of equal times; the same seed and the same calls give the same
+order on any machine.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 
 class Timer:
-    """An event to come, which may be stopped."""
+    """A pending event, which can be stopped."""
 
     __slots__ = ("_queue", "call", "is_routine")
 
@@ -23,11 +23,11 @@ class Timer:
         self.is_routine = is_routine
 
     def stop(self) -> None:
-        """Let it not happen; nothing if it has."""
+        """Cancel the event; without effect if it has happened."""
         self.take()
 
     def take(self) -> Callable[[], None] | None:
-        """What is to happen, which then does not happen otherwise; None if it has, or was stopped."""
+        """Return the event's callback and cancel the event; None if it has happened or was stopped."""
         call, self.call = self.call, None
         if call is not None and not self.is_routine:
             self._queue.awaited -= 1
@@ -35,9 +35,9 @@ class Timer:
 
 
 class EventQueue:
-    """The events of one simulation. `now_s` is the time, in s since its start.
+    """The events of one simulation. `now_s` is the time, in s since its start, `handled` the number of past events.
 
-    `awaited` is how many are to come that are not routine, as heartbeats are, which come for ever.
+    `awaited` is the number of pending events that are not routine. Routine events, such as heartbeats, repeat for ever.
     """
 
     def __init__(self, seed: int) -> None:
@@ -49,7 +49,7 @@ class EventQueue:
         self._heap: list[tuple[float, float, int, Timer]] = []
 
     def at(self, at_s: float, call: Callable[[], None], *, is_routine: bool = False) -> Timer:
-        """Have `call` called at `at_s`, or now if that is over."""
+        """Schedule `call` at `at_s`, or now if that is past."""
         timer = Timer(self, call, is_routine)
         self.awaited += not is_routine
         now_s = self.now_s
@@ -57,11 +57,11 @@ class EventQueue:
         return timer
 
     def after(self, delay_s: float, call: Callable[[], None], *, is_routine: bool = False) -> Timer:
-        """Have `call` called in `delay_s`."""
+        """Schedule `call` after `delay_s`."""
         return self.at(self.now_s + delay_s, call, is_routine=is_routine)
 
     def step(self, until_s: float) -> bool:
-        """Let the next event happen; false, with the clock at `until_s`, when there is none before it."""
+        """Run the next event; if there is none up to `until_s`, set the clock to that and return False."""
         while self._heap and self._heap[0][0] <= until_s:
             at_s, _, _, timer = heapq.heappop(self._heap)
             call = timer.take()

@@ -1,6 +1,6 @@
-"""What goes wrong in a schedule, as a value: written, read, drawn from a seed.
+"""The faults of a schedule as a value, which is formatted, parsed, or drawn from a seed.
 
-The text is what `dflow simulate --faults` takes: words with commas between, such as
+Its text is the argument of `dflow simulate --faults`: words separated by commas, such as
 `loss=0.1,late=0.2,twice=0.05,kill=worker:0@3.5+2,power=ps:1@4+3,cut=worker:0/coordinator@2+6,hang=ps:0@5+1,slow=ps:1*20`.
 """
 
@@ -16,10 +16,10 @@ COORDINATOR = "coordinator"
 
 @dataclass(frozen=True)
 class Stop:
-    """The process `host` ends at `at_s` and is started anew `back_after_s` later.
+    """The process on `host` ends at `at_s`, and another is started `back_after_s` later.
 
-    The system closes the connections of one that is killed; a host that loses power tells nobody. A coordinator loses
-    power right after it next writes something down, before anyone learns what follows from that.
+    The system closes the connections of a killed process; a power loss notifies no peer. A coordinator loses power
+    right after its next write to its store, before it sends any result of that write.
     """
 
     host: str
@@ -32,7 +32,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class Cut:
-    """Nothing passes between two hosts for `for_s`, from `at_s` on."""
+    """No packet passes between two hosts for `for_s`, from `at_s` on."""
 
     one: str
     other: str
@@ -45,7 +45,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Hang:
-    """The process `host` does nothing for `for_s`, from `at_s` on, and then goes on."""
+    """The process on `host` does nothing for `for_s`, from `at_s` on, and then continues."""
 
     host: str
     at_s: float
@@ -57,7 +57,7 @@ class Hang:
 
 @dataclass(frozen=True)
 class Slow:
-    """Whatever `host` does takes `factor` times as long."""
+    """Everything that `host` does takes `factor` times as long."""
 
     host: str
     factor: float
@@ -70,11 +70,11 @@ class Slow:
 class Faults:
     """The faults of one schedule.
 
-    `loss`   the part of packets that are lost and sent again
-    `late`   the part of packets that take up to a second longer
-    `twice`  the part of values and cancellations between tasks that arrive twice
-    `mixed`  the part of these that may be overtaken by what is sent after them
-    `breaks` the part of packets with which the stream breaks that carries them; the connection goes on over a new one
+    `loss`   the fraction of packets that are lost and resent
+    `late`   the fraction of packets that take up to a second longer
+    `twice`  the fraction of values and cancellations between tasks that arrive twice
+    `mixed`  the fraction of these that later messages may overtake
+    `breaks` the fraction of packets on which their stream breaks; the connection continues over a new stream
     """
 
     loss: float = 0.0
@@ -100,14 +100,14 @@ class Faults:
 
     @property
     def end_s(self) -> float:
-        """When the last of those that have an end is over."""
+        """The time at which the last fault of limited duration ends, in s."""
         stops = [stop.at_s + stop.back_after_s for stop in (*self.kill, *self.power)]
         spans = [cut.at_s + cut.for_s for cut in self.cut] + [hang.at_s + hang.for_s for hang in self.hang]
         return max([0.0, *stops, *spans])
 
 
 def check_hosts(faults: Faults, hosts: Sequence[str]) -> None:
-    """Raise ValueError when a fault is of a host that there is not."""
+    """Raise ValueError when a fault names an unknown host."""
     named = [stop.host for stop in (*faults.kill, *faults.power)] + [hang.host for hang in faults.hang]
     named += [slow.host for slow in faults.slow] + [host for cut in faults.cut for host in (cut.one, cut.other)]
     for host in named:
@@ -116,7 +116,7 @@ def check_hosts(faults: Faults, hosts: Sequence[str]) -> None:
 
 
 def parse_faults(text: str) -> Faults:
-    """The faults that `text` tells of; raises ValueError with what is wrong and an example."""
+    """Parse faults; raises ValueError, with the reason and an example, for malformed text."""
     faults = Faults()
     for word in filter(None, (word.strip() for word in text.split(","))):
         name, equals, value = word.partition("=")
@@ -182,7 +182,7 @@ _READERS = {
 
 
 def drawn_faults(seed: int, hosts: Sequence[str], busy_s: float = 8.0) -> Faults:
-    """Faults of any kind, the same for the same seed; those with a time fall within the first `busy_s`."""
+    """Draw faults of any kind, the same for the same seed; timed faults begin within the first `busy_s`."""
     draw = random.Random(f"faults {seed}")
 
     def rate(most: float) -> float:

@@ -1,16 +1,17 @@
 """Connections between simulated processes: the real `Session` over streams that break, as sockets do.
 
-Why: this stands for `transport.connection` and its renewal, whose threads and sockets cannot be simulated. What is
-said over a connection is numbered, kept and sent again by the code that does so on real hosts.
+Why: this replaces `transport.connection` and its renewal, whose threads and sockets cannot be simulated. Frames are
+numbered, retained and resent by the same `Session` as on real hosts.
 
-A stream carries packets in order. It breaks when the script says so, or when its sender gets nothing through for
-`GIVE_UP_S`; what is on its way then may be lost, and the other side learns it when it can be told, or when it sends
-something itself. Who dialled dials again and says what it has got; the other answers the same; both send again what the
-other has not. The connection ends when that does not succeed within `Limits.resume_s`.
+A stream carries packets in order. It breaks when the faults of the schedule say so, or when its sender gets no packet
+through for `GIVE_UP_S`. Packets in flight may then be lost. The other end is notified if the network lets that through,
+and otherwise finds out when it sends. The end that dialled dials again and states the number of the last frame that it
+received; the other end answers with its own number, and both resend the missing frames. The connection ends if that
+does not succeed within `Limits.resume_s`.
 
-Values and cancellations between tasks may come twice or be overtaken, where the script says so: the protocol says that
-they may come in any order. Those are no part of the session; none comes before the first frame of the session, which
-introduces its sender.
+Between tasks, notifications (values and cancellations) may arrive twice or out of order where the faults say so, as the
+protocol allows. Such frames do not belong to the session. They are delivered only after the first frame of the session,
+which introduces the sender.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ from dflow.distributed.transport.session import Session
 from dflow.tracing.errors import DeadlineExceeded, TransportClosed, WireError
 
 LIMITS = Limits()
-#: A sender that gets nothing through for so long holds the stream for broken.
+#: Time without a packet getting through after which the sender regards the stream as broken.
 GIVE_UP_S = 8.0
-#: Between two tries at a new stream, and how long one may take.
+#: Interval between two attempts at a new stream, and the time limit of each.
 RETRY_S = 0.3
-#: Frames that one side may have got without saying so.
+#: Number of frames received after which an end sends an acknowledgement.
 ACK_FRAMES = 6
-#: Of two packets of a connection, the later one comes later: of equal times the seed would choose.
+#: Least time between arrivals on one connection, which keeps them in order: the seed orders events of equal times.
 _HAIR_S = 1e-9
 
 
 class _Said:
-    """A frame that may have to be sent again. `serial` is counted here, and `number` by the session."""
+    """A frame that may have to be resent. `serial` is counted here to check `number`, which the session gives it."""
 
     __slots__ = ("frame", "number", "serial")
 
@@ -52,7 +53,7 @@ class _Said:
 
 
 class _Packet(NamedTuple):
-    """What a stream carries: something said, or an acknowledgement alone."""
+    """A packet on a stream: a frame with an acknowledgement, or an acknowledgement alone."""
 
     stream: int
     acknowledged: int
@@ -60,24 +61,24 @@ class _Packet(NamedTuple):
 
 
 class SimulatedLink:
-    """One end of a connection; see `exchange.Link`. `dials` is whether this end gets a new stream when one breaks."""
+    """One end of a connection; see `exchange.Link`. If `dials`, this end dials a new stream when one breaks."""
 
     def __init__(self, network: Network, near: Process, far: Process, *, dials: bool) -> None:
         self.exchange: Exchange | None = None
         self.other: SimulatedLink
         self.is_closed = False
         self.said = self.heard = 0
-        #: Frames outside the session that came before its first one.
+        #: Frames outside the session that arrived before its first frame.
         self._early: list[Frame] = []
         self.near = near
         self._network = network
         self._far = far
         self._dials = dials
         self._session: Session[_Said] = Session(ack_frames=ACK_FRAMES)
-        #: The stream that it is on, and the newest that was dialled.
+        #: The numbers of the current stream and of the newest one dialled.
         self._stream = self._dialled = 0
         self._is_up = True
-        #: Until when there has to be a new stream, once it is known that this one broke.
+        #: Deadline for a new stream; None while this end does not know of a break.
         self._resume_by_s: float | None = None
         self._last_arrival_s = 0.0
         self._between_tasks = COORDINATOR not in (near.host, far.host)
@@ -85,7 +86,7 @@ class SimulatedLink:
 
     @property
     def kept(self) -> int:
-        """How many frames are kept for the other end."""
+        """Number of frames retained until the other end acknowledges them."""
         return self._session.unacknowledged_frames
 
     # As a link.
@@ -99,7 +100,7 @@ class SimulatedLink:
         if self.near.host == COORDINATOR:
             self._network.on_said(self._far, decode_message(frame.meta))
         if frame.payload:
-            # What is sent is what the payload holds now, whatever becomes of it.
+            # Send the payload's present bytes: a simulated packet arrives later, and the sender may reuse the buffer.
             frame = msgspec.structs.replace(frame, payload=memoryview(bytearray(frame.payload)))
         if self._between_tasks and frame.kind is Kind.NOTIFY and self._sends_apart(frame):
             return
@@ -123,7 +124,7 @@ class SimulatedLink:
             self._tell_other(partial(self.other._broke, self._stream, "the other side has closed the stream"))
 
     def process_ended(self, *, is_told: bool) -> None:
-        """The process at this end is no more."""
+        """The process at this end has ended; the other end is notified if `is_told`."""
         if is_told:
             self._tell_other(partial(self.other._close, "the process at the other side ended"))
         self._is_up = False
@@ -131,7 +132,10 @@ class SimulatedLink:
     # On a stream.
 
     def _sends_apart(self, frame: Frame) -> bool:
-        """Whether the frame is one that others may overtake; one that comes twice is sent here for the first time."""
+        """Send a frame outside the session if it is to arrive out of order or twice; return True if out of order.
+
+        For False, the caller sends the frame over the session: the only time, or the second time of two.
+        """
         is_overtaken, events = self._network.is_overtaken(), self._network.events
         if not is_overtaken and not self._network.comes_twice():
             return False
@@ -154,7 +158,7 @@ class SimulatedLink:
             self.near.post(partial(self._broke, stream, "the stream was reset"))
 
     def _put(self, take: Callable[[], None]) -> None:
-        """Have it taken at the other side, behind what was put before, unless nothing gets through."""
+        """Schedule `take` at the other end, after all earlier ones; if nothing gets through, the stream breaks."""
         arrival_s = self._arrives_at()
         if arrival_s is not None:
             self._network.events.at(arrival_s, lambda: self._reaches(take))
@@ -170,7 +174,7 @@ class SimulatedLink:
         return arrival_s
 
     def _tell_other(self, what: Callable[[], None]) -> None:
-        """What the system says to the other side's, if it gets through."""
+        """Run `what` in the other end's process, as an operating system notifies its peer, if that gets through."""
         arrival_s = self._arrives_at()
         if arrival_s is not None:
             self._network.events.at(arrival_s, lambda: self._far.post(what))
@@ -227,7 +231,7 @@ class SimulatedLink:
     # From one stream to the next.
 
     def _broke(self, stream: int, reason: str) -> None:
-        """It is known here that the stream has broken."""
+        """This end learns that a stream has broken; it dials another, or waits for the other end to dial."""
         if self.is_closed or stream != self._stream or self._resume_by_s is not None:
             return
         self._is_up = False
@@ -243,7 +247,7 @@ class SimulatedLink:
             self._close(f"{reason}, and the other side did not come back within {LIMITS.resume_s:g} s")
 
     def _dial(self, stream: int, reason: str) -> None:
-        """Try to get a new stream, again and again."""
+        """Dial a new stream every `RETRY_S` until one is answered or the deadline has passed."""
         if self.is_closed or self._resume_by_s is None or stream != self._stream:
             return
         if self._network.events.now_s >= self._resume_by_s:
@@ -257,7 +261,7 @@ class SimulatedLink:
         self.near.after(RETRY_S, partial(self._dial, stream, reason))
 
     def _offered(self, stream: int, peer_received: int) -> None:
-        """The other side has dialled a new stream, and has so many frames."""
+        """The other end has dialled a new stream, and has received all frames up to `peer_received`."""
         if self.is_closed or stream <= self._stream:
             return
         again = self._session.resume(peer_received).again
@@ -267,7 +271,7 @@ class SimulatedLink:
             self._transmit(said)
 
     def _answered(self, stream: int, peer_received: int) -> None:
-        """The other side has taken the new stream, and has so many frames."""
+        """The other end has accepted the new stream, and has received all frames up to `peer_received`."""
         if self.is_closed or stream != self._dialled or self._resume_by_s is None:
             return
         again = self._session.resume(peer_received).again
@@ -281,7 +285,7 @@ class SimulatedLink:
 
 
 class SimulatedListener:
-    """A place where others connect; see `base.Listener`."""
+    """A listening address of a simulated process; see `base.Listener`."""
 
     def __init__(self, process: Process, address: str, name: str, handler: Handler) -> None:
         self.address = address
@@ -296,7 +300,7 @@ class SimulatedListener:
 
 
 class SimulatedTransport:
-    """The way in which one process reaches others; see `base.Transport`."""
+    """The transport of one simulated process; see `base.Transport`."""
 
     def __init__(self, network: Network, process: Process, connections: Connections) -> None:
         self._network = network
@@ -304,7 +308,7 @@ class SimulatedTransport:
         self._connections = connections
 
     def listen(self, address: str, *, name: str, handler: Handler) -> SimulatedListener:
-        """Take connections; the address is one of this life of the process."""
+        """Accept connections; an empty `address` is replaced by one that only this life of the process has."""
         process = self._process
         address = address or f"{process.host}#{process.life}.{len(process.listeners)}"
         return SimulatedListener(process, address, name, handler)
@@ -319,9 +323,9 @@ class SimulatedTransport:
         timeout_s: float,
         is_wanted: Callable[[], bool] = always_wanted,
     ) -> Exchange:
-        """Connect now or not at all: the script says when to try again.
+        """Connect now, without retries, which the calling script makes.
 
-        raises  DeadlineExceeded when what listens at `address` cannot be reached now
+        raises  DeadlineExceeded when the listener at `address` cannot be reached now
         """
         network, source = self._network, self._process
         host, _, _ = address.partition("#")
@@ -341,14 +345,14 @@ class SimulatedTransport:
 
 
 class Connections(list[SimulatedLink]):
-    """Those that were made in a schedule, each as the end that dialled."""
+    """All connections made in a schedule, each as the end that dialled."""
 
     def far(self, peer: Peer) -> str:
-        """The process that the other end of a connection is in; empty when nobody here dialled it."""
+        """Return the process at the other end of a connection; empty if `peer` is not the dialling end of one."""
         return next((str(link.other.near) for link in reversed(self) if link.exchange is peer), "")
 
     def unheard(self) -> str:
-        """What was said over one that is open and has not been heard, in words; to be asked when nothing happens."""
+        """Describe a frame that was sent over an open connection and not received; meant for an idle network."""
         for link in self:
             for end in (link, link.other):
                 other = end.other
@@ -359,7 +363,7 @@ class Connections(list[SimulatedLink]):
         return ""
 
     def overfull(self) -> str:
-        """Which end of an open one keeps more than the other may leave unacknowledged, in words."""
+        """Describe an end of an open connection that retains more frames than the other may leave unacknowledged."""
         for link in self:
             for end in (link, link.other):
                 is_open = not end.is_closed and not end.other.is_closed and end.other.near.is_alive

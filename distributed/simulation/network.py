@@ -1,9 +1,9 @@
-"""Hosts and the wires between them, as the script of a schedule has them.
+"""The simulated hosts and the network between them, with the faults of a schedule.
 
-Why: packets are lost and sent again, come late, and wait while two hosts are cut off from each other. `link` makes
-connections of that.
+Why: packets are lost and resent, arrive late, or are delayed while two hosts are cut off from each other. `link` builds
+connections on this.
 
-Invariant: what a process does, it does one thing after another.
+Invariant: a process runs one callback after another, never two concurrently.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from dflow.distributed.simulation.events import EventQueue
 from dflow.distributed.simulation.faults import COORDINATOR, Faults
 from dflow.distributed.transport.base import Handler
 
-#: From one host to another, in s, without faults; and how much more a single packet may take.
+#: Time of a packet from one host to another without faults, and the most that is added to it at random.
 LATENCY_S = 0.0005
 JITTER_S = 0.0005
-#: A lost packet is sent again after so long, and after twice as long each time.
+#: Time after which a lost packet is resent; it doubles each time.
 RESEND_S = 0.2
-#: What handling one message costs a process.
+#: Time that a process takes to handle one message.
 HANDLING_S = 0.0001
 
 
@@ -32,19 +32,19 @@ class End(Protocol):
     """One end of a connection."""
 
     def process_ended(self, *, is_told: bool) -> None:
-        """The process at this end is no more."""
+        """The process at this end has ended; the other end is notified if `is_told`."""
         ...
 
 
 class Listening(Protocol):
-    """A place where others connect."""
+    """An address that accepts connections."""
 
     name: str
     handler: Handler
 
 
 class Process:
-    """One life of a host's process: what it does, it does one after another while it lives."""
+    """One life of a host's process, from a start to its end. It runs its callbacks in order while it is alive."""
 
     def __init__(self, network: Network, host: str, life: int) -> None:
         self.host = host
@@ -63,7 +63,7 @@ class Process:
         return self.host if self.life == 0 else f"{self.host}'{self.life}"
 
     def post(self, do: Callable[[], None]) -> None:
-        """Do it when all before it is done, if the process lives then."""
+        """Run `do` after all callbacks posted before it, if the process is then alive."""
         self._inbox.append(do)
         if self._is_draining or not self.is_alive:
             return
@@ -73,11 +73,11 @@ class Process:
             self._drain_later()
 
     def after(self, delay_s: float, do: Callable[[], None], *, is_routine: bool = False) -> None:
-        """Do it in `delay_s`; see `EventQueue` for what is routine."""
+        """Post `do` after `delay_s`; see `EventQueue` for `is_routine`."""
         self._network.events.after(delay_s, lambda: self.post(do), is_routine=is_routine)
 
     def hang(self, until_s: float) -> None:
-        """Do nothing until then."""
+        """Run no callback before `until_s`."""
         self._free_at_s = max(self._free_at_s, until_s)
 
     def _drain_later(self) -> None:
@@ -103,12 +103,12 @@ class Process:
 
 
 class Network:
-    """The hosts of one schedule.
+    """The hosts of one schedule. Its callbacks:
 
-    `on_said`               is called with what the coordinator sends, and to whom, before it is on its way
-    `on_hearing, on_heard`  are called with what the coordinator gets, and from whom, before and after it handles it
-    `on_raised`             is called with an error that a process did not handle
-    `on_misheard`           is called when a process hears something in the wrong order, or twice
+    `on_said`               a message that the coordinator sends, with its receiver, before it is sent
+    `on_hearing, on_heard`  a message that the coordinator receives, with its sender, before and after its handling
+    `on_raised`             an error that a process did not handle
+    `on_misheard`           a process received a frame out of order or twice
     """
 
     def __init__(self, events: EventQueue, seed: int, faults: Faults) -> None:
@@ -118,9 +118,9 @@ class Network:
         self.on_misheard: Callable[[Process, str], None] = _nothing
         self.on_hearing: Callable[[Process, AnyMessage], None] = _nothing
         self.on_heard: Callable[[Process, AnyMessage], None] = _nothing
-        #: The host that did something last.
+        #: The host whose process ran a callback last.
         self.active = COORDINATOR
-        #: How often an end of a connection has gone on with a new stream.
+        #: Number of times that an end of a connection continued over a new stream.
         self.resumed = 0
         self._faults = faults
         self._random = random.Random(f"network {seed}")
@@ -131,14 +131,14 @@ class Network:
             self._slowness[slow.host] = max(slow.factor, self.slowness(slow.host))
 
     def start(self, host: str) -> Process:
-        """A new life of the host's process."""
+        """Start a new life of the host's process."""
         life = self._lives.get(host, -1) + 1
         self._lives[host] = life
         self._processes[host] = Process(self, host, life)
         return self._processes[host]
 
     def end(self, process: Process, *, is_told: bool) -> None:
-        """End a process; the other ends of its connections learn it at once, or when they next send."""
+        """End a process; its peers are notified now if `is_told`, and otherwise find out when they next send."""
         if not process.is_alive:
             return
         process.is_alive = False
@@ -152,17 +152,17 @@ class Network:
         return self._processes[host]
 
     def slowness(self, host: str) -> float:
-        """How many times as long as others the host takes."""
+        """Return how many times longer the host takes than others."""
         return self._slowness.get(host, 1.0)
 
     def reached(self, source: str, host: str) -> Process | None:
-        """The live process of the host, if it can be reached from `source` now."""
+        """Return the live process of the host if `source` can reach it now, else None."""
         target = self._processes.get(host)
         is_there = target is not None and target.is_alive and self.cut_until(source, host) is None
         return target if is_there else None
 
     def cut_until(self, one: str, other: str) -> float | None:
-        """When two hosts that are cut off from each other now will not be; None when they are not."""
+        """Return the time until which two hosts are cut off from each other; None if they are not cut off now."""
         if not self._faults.cut:
             return None
         now_s, pair = self.events.now_s, {one, other}
@@ -174,7 +174,7 @@ class Network:
         return max(ends, default=None)
 
     def arrival(self, source: str, destination: str, within_s: float = math.inf) -> float | None:
-        """When what is sent now arrives; None when that is not `within_s`."""
+        """Return the arrival time of a packet sent now; None if it takes `within_s` or longer."""
         now_s, draw, faults = self.events.now_s, self._random, self._faults
         delay_s = (LATENCY_S + draw.random() * JITTER_S) * max(self.slowness(source), self.slowness(destination))
         if faults.late and draw.random() < faults.late:
@@ -188,19 +188,19 @@ class Network:
         return now_s + delay_s if delay_s < within_s else None
 
     def comes_twice(self) -> bool:
-        """Whether this value comes twice."""
+        """Decide at random whether a value arrives twice."""
         return self._faults.twice > 0 and self._random.random() < self._faults.twice
 
     def is_overtaken(self) -> bool:
-        """Whether what is sent after this value may come before it."""
+        """Decide at random whether later messages may overtake a value."""
         return self._faults.mixed > 0 and self._random.random() < self._faults.mixed
 
     def breaks(self) -> bool:
-        """Whether the stream that carries this packet breaks."""
+        """Decide at random whether a stream breaks on a packet."""
         return self._faults.breaks > 0 and self._random.random() < self._faults.breaks
 
     def draw(self) -> float:
-        """A number from 0 to 1."""
+        """Draw a random number from 0 to 1."""
         return self._random.random()
 
 

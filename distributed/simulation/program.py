@@ -1,4 +1,4 @@
-"""What the workers of a schedule do, each in a process of its own: the programs there are, and what each is."""
+"""The programs that the workers of a schedule may run, each worker in its own process."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from dflow.distributed.simulation.script import Script
 
-#: Steps over all tasks, claimed from the coordinator; synchronous training by rounds; a queue, and variables, that all
-#: share.
+#: Asynchronous steps claimed from the coordinator; synchronous training by rounds; a shared queue; shared variables.
 STEPS, ROUNDS, QUEUE, VARIABLES = PROGRAMS = ("steps", "rounds", "queue", "variables")
 
 
 class Program(Protocol):
-    """What one worker does. `is_complete` says that nothing is left to be done."""
+    """The program of one worker. `is_complete` is set when it has nothing left to do."""
 
     is_complete: bool
 
     def script(self) -> Script:
-        """Do it."""
+        """Run the program."""
         ...

@@ -1,6 +1,6 @@
-"""A queue that all workers share, as a schedule has it: each puts elements in and takes some out, which are numbers.
+"""The schedule's program on a shared queue: each worker enqueues and dequeues elements, which are numbers.
 
-The queue is one that a real task holds, with its waits and their deadlines there.
+A simulated task holds the queue by the real task server's code, which keeps its pending operations and deadlines.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dflow.tracing.errors import DeadlineExceeded, DflowError, QueueClosed
 
 NAME = "shared"
 CAPACITY = 2
-#: How long an op may wait at the queue, and its worker for the answer.
+#: Deadlines of an op at the queue, and of its worker for the answer.
 OP_S = 3.0
 ANSWER_S = 7.0
 PAUSE_S = 0.2
@@ -30,19 +30,19 @@ PAUSE_S = 0.2
 
 @dataclass
 class _Put:
-    """An element on its way in. `is_in` is what its worker was told."""
+    """An enqueued element. `is_in` is the outcome that its worker received; None if unknown."""
 
     number: int
     worker: str
     queue: str = ""
     is_in: bool | None = None
-    #: The take that it came out with.
+    #: The number of the take that returned it.
     taken: int | None = None
 
 
 @dataclass
 class _Take:
-    """A take, of which its worker was told or not."""
+    """A dequeue of `count` elements. `is_answered` is set when its worker gets the outcome."""
 
     number: int
     worker: str
@@ -52,13 +52,13 @@ class _Take:
 
 
 class QueueChecks:
-    """What must hold of queues; `require` notes what does not. A queue is one life of the task that holds it.
+    """The invariants of queues; `require` records a violation. A task that restarts holds another queue.
 
-    - `taken once`  an element comes out of one take at most, of the queue that it went into;
-    - `none lost`   an element that went in is taken or there at the end, but for what a take was given of which the
-                    worker was not told, because it died, gave up or was cut off;
-    - `refused`     an element whose worker was told that it is not in does not come out;
-    - `in order`    a worker takes the elements of another in the order in which that put them in.
+    - `taken once`  at most one take returns an element, and from the queue that the element was put into;
+    - `none lost`   an element in the queue was taken, or is there at the end. Exempt are as many elements as unanswered
+                    takes may have returned, whose workers died, stopped waiting or were cut off;
+    - `refused`     an element whose worker was notified that the put failed is never taken;
+    - `in order`    a worker takes the elements of each other worker in the order of their puts.
     """
 
     def __init__(self, require: Require) -> None:
@@ -68,17 +68,17 @@ class QueueChecks:
         self._newest: dict[tuple[str, str, str], tuple[int, int]] = {}
 
     def puts(self, worker: str) -> _Put:
-        """A worker is about to put an element in."""
+        """A worker is about to put an element."""
         self._puts.append(_Put(len(self._puts), worker))
         return self._puts[-1]
 
     def takes(self, worker: str, count: int) -> _Take:
-        """A worker is about to take so many."""
+        """A worker is about to take `count` elements."""
         self._takes.append(_Take(len(self._takes), worker, count=count))
         return self._takes[-1]
 
     def taken(self, take: _Take, numbers: Iterable[int]) -> None:
-        """A worker is told what it took."""
+        """A worker receives the elements that it took."""
         take.is_answered = True
         for number in numbers:
             put = self._puts[number]
@@ -94,7 +94,7 @@ class QueueChecks:
             self._newest[key] = max(before, (take.number, number))
 
     def end(self, queue: str, held: Sequence[int]) -> None:
-        """Nothing more is to happen, and the queue of the task's last life holds these."""
+        """Check the final state: no event is pending, and `queue`, of the task's last life, holds `held`."""
         for number in held:
             put = self._puts[number]
             text = f"element {number} of {put.worker} is in the queue at the end"
@@ -111,7 +111,7 @@ class QueueChecks:
 
 
 def contents(queue: Held) -> list[int]:
-    """The numbers that a queue holds, which are taken out, with those of whoever waits to put some in."""
+    """Empty a queue and return its numbers, including those of pending puts."""
     found: list[int] = []
 
     def taken(results: Results) -> None:
@@ -125,18 +125,18 @@ def contents(queue: Held) -> list[int]:
 
 
 class QueueWorker:
-    """Puts in and takes out at random; `ops` times in all. The first may close the queue when it is done."""
+    """A worker that puts and takes at random, `ops` times in all. The worker `:0` may then close the queue."""
 
     def __init__(self, member: Member, tasks: Tasks, checks: QueueChecks, host: str, ops: int, seed: str) -> None:
         self.is_complete = False
         self._member, self._tasks, self._checks, self._host, self._ops = member, tasks, checks, host, ops
         self._random = random.Random(f"queue {seed} {member.process}")
-        #: The life of the host in which the queue was made.
+        #: The number of the host's life that holds the queue; -1 before it is created.
         self._life = -1
         self._closes = member.process.host.endswith(":0") and self._random.random() < 0.5
 
     def script(self) -> Script:
-        """Join, make the queue or find it, use it, and leave."""
+        """Join, create or find the queue, use it, and leave."""
         yield from self._member.join()
         for _ in range(self._ops):
             try:
@@ -201,7 +201,7 @@ class QueueWorker:
     def _op(
         self, op: str, seen: _Put | _Take, operands: Sequence[Any], told: Callable[[Any], None], count: int = 0
     ) -> Script:
-        """Do an op; who gives up waiting for it has it given up at the queue too, as a cluster does."""
+        """Do an op. If it fails here, as by its deadline, cancel it at the queue too, as `Cluster` does."""
         infos, payload = encode_arrays(operands)
         step = next(self._member.numbers)
         message = CallResource(NAME, op, self._member.name, step, infos, count, OP_S)

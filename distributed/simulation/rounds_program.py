@@ -1,7 +1,8 @@
-"""Synchronous training as a schedule has it: workers that give gradients round by round, as `Sync.run` does.
+"""The schedule's program of synchronous training: workers give gradients for each synchronous step, as `Sync.run` does.
 
-A gradient is the number of the attempt that it is from, as a vector with a 1 in that place; so a sum tells which are in
-it. The host and the other ps tasks are real tasks, with their rounds, accumulators and updates.
+In names, a synchronous step is a round, and the task that aggregates its gradients is the host. A gradient is a one-hot
+vector with a 1 at the gradient's number, so a sum shows which gradients are in it. The host and the other ps tasks run
+the real code for rounds, accumulators and updates.
 """
 
 from __future__ import annotations
@@ -34,17 +35,20 @@ from dflow.lowering.plan import Call, Item, Plan, Recv, Send
 from dflow.lowering.program import Program
 from dflow.tracing.errors import DeadlineExceeded, DflowError
 
-#: How long the host lets a worker wait for a round, and how much longer the worker waits for that.
+#: Longest time that the host lets a worker wait for a round, and the time that the worker adds for the answer.
 ROUND_S = 12.0
 REQUEST_S = 6.0
 COMPUTE_S = 0.4
-#: More than there are attempts in a schedule.
+#: Length of a gradient: more than the gradients of a schedule.
 PLACES = 2048
 
 
 @dataclass
 class _Gradient:
-    """A worker's gradient for one opening; `is_fresh` is the accumulator's answer, None until it reaches the worker."""
+    """A worker's gradient for one opening; `is_fresh` is the accumulator's answer, None until the worker has it.
+
+    `sums`  number of sums that contain it
+    """
 
     number: int
     worker: str
@@ -56,38 +60,42 @@ class _Gradient:
 
 @dataclass
 class _RunSeen:
-    """One run in these lives of its tasks: the attempts in the sum of each opening, and the sums each task applied."""
+    """One run in these lives of its tasks.
+
+    `sums`     the numbers of the gradients in the sum of each opening
+    `updates`  the openings whose sums each task applied, in order
+    """
 
     rounds: int
     wanted: int
     sums: dict[int, tuple[int, ...]] = field(default_factory=dict)
     updates: dict[str, list[int]] = field(default_factory=dict)
-    #: Who has been told of a round and has never left, and who has: it may have come back, or not be missed.
+    #: Workers that got an opening and never left, and workers that left (they may have returned, or not be missed yet).
     takes_part: set[str] = field(default_factory=set)
     left: set[str] = field(default_factory=set)
 
 
 class RoundChecks:
-    """What must hold of rounds; `require` notes what does not.
+    """The invariants of rounds; `require` records a violation.
 
-    - `counted once`   a gradient is in at most one sum, once, that of its opening, and its worker knows;
-    - `first m`        a sum is of no more gradients than are wanted, and of fewer only when fewer workers take part;
+    - `counted once`   a gradient is in at most one sum, once, that of its opening, and its worker knows whether it is;
+    - `first m`        a sum has at most the wanted number of gradients, and fewer only if fewer workers take part;
     - `applied once`   each task applies the sums of a run once, in order;
     - `later rounds`   a worker that has completed an opening gets a later one;
-    - `the dead`       nobody waits for a worker that the host has long known to be gone, or when all have given;
-    - `none lost`      a run that is reported to be over has had all of its rounds, on all tasks; all other openings
-                       are ones whose update failed, which some tasks may have applied.
+    - `the dead`       no worker waits for a worker that left before the wait began, or when all workers have given;
+    - `none lost`      if a run is reported complete, all tasks have applied all of its rounds; any other opening is one
+                       whose update failed, which some tasks may have applied.
     """
 
     def __init__(self, require: Require, tasks: Sequence[str]) -> None:
         self._require, self._tasks = require, tasks
-        #: The workers that the host holds for gone now, and since when.
+        #: The tasks that have left according to the host, and since when.
         self._gone: dict[str, float] = {}
         self._gradients: list[_Gradient] = []
         self._runs: dict[str, _RunSeen] = {}
 
     def opened(self, run: str, rounds: int, wanted: int) -> None:
-        """A worker opens a run."""
+        """A worker opens a run of `rounds` rounds with `wanted` gradients each."""
         self._runs.setdefault(run, _RunSeen(rounds, wanted))
 
     def gives(self, worker: str, run: str, opening: int) -> _Gradient:
@@ -112,7 +120,7 @@ class RoundChecks:
             self._require(opening.done <= applied <= most, "none lost", f"{text} {applied} updates of {task}")
 
     def overdue(self, run: str, worker: str, done: int, error: str, asked_s: float) -> None:
-        """The host has let a worker wait that completed an opening, and its error names the missing workers."""
+        """A worker's wait for the next opening has timed out at the host, whose error names the missing workers."""
         is_vain = done not in self._runs[run].sums and "and none did not" in error
         self._require(not is_vain, "the dead", f"all have given, and {worker} waits: {error}")
         _, _, missing = error.partition("gave one and ")
@@ -121,7 +129,7 @@ class RoundChecks:
             self._require(since_s > asked_s or name not in missing, "the dead", text)
 
     def sees(self, roster: Roster, now_s: float) -> None:
-        """The host is told who is in the cluster."""
+        """The host receives a roster."""
         live = {info.task for info in roster.tasks if info.left_at_s is None}
         gone = {info.task for info in roster.tasks} - live
         self._gone = {task: self._gone.get(task, now_s) for task in gone}
@@ -130,13 +138,13 @@ class RoundChecks:
                 self.leaves(info.task)
 
     def leaves(self, worker: str) -> None:
-        """A worker has died, been given up or gone, or says that it goes."""
+        """A worker has died, left or been removed, or announces that it leaves."""
         for seen in self._runs.values():
             seen.takes_part.discard(worker)
             seen.left.add(worker)
 
     def summed(self, run: str, total: Any) -> None:
-        """The host has taken a sum, and is about to apply it."""
+        """The host has taken a sum from the accumulator, and is about to apply it."""
         seen, total = self._runs[run], np.asarray(total)
         numbers = _places(total)
         number = self._gradients[numbers[0]].opening
@@ -166,7 +174,7 @@ class RoundChecks:
         updates.append(number)
 
     def end(self) -> None:
-        """Nothing more is to happen."""
+        """Check the final state: no event is pending."""
         for gradient in self._gradients:
             sums = self._runs[gradient.run].sums
             text = f"the gradient of {gradient.worker} for opening {gradient.opening} of {gradient.run}"
@@ -175,7 +183,7 @@ class RoundChecks:
 
 
 class RoundsWorker:
-    """Takes part until the run is over, or, a worker but the first, until it has no more data in some schedules."""
+    """A worker that takes part in a run until it is complete, or until this worker has given `data` gradients."""
 
     def __init__(
         self, member: Member, tasks: Tasks, checks: RoundChecks, ps: Sequence[str], rounds: int, wanted: int, data: int
@@ -187,12 +195,12 @@ class RoundsWorker:
         self._done = -1
 
     def script(self) -> Script:
-        """Join, take part in the run of the tasks' present lives until a run is over, and leave."""
+        """Join, take part in the run of the tasks' present lives until a run is complete, and leave."""
         yield from self._member.join()
         while not self.is_complete:
             run = ""
             try:
-                # State is lost with the life of its task, so that a user begins again, from a checkpoint.
+                # A task that ends loses its state, so a user would start a new run, from a checkpoint.
                 run = f"run of {', '.join(f'{host} in life {self._tasks.life_of(host)}' for host in self._ps)}"
                 yield from self._take_part(run)
                 self.is_complete = True
@@ -273,7 +281,7 @@ class RoundsWorker:
 
 
 def _places(total: Any) -> tuple[int, ...]:
-    """The numbers of the attempts in a sum."""
+    """Return the numbers of the gradients in a sum."""
     return tuple(int(number) for number in np.nonzero(np.asarray(total))[0])
 
 
@@ -285,9 +293,9 @@ def _expected(reply: Any, kind: type[Any]) -> Any:
 def update_plans(
     names: Mapping[str, str], on_sum: Callable[[Any], None], on_update: Callable[[str, Any], None]
 ) -> Mapping[str, tuple[Plan, list[Program]]]:
-    """By host: the plan of its part in the update of a run, and its programs; the first is the host of the run.
+    """Return, by host, the plan of its part in the update of a run, and the plan's programs.
 
-    names  of the tasks, by host
+    names  the tasks' names by host; the first host is the host of the run
     """
     first, *others = names
 

@@ -1,8 +1,8 @@
-"""What a process asks for, one thing after another, as a generator that yields each wait.
+"""Scripts of simulated processes: generators that yield each of their waits.
 
-Why: scripts read like the blocking programs that they stand for, and every wait has a deadline by construction.
-Invariant: a wait ends once, by what it waits for or by its deadline, whichever is first; the script of a process that
-has ended does not go on.
+Why: a script reads like the blocking program that it simulates, and every wait has a deadline by construction.
+Invariant: a wait ends once, by its outcome or by its deadline, whichever comes first. The script of a process that has
+ended does not continue.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ Resolve = Callable[[Any], None]
 
 @dataclass(frozen=True)
 class Wait:
-    """`start` begins what is waited for, and is given what ends it: a value, or the error to raise.
+    """A wait for `what`, with a deadline after `timeout_s`; with `what` empty, the time-out is no error.
 
-    `withdraw`  is called when the deadline ends it
+    `start`     begins the operation; it gets a callback to end the wait with a value, or with an error to raise
+    `withdraw`  called when the deadline ends the wait
     """
 
     what: str
@@ -35,12 +36,12 @@ Script = Generator[Wait, Any, Any]
 
 
 def sleep(seconds: float) -> Wait:
-    """Wait for nothing."""
+    """Return a wait that ends after `seconds`."""
     return Wait("", seconds, lambda resolve: None)
 
 
 class Running:
-    """A script that runs in a process. `waits_until_s` is the deadline of its wait, None when it has ended."""
+    """A script running in a process. `waits_until_s` is the deadline of its present wait, None once it has ended."""
 
     def __init__(self, events: EventQueue, process: Process, script: Script) -> None:
         self.waits_until_s: float | None = None
@@ -55,7 +56,7 @@ class Running:
         process.post(lambda: self._go_on(None))
 
     def end(self) -> None:
-        """Stop where it is."""
+        """Stop the script at its present wait."""
         self._number += 1
         self.waits_until_s = None
         if self._timer is not None:

@@ -1,7 +1,7 @@
-"""The tasks of a schedule: real `TaskServer`s in simulated processes, with plans whose programs only take note.
+"""The tasks of a schedule: real `TaskServer`s in simulated processes, whose plans have programs that only record calls.
 
-A step is the same for all: each ps sends a value to the worker, the worker answers each with what it made of them, and
-the ps applies that. The value tells which attempt at which step it belongs to.
+All steps are alike: each ps sends a value to the worker, the worker sends an update to each ps, and each ps applies it.
+The update is the number of the attempt, which identifies the step.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _PARAMETER = np.zeros((), np.int32)
 
 
 class Member:
-    """One process as a task: its server, and its side of the coordinator."""
+    """One process as a task: its server, and its client of the coordinator."""
 
     def __init__(self, process: Process, tasks: Tasks, on_given_up: Callable[[], None]) -> None:
         self.process = process
@@ -56,13 +56,13 @@ class Member:
             deadlines=deadlines_of(tasks.events, process, lambda key: tasks.checks.goes_on(str(process), key)),
         )
         self.roster = Roster((), ())
-        #: Of the steps that it starts.
+        #: The numbers of the steps that this task starts; distinct in each life.
         self.numbers = itertools.count(first := int(tasks.events.now_s * 1e6))
         self.server.count_steps_from(first)
         self._checks = tasks.checks
         self._on_given_up = on_given_up
         self._tasks = tasks
-        # As a stock task has it: what it holds is worth keeping, and it has no program to begin again.
+        # As in a task server: its state is worth keeping, and it has no program that would have to restart.
         settings = SessionSettings(rejoins_anew=process.host.startswith("ps:"))
         self.coordinator = Client(
             tasks.events,
@@ -80,7 +80,7 @@ class Member:
         self.says(str(self.process), text)
 
     def task_on(self, host: str) -> str:
-        """The name of the task on a host."""
+        """Return the name of the task on a host."""
         return name_of(host)
 
     def ask(
@@ -92,7 +92,7 @@ class Member:
         timeout_s: float,
         on_reply: Callable[[Reply | BaseException], None] = lambda reply: None,
     ) -> Wait:
-        """Ask another task and wait for its answer; `on_reply` is called with it also when it comes too late."""
+        """Send a request to another task and wait for its reply; `on_reply` gets the reply even if it is late."""
 
         def start(resolve: Resolve) -> None:
             def replied(reply: Reply | BaseException) -> None:
@@ -105,7 +105,7 @@ class Member:
         return Wait(f"the answer of {host} to {type(message).__name__}", timeout_s, start)
 
     def join(self) -> Script:
-        """Become a member."""
+        """Join the cluster, retrying until it succeeds or the coordinator reports this life as lost."""
         while True:
             try:
                 yield self.coordinator.ask(Join(self.name, self.server.address), ASK_S)
@@ -120,7 +120,7 @@ class Member:
                 return
 
     def leave(self) -> Script:
-        """Be a member no more."""
+        """Leave the cluster, and close the server."""
         try:
             yield self.coordinator.ask(Leave(self.name, FINISHED), ASK_S)
         except DflowError as error:
@@ -157,40 +157,40 @@ class Tasks:
         self.checks = checks
         self.says = says
         self.connections = connections
-        #: Called with a task and what it is told of the cluster, before that has taken it over.
+        #: Called with a task and the roster that it received, before the task's server applies it.
         self.on_roster: Callable[[Member, Roster], None] = lambda member, roster: None
         self._members: dict[str, Member] = {}
         self._handles: dict[tuple[Member, str], int] = {}
         self._runs: dict[tuple[str, tuple[Member, ...]], dict[str, int]] = {}
 
     def start(self, process: Process, on_given_up: Callable[[], None]) -> Member:
-        """A member in a new process; `on_given_up` is called when the cluster goes on without it."""
+        """Start a member in a new process; `on_given_up` is called when the cluster goes on without it."""
         member = self._members[process.host] = Member(process, self, on_given_up)
         return member
 
     def end(self, process: Process) -> None:
-        """A process is no more."""
+        """Remove the member of a process that has ended."""
         member = self._members[process.host]
         if member.process is process:
             del self._members[process.host]
             member.server.close()
 
     def close(self) -> None:
-        """End all."""
+        """End all members."""
         for member in list(self._members.values()):
             self.end(member.process)
 
     def statistics(self) -> Mapping[str, TaskStatistics]:
-        """What each task holds now."""
+        """Return the statistics of each live task, by host."""
         return {host: member.server.statistics() for host, member in self._members.items()}
 
     def check(self) -> None:
-        """That no task remembers more than it may."""
+        """Check that no task remembers more ended steps than its limit."""
         for host, found in self.statistics().items():
             self.checks.memory(host, found, len(self._members))
 
     def ps_plan(self, host: str, worker: str) -> int:
-        """The handle of the part that the ps has in the worker's steps, registered if need be; 0 when it is down."""
+        """Return the handle of the ps's plan in the worker's steps, registered at first use; 0 if the ps is down."""
         member, destination = self._members.get(host), name_of(worker)
         if member is None:
             return 0
@@ -210,7 +210,7 @@ class Tasks:
     def handles(
         self, run: str, hosts: Sequence[str], made: Callable[[], Mapping[str, tuple[Plan, list[Program]]]]
     ) -> Mapping[str, int]:
-        """The handles of the plans that are `made` for a run, by task, registered if need be.
+        """Return the handles of the plans of a run, by task; at first use, make them by `made` and register them.
 
         raises  TaskLost when one of the hosts is down
         """
@@ -225,24 +225,24 @@ class Tasks:
         return self._runs[run, members]
 
     def live_workers(self, member: Member) -> tuple[str, ...]:
-        """The workers that are in the cluster, as far as a member knows."""
+        """Return the workers in the cluster by the member's last roster."""
         return tuple(
             info.task for info in member.roster.tasks if info.left_at_s is None and "/job:worker/" in info.task
         )
 
     def life_of(self, host: str) -> int:
-        """Which life of the host's process it is now."""
+        """Return the number of the present life of the host's process."""
         return self.network.process(host).life
 
     def resource(self, host: str, name: str) -> Held | None:
-        """The queue or accumulator of this name that a host holds, if it holds one."""
+        """Return the queue or accumulator of this name on a host, or None."""
         member = self._members.get(host)
         with contextlib.suppress(DflowError):
             return None if member is None else member.server.store.resource(name)
         return None
 
     def worker_plan(self, member: Member, ps: Sequence[str]) -> int:
-        """The handle of the worker's own part over these ps tasks; its feed is the number of the attempt."""
+        """Register the worker's plan over these ps tasks and return its handle; its feed is the attempt's number."""
         receives = [Recv(_edges(host)[0], name_of(host), 1 + place, "int32", ()) for place, host in enumerate(ps)]
         made = 1 + len(ps)
         items: tuple[Item, ...] = (
@@ -264,6 +264,6 @@ def _edges(host: str) -> tuple[str, str]:
 
 
 def programs(*functions: Callable[..., tuple[Any, ...]]) -> list[Program]:
-    """The functions in the place of programs."""
-    # A plan calls its programs with arrays and takes arrays; these are no programs of XLA's.
+    """Return Python functions that a plan calls as its programs."""
+    # A plan calls a program with arrays and gets arrays, which plain functions do as well as XLA's programs.
     return [cast(Program, function) for function in functions]

@@ -1,6 +1,6 @@
-"""Variables on ps tasks as a schedule has them: workers that place, create, write and read them, as `ClusterHome` does.
+"""The schedule's program on variables of ps tasks: workers place, create, write and read them, as `ClusterHome` does.
 
-A worker asks the coordinator where a variable is, or uses an earlier answer, which may be out of date.
+A worker asks the coordinator for a variable's task, or uses an earlier answer, which may be out of date.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _INITIAL = np.zeros((), np.int32)
 
 @dataclass
 class _Seen:
-    """A variable: the process that answered for it, the numbers written, and whether a write was answered."""
+    """A variable: the process that answered for it first, the numbers written, and whether a write was answered."""
 
     process: str = ""
     written: set[int] = field(default_factory=set)
@@ -45,10 +45,10 @@ class _Seen:
 
 
 class VariableChecks:
-    """What must hold of variables; `require` notes what does not.
+    """The invariants of variables; `require` records a violation.
 
-    - `one life`   one process answers for a variable, so that no other creates it again;
-    - `none lost`  a read gives a number that was written, and not the initial value after a write was answered.
+    - `one life`   one process answers for a variable, so no other has created it again;
+    - `none lost`  a read gives a number that was written, or the initial value unless a write was answered before.
     """
 
     def __init__(self, require: Require) -> None:
@@ -57,21 +57,21 @@ class VariableChecks:
         self._numbers = 0
 
     def writes(self, name: str) -> int:
-        """Return the number for a worker to write, which no other write has."""
+        """Return a number for a worker to write, different from all others."""
         self._numbers += 1
         self._seen[name].written.add(self._numbers)
         return self._numbers
 
     def wrote(self, name: str) -> None:
-        """The answer to a write has reached its worker."""
+        """A worker has received the answer to its write."""
         self._seen[name].is_written = True
 
     def is_written(self, name: str) -> bool:
-        """Whether some write was answered by now."""
+        """Whether a write was answered."""
         return self._seen[name].is_written
 
     def read(self, name: str, number: int, was_written: bool) -> None:
-        """A worker has read a number; `was_written` is whether a write was answered before it asked."""
+        """A worker has read a number; `was_written` is whether a write was answered before the read was sent."""
         text = f"{name!r} is read as {number}"
         self._require(number in self._seen[name].written or not number, "none lost", f"{text}, which no worker wrote")
         self._require(number > 0 or not was_written, "none lost", f"{text}, the initial value, after a write")
@@ -85,7 +85,7 @@ class VariableChecks:
 
 
 class VariablesWorker:
-    """Uses variables at random, `ops` times in all."""
+    """A worker that uses variables at random, `ops` times in all."""
 
     def __init__(self, member: Member, tasks: Tasks, checks: VariableChecks, ops: int, seed: str) -> None:
         self.is_complete = False

@@ -1,4 +1,4 @@
-"""What a task has of threads, on the simulator's clock: a pool that does one thing after another, and deadlines."""
+"""Simulated replacements of a task's threads: a pool that runs one call at a time, and deadlines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Result = TypeVar("Result")
 
 
 class SimulatedPool(Executor):
-    """Does what is submitted in the process that it is of, after what is there to do already."""
+    """Runs submitted calls in a simulated process, after the callbacks already posted there."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
@@ -30,7 +30,7 @@ class SimulatedPool(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Take nothing more."""
+        """Accept no more calls."""
         self._is_shut = True
 
 
@@ -44,7 +44,7 @@ def _run(future: Future[Result], fn: Callable[[], Result]) -> None:
 
 
 class SimulatedDeadlines:
-    """See `deadlines.Deadlines`. `still_waits` is called with a key whose wait goes on although it has expired."""
+    """Simulated `deadlines.Deadlines`. `still_waits` is called with a key that `expire` did not discard."""
 
     def __init__(
         self,
@@ -62,17 +62,17 @@ class SimulatedDeadlines:
         self._timers: dict[Hashable, Timer] = {}
 
     def add(self, key: Hashable) -> None:
-        """Start the time of `key`."""
+        """Start the time-out of `key`."""
         self._timers[key] = self._events.after(self.timeout_s, partial(self._process.post, partial(self._over, key)))
 
     def discard(self, key: Hashable) -> None:
-        """The wait for `key` has ended."""
+        """Stop the time-out of `key`, whose wait has ended."""
         timer = self._timers.pop(key, None)
         if timer is not None:
             timer.stop()
 
     def close(self) -> None:
-        """Let nothing expire any more."""
+        """Stop all time-outs."""
         for key in list(self._timers):
             self.discard(key)
 
@@ -84,5 +84,5 @@ class SimulatedDeadlines:
 
 
 def deadlines_of(events: EventQueue, process: Process, still_waits: Callable[[Hashable], None]) -> MakeDeadlines:
-    """What makes the deadlines of a task that runs in `process`."""
+    """Return the factory of deadlines for a task in `process`."""
     return partial(SimulatedDeadlines, events, process, still_waits)

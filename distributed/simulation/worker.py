@@ -1,4 +1,4 @@
-"""What a worker's program asks for: steps to do, and each of them done; as `Async.run` and `Cluster.run_step` ask."""
+"""The schedule's program of asynchronous training: claiming and running steps, as `Async` and `Cluster` do."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from dflow.tracing.errors import DflowError, InternalError, TaskLost
 
 RUN = "run"
 STEP_S = 9.0
-#: How long a worker computes in a step.
+#: Time that a worker computes in a step.
 COMPUTE_S = 0.5
-#: How long a worker waits for the others before it begins.
+#: Longest wait of a worker for the others before it begins.
 BARRIER_S = 2.0
 CLAIM_S = 3600.0
 
 
 class Worker:
-    """The program of one process. `is_complete` says that it was told that the run is."""
+    """The program of one worker. `is_complete` is set when the coordinator reports the run as complete."""
 
     def __init__(self, member: Member, tasks: Tasks, checks: Checks, steps: int, ps: Sequence[str]) -> None:
         self.is_complete = False
@@ -47,7 +47,7 @@ class Worker:
         self._plan = tasks.worker_plan(member, self._ps)
 
     def script(self) -> Script:
-        """Join, be elected or not, and do steps until there are none."""
+        """Join, take part in the election, and run steps until the run is complete."""
         yield from self._member.join()
         while not self.is_complete:
             try:
@@ -64,7 +64,7 @@ class Worker:
         yield from self._await_others()
         done, more = 0, True
         while True:
-            # Which claim it is, and which one it reports, is for the session to say.
+            # The session fills in the claim's number and the number of the claim that it reports.
             claim = ClaimSteps(RUN, self._member.name, self._steps, 0, done=done, more=more)
             claimed = yield self._member.coordinator.ask(claim, CLAIM_S)
             self.attempts = []
@@ -86,7 +86,7 @@ class Worker:
                     break
 
     def _await_others(self) -> Script:
-        """Begin with the others, or alone when they do not come in time: they may be at work already."""
+        """Begin with the others, or alone if they do not arrive in time: they may have begun already."""
         awaits = AwaitBarrier("begin", self._member.name, 0, BARRIER_S)
         try:
             passed = yield self._member.coordinator.ask(awaits, ASK_S)
@@ -96,7 +96,7 @@ class Worker:
             self._member.say(f"begins with {len(passed.members)} workers")
 
     def _step(self, step: int) -> Script:
-        """One step over all tasks; every failure is told to all of them."""
+        """Run one step over all tasks; after a failure, cancel it on all of them."""
         attempt = self._checks.begin(str(self._member.process), step)
         self.attempts.append(attempt)
         self._member.say(f"begins step {step} (attempt {attempt.number})")

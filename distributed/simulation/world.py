@@ -1,7 +1,7 @@
-"""One schedule: the real coordinator and the real tasks, workers that follow a script, and what goes wrong.
+"""The run of one schedule: the real coordinator and tasks, workers that follow a script, and faults.
 
-What is simulated is below and above the code under test: the network with its faults, and what a worker's program
-asks for. Between them run `Coordinator`, `TaskServer`, `Rendezvous`, `Execution` and `Exchange` as they are.
+Simulated are the layers below and above the code under test: the network with its faults, and the requests of a
+worker's program. Between them run the real `Coordinator`, `TaskServer`, `Rendezvous`, `Execution` and `Exchange`.
 """
 
 from __future__ import annotations
@@ -35,19 +35,20 @@ from dflow.lowering.timers import timers_started_by
 ADDRESS = f"{COORDINATOR}#listens"
 SETTINGS = CoordinatorSettings()
 TICK_S = 1.0
-#: How often it is looked whether waits have ended, and whether all is done.
+#: Interval between the checks of waits, memory and completion.
 LOOK_S = 1.0
-#: How long a schedule may go on after its last fault: several times the longest wait of a step.
+#: Longest run of a schedule after its last fault: several times the longest wait of a step.
 AFTER_FAULTS_S = 120.0
-#: How long what is left over may take to end when the run is complete.
+#: Longest time until all waits and steps have ended, once the run is complete.
 QUIET_S = 30.0
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What is simulated; the same value gives the same events. `faults` None draws them from the seed.
+    """The parameters of a simulation; equal values give equal events. With `faults` None, they are drawn from the seed.
 
-    `program`  what the workers do, of `PROGRAMS`; `steps` are rounds, or what each does with the queue or variables
+    `program`  what the workers do, one of `PROGRAMS`
+    `steps`    number of steps or rounds of the run; each worker does 2 ops per step on the queue, or 3 on variables
     """
 
     seed: int
@@ -59,17 +60,17 @@ class Schedule:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """The coordinator, the ps tasks, the workers."""
+        """The coordinator, the ps tasks and the workers, in this order."""
         ps, workers = (f"ps:{index}" for index in range(self.ps)), (f"worker:{index}" for index in range(self.workers))
         return (COORDINATOR, *ps, *workers)
 
     @property
     def script(self) -> Faults:
-        """What goes wrong."""
+        """The faults, given or drawn."""
         return drawn_faults(self.seed, self.hosts) if self.faults is None else self.faults
 
     def command(self) -> str:
-        """The command that runs it again with its log."""
+        """Return the command that runs this schedule again, with its log."""
         shape = f"--workers {self.workers} --ps {self.ps} --steps {self.steps}"
         shape += f" --program {self.program}" if self.program != STEPS else ""
         return f"dflow simulate --seed {self.seed} {shape} --faults {shlex.quote(str(self.script))} --log"
@@ -77,7 +78,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a schedule ended. `broken` is the invariant that did not hold, empty when all did."""
+    """The result of a schedule. `broken` describes the violated invariant; empty if all held."""
 
     schedule: Schedule
     broken: str
@@ -95,9 +96,9 @@ class Ended:
 
 
 def simulate(schedule: Schedule, log: Callable[[str], None] | None = None) -> Ended:
-    """Run a schedule; `log` gets a line for whatever happens in it.
+    """Run a schedule; `log` is called with a line for each notable event.
 
-    raises  ValueError when a fault is of a host that there is not, or there is no such program
+    raises  ValueError when a fault names an unknown host, or the program is unknown
     """
     check_hosts(schedule.script, schedule.hosts)
     if schedule.program not in PROGRAMS:
@@ -143,7 +144,7 @@ class _World:
         self._plan_faults()
 
     def run(self) -> None:
-        """Let everything happen, checking after each event, until all steps are done and nothing is left."""
+        """Run the events, with checks in between, until the run is complete and nothing is left, or time is up."""
         latest_s = self._faults.end_s + AFTER_FAULTS_S
         step, checks = self.events.step, self.checks
         while not self._was_complete and step(latest_s):
@@ -167,7 +168,7 @@ class _World:
             self._queue_checks.end(str(self._network.process(self._first_ps)), contents(queue))
 
     def start_timer(self, delay_s: float, call: Callable[[], None]) -> Timer:
-        """Have `call` called in `delay_s` by the process that does something now."""
+        """Run `call` after `delay_s` in the process that is active now."""
         return self.events.after(delay_s, partial(self._network.process(self._network.active).post, call))
 
     def close(self) -> None:
@@ -180,7 +181,7 @@ class _World:
         return any(live) and all(live)
 
     def _is_at_rest(self) -> bool:
-        """Whether nothing is on its way, waits or is left over, so that nothing more happens."""
+        """Whether the run is complete, no event is pending, and no task holds anything of a step."""
         return (
             self.events.awaited == 0 and self._is_complete() and self.checks.is_nothing_left(self._tasks.statistics())
         )
@@ -190,7 +191,7 @@ class _World:
             self._look()
 
     def _look(self) -> None:
-        """At what lasts, so that it need not be looked at after each event."""
+        """Check the conditions that last; once in `LOOK_S` is enough for them."""
         self._look_at_s = self.events.now_s + LOOK_S
         self._was_complete = self._is_complete()
         for host, script in self._scripts.items():
@@ -204,7 +205,7 @@ class _World:
             self._log(f"{self.events.now_s:9.4f}  {who:<12} {text}")
 
     def _said(self, process: Process, message: AnyMessage) -> None:
-        """The coordinator says something to a task."""
+        """Check a message that the coordinator sends to a task."""
         live: set[str] = set()
         if isinstance(message, Claimed | Elected | Roster):
             tasks = self._coordinator.status().tasks
@@ -235,7 +236,7 @@ class _World:
             self.checks.arrives(message.task)
 
     def _heard(self, process: Process, message: AnyMessage) -> None:
-        """The coordinator has handled what a task said: by how many steps has the run gone on?"""
+        """After the coordinator has handled a claim, check by how many steps the run has progressed."""
         if isinstance(message, ClaimSteps):
             before, self._steps_done = self._steps_done, self._coordinator.status().steps_done
             counted = self._steps_done - before
@@ -302,7 +303,7 @@ class _World:
             self._round_checks.sees(roster, self.events.now_s)
 
     def _plan_faults(self) -> None:
-        # Routine, for what goes wrong when all is done and nothing is left shows nothing.
+        # Faults are routine events: the simulation need not wait for those after the end of the run.
         plan = partial(self.events.at, is_routine=True)
         for is_told, stops in ((True, self._faults.kill), (False, self._faults.power)):
             for stop in stops:
@@ -338,7 +339,7 @@ class _World:
 
 
 class _Store(MemoryStore):
-    """Outlives the coordinator, which may end as soon as something is written."""
+    """The coordinator's store, which outlives it; `at_next_write` is called after the next write, to end it there."""
 
     def __init__(self) -> None:
         super().__init__()

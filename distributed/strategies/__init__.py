@@ -1,1 +1,1 @@
-"""Who applies what, when: each strategy is a small program over a cluster's variables and steps."""
+"""Training strategies: programs over a cluster's variables and steps that decide when gradients are applied."""

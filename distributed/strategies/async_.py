@@ -1,8 +1,8 @@
 """Asynchronous training: each worker reads, computes and applies at its own pace.
 
-No worker waits for another. A worker's gradient is applied to whatever the variables hold by then, which may be a few
-updates newer than what it read (section 4.4 of the OSDI 2016 paper). A step that a lost worker had claimed and not
-done is done by another.
+No worker waits for another. A worker's gradient is applied to the present values of the variables, which may be a few
+updates newer than the values that it read (section 4.4 of the OSDI 2016 paper). Other workers do the steps that a lost
+worker had claimed but not done.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _runs = itertools.count()
 
 
 class StepSource(Protocol):
-    """What a strategy needs of a cluster: who does which steps."""
+    """The part of a cluster that a strategy needs: it assigns the steps to workers."""
 
     def shared_step(self) -> AbstractContextManager[None]:
-        """Run a step inside, which other workers do too."""
+        """Return a context for running a step that other workers run too."""
         ...
 
     def claim(
@@ -43,16 +43,19 @@ class StepSource(Protocol):
         more: bool = True,
         not_finite: NotFinite | None = None,
     ) -> range:
-        """Report the last claim, and get the next steps to do; an empty range says that the run is complete.
+        """Report the last claim, and return the next steps to do; an empty range means that the run is complete.
 
-        With `more` false it gives back what was not done, and gets no steps. `not_finite` is the first loss of the
-        steps done that is not finite.
+        done        number of steps of the last claim that were done
+        step_s      median time of these steps, in s
+        metrics     numbers of the last step, to show as progress
+        more        if False, return the steps that were not done to the pool, and get no steps
+        not_finite  the first loss of the steps done that is not finite
         """
         ...
 
 
 def refuse_negative(steps: int) -> None:
-    """Raise StrategyError, with the user's line, for a number of steps that cannot be."""
+    """Raise StrategyError, with the user's line, for a negative number of steps."""
     if steps < 0:
         raise StrategyError(
             f"steps={steps} of a run is negative{at(caller())}\n  give 0 or more, of all workers together"
@@ -60,7 +63,7 @@ def refuse_negative(steps: int) -> None:
 
 
 class Async:
-    """Runs a training step on every worker until the cluster has done a number of steps in all."""
+    """Runs a training step on every worker until all workers together have done a number of steps."""
 
     def __init__(self, cluster: StepSource) -> None:
         self._cluster = cluster
@@ -68,15 +71,15 @@ class Async:
     def run(
         self, step: Callable[..., Any], batches: Iterable[Any], *, steps: int, name: str | None = None
     ) -> Iterator[Any]:
-        """Call `step(*batch)` with this worker's own batches, and yield what each call returns.
+        """Call `step(*batch)` with this worker's own batches, and yield the result of each call.
 
         step     a `dflow.jit` function; a scalar or a dict of scalars that it returns is shown as its progress
-        batches  tuples of arguments (anything else is passed as the one argument); the run ends early for this
-                 worker when they end or the program leaves the loop, and the other workers do what is left
-        steps    how many steps all workers do together
-        name     of the run, the same on every worker; given none, runs are numbered in the order of the program
+        batches  tuples of arguments (any other value is passed as the only argument); when they end or the program
+                 leaves the loop, the run ends for this worker, and the other workers do the remaining steps
+        steps    number of steps of all workers together
+        name     of the run, the same on every worker; by default, runs are numbered in the order of the program
         raises   StrategyError for a negative number of steps; VariableError when the optimizer of a step has variables
-                 that are not on tasks, which no other worker sees
+                 that are not on tasks, so that no other worker sees them
         """
         refuse_negative(steps)
         run = name or f"run_{next(_runs)}"
@@ -95,9 +98,9 @@ class Async:
                     losses.append(_losses(outcome))
                     yield outcome
             except BaseException:
-                # The loop was left, or a step or a batch failed: the others shall not wait for what is not done here.
+                # The loop was left, or a step or a batch failed: return the steps not done here to other workers.
                 found = None
-                with contextlib.suppress(Exception):  # of a value that a step was to give and did not
+                with contextlib.suppress(Exception):  # reading a loss of a failed step raises
                     found = first_not_finite(claimed.start, losses)
                 with contextlib.suppress(DflowError):
                     self._cluster.claim(run, steps, done=len(times), more=False, not_finite=found)
@@ -114,9 +117,9 @@ class Async:
 
 
 def first_not_finite(first: int, losses: Iterable[Mapping[str, Any]]) -> NotFinite | None:
-    """The first loss that is not a finite number, of consecutive steps from number `first` on.
+    """Return the first loss that is not finite, of consecutive steps from number `first` on; None if all are finite.
 
-    losses   for each step, scalars by name; those whose names end with `loss` are looked at
+    losses   for each step, scalars by name; only names that end with `loss` are checked
     """
     for step, named in enumerate(losses, first):
         for name, value in named.items():
@@ -126,7 +129,7 @@ def first_not_finite(first: int, losses: Iterable[Mapping[str, Any]]) -> NotFini
 
 
 def _losses(outcome: Any) -> dict[str, Any]:
-    """The losses that a step returned; they may not be computed yet."""
+    """Return the losses among a step's results, which may not be computed yet."""
     named = outcome if isinstance(outcome, Mapping) else {"loss": outcome}
     return {str(key): value for key, value in named.items() if _is_loss(str(key)) and _is_real_scalar(value)}
 
@@ -136,7 +139,7 @@ def _is_loss(name: str) -> bool:
 
 
 def real_scalars(outcome: Any) -> dict[str, float]:
-    """The real numbers in what a step returned: a scalar counts as its loss."""
+    """Return the real scalars among a step's results, by name; a result that is one scalar is named `loss`."""
     named = outcome if isinstance(outcome, Mapping) else {"loss": outcome}
     return {str(key): float(value) for key, value in named.items() if _is_real_scalar(value)}
 
@@ -145,7 +148,8 @@ def _is_real_scalar(value: Any) -> bool:
     if isinstance(value, (int, float)):
         return True
     dtype = getattr(value, "dtype", None)
-    # Every real dtype, bfloat16 and the 8-bit floats too, casts to float64; complex numbers do not, and keys are none.
+    # Every real dtype, even bfloat16 and 8-bit floats, casts to float64; complex ones do not, and random keys have no
+    # NumPy dtype.
     return (
         getattr(value, "shape", None) == ()
         and isinstance(dtype, np.dtype)

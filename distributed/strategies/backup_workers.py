@@ -1,4 +1,4 @@
-"""How many gradients end a round, when so many workers are backups."""
+"""The number of gradients that end a synchronous step, given the number of backup workers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dflow.tracing.source import at, caller
 
 
 def without_backups(workers: int, backup_workers: int) -> int:
-    """Of `workers`, how many are waited for. Raises StrategyError when it is none of them, or more than there are."""
+    """Return how many of `workers` are waited for. Raises StrategyError unless this is from 1 to `workers`."""
     if not 0 <= backup_workers < workers:
         raise StrategyError(
             f"backup_workers={backup_workers} of {workers} worker{'s' if workers != 1 else ''} leaves none whose "

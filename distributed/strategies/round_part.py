@@ -1,6 +1,6 @@
-"""A worker's part in a run of synchronous training: what it does to the step, and what it says to the host of the run.
+"""A worker's part in a run of synchronous training: it traces the step, and talks to the host (the step aggregator).
 
-The step is traced under an applier that takes its gradients: first to see what they are, and then to give them to the
+The step is traced under an applier that takes its gradients: first to find their types, and then to give them to the
 accumulator, tagged by the round.
 """
 
@@ -48,17 +48,17 @@ from dflow.tracing.task_name import short_task_name
 from dflow.tracing.trace import Traced, trace
 from dflow.tracing.types import RowsType
 
-#: What is traced under one applier is not taken for what is traced under another, though that be of a run of the name.
+#: Makes the names of appliers unique, so that a trace under one is never reused for another, even of an equal run name.
 _serials = itertools.count()
 
 LOGGER = logging.getLogger("dflow")
 
-#: How long a worker waits for a round before it says whom for; then after twice as long, and so on.
+#: Wait for a round after which a worker logs the missing workers; the interval then doubles each time.
 NOTICE_AFTER_S = 10.0
 
 
 class Tasks(Protocol):
-    """What is needed of a cluster; see `Cluster`."""
+    """The part of a cluster that is needed here; see `Cluster`."""
 
     task: str
 
@@ -69,47 +69,47 @@ class Tasks(Protocol):
 
     @property
     def step_timeout_s(self) -> float:
-        """How long one step may take."""
+        """Time limit of one step."""
         ...
 
     def colleagues(self) -> tuple[tuple[str, ...], int]:
-        """The tasks of this one's job that are alive or yet to come, and how many there are with those that left."""
+        """Return this job's tasks that are alive or expected, and the number of these and the departed ones."""
         ...
 
     def place_resource(self, name: str, kind: str, said: str, size_bytes: int, *, job: str, on: str) -> Placed:
-        """The task that holds, or shall hold, what has this name."""
+        """Return the task for the resource of this name, chosen now if it is new."""
         ...
 
     def parameter_servers(self, job: str = ...) -> AbstractContextManager[None]:
-        """Make the state created inside live on the tasks of `job`."""
+        """Return a context that places new state on the tasks of `job`."""
         ...
 
     def register_hosted(self, traced: Traced, host: str) -> tuple[Mapping[str, int], Sequence[Any], Sequence[Any]]:
-        """Register a function that the task `host` is to run as a step of its own."""
+        """Register a function that the task `host` will run in steps that it starts."""
         ...
 
     def request(self, task: str, message: Any, payload: Any = ...) -> Reply:
-        """Ask another task, and wait for its answer."""
+        """Send a request to another task, and wait for its answer."""
         ...
 
     def request_for(self, task: str, message: AnyMessage, wait_s: float) -> Reply:
-        """Ask another task for what it may wait for as long as `wait_s`, before it answers."""
+        """Send a request that the other task may answer after up to `wait_s`, and wait for its answer."""
         ...
 
 
 class Part:
-    """What this worker says to the host of a run."""
+    """This worker's messages to the host of a run; see `sync.TakesPart`."""
 
     def __init__(self, cluster: Tasks, run: str, job: str) -> None:
         self._cluster, self._run, self._job = cluster, run, job
         self._host = cluster.place_resource(f"{run}/rounds", "run", "synchronous training", 0, job=job, on="").task
 
     def open(self, step: Callable[..., Any], batch: Any, steps: int, wanted: int) -> Gradients | None:
-        """Open the run, or find it open; None when it is over."""
+        """Open the run, or join it if it is open; return None if it is complete."""
         optimizer, spec = _looked_at(step, _arguments(batch))
         refuse_own_variables(optimizer, is_shared=True)
         rows = jax.tree_util.tree_map(lambda part: _widened(part, wanted), spec, is_leaf=is_row_gradient)
-        # The name fixes the type and the task, so that later runs can use the accumulator again.
+        # The name determines the type and the task, so that later runs can use the accumulator again.
         name = f"{optimizer.name}/gradients/{short_task_name(self._host)}/{_digest(rows, wanted)}"
         message = ProposeRounds(self._run, self._cluster.task, steps, wanted, name)
         answer, _ = self._cluster.request(self._host, message)
@@ -121,7 +121,7 @@ class Part:
         return gradients
 
     def _gradients_for(self, optimizer: GivenOptimizer, spec: Any, agreed: RoundsAgreed) -> Gradients:
-        """Return the applier for the run's accumulator; an earlier run's, when there is one, has the step traced."""
+        """Return the applier for the run's accumulator; an earlier run's is reused, and the trace under it with it."""
         kept = _kept.setdefault(optimizer, {})
         known = kept.get(agreed.accumulator)
         if known is not None:
@@ -135,7 +135,7 @@ class Part:
     def _be_hosted(
         self, optimizer: GivenOptimizer, accumulator: ConditionalAccumulator, steps: int, wanted: int
     ) -> None:
-        """Have the host apply what the accumulator gives; nothing changes when another worker has."""
+        """Register the update with the host, which applies the averages; no effect if another worker has done so."""
         traced = trace(
             lambda *mean: optimizer.apply_mean(accumulator.structured(mean)), tuple(_arrays(accumulator)), {}
         )
@@ -154,7 +154,7 @@ class Part:
         self._cluster.request(self._host, message, payload)
 
     def next(self, done: int) -> RoundOpen:
-        """The opening after that which this worker is `done` with."""
+        """Wait for the opening after number `done`; log a warning while workers are missing."""
         began_at, timeout_s = time.monotonic(), self._cluster.step_timeout_s
         wait_s = min(NOTICE_AFTER_S, timeout_s)
         while True:
@@ -174,21 +174,21 @@ class Part:
         return expect(answer, RoundOpen, short_task_name(self._host))
 
     def _yet_to_come(self) -> str:
-        """Who is expected and has not joined, as the end of a message."""
+        """Return the end of a message that names the expected workers that have not joined."""
         absent = [short_task_name(task) for task in self._cluster.colleagues()[0] if task not in self._cluster.tasks]
         if not absent:
             return ""
         return f"; not joined yet: {', '.join(absent)}\n  start what is missing, or a cluster that expects fewer"
 
     def leave(self, done: int) -> None:
-        """Take part no more. Where the host is gone, nobody waits."""
+        """Leave the run. A host that is gone is ignored: no worker waits there."""
         with contextlib.suppress(DflowError):
             self._cluster.request(self._host, LeaveRounds(self._run, self._cluster.task, done))
 
 
 @dataclass
 class _Found:
-    """Looks at what gradients a step gives, and takes none."""
+    """An applier that records the gradients of a step, and applies none."""
 
     name: str
 
@@ -196,14 +196,14 @@ class _Found:
         self._seen: list[tuple[GivenOptimizer, Any]] = []
 
     def apply(self, optimizer: GivenOptimizer, gradients: Any) -> None:
-        """Note them."""
+        """Record the optimizer, and the types of the gradients."""
         tree: Any
         leaves, tree = jax.tree_util.tree_flatten(gradients, is_leaf=is_row_gradient)
         note_gradients([leaf.rows if is_row_gradient(leaf) else leaf for leaf in leaves])
         self._seen.append((optimizer, tree.unflatten(map(_typed, leaves))))
 
     def only(self, step: Callable[..., Any], jaxpr: Any, consts: Sequence[Any]) -> tuple[GivenOptimizer, Any]:
-        """The one optimizer and its gradients' types, from the trace of the step."""
+        """Return the step's only optimizer, and its gradients' types; raises StrategyError for none or several."""
         if len(self._seen) != 1:
             names = ", ".join(optimizer.name for optimizer, _ in self._seen) or "none"
             raise StrategyError(
@@ -214,19 +214,19 @@ class _Found:
         [(optimizer, spec)], noted = self._seen, noted_rows(jaxpr, consts)
         tree: Any
         leaves, tree = jax.tree_util.tree_flatten(spec, is_leaf=is_row_gradient)
-        # Given in a loop, they are noted in its body alone, and taken dense.
+        # Gradients applied in a loop are noted only in the loop's body, and taken as dense.
         rows = noted[0] if noted else [None] * len(leaves)
         return optimizer, tree.unflatten(map(_by_rows, leaves, rows))
 
 
-#: By step and types of its arguments: its optimizer, and the types of its gradients, which take a trace to find.
+#: By step and types of its arguments: its optimizer and the types of its gradients, cached as they need a trace.
 _looks: WeakKeyDictionary[Any, dict[Any, tuple[GivenOptimizer, Any]]] = WeakKeyDictionary()
-#: By optimizer and name of the accumulator: the applier that gives it the gradients.
+#: By optimizer and name of the accumulator: the applier that gives the gradients to the accumulator.
 _kept: WeakKeyDictionary[GivenOptimizer, dict[str, Gradients]] = WeakKeyDictionary()
 
 
 def _looked_at(step: Callable[..., Any], arguments: Sequence[Any]) -> tuple[GivenOptimizer, Any]:
-    """The one optimizer of a step, and the types of the gradients that it is given."""
+    """Return the only optimizer of a step, and the types of the gradients given to it; traces at the first call."""
     leaves, tree = jax.tree_util.tree_flatten(arguments)
     key = tree, tuple(_kind(leaf) for leaf in leaves)
     looks = _looks.setdefault(step, {})
@@ -251,7 +251,7 @@ def _digest(spec: Any, wanted: int) -> str:
 
 
 class Gradients:
-    """Gives the gradients of steps to the accumulator, with the number of the worker's present opening."""
+    """The applier that gives a step's gradients to the accumulator, with the number of the worker's present opening."""
 
     def __init__(self, accumulator: ConditionalAccumulator) -> None:
         self.name = f"{accumulator.name} {next(_serials)}"
@@ -265,14 +265,14 @@ class Gradients:
         self.accumulator.home.create_resource(self.accumulator)
 
     def apply(self, optimizer: GivenOptimizer, gradients: Any) -> None:
-        """Add them to the average of the round, unless they come too late."""
+        """Add the gradients to the average of the round, unless they are too late."""
         tree: Any
         leaves, tree = jax.tree_util.tree_flatten(gradients, is_leaf=is_row_gradient)
         fitting = map(_fitting, leaves, self.accumulator.type.components)
         self._is_fresh.assign(self.accumulator.apply(tree.unflatten(fitting), self._round.read()))
 
     def call(self, step: Callable[..., Any], batch: Any, number: int) -> tuple[Any, bool]:
-        """What the step gives under the number of an opening, and whether its gradients are in the round's average."""
+        """Run the step for opening `number`; return its result, and whether its gradients are in the average."""
         self._round.assign(jnp.int32(number))
         with applying(self):
             outcome = step(*_arguments(batch))
@@ -301,21 +301,21 @@ def _typed(part: Any) -> Any:
 
 
 def _by_rows(part: Any, rows: jax.ShapeDtypeStruct | None) -> Any:
-    """The type of a gradient whose rows have the type `rows`; None for a gradient that is not made of rows."""
+    """Return a gradient's type, by rows of the type `rows`; with None, or if it is by rows already, return `part`."""
     if rows is None or is_row_gradient(part):
         return part
     return RowGradient(jax.ShapeDtypeStruct(rows.shape[:1], jnp.int32), rows, part.shape)
 
 
 def _fitting(gradient: Any, component: Any) -> Any:
-    """A gradient as a component of the accumulator takes it."""
+    """Return a gradient in the form of a component of the accumulator: by rows, or dense."""
     if is_row_gradient(gradient) or not isinstance(component, RowsType):
         return gradient
     return RowGradient(*dense_to_rows(gradient), gradient.shape)
 
 
 def _widened(part: Any, gradients: int) -> Any:
-    """The type of a sum of so many gradients."""
+    """Return the type of a sum of at most `gradients` gradients."""
     if not is_row_gradient(part):
         return part
     count = min(part.indices.shape[0] * gradients, part.shape[0])
@@ -324,7 +324,7 @@ def _widened(part: Any, gradients: int) -> Any:
 
 
 def _arrays(accumulator: ConditionalAccumulator) -> Iterator[jax.ShapeDtypeStruct]:
-    """The types of what a take gives, one after the other."""
+    """Yield the types of the arrays that a take from the accumulator returns."""
     for component in accumulator.type.components:
         for array in component.arrays() if isinstance(component, RowsType) else (component,):
             yield array.struct

@@ -1,9 +1,11 @@
-"""Synchronous training: each update is the average of one gradient from each of so many workers.
+"""Synchronous training: each update is the average of one gradient from each of several workers.
 
-The step is the user's own. Traced under this strategy, its optimizer gives its gradients to an accumulator on a
-parameter task, tagged by the round; there the first `m` of `n` are averaged and applied, stale ones are dropped, and
-the next round opens (section 4.4 of the OSDI 2016 paper). No worker is special: the task that holds the accumulator
-applies the averages, so that no worker's death leaves an update half done.
+In a synchronous step (a round, in names), each worker runs the user's step function. Traced under this strategy, its
+optimizer gives the gradients to an accumulator on a parameter task, tagged by the round. That task averages the first
+`m` of `n` gradients, applies them, drops late ones, and opens the next round (section 4.4 of the OSDI 2016 paper). The
+task that holds the accumulator applies the averages, so the death of a worker leaves no update half done.
+
+An opening is an attempt at a round: a round whose update fails is opened again, under another number.
 """
 
 from __future__ import annotations
@@ -19,15 +21,15 @@ from dflow.distributed.messages import RoundOpen, RoundsDone
 from dflow.distributed.strategies.async_ import Async, StepSource, first_not_finite, real_scalars, refuse_negative
 
 _runs = itertools.count()
-#: How often a worker says how it goes, in s.
+#: Least time between a worker's reports of its progress.
 TELL_S = 0.25
 
 
 class Stepping(Protocol):
-    """Does steps whose gradients go to the average of a round."""
+    """Runs steps whose gradients go into the average of a round."""
 
     def call(self, step: Callable[..., Any], batch: Any, number: int) -> tuple[Any, bool]:
-        """What the step gives under the number of an opening, and whether its gradients are in the round's average."""
+        """Run the step for opening `number`; return its result, and whether its gradients are in the average."""
         ...
 
 
@@ -35,66 +37,66 @@ class TakesPart(Protocol):
     """A worker's part in a run; see `round_part.Part`."""
 
     def open(self, step: Callable[..., Any], batch: Any, steps: int, wanted: int) -> Stepping | None:
-        """Open the run, or find it open; None when it is over."""
+        """Open the run, or join it if it is open; return None if it is complete."""
         ...
 
     def next(self, done: int) -> RoundOpen:
-        """The opening after that which this worker is `done` with."""
+        """Wait for the opening after number `done`, the last that this worker has completed (-1 for none)."""
         ...
 
     def leave(self, done: int) -> None:
-        """Take part no more."""
+        """Leave the run."""
         ...
 
 
 class Workers(StepSource, Protocol):
-    """What the strategy needs of a cluster."""
+    """The part of a cluster that the strategy needs."""
 
     task: str
 
     def wanted_gradients(self, backup_workers: int) -> int:
-        """How many gradients end a round, of one from each worker. Raises StrategyError when it is none."""
+        """Return the number of gradients that end a round. Raises StrategyError if none is left."""
         ...
 
     def take_part(self, run: str, job: str) -> TakesPart | None:
-        """This worker's part in a run of synchronous training; None where there is no other worker."""
+        """Return this worker's part in a run of synchronous training; None if there is no other worker."""
         ...
 
     def tell_rounds(self, report: RoundsDone) -> None:
-        """Say how a run of synchronous training goes."""
+        """Report the progress of a run of synchronous training."""
         ...
 
 
 class Sync:
-    """Runs a training step on every worker, round by round, each ended by one update of the variables.
+    """Runs a training step on every worker in rounds; each round ends with one update of the variables.
 
-    cluster         what `dflow.connect()` gave
-    backup_workers  how many of a round's gradients are not waited for: the slowest, which are dropped
-    requeue         whether a batch whose gradient was dropped is used again in the next round, rather than lost
-    job             the job whose tasks the accumulator may live on
-    raises          StrategyError when so many backup workers leave no worker to wait for
+    cluster         the result of `dflow.connect()`
+    backup_workers  number of gradients that a round does not wait for: the slowest ones, which are dropped
+    requeue         whether a batch whose gradient was dropped is used again in the next round instead of lost
+    job             the job whose tasks may hold the accumulator
+    raises          StrategyError if this many backup workers leave no worker to wait for
     """
 
     def __init__(self, cluster: Workers, *, backup_workers: int = 0, requeue: bool = False, job: str = "ps") -> None:
         self._cluster, self._wanted = cluster, cluster.wanted_gradients(backup_workers)
         self._requeue, self._job = requeue, job
-        #: How many gradients of this worker are in the updates, and how many came too late for theirs.
+        #: Numbers of this worker's gradients that are in updates, and that were too late.
         self.accepted = self.dropped = 0
 
     def run(
         self, step: Callable[..., Any], batches: Iterable[Any], *, steps: int, name: str | None = None
     ) -> Iterator[Any]:
-        """Call `step(*batch)` with this worker's own batches, once a round, and yield what each call returns.
+        """Call `step(*batch)` with this worker's own batches, once a round, and yield the result of each call.
 
-        step     a `dflow.jit` function that gives its gradients to one `dflow.Optimizer`, once; what these are computed
-                 from is of one version, that of the round
-        batches  tuples of arguments (anything else is passed as the one argument); when they end, the others go on
-                 without this worker
-        steps    how many rounds, and so updates, there are in all
-        name     of the run, the same on every worker; given none, runs are numbered in the order of the program
+        step     a `dflow.jit` function that gives its gradients to one `dflow.Optimizer`, once; it computes them from
+                 the variables' values of that round
+        batches  tuples of arguments (any other value is passed as the only argument); when they end, the other workers
+                 go on without this one
+        steps    number of rounds, and so of updates
+        name     of the run, the same on every worker; by default, runs are numbered in the order of the program
         raises   StrategyError for a step without gradients, or with several optimizers, or a negative number of
-                 rounds; VariableError for variables that are not on tasks, which no other worker sees;
-                 DeadlineExceeded, naming who gave no gradient
+                 rounds; VariableError for variables that are not on tasks, so that no other worker sees them;
+                 DeadlineExceeded, naming the workers that gave no gradient
         """
         refuse_negative(steps)
         run = name or f"sync_run_{next(_runs)}"
@@ -130,7 +132,7 @@ class Sync:
                 progress.note(opening.done + 1, step_s, real_scalars(outcome), not is_fresh)
                 yield outcome
                 batch = batch if self._requeue and not is_fresh else next(supply, _END)
-                # Also when there is no more: who reads the variables after the loop finds this round's update in them.
+                # Wait even without another batch, so that the variables contain this round's update after the loop.
                 opening = part.next(done)
                 if batch is _END:
                     return
@@ -143,14 +145,14 @@ _END = object()
 
 
 class _Progress:
-    """Tells the coordinator how it goes, now and then."""
+    """Reports a worker's progress to the coordinator, at most every `TELL_S`."""
 
     def __init__(self, cluster: Workers, run: str, total: int) -> None:
         self._cluster, self._run, self._total = cluster, run, total
         self._told_at, self._news = time.monotonic(), RoundsDone(run, cluster.task, 0, total, 0)
 
     def note(self, rounds: int, step_s: float, metrics: Mapping[str, float], is_dropped: bool) -> None:
-        """A step of this worker has ended, in a run of which so many rounds have begun."""
+        """Note that a step of this worker has ended; `rounds` is the number of rounds that have begun."""
         before = self._news
         self._news = RoundsDone(
             self._run,
@@ -167,7 +169,7 @@ class _Progress:
             self.tell()
 
     def tell(self) -> None:
-        """Say what is new."""
+        """Report the steps since the last report."""
         self._cluster.tell_rounds(self._news)
         self._told_at = time.monotonic()
         self._news = msgspec.structs.replace(self._news, steps=0, dropped=0, not_finite=None)

@@ -1,1 +1,1 @@
-"""Ways to move messages between tasks: `sockets` between processes, `memory` within one; both obey `base`."""
+"""Transports of messages between tasks: `sockets` between processes, `memory` within one; both implement `base`."""

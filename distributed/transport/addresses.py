@@ -1,9 +1,9 @@
-"""Where a task can be reached, as text and as values.
+"""Addresses of tasks, as text and as values.
 
-Why: to everyone but the transport an address is text that is passed on; this file alone reads it. An address is
-`host:port`, `[host]:port` for an IPv6 address, or `unix:/path`. `unix:` without a path listens at a new one, in a
-folder that only this user can enter. `host:port;unix:/path@identity` is two ways to one place: the second, which is
-faster, for processes of the machine and user with that identity.
+Why: code outside the transport passes addresses on as text; this file alone parses them. An address is `host:port`,
+`[host]:port` for IPv6, or `unix:/path`. `unix:` without a path listens at a new path, in a folder that only this user
+can enter. `host:port;unix:/path@identity` gives two addresses of one listener: the second is faster, and is for
+processes of the machine and user with that identity.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import ipaddress
 import os
 from dataclasses import dataclass
 
-#: Linux's `sockaddr_un` holds so many bytes of path, and a zero.
+#: Longest path in Linux's `sockaddr_un`, without its terminating zero.
 MAX_UNIX_PATH_BYTES = 107
 
-#: Where a task listens that only tasks of this machine have to reach.
+#: The address to listen at for a task that only tasks of this machine must reach.
 LOCAL_ADDRESS = "127.0.0.1:0;unix:"
 
 _UNIX = "unix:"
@@ -30,7 +30,7 @@ class TcpAddress:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this machine can be reached by it."""
+        """Whether this address reaches only this machine."""
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
@@ -55,7 +55,7 @@ Address = TcpAddress | UnixAddress
 
 @dataclass(frozen=True)
 class Endpoints:
-    """The ways to a place: `main` for everyone, and `near`, if there is one, for who has the `identity`."""
+    """The addresses of a listener: `main`, and optionally `near` for processes whose host identity is `identity`."""
 
     main: Address
     near: UnixAddress | None = None
@@ -68,7 +68,7 @@ class Endpoints:
 
 
 def parse_endpoints(text: str) -> Endpoints:
-    """The ways that `text` says; raises ValueError if it says none."""
+    """Parse one address or two; raises ValueError if `text` is malformed."""
     main, semicolon, near = text.partition(";")
     if not semicolon:
         return Endpoints(parse_address(main))
@@ -80,12 +80,12 @@ def parse_endpoints(text: str) -> Endpoints:
 
 
 def also_near(address: str) -> str:
-    """The `host:port` to listen at, with a second way for those of this machine."""
+    """Add to `host:port` a Unix socket to listen at, for processes of this machine."""
     return f"{address};{_UNIX}"
 
 
 def parse_address(text: str) -> Address:
-    """The address that `text` says; raises ValueError if it says none."""
+    """Parse one address; raises ValueError if `text` is malformed."""
     if text.startswith(_UNIX):
         return _parse_path(text.removeprefix(_UNIX))
     host, colon, port = text.rpartition(":")

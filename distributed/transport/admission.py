@@ -1,9 +1,9 @@
-"""Who may wait at the door: connections that have not said yet who they are.
+"""Admission of connections to a listener while they are unauthenticated (strangers).
 
-Why: a stranger costs a thread and some memory until it is believed or its time is up. Were the door simply closed when
-full, one stranger could keep everyone out by knocking often; so a newcomer takes the place of the one who has waited
-longest, of those who come from where most come from. A newcomer is admitted even at the limit of peers, so that the
-listener can answer with the reason for the refusal.
+Why: a stranger costs a thread and some memory until it is authenticated or its deadline passes. If a full listener
+refused new connections, one attacker could lock out all tasks by connecting often. So a new connection evicts an old
+one instead: the oldest from the source that has the most. A stranger is admitted even at the limit of peers, so that
+the listener can answer with the reason for the refusal.
 
 Invariants: no I/O and no clock. There are never more strangers than `strangers`, never more from one source than
 `per_source`, and never more peers than `connections`; a peer is never evicted.
@@ -18,7 +18,7 @@ from enum import Enum, auto
 
 @dataclass(frozen=True)
 class Decision:
-    """Unauthenticated connections to end for a newcomer; `why` goes to the log."""
+    """The strangers to evict for a new connection; `why` goes to the log."""
 
     evicted: tuple[int, ...] = ()
     why: str = ""
@@ -39,22 +39,22 @@ class Admission:
         self._connections = connections
         self._most_strangers = strangers
         self._per_source = per_source
-        # In order of their arrival.
+        # Each stranger's source, by number, in order of arrival.
         self._strangers: dict[int, str] = {}
         self._peers: set[int] = set()
 
     @property
     def strangers(self) -> int:
-        """How many wait."""
+        """Number of unauthenticated connections."""
         return len(self._strangers)
 
     @property
     def peers(self) -> int:
-        """How many have been believed."""
+        """Number of authenticated connections."""
         return len(self._peers)
 
     def arrive(self, number: int, source: str) -> Decision:
-        """A connection came from `source`, such as an IP address."""
+        """Admit a new connection from `source`, such as an IP address; return the connections to end for it."""
         decision = self._make_room(source)
         self._strangers[number] = source
         return decision
@@ -70,7 +70,7 @@ class Admission:
         return Belief.PEER
 
     def leave(self, number: int) -> None:
-        """The connection has ended."""
+        """Remove a connection that has ended."""
         self._strangers.pop(number, None)
         self._peers.discard(number)
 

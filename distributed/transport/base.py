@@ -1,20 +1,20 @@
-"""What every transport promises, so that tasks and tests do not care which one they run on.
+"""The interface and guarantees of every transport, so that tasks and tests run the same on each.
 
-Invariants, kept by both transports:
+Invariants of all transports:
 
 - Messages sent by one thread over one connection arrive in the order they were sent.
 - Each request gets at most one reply, and the reply reaches the call that sent the request.
 - A connection ends once: every call waiting on it then raises `TransportClosed`, `Handler.on_close` is called
   once, and nothing more is delivered from it.
 - A handler is called from the connection's reader thread, one message at a time. It must not wait there: it answers
-  at once, or keeps the `Responder` and answers later from any thread. Waiting for a reply on a reader thread is
-  refused, since the reply might be behind the message being handled. Sending from it never blocks.
-- An exception out of a handler is the answer to that one message; the connection goes on.
-- A received payload is the receiver's own: writable, and aligned to `codec.ALIGNMENT_BYTES` from `MIN_ALIGNED_BYTES`
-  on.
-- Whoever sends a payload leaves it unchanged from then on; with `on_released`, until that is called.
-- A message that was handed over is handled once by the other side, in order, or the connection ends: a socket that
-  breaks is replaced while both processes live and can reach each other within `Limits.resume_s`.
+  immediately, or keeps the `Responder` and answers later from any thread. Waiting for a reply on a reader thread is
+  refused, since the reply might be behind the message being handled. Sending on a reader thread never blocks.
+- An exception raised by a handler answers that one message; the connection goes on.
+- A received payload belongs to the receiver. It is writable; payloads of at least `MIN_ALIGNED_BYTES` are aligned to
+  `codec.ALIGNMENT_BYTES`.
+- The sender must not change a payload after sending it, or with `on_released`, not before that is called.
+- The other side handles each sent message once, in order, or the connection ends. A socket that breaks is replaced if
+  both processes live and reach each other within `Limits.resume_s`.
 """
 
 from __future__ import annotations
@@ -34,35 +34,35 @@ class Reply(NamedTuple):
     payload: memoryview
 
 
-#: Received payloads of at least so many bytes are aligned; XLA copies smaller ones faster than they are aligned.
+#: Least size of received payloads that are aligned; XLA copies smaller ones faster than they could be aligned.
 MIN_ALIGNED_BYTES = 16 << 10
 
-#: Told that the transport needs the memory of a payload no longer. It must not wait.
+#: Called when the transport no longer needs the memory of a payload. It must not wait.
 OnReleased = Callable[[], None]
 
-#: Takes a reply, or the error that a `PendingReply.wait` would raise.
+#: Called with the reply, or with the error that `PendingReply.wait` would raise.
 OnReply = Callable[[Reply | BaseException], None]
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a transport takes from a peer before it closes the connection.
+    """Settings of a transport, most of them limits: a connection that exceeds one is refused or closed.
 
     `max_meta_bytes`     size of a message without its payload
     `max_payload_bytes`  size of a payload
-    `max_connections`    peers of a listener at a time; fewer if the process's limit of open files is lower
-    `max_strangers`      unauthenticated connections of a listener; the oldest gives way to a newcomer
-    `max_from_source`    of these, how many from one IP address
+    `max_connections`    concurrent peers of a listener; fewer if the process's limit of open files is lower
+    `max_strangers`      concurrent unauthenticated connections of a listener; a new one evicts the oldest
+    `max_from_source`    unauthenticated connections from one IP address
     `max_hello_bytes`    size of a `Hello`
     `hello_timeout_s`    time from the connection to the end of the peer's `Hello`
     `stall_timeout_s`    time without a byte in the middle of a frame, and without room to send
     `max_unsent`         frames queued for a peer that does not read its replies, or cannot be reached
-    `max_retained_bytes` bytes sent that the peer has not acknowledged, beyond which a sender waits
-    `resume_s`           time to reach a peer again whose socket broke, before the connection ends
-    `shared_bytes`       memory to each peer of this machine by which large payloads go, of which pages are taken when
-                         used; 0 is none
-    `checksums`          whether frames carry checksums (what is received is checked if it has one); a frame whose
-                         bytes are not those sent is sent again over a new socket
+    `max_retained_bytes` bytes sent and not acknowledged, beyond which a sender waits
+    `resume_s`           time to reconnect to a peer after its socket broke, before the connection ends
+    `shared_bytes`       shared memory for large payloads to each peer on this machine, whose pages are allocated when
+                         first used; 0 for none
+    `checksums`          whether sent frames carry checksums (received ones are always verified); a corrupt frame is
+                         resent over a new socket
     """
 
     max_meta_bytes: int = 1 << 20
@@ -81,19 +81,19 @@ class Limits:
 
 
 class PendingReply(Protocol):
-    """A request that was sent and may not be answered yet."""
+    """A request that was sent and may be unanswered."""
 
     def wait(self, timeout_s: float) -> Reply:
-        """The reply.
+        """Wait for the reply and return it.
 
-        raises  the peer's error if it answered with a `Failure`, as the class of that name;
-                TransportClosed if the connection ends first; DeadlineExceeded after `timeout_s`, whereupon a late
-                reply is dropped
+        raises  the peer's error if it answered with a `Failure`, as the exception class that the failure names;
+                TransportClosed if the connection ends first; DeadlineExceeded after `timeout_s`, when a later reply is
+                dropped
         """
         ...
 
     def when_done(self, on_reply: OnReply) -> None:
-        """Call `on_reply` once, from the reader thread (or now, when the reply is there). It must not wait."""
+        """Call `on_reply` once, from the reader thread, or now if the reply has arrived. It must not wait."""
         ...
 
 
@@ -102,7 +102,7 @@ class Peer(Protocol):
 
     @property
     def name(self) -> str:
-        """How the other end called itself in its `Hello`."""
+        """The name that the other end gave in its `Hello`."""
         ...
 
     @property
@@ -113,9 +113,9 @@ class Peer(Protocol):
     def start(self, message: AnyMessage, payload: Payload = b"", on_reply: OnReply | None = None) -> PendingReply:
         """Send a request and return without waiting for its reply.
 
-        on_reply  called as by `PendingReply.when_done`, but before anything is handled that comes after the reply
-        raises    TransportClosed, which `on_reply` may be told too; WireError if message or payload is over this side's
-                  limits
+        on_reply  called as by `PendingReply.when_done`, but before the handling of any message after the reply
+        raises    TransportClosed, with which `on_reply` may be called too; WireError if message or payload exceeds this
+                  side's limits
         """
         ...
 
@@ -137,35 +137,35 @@ class Peer(Protocol):
 
 
 class Responder(Protocol):
-    """The way to answer one call, once, from any thread; answers to a peer that has gone are dropped."""
+    """Answers one call, once, from any thread; an answer to a closed connection is dropped."""
 
     def reply(self, message: AnyMessage, payload: Payload = b"") -> None:
-        """Answer; raises InternalError if the call was answered before."""
+        """Answer the call; raises InternalError if it was answered before."""
         ...
 
     def fail(self, error: BaseException) -> None:
-        """Answer that the request failed; raises InternalError if the call was answered before."""
+        """Answer the call with an error; raises InternalError if it was answered before."""
         ...
 
 
 class Handler(Protocol):
-    """What one side does with the messages of its connections; called from reader threads, and must not wait."""
+    """Handles the messages of one side's connections; called on reader threads, and must not wait."""
 
     def on_call(self, peer: Peer, message: AnyMessage, payload: memoryview, responder: Responder) -> None:
-        """Carry out a request, answering by `responder` now or later; an exception answers with a `Failure`."""
+        """Handle a request, and answer by `responder` now or later; an exception answers with a `Failure`."""
         ...
 
     def on_notify(self, peer: Peer, message: AnyMessage, payload: memoryview) -> None:
-        """Take a message that has no reply; an exception is logged."""
+        """Handle a message that has no reply; an exception is logged."""
         ...
 
     def on_close(self, peer: Peer, reason: str) -> None:
-        """The connection has ended, by either side."""
+        """React to the end of a connection, by either side."""
         ...
 
 
 class Listener(Protocol):
-    """A place where others connect."""
+    """An address that accepts connections."""
 
     @property
     def address(self) -> str:
@@ -178,15 +178,15 @@ class Listener(Protocol):
 
 
 def always_wanted() -> bool:
-    """Yes: a connection is tried until its deadline."""
+    """Return True: retry a connection until its deadline."""
     return True
 
 
 class Transport(Protocol):
-    """A way to reach other tasks."""
+    """Connects tasks: it listens at addresses, and dials them."""
 
     def listen(self, address: str, *, name: str, handler: Handler) -> Listener:
-        """Take connections at `address` as `name`.
+        """Accept connections at `address` as `name`.
 
         raises  SecurityError if the address may not be used; OSError if it is taken
         """
@@ -202,9 +202,9 @@ class Transport(Protocol):
         timeout_s: float,
         is_wanted: Callable[[], bool] = always_wanted,
     ) -> Peer:
-        """Connect as `name`, retrying until the deadline; `who` says in errors whom this should reach.
+        """Connect as `name`, retrying until the deadline; errors call the other side `who`.
 
-        `is_wanted`  asked between attempts; once it says no, the last attempt's error is raised without waiting longer
+        `is_wanted`  called between attempts; when it returns False, raise the last attempt's error without a retry
         raises       SecurityError if the address may not be used; WireError if the other side speaks another protocol;
                      DeadlineExceeded naming `who`, the address and the time
         """
@@ -212,10 +212,10 @@ class Transport(Protocol):
 
 
 class RefuseAll:
-    """The handler of a side that only asks: refuses requests and passes over the rest."""
+    """The handler of a side that only sends requests: it refuses requests and ignores all other messages."""
 
     def on_call(self, peer: Peer, message: AnyMessage, payload: memoryview, responder: Responder) -> None:
-        """Raise NotImplementedError, which reaches the asker."""
+        """Raise NotImplementedError, which is sent to the caller."""
         raise NotImplementedError(f"{type(message).__name__} is not answered here")
 
     def on_notify(self, peer: Peer, message: AnyMessage, payload: memoryview) -> None:

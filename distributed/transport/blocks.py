@@ -1,14 +1,14 @@
-"""Which parts of a shared memory are in use: first fit, so that few pages are ever touched.
+"""Allocation of blocks in a shared memory: first fit, so that few pages are ever touched.
 
-Invariants: blocks do not overlap and lie within `size_bytes`; each starts at a multiple of `GRAIN_BYTES`; neighbouring
-gaps are one gap. No memory is touched here, and no thread waits.
+Invariants: blocks do not overlap and lie within `size_bytes`; each starts at a multiple of `GRAIN_BYTES`; adjacent gaps
+are merged. This code only counts: it touches no memory and never waits. It is not thread-safe.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 
-#: A page, so that two values never share one.
+#: The size of a page, so that two values never share one.
 GRAIN_BYTES = 4096
 
 
@@ -21,11 +21,11 @@ class Blocks:
 
     @property
     def taken_bytes(self) -> int:
-        """The size of all blocks."""
+        """Total size of the blocks in use."""
         return sum(self._taken.values())
 
     def take(self, size_bytes: int) -> int | None:
-        """The offset of a new block, or None when no gap is large enough."""
+        """Allocate a block; return its offset, or None if no gap is large enough."""
         wanted = -(-max(size_bytes, 1) // GRAIN_BYTES) * GRAIN_BYTES
         for index, (offset, length) in enumerate(self._gaps):
             if length >= wanted:
@@ -38,7 +38,7 @@ class Blocks:
         return None
 
     def give_back(self, offset: int) -> None:
-        """The block at `offset` is free again."""
+        """Free the block at `offset`."""
         length = self._taken.pop(offset)
         at = bisect_left(self._gaps, (offset, 0))
         if at < len(self._gaps) and self._gaps[at][0] == offset + length:

@@ -1,11 +1,11 @@
-"""Memory for what is received, used again once the array made from it is gone.
+"""A pool of buffers for received payloads, each reused after the array made from it is freed.
 
-Why: a fresh buffer costs a page fault for every 4 KiB the first time it is written, which is two to ten times as long
-as receiving into it. Steps receive values of the same sizes again and again.
+Why: the first write to a fresh buffer costs a page fault for every 4 KiB, two to ten times the time of receiving into
+it. Steps receive values of the same sizes repeatedly.
 
-Invariants: memory is handed out again only when nothing refers to it any more, which the interpreter says by a
-finalizer. A finalizer may run on any thread at any moment, even on one that holds the lock here, so it never waits for
-that. What lies idle is at most `idle_bytes`, except for what finalizers brought while the lock was taken.
+Invariants: a buffer is reused only when nothing refers to it any more, as its finalizer reports. A finalizer may run on
+any thread at any time, even on one that holds the pool's lock, so it never waits for that lock. At most `idle_bytes`
+are idle, besides the buffers that finalizers returned while the lock was held.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ _Storage = npt.NDArray[np.uint8]
 
 
 class BufferPool:
-    """Hands out aligned buffers; any thread may ask."""
+    """A pool of aligned buffers; thread-safe. It keeps at most `idle_bytes` of unused ones."""
 
     def __init__(self, idle_bytes: int) -> None:
         self._most_idle = idle_bytes
         self._lock = threading.Lock()
         self._returned: deque[_Storage] = deque()
-        # Oldest first, by rounded size and overall.
+        # The idle storages, oldest first: by their usable size, and all together.
         self._idle: dict[int, deque[_Storage]] = {}
         self._idle_order: deque[_Storage] = deque()
         self._idle_bytes = 0
 
     @property
     def idle_bytes(self) -> int:
-        """How much memory waits to be used again."""
+        """Size of the unused buffers."""
         with self._lock:
             self._collect()
             return self._idle_bytes
 
     def take(self, size_bytes: int) -> memoryview:
-        """A writable buffer that starts at a multiple of `ALIGNMENT_BYTES`, with anything in it.
+        """Return a writable, uninitialised buffer that starts at a multiple of `ALIGNMENT_BYTES`.
 
         raises  MemoryError
         """
@@ -85,7 +85,7 @@ class BufferPool:
         return storage
 
     def _drop(self, storage: _Storage) -> None:
-        """Count a storage as idle no longer."""
+        """Remove a storage from the idle ones."""
         size = storage.size - ALIGNMENT_BYTES
         self._idle[size] = deque(one for one in self._idle[size] if one is not storage)
         if not self._idle[size]:
@@ -94,5 +94,5 @@ class BufferPool:
         self._idle_bytes -= storage.size
 
 
-#: The pool of this process. As much as a step's largest values, of which a process seldom holds more at a time.
+#: The pool of this process. Its limit is about the size of a step's largest values; a process seldom holds more.
 RECEIVED = BufferPool(idle_bytes=1 << 30)

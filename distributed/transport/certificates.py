@@ -1,9 +1,9 @@
-"""Making keys and certificates, as PEM.
+"""Creation of keys and certificates in PEM.
 
-Why P-256: every TLS library takes it, those in FIPS mode included. Certificates state what they are for as strictly as
-Python's `ssl` can ask: an authority that signs tasks and nothing else, and tasks that are at once client and server.
+Why P-256: every TLS library supports it, even in FIPS mode. Certificates state their purpose as strictly as Python's
+`ssl` can check: the authority may only sign the certificates of tasks, and a task may be both client and server.
 
-Needs the package `cryptography`, which the extra `security` brings; it is imported when a certificate is made.
+This needs the package `cryptography`, from the extra `security`; it is imported when a certificate is made.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 
-#: A certificate is good from this long before it was made, since clocks differ.
+#: A certificate is valid from this time before its creation, since clocks differ.
 SKEW = timedelta(hours=1)
 _HOST = re.compile(r"(?!.*\.\.)[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
 
@@ -37,7 +37,7 @@ class KeyPair:
 
 
 def make_authority(name: str, now: datetime, valid: timedelta) -> KeyPair:
-    """An authority, which signs the certificates of tasks; raises ConfigError without `cryptography`."""
+    """Create an authority, which signs the certificates of tasks; raises ConfigError without `cryptography`."""
     _require_cryptography()
     from cryptography import x509
 
@@ -50,10 +50,10 @@ def make_authority(name: str, now: datetime, valid: timedelta) -> KeyPair:
 def issue_certificate(
     authority: KeyPair, identities: Sequence[Identity], hosts: Sequence[str], now: datetime, valid: timedelta
 ) -> KeyPair:
-    """A certificate for tasks, signed by `authority`.
+    """Create a certificate for tasks, signed by `authority`.
 
-    `hosts`  DNS names and IP addresses where it may be served; none for anywhere
-    raises   ValueError for what is no host, or when the authority ends earlier; ConfigError without `cryptography`
+    `hosts`  DNS names and IP addresses that may show it; empty for any
+    raises   ValueError for an invalid host, or if the authority expires earlier; ConfigError without `cryptography`
     """
     _require_cryptography()
     from cryptography import x509
@@ -79,7 +79,7 @@ def issue_certificate(
 
 
 def self_signed(now: datetime, valid: timedelta) -> KeyPair:
-    """A certificate that nobody vouches for; raises ConfigError without `cryptography`."""
+    """Create a self-signed certificate; raises ConfigError without `cryptography`."""
     _require_cryptography()
     key, subject = _new_key(), _named("dflow")
     return _signed(_for_tasks(_builder(subject, subject, key, now, valid)), key, key)

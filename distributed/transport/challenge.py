@@ -1,17 +1,17 @@
-"""Proving to each other that both sides know a secret, without saying it.
+"""Mutual proof that both sides of a connection know a shared secret, without sending it.
 
-Why: a shared secret is one file to copy, where certificates are one for each machine. The challenge runs inside a TLS
-connection whose certificate nobody vouches for, so a proof has to be worth nothing on any other connection: it covers
-the certificate that the listener showed, and one in the middle cannot show that one, not having its key. Whatever is
-said afterwards over the connection, names included, is said by who has proved.
+Why: a shared secret is one file to copy, while certificates are one for each machine. The challenge runs inside a TLS
+connection whose certificate no authority has signed, so a proof must be invalid on any other connection. It covers the
+certificate that the listener showed; a man in the middle cannot show that certificate, as it lacks the key. All later
+messages on the connection, names included, come from a peer that knows the secret.
 
-Each side sends a nonce, the connector first. Then the connector proves first, so that a stranger who connects is told
-no proof. A proof is HMAC-SHA256, by the secret, of the role of who proves, the binding (the SHA-256 of the listener's
-certificate) and both nonces, each with its length before it.
+Each side sends a nonce, the connector first. The connector then sends the first proof, so an unauthenticated connector
+never gets the listener's. A proof is HMAC-SHA256, keyed by the secret, over the prover's role, the binding (the SHA-256
+of the listener's certificate) and both nonces, each preceded by its length.
 
-Invariants: no I/O, no clock, no random numbers; a side is done only after a right proof by the other; whatever else
-comes, or comes out of order, is a `SecurityError`, after which the machine takes nothing more. Neither the secret nor a
-proof is in any error.
+Invariants: no I/O, no clock, no random numbers. A side is done only after a valid proof from the other. Any other
+message, or one out of order, raises `SecurityError`, and the machine then accepts nothing more. No error contains the
+secret or a proof.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from collections.abc import Iterable
 
 from dflow.tracing.errors import InternalError, SecurityError
 
-#: Every message of the challenge, a nonce or a proof, has so many bytes.
+#: Size of each message of the challenge, a nonce or a proof.
 MESSAGE_BYTES = 32
-#: A secret is at least so long, and drawn at random: whoever gets a connector to dial it can try guesses on its proof.
+#: Least size of a secret, which must be random: an attacker dialled by a connector can test guesses on its proof.
 MIN_SECRET_BYTES = 32
 
 _LABEL = b"dflow shared secret, 1"
 
 
 class Role(enum.Enum):
-    """Which side of the connection this is."""
+    """A side of the connection."""
 
     CONNECTOR = b"connector"
     LISTENER = b"listener"
@@ -44,10 +44,10 @@ class Role(enum.Enum):
 
 
 class Challenge:
-    """One side of the exchange, as a machine.
+    """One side of the challenge, as a state machine; `done` is set when the other side has proved the secret.
 
     `nonce`    `MESSAGE_BYTES` random bytes, never used before
-    `binding`  what only these two ends of this very connection can agree on
+    `binding`  the bytes that both ends of this connection share and no other connection has
     raises     SecurityError when the secret is too short
     """
 
@@ -63,11 +63,11 @@ class Challenge:
         self.done = False
 
     def begin(self) -> list[bytes]:
-        """What to send first."""
+        """Return the messages to send first: the nonce for the connector, none for the listener."""
         return [self._nonces[self._role]] if self._role is Role.CONNECTOR else []
 
     def receive(self, message: bytes) -> list[bytes]:
-        """Take the other side's next message and give what to send then; raises SecurityError."""
+        """Take the other side's next message and return the messages to send; raises SecurityError if it is invalid."""
         if self._has_failed or self.done:
             raise SecurityError("a message of the challenge came after its end")
         self._has_failed = True
@@ -99,7 +99,7 @@ class Challenge:
 
 
 def covered(fields: Iterable[bytes]) -> bytes:
-    """The fields as one string, from which they could be told apart again."""
+    """Join the fields, each after its length, so that different fields never give the same bytes."""
     return b"".join(len(field).to_bytes(4, "big") + field for field in fields)
 
 

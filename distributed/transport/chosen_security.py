@@ -1,4 +1,4 @@
-"""Which policy a process has, from what its user said by arguments or in the environment."""
+"""The security policy of this process, from arguments or the environment."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ SECRET_VARIABLE = "DFLOW_SECRET_FILE"
 def choose_security(
     environment: Mapping[str, str], *, certificates: Path | None = None, secret_file: Path | None = None
 ) -> SecurityPolicy:
-    """The policy that was asked for; `SameMachine` when none was.
+    """Return the configured policy; `SameMachine` if none is configured.
 
     environment   of the process: `CERTIFICATE_VARIABLES` name three files, `SECRET_VARIABLE` one
-    certificates  a folder that `dflow certs issue` wrote; this and `secret_file` go before the environment
-    raises        ConfigError when both kinds, or half of one, are asked for; what the policies raise
+    certificates  a folder that `dflow certs issue` wrote; this and `secret_file` override the environment
+    raises        ConfigError when both kinds are configured, or one incompletely; errors of the policies
     """
     if certificates is None and secret_file is None:
         return _from_environment(environment)

@@ -1,16 +1,16 @@
-"""One end of a session over the sockets: what sends, what reads, and what goes on over a new socket when one breaks.
+"""One end of a session over sockets: it sends and reads frames, and goes on over a new socket when one breaks.
 
-Why: a message that was handed over must reach the other process once, whatever happens to the sockets between.
+Why: a sent message must reach the other process once, even when sockets break.
 
 Invariants:
 
-- One thread at a time reads a connection, over one stream after the other, and closes them: one of the reactor's, and
-  between two streams one that gets the next.
-- The session is touched under `_lock`, which is held for no I/O.
-- A stream that ends without the other side's last word has broken. A connection without a renewal (the other side did
-  not ask for a session) ends with its stream; any other ends by `close`, by the other side's last word, by a breach of
-  the protocol, or when it cannot be renewed.
-- `on_released` of a payload is called once: when the other side has it, or the connection has ended.
+- One thread at a time reads a connection and closes its streams: a thread of the reactor, and between two streams the
+  thread that gets the next one.
+- The session is used under `_lock`, which is never held during I/O.
+- A stream that ends without a LAST frame from the other side has broken. A connection without a renewal (the other side
+  requested no session) ends with its stream. Any other ends by `close`, by the other side's LAST frame, by a protocol
+  error, by an error in reading, or when it cannot be renewed.
+- `on_released` of a payload is called once: when the payload was copied or acknowledged, or the connection has ended.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from dflow.distributed.transport.shared_memory import SHARED_FROM_BYTES, SharedM
 from dflow.distributed.transport.stream import Parts, Stream
 from dflow.tracing.errors import TransportClosed, WireError
 
-#: Payloads up to this size are copied when they are sent, which costs less than keeping their memory from its owner.
+#: Payloads up to this size are copied when sent, which costs less than retaining the owner's memory.
 COPIED_BYTES = 32 << 10
 
-#: Up to this size a frame is one piece of memory, since the system takes pieces one by one.
+#: Frames up to this size are joined into one buffer, since each buffer costs the system time.
 _JOINED_BYTES = 4 << 10
 
 _ACK = Frame(Kind.ACK, 0, b"", b"")
@@ -43,33 +43,37 @@ _CLOSED = "the other side closed the connection"
 
 
 class Renewed(NamedTuple):
-    """A stream on which the session goes on, and how many frames the other side has."""
+    """A new stream for the session, and the number of frames that the other side has received."""
 
     stream: Stream
     peer_received: int
 
 
 class _End(NamedTuple):
-    """Why no more comes over a stream, and whether it broke."""
+    """Why a stream ended, and whether it broke, so that the session may go on."""
 
     reason: str
     has_broken: bool
 
 
 class Renewal(Protocol):
-    """How a connection gets a new stream."""
+    """Gets a new stream for a connection."""
 
     def renew(self, received: int, reason: str) -> Renewed | str:
-        """A new stream to the same process, told that `received` frames are here; or why there is none."""
+        """Wait for a new stream to the same process; return it, or the reason why there is none.
+
+        received  the number of frames received here, to send to the other side
+        reason    why the last stream ended, with which the returned reason begins
+        """
         ...
 
     def cancel(self) -> None:
-        """Let `renew` return at once, now and later."""
+        """Make `renew` return soon, now and in later calls."""
         ...
 
 
 class _Kept(msgspec.Struct, frozen=True):
-    """A frame that may have to be sent again."""
+    """A retained frame, which may have to be resent."""
 
     parts: Parts
     on_released: OnReleased | None
@@ -103,18 +107,18 @@ class Connection:
 
     @property
     def stream(self) -> Stream:
-        """The stream it runs over, or ran over until that broke."""
+        """The current stream, or the last one if it broke."""
         return self._stream
 
     @property
     def is_broken(self) -> bool:
-        """Whether there is no stream now."""
+        """Whether the last stream broke and is not replaced yet."""
         return self._is_broken
 
     def start(self, exchange: Exchange, on_end: Callable[[], None] = lambda: None) -> None:
-        """Read for `exchange` from now on, and close it when the connection ends; then call `on_end`.
+        """Read for `exchange` from now on; when the connection ends, close the exchange and call `on_end`.
 
-        raises  RuntimeError if no thread can be started that reads
+        raises  RuntimeError if no reader thread can be started
         """
         self._exchange, self._on_end = exchange, on_end
         self._reactor.add(self._stream.file, self)
@@ -145,10 +149,10 @@ class Connection:
         stream.shut_down()
         _release(kept)
 
-    # As what an outlet sends for; see `outlet.Packing`.
+    # The callbacks of the outlet; see `outlet.Packing`.
 
     def pack(self, frame: Frame) -> Parts:
-        """Number, retain and write a frame."""
+        """Number, retain and serialise a frame."""
         checksum = checksum_of((frame.meta, frame.payload)) if self._limits.checksums else None
         with self._lock:
             sequence = 0
@@ -177,7 +181,7 @@ class Connection:
     # Sending.
 
     def _copied(self, frame: Frame) -> Frame | None:
-        """The frame with a copy of its payload, which its sender may have back at once; None to send it as it is."""
+        """Return the frame with its payload copied, so that the original can be released; None to send it uncopied."""
         size_bytes = len(frame.payload)
         if size_bytes >= SHARED_FROM_BYTES and self._memory is not None:
             place = self._memory.pool.put(frame.payload)
@@ -188,7 +192,10 @@ class Connection:
         return None
 
     def _wait_for_room(self) -> None:
-        """Wait while the other side has yet to acknowledge much; raises TransportClosed if it does not."""
+        """Wait, unless on a reader thread, until few enough bytes are unacknowledged.
+
+        raises  TransportClosed on a time-out, or if too many frames wait for a new stream
+        """
         session, limits = self._session, self._limits
         if self._is_broken and session.unacknowledged_frames >= limits.max_unsent:
             raise TransportClosed(f"the other side cannot be reached, and {session.unacknowledged_frames} frames wait")
@@ -207,7 +214,7 @@ class Connection:
     # Reading; see `reactor.Source`.
 
     def read(self) -> bool:
-        """Hand over the frames that are here; see `Source.read`."""
+        """Handle the frames that have arrived; see `Source.read`."""
         gather()
         try:
             ahead = self._read()
@@ -228,7 +235,7 @@ class Connection:
         return ahead is Ahead.PART
 
     def stalled(self) -> None:
-        """Give the stream up; see `Source.stalled`."""
+        """Treat the stream as broken; see `Source.stalled`."""
         self._stream_ended(_End(str(stalled(self._limits)), has_broken=True))
 
     @property
@@ -237,7 +244,7 @@ class Connection:
         return self._exchange
 
     def _read(self) -> Ahead | _End:
-        """Hand over the frames that are here; returns what is next in the buffer."""
+        """Handle the frames that have arrived; return the state of the buffer, or the end of the stream."""
         reader = self._reader
         while True:
             try:
@@ -256,7 +263,7 @@ class Connection:
                 return ahead
 
     def _stream_ended(self, end: _End) -> None:
-        """Go on with another stream, or end the connection."""
+        """Start a thread that renews the stream, or end the connection."""
         stream = self._stream
         self._is_broken = True
         self._reactor.remove(stream.file)
@@ -308,7 +315,7 @@ class Connection:
                 self._outlet.send(_ACK)
 
     def _resume(self, stream: Stream, peer_received: int) -> str:
-        """Go on over `stream`; returns why that cannot be."""
+        """Continue over `stream`; return why that is impossible, or "" on success."""
         with self._lock:
             try:
                 released, _ = self._session.resume(peer_received)

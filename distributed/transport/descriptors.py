@@ -1,7 +1,7 @@
-"""The number of files and sockets that this process may have open, raised as far as the system lets it.
+"""The limit of open files and sockets of this process, raised as far as the system allows.
 
-Why: a coordinator or a stock task has a connection from every task of the cluster, and many systems start a process
-with room for 1,024 files though it may ask for far more.
+Why: a coordinator or a task server has a connection from every task of the cluster, and many systems start a process
+with a limit of 1,024 files although it may raise that far higher.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 import resource
 
-#: The limit that is asked for. No more: some child programs visit every number below their limit.
+#: The limit to set. It is no higher because some child programs visit every descriptor below their limit.
 ENOUGH = 1 << 16
 
 
 def raise_descriptor_limit() -> int:
-    """Raise the limit of this process to `ENOUGH`, or as far as allowed; the limit that now holds."""
+    """Raise the limit of this process to `ENOUGH`, or as far as allowed; return the resulting limit."""
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = ENOUGH if most == resource.RLIM_INFINITY else min(ENOUGH, most)
     if limit != resource.RLIM_INFINITY and limit < wanted:

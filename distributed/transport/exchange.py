@@ -1,10 +1,10 @@
-"""Matching replies with requests and handing messages to a handler, over any link that carries frames in order.
+"""Requests, replies and notifications over any link that carries frames in order.
 
-Why: this is what both transports share; what is left to them is how a frame gets to the other side.
+Why: all transports share this code; a transport only brings a frame to the other side.
 
-Invariants: a request number is used once in the life of a connection; a waiting call is in `_waiting` until its
-reply arrives, its wait ends, or the connection ends, whichever is first; `_ended` is set once, under the lock, and
-whoever sets it fails the waiting calls and tells the handler.
+Invariants: a request number is used once in the life of a connection. A pending call is in `_waiting` until its reply
+arrives, its wait ends, or the connection ends, whichever comes first. `_ended` is set once, under the lock; the thread
+that sets it fails the pending calls and calls the handler's `on_close`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LOGGER = logging.getLogger("dflow")
 
 
 class Kind(enum.IntEnum):
-    """What a frame is: the first three are for exchanges, the others between links."""
+    """The kind of a frame: the first three are for exchanges, the others for links."""
 
     REQUEST = 1
     REPLY = 2
@@ -37,9 +37,9 @@ class Kind(enum.IntEnum):
 
 
 class Frame(msgspec.Struct, frozen=True, gc=False):
-    """One message on its way. `number` ties a reply to its request, and is 0 for a notification.
+    """One message. `number` ties a reply to its request, and is 0 for a notification.
 
-    `is_shared` is true on the wire alone, where the payload says where in shared memory it is.
+    `is_shared` is true only on the wire, where the payload is then a location in shared memory.
     """
 
     kind: Kind
@@ -54,14 +54,14 @@ class Link(Protocol):
     """Carries frames to the other side, in order."""
 
     def send(self, frame: Frame) -> None:
-        """Send, or queue when called from a reader thread; calls `frame.on_released` once unless it raises.
+        """Send a frame, or queue it on a reader thread; call `frame.on_released` once, unless this raises.
 
         raises  TransportClosed with the reason as its text
         """
         ...
 
     def close(self) -> None:
-        """Stop both directions and wake the reader; a second call does nothing."""
+        """End both directions and wake the reader; a second call does nothing."""
         ...
 
 
@@ -73,17 +73,17 @@ _MARK = _ReaderMark()
 
 
 def become_reader() -> None:
-    """Mark this thread as one that reads a connection, and so must never wait for one."""
+    """Mark this thread as a reader thread, which must never wait for a connection."""
     _MARK.is_reader = True
 
 
 def on_reader_thread() -> bool:
-    """Whether this thread reads a connection."""
+    """Whether this thread is a reader thread."""
     return _MARK.is_reader
 
 
 class Exchange:
-    """One end of a connection: the `Peer` that users hold, and what the link's reader drives."""
+    """One end of a connection: a `Peer` to its users, driven by the link's reader thread."""
 
     def __init__(self, link: Link, *, local: str, remote: str, handler: Handler, limits: Limits) -> None:
         self._link = link
@@ -98,7 +98,7 @@ class Exchange:
 
     @property
     def name(self) -> str:
-        """How the other end called itself."""
+        """The name that the other end gave."""
         return self._remote
 
     @property
@@ -133,7 +133,7 @@ class Exchange:
         self._send(Frame(Kind.NOTIFY, 0, meta, payload, on_released))
 
     def close(self, reason: str = "closed by this side") -> None:
-        """End the connection, failing the calls that wait on it with `reason`."""
+        """End the connection, and fail its pending calls with `reason`."""
         with self._lock:
             if self._ended is not None:
                 return
@@ -149,9 +149,9 @@ class Exchange:
             LOGGER.exception("%s: on_close of the connection to %s failed", self._local, self._remote)
 
     def arrived(self, frame: Frame) -> None:
-        """Handle a frame from the other side; called from the reader thread only.
+        """Handle a frame from the other side; called on the reader thread only.
 
-        raises  WireError if the frame breaks the protocol, after which the link must close the connection
+        raises  WireError if the frame breaks the protocol; the link must then close the connection
         """
         message = decode_message(frame.meta)
         payload = frame.payload if isinstance(frame.payload, memoryview) else memoryview(frame.payload)
@@ -191,7 +191,7 @@ class Exchange:
     def send_reply(self, number: int, message: AnyMessage, payload: Payload) -> None:
         """Send the answer to request `number`; drops it if the connection has ended.
 
-        raises  WireError if the answer is over this side's limits, with nothing sent
+        raises  WireError if the answer exceeds this side's limits; then nothing is sent
         """
         meta = self._meta(message, payload)
         try:
@@ -235,15 +235,15 @@ class Exchange:
         return f"the connection from {self._local} to {self._remote} has ended{during}: {reason}"
 
     def give_up(self, number: int, asked: str, timeout_s: float) -> DeadlineExceeded:
-        """Stop waiting for request `number`, and say so."""
+        """Abandon request `number`, and return the error to raise."""
         self._forget(number)
         return DeadlineExceeded(f"{self._remote} did not answer {asked} of {self._local} within {timeout_s:g} s")
 
 
 class _Pending:
-    """A request that waits for its reply; see `base.PendingReply`.
+    """A request that may be unanswered; see `base.PendingReply`.
 
-    A bare lock, and no future, since one is made for each call: held until there is an outcome.
+    `_unresolved` is a lock held until there is an outcome: cheaper than a future, and each call makes one.
     """
 
     __slots__ = ("_callbacks", "_exchange", "_number", "_outcome", "_unresolved", "asked")
@@ -258,7 +258,7 @@ class _Pending:
         self._unresolved.acquire()
 
     def resolve(self, outcome: Reply | BaseException) -> None:
-        """Wake the waiter; called once, by whoever took this out of `_waiting`."""
+        """Set the outcome, wake the waiter and run the callbacks; called once, after removal from `_waiting`."""
         with _CALLBACKS:
             self._outcome = outcome
             callbacks = self._callbacks
@@ -267,7 +267,7 @@ class _Pending:
             self._call(on_reply, outcome)
 
     def wait(self, timeout_s: float) -> Reply:
-        """The reply; see `base.PendingReply.wait`."""
+        """Wait for the reply; see `base.PendingReply.wait`."""
         if self._outcome is None:
             _refuse_on_reader(self.asked, self._exchange.name)
             if not self._unresolved.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
@@ -295,7 +295,7 @@ class _Pending:
             LOGGER.exception("what was to be done with the answer of %s failed", self._exchange.name)
 
 
-#: Guards the callbacks of every pending reply, for a few instructions at a time.
+#: Guards the callbacks of all pending replies; held briefly.
 _CALLBACKS = threading.Lock()
 
 
@@ -309,7 +309,7 @@ class _Responder:
         self._open = threading.Lock()
 
     def reply(self, message: AnyMessage, payload: Payload = b"") -> None:
-        """Answer the request."""
+        """Answer the request; see `base.Responder.reply`."""
         if not self._open.acquire(blocking=False):
             raise InternalError(f"{self._asked} from {self._exchange.name} was answered twice")
         try:
@@ -318,11 +318,11 @@ class _Responder:
             self._exchange.send_reply(self._number, failure_of(error), b"")
 
     def fail(self, error: BaseException) -> None:
-        """Answer that the request failed."""
+        """Answer the request with an error."""
         self.reply(failure_of(error))
 
     def fail_if_open(self, error: BaseException) -> bool:
-        """Answer that the request failed unless it was answered; returns whether this was the answer."""
+        """Answer with an error unless the request was answered before; return whether this call answered it."""
         if self._open.locked():
             return False
         self.fail(error)

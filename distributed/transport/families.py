@@ -1,4 +1,4 @@
-"""The kinds of sockets: how to listen and connect by each; nothing else differs between them."""
+"""The kinds of sockets, TCP and Unix: listening and connecting, which is all that differs between them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from typing import NamedTuple
 
 from dflow.distributed.transport.addresses import Address, TcpAddress, UnixAddress
 
-#: Connections that wait to be accepted; the system may lower it.
+#: Most connections that may wait to be accepted; the system may lower it.
 _BACKLOG = 1024
 
 _FOLDER, _SOCKET = "dflow-task-", "socket"
 
-#: A younger folder may be that of a process which is about to listen there.
+#: Least age of a folder to remove, in seconds: a process may be about to listen in a younger one.
 _LEFT_AFTER_S = 60.0
 
 
 class Bound(NamedTuple):
-    """A listening socket, where it can be reached, and what to do once it is closed."""
+    """A listening socket, its address, and a function to call after closing it."""
 
     sock: socket.socket
     address: Address
@@ -39,7 +39,7 @@ def bind(address: Address) -> Bound:
 
 
 def dial(address: Address, timeout_s: float) -> socket.socket:
-    """A connection to `address`; raises OSError."""
+    """Return a connected socket to `address`; raises OSError."""
     if isinstance(address, UnixAddress):
         return _dial_unix(address, timeout_s)
     sock = socket.create_connection((address.host, address.port), timeout=timeout_s)
@@ -50,7 +50,7 @@ def dial(address: Address, timeout_s: float) -> socket.socket:
 
 
 def send_at_once(sock: socket.socket) -> None:
-    """Let small frames leave without waiting for more."""
+    """Send small frames immediately instead of waiting to merge them (TCP_NODELAY)."""
     if sock.family != socket.AF_UNIX:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -84,7 +84,7 @@ def _bind_unix(address: UnixAddress) -> Bound:
 
 
 def _new_folder() -> str:
-    """A folder that only this user can enter; those that killed processes left behind are removed."""
+    """Create a folder that only this user can enter, after removing the folders left by killed processes."""
     for left in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"):
         with contextlib.suppress(OSError):
             about = left.stat()
@@ -106,10 +106,10 @@ def _dial_unix(address: UnixAddress, timeout_s: float) -> socket.socket:
 
 
 def _remove_if_dead(path: str) -> None:
-    """Free a path at which a process listened that is no more.
+    """Remove the socket file at `path` if no process listens on it any more.
 
-    One that listens hears nothing of this: it is asked by a socket of another type, which the system refuses, either
-    for that reason or because nobody listens.
+    The test connects by a socket of another type, which a living listener does not notice. The system refuses it either
+    for its type, or with ECONNREFUSED because no process listens.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
         try:

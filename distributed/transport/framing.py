@@ -1,26 +1,25 @@
 """Frames over a stream.
 
 Why no asyncio: a thread that receives straight into the final buffer was measured faster on loopback, in latency and
-in rate. Small frames are read through a buffer, several with one system call and without waiting; the rest of a frame
-that does not fit there is waited for.
+throughput. Small frames are read through a buffer, several by one system call and without waiting. A larger frame is
+read to its end, waiting for the bytes.
 
 A frame is a header, then the message (`meta`), then the payload. The header is 48 bytes, little-endian:
 
     0   4 bytes   magic `DFLW`
     4   u8        kind, a number of `exchange.Kind`
-    5   u8        flags: 1 when the frame carries a checksum, 2 when the payload says where in shared memory it is
+    5   u8        flags: 1 if the frame carries a checksum, 2 if the payload is a location in shared memory
     6   2 bytes   zero
     8   u32       meta size in bytes
-    12  u32       CRC-32 of meta and payload when flagged, else zero (CRC-32 and not CRC-32C, since Python has it at
-                  memory speed)
+    12  u32       CRC-32 of meta and payload if flagged, else zero (not CRC-32C, since only CRC-32 is in Python's
+                  library, at memory speed)
     16  u64       request number
     24  u64       payload size in bytes
-    32  u64       number of the frame in its session; zero where there is no session, and for what is not retained
-    40  u64       all frames up to this number have arrived at the sender
+    32  u64       number of the frame in its session; zero without a session, and for frames that are not retained
+    40  u64       acknowledgement: the sender has received all frames up to this number
 
-Invariants: sizes are checked against the limits before anything is allocated for them; a payload's memory is used
-only as its bytes arrive; a frame that is begun goes on at least every `stall_timeout_s`, or the stream counts as
-broken.
+Invariants: sizes are checked against the limits before anything is allocated for them. A payload's pages are touched
+only as its bytes arrive. The stream counts as broken if no byte of a begun frame arrives for `stall_timeout_s`.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ _KINDS = {kind.value: kind for kind in Kind}
 
 
 class Header(msgspec.Struct, frozen=True, gc=False):
-    """What a frame's header says of the rest."""
+    """The parsed header of a frame; `sequence` is the frame's number in the session."""
 
     kind: Kind
     flags: int
@@ -66,7 +65,7 @@ class Header(msgspec.Struct, frozen=True, gc=False):
 
 
 class Arrived(msgspec.Struct, frozen=True, gc=False):
-    """A frame, and what its header says to the session."""
+    """A received frame, with the session fields of its header."""
 
     frame: Frame
     sequence: int
@@ -74,7 +73,7 @@ class Arrived(msgspec.Struct, frozen=True, gc=False):
 
 
 def checksum_of(parts: Sequence[Payload]) -> int:
-    """CRC-32 of `parts`, one after the other."""
+    """Return the CRC-32 of the concatenated `parts`."""
     value = 0
     for part in parts:
         value = zlib.crc32(part, value)
@@ -82,14 +81,14 @@ def checksum_of(parts: Sequence[Payload]) -> int:
 
 
 def pack_header(frame: Frame, *, checksum: int | None = None, sequence: int = 0, acknowledged: int = 0) -> bytes:
-    """The header of `frame`; `checksum` None is none."""
+    """Return the header of `frame`; with `checksum` None, it states no checksum."""
     flags = (0 if checksum is None else _CHECKED) | (_SHARED if frame.is_shared else 0)
     sizes = len(frame.meta), checksum or 0, frame.number, len(frame.payload)
     return HEADER.pack(MAGIC, frame.kind, flags, 0, *sizes, sequence, acknowledged)
 
 
 def parse_header(data: bytes | bytearray | memoryview, limits: Limits) -> Header:
-    """Read a header; raises WireError if it is no header, or if its sizes are over the limits."""
+    """Parse a header; raises WireError if it is malformed, or its sizes exceed the limits."""
     magic, kind, flags, pad, meta_bytes, checksum, number, payload_bytes, sequence, acknowledged = HEADER.unpack(data)
     if magic != MAGIC:
         raise WireError(f"a frame starts with {magic!r} instead of {MAGIC!r}; the other side does not speak dflow")
@@ -104,7 +103,7 @@ def parse_header(data: bytes | bytearray | memoryview, limits: Limits) -> Header
 
 
 class Ahead(enum.Enum):
-    """What is next in a reader's buffer; a LARGE frame is one that does not fit there."""
+    """The state of a reader's buffer: no frame, part of one, a whole one, or one too LARGE for the buffer."""
 
     NOTHING = enum.auto()
     PART = enum.auto()
@@ -125,9 +124,9 @@ class FrameReader:
         self._header: Header | None = None
 
     def receive(self) -> bool:
-        """Take what the stream has, as far as the buffer has room; False when the other side closed the connection.
+        """Read the available bytes into the free part of the buffer; False if the other side closed the connection.
 
-        raises  BlockingIOError if there is nothing; TransportClosed if a frame breaks off; OSError
+        raises  BlockingIOError if there are none; TransportClosed if the stream ends within a frame; OSError
         """
         self._make_room()
         count = self._stream.receive_now(self._buffer[self._end :])
@@ -137,7 +136,7 @@ class FrameReader:
         return count > 0
 
     def ahead(self) -> Ahead:
-        """What is next; raises WireError if that is no frame."""
+        """Return the state of the buffer; raises WireError if the next header is malformed."""
         header = self._header
         if header is None:
             start, held = self._start, self._end - self._start
@@ -151,9 +150,10 @@ class FrameReader:
         return Ahead.LARGE if size_bytes > _BUFFER_BYTES else Ahead.PART
 
     def read(self) -> Arrived:
-        """The frame that is `ahead`, waiting for the rest of one that is LARGE.
+        """Return the frame that `ahead` found WHOLE or LARGE, waiting for the rest of a LARGE one.
 
-        raises  WireError if its end is not as its beginning says; TransportClosed if the frame breaks off; OSError
+        raises  CorruptFrame for a wrong checksum; WireError for an invalid location in shared memory;
+                TransportClosed if the stream ends or stalls within the frame; OSError
         """
         header = self._header
         assert header is not None
@@ -178,7 +178,7 @@ class FrameReader:
         return self._shared.take(place, self._limits.max_payload_bytes)
 
     def _take(self, size_bytes: int) -> bytearray:
-        """The next bytes, in memory of their own."""
+        """Return a copy of the next `size_bytes` bytes, waiting for them."""
         if size_bytes <= _BUFFER_BYTES:
             self._buffer_up(size_bytes)
             start = self._start
@@ -195,7 +195,7 @@ class FrameReader:
             self._start, self._end = 0, held
 
     def _buffer_up(self, size_bytes: int) -> None:
-        """Have so many bytes in the buffer."""
+        """Fill the buffer to at least `size_bytes` bytes, waiting for them."""
         if self._end - self._start >= size_bytes:
             return
         self._make_room()
@@ -221,37 +221,38 @@ class FrameReader:
 
 
 def stalled(limits: Limits) -> TransportClosed:
-    """Why a stream counts as broken on which a frame does not go on."""
+    """Return the error for a stream on which a begun frame got no more bytes in time."""
     return TransportClosed(f"a frame was begun but went on for {limits.stall_timeout_s:g} s without a byte")
 
 
 class CorruptFrame(TransportClosed):
-    """A frame's bytes are not those that were sent, so that it has to come again over another stream."""
+    """A frame arrived with a wrong checksum; the session resends it over another stream."""
 
 
 class Deadline(NamedTuple):
-    """A moment of the monotonic clock, and the time that was given until it, in s."""
+    """The time of the monotonic clock at which a time-out ends, and that time-out, in seconds."""
 
     at: float
     timeout_s: float
 
     @classmethod
     def after(cls, timeout_s: float) -> Deadline:
-        """The moment `timeout_s` from now."""
+        """Return the deadline `timeout_s` from now."""
         return cls(time.monotonic() + timeout_s, timeout_s)
 
     @property
     def left_s(self) -> float:
-        """The time until it; at least 1 ms."""
+        """The time left, at least 1 ms."""
         return max(self.at - time.monotonic(), 0.001)
 
 
 def read_first(stream: Stream, limits: Limits, deadline: Deadline) -> Frame:
-    """The first frame of a connection, which has no payload, all of it before `deadline`.
+    """Read the first frame of a connection, which has no payload.
 
-    Leaves `stream` with a time-out of its own, and reads no byte behind the frame.
+    This changes the time-out of `stream`, and reads no byte behind the frame.
 
-    raises  WireError; DeadlineExceeded; TransportClosed if the connection ends first; OSError
+    raises  WireError; DeadlineExceeded if the frame is incomplete at `deadline`; TransportClosed if the connection ends
+            first; OSError
     """
     start = _receive_by(stream, len(MAGIC), deadline)
     if start == MAGIC:

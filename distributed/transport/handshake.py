@@ -1,7 +1,7 @@
-"""The first words of a connection: who speaks, which protocol, and which session goes on.
+"""The exchange of `Hello` that opens a connection: names, protocol version, and the session to begin or resume.
 
-The side that dialled speaks first. A `Hello` that resumes a session is answered by one of the same session, or of
-none when the session is not known: then the other side has ended it, or has started anew.
+The side that dialled sends first. The answer to a `Hello` that resumes a session names the same session, or none if the
+session is unknown: then that side has ended it, or has restarted.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _LONGEST_NAME = 256
 
 
 class Refused(TransportClosed):
-    """The other side takes no connection now; the text has its reason and the remedy."""
+    """The other side accepts no connection now; the text has its reason and the remedy."""
 
 
 def say_hello(stream: Stream, hello: Hello | Failure, deadline: Deadline) -> None:
-    """Send `hello`, or why there is none; raises DeadlineExceeded or OSError."""
+    """Send a `Hello`, or the reason for refusing one; raises DeadlineExceeded or OSError."""
     frame = Frame(Kind.NOTIFY, 0, encode_message(hello), b"")
     parts = [memoryview(pack_header(frame)), memoryview(frame.meta)]
     stream.set_timeout(deadline.left_s)
@@ -35,10 +35,10 @@ def say_hello(stream: Stream, hello: Hello | Failure, deadline: Deadline) -> Non
 
 
 def hear_hello(secured: Secured, security: SecurityPolicy, limits: Limits, deadline: Deadline) -> Hello:
-    """The other side's first word; its version is checked by `check_version`.
+    """Receive the other side's `Hello`; its version is left to `check_version`.
 
-    raises  WireError; SecurityError if it may not have that name, or says that this side may not; Refused if it has
-            no room; DeadlineExceeded; TransportClosed; OSError
+    raises  WireError if it is no valid `Hello`; SecurityError if either side refuses the other's name; Refused if the
+            other side has no room; DeadlineExceeded; TransportClosed; OSError
     """
     hello = decode_message(read_first(secured.stream, limits, deadline).meta)
     if isinstance(hello, Failure):
@@ -55,7 +55,7 @@ def hear_hello(secured: Secured, security: SecurityPolicy, limits: Limits, deadl
 
 
 def check_version(hello: Hello) -> None:
-    """Raise WireError if the other side speaks another version of the protocol."""
+    """Raise WireError if the other side uses another version of the protocol."""
     if hello.version != PROTOCOL_VERSION:
         raise WireError(
             f"{hello.name} speaks protocol version {hello.version} and this side version {PROTOCOL_VERSION}; "

@@ -1,12 +1,12 @@
-"""Which tasks a certificate may speak for, as names in it.
+"""The identities in a certificate: the tasks whose names its holder may use.
 
-Why: that a certificate is good says only that someone in the cluster holds it; that a worker cannot pass for the
-coordinator takes names that both are held to. A certificate carries each as a URI: `dflow://job/worker/task/3`, or
-`dflow://job/worker` for every task of the job. What is no task, such as the coordinator or a tool that looks on, is a
-job without tasks: `dflow://job/coordinator`.
+Why: a valid certificate shows only that its holder belongs to the cluster. To stop a worker from posing as the
+coordinator, each certificate lists the permitted names as URIs: `dflow://job/worker/task/3`, or `dflow://job/worker`
+for every task of the job. A process that is no task, such as the coordinator or a monitoring tool, is a job without
+tasks: `dflow://job/coordinator`.
 
-Invariants: no I/O; a URI that is not of exactly this form names no one; a task is admitted by its number or by its job,
-and what is no task by its job alone.
+Invariants: no I/O. A URI of any other form is ignored. A task is admitted by its number or its job, a process that is
+no task by its job alone.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _URI = re.compile(rf"dflow://job/({_JOB})(?:/task/({_INDEX}))?")
 
 @dataclass(frozen=True)
 class Identity:
-    """A task, or with no `index` every task of a job and whatever calls itself by the job's name."""
+    """A task; without `index`, every task of the job, and a process that uses the job's name itself."""
 
     job: str
     index: int | None = None
 
     @property
     def uri(self) -> str:
-        """As it stands in a certificate."""
+        """The URI of this identity in a certificate."""
         return f"dflow://job/{self.job}" + ("" if self.index is None else f"/task/{self.index}")
 
     def __str__(self) -> str:
@@ -41,7 +41,7 @@ class Identity:
 
 
 def parse_identity(text: str) -> Identity:
-    """The identity written as `worker:3` or `worker`; raises ValueError when it is neither."""
+    """Parse an identity such as `worker:3` or `worker`; raises ValueError for any other form."""
     found = _TEXT.fullmatch(text)
     if found is None:
         raise ValueError(f"{text!r} names nobody; write a task, such as worker:3, or a whole job, such as worker")
@@ -49,13 +49,13 @@ def parse_identity(text: str) -> Identity:
 
 
 def identities_of(uris: Iterable[str]) -> tuple[Identity, ...]:
-    """The identities among the URIs of a certificate; others are passed over."""
+    """Return the identities among the URIs of a certificate, ignoring other URIs."""
     found = [_URI.fullmatch(uri) for uri in uris]
     return tuple(Identity(one[1], None if one[2] is None else int(one[2])) for one in found if one is not None)
 
 
 def admits(identities: Iterable[Identity], name: str) -> bool:
-    """Whether a certificate for `identities` may speak as `name`, which is what a `Hello` says."""
+    """Whether the holder of a certificate for `identities` may use `name` in its `Hello`."""
     try:
         job, index = split_task_name(name)
     except DeviceError:
@@ -64,7 +64,7 @@ def admits(identities: Iterable[Identity], name: str) -> bool:
 
 
 def require_admitted(identities: tuple[Identity, ...], name: str) -> None:
-    """Raise SecurityError unless a certificate for `identities` may speak as `name`."""
+    """Raise SecurityError unless `admits` returns True for these arguments."""
     if admits(identities, name):
         return
     known = ", ".join(map(str, identities)) or "nobody"

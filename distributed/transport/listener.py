@@ -1,9 +1,9 @@
-"""A listening socket, the strangers at it, and the sessions that were begun over it.
+"""A listening socket, its unauthenticated connections (strangers), and the sessions that began over it.
 
-Invariants: the policy secures a connection before anything is read from it as a frame, and nothing but a `Hello` of
-this protocol version is taken from it before it is a peer; both together within `Limits.hello_timeout_s`. A session
-is resumed only by whoever has the identity and the name it was begun with. A broken session ends when another process
-comes by its name, since the one it waits for is then no more.
+Invariants: the security policy secures a connection before any frame is read from it, and only a `Hello` of this
+protocol version is accepted before the connection becomes a peer. Both take at most `Limits.hello_timeout_s` together.
+A session is resumed only by a peer with its original identity, name and process. A broken session ends when another
+process connects by its name and identity, since the original process has then ended.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _AFTER_FAULT_S = 0.02
 
 @dataclass(eq=False)
 class _Session:
-    """A peer that came over this listener. `renewal` is None if it asked for no session."""
+    """A peer of this listener. `renewal` is None if the peer requested no session."""
 
     hello: Hello
     identity: str
@@ -50,13 +50,13 @@ class _Session:
     renewal: AwaitRedial | None
 
 
-#: Files that a process needs beside the connections of a listener.
+#: File descriptors that a process needs besides the connections of a listener.
 _OTHER_FILES = 64
 
 
 @dataclass(frozen=True)
 class _Room:
-    """The number of peers that a listener takes: `wanted`, or fewer if the process may open only `files` files."""
+    """The number of peers that a listener accepts: `wanted`, or fewer if the process may open only `files` files."""
 
     connections: int
     wanted: int
@@ -64,13 +64,13 @@ class _Room:
 
     @classmethod
     def of(cls, limits: Limits) -> _Room:
-        """As many as `limits` and the system allow."""
+        """Return the largest number of peers that `limits` and the system allow."""
         files = raise_descriptor_limit()
         spare = max(files - limits.max_strangers - _OTHER_FILES, files // 2)
         return cls(min(limits.max_connections, spare), limits.max_connections, files)
 
     def full(self) -> str:
-        """Why no more come in, and the remedy."""
+        """Return why no more peers are accepted, and the remedy."""
         if self.connections < self.wanted:
             cause = f"since its process may open only {self.files} files; raise that limit (ulimit -n) where it starts"
         else:
@@ -80,7 +80,7 @@ class _Room:
 
 @dataclass(frozen=True)
 class _Arrival:
-    """A connection that was accepted `at` one of the listener's addresses, and its number for the admission."""
+    """A connection that was accepted `at` one of the listener's addresses, with its number in `Admission`."""
 
     sock: socket.socket
     at: Address
@@ -89,7 +89,7 @@ class _Arrival:
 
 
 class SocketListener:
-    """Takes connections at one address, by one way or two; see `base.Listener`. `own` names whom it listens for."""
+    """Accepts connections at one address or two (TCP and Unix); see `base.Listener`. `own` is this side's name."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class SocketListener:
         self._security = security
         self._lock = threading.Lock()
         self._is_closed = False
-        #: Sessions that were answered and are not known yet, in which someone may be back already.
+        #: Sessions answered but not yet in `_sessions`. Their peer may already reconnect, and `_find` waits for them.
         self._beginning: set[str] = set()
         self._has_begun = threading.Condition(self._lock)
         self._room = _Room.of(limits)
@@ -173,7 +173,7 @@ class SocketListener:
             arrival.sock.close()
 
     def _admit(self, sock: socket.socket, host: str, source: str) -> int | None:
-        """The number of a connection that may wait until it is believed, for which others may have to go."""
+        """Admit a connection as a stranger, evicting others if necessary; return its number, or None if refused."""
         with self._lock:
             self._last_number += 1
             number = self._last_number
@@ -191,7 +191,7 @@ class SocketListener:
         return None
 
     def _warn(self, text: str, *values: object) -> None:
-        """Log what strangers bring about, which is as often as they like."""
+        """Log an event that strangers cause, throttled, since they can cause any number of them."""
         more = self._throttle.ask()
         if more is not None:
             LOGGER.warning("%s: %s%s", self._name, on_one_line(text % values), more)
@@ -235,7 +235,7 @@ class SocketListener:
             raise
 
     def _hear(self, secured: Secured, deadline: Deadline) -> Hello:
-        """The stranger's first word; one that may not have its name is told so, and need not try again."""
+        """Receive the stranger's `Hello`. If the policy refuses its name, answer with the reason, so it won't retry."""
         try:
             return hear_hello(secured, self._security, self._limits, deadline)
         except SecurityError as error:
@@ -243,7 +243,7 @@ class SocketListener:
             raise
 
     def _believe(self, number: int, secured: Secured, deadline: Deadline) -> None:
-        """Count a stranger as a peer; raises TransportClosed if it was evicted, or refused with the reason."""
+        """Count a stranger as a peer; raises TransportClosed if it was evicted, or there is no room for more peers."""
         with self._lock:
             belief = self._admission.believe(number)
         if belief is Belief.EVICTED:
@@ -254,7 +254,7 @@ class SocketListener:
             raise error
 
     def _begin(self, arrival: _Arrival, secured: Secured, hello: Hello, deadline: Deadline) -> _Session:
-        """Make a peer of a stranger that has said a first `Hello`."""
+        """Answer a stranger's first `Hello` and build its connection, which is not started yet."""
         shares = hello.shares and may_share(arrival.at, secured.stream, self._limits)
         answer = Hello(self._name, session=hello.session, process=process_identity(), shares=shares)
         with self._lock:
@@ -269,7 +269,7 @@ class SocketListener:
         return _Session(hello, secured.identity, exchange, connection, renewal)
 
     def _promote(self, number: int, session: _Session) -> bool:
-        """Keep the session of a new peer, unless the listener has closed meanwhile."""
+        """Record the session of a new peer, and end the sessions that it replaces; False if the listener has closed."""
         with self._lock:
             is_peer = not self._is_closed
             self._strangers.pop(number, None)
@@ -296,7 +296,7 @@ class SocketListener:
                 self._sessions.discard(session)
 
     def _resume(self, secured: Secured, hello: Hello, deadline: Deadline) -> bool:
-        """Give a stream to the session it goes on for; or say that there is none, and return False."""
+        """Hand a stream to the session that it resumes; if there is none, answer so and return False."""
         check_version(hello)
         session = self._find(hello, secured.identity, deadline)
         if session is not None and session.renewal is not None:
@@ -326,7 +326,7 @@ class SocketListener:
 
 
 def _has_replaced(new: _Session, old: _Session) -> bool:
-    """Whether the process that `old` waits for is no more, since another has its place."""
+    """Whether the process that `old` waits for was replaced: another process has its name and identity."""
     same_name = old.hello.name == new.hello.name and old.identity == new.identity
     return same_name and old.hello.process != new.hello.process and old.connection.is_broken
 
@@ -337,6 +337,6 @@ def _reason(error: BaseException) -> str:
 
 
 def _shut_down(sock: socket.socket) -> None:
-    """Wake whoever waits on `sock`; the thread that serves it closes it."""
+    """Wake the thread that waits on `sock`; the thread that serves `sock` closes it."""
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)

@@ -1,8 +1,8 @@
 """Connections within one process.
 
 Why: tests of many tasks run in one process, faster and easier to follow than over sockets. Messages pass through
-the codec and payloads are copied, so that what cannot travel, or is changed after it was sent, fails here too.
-Unlike a socket, a link takes any amount without making the sender wait.
+the codec and payloads are copied, so that a value that cannot be encoded, or is changed after sending, fails here too.
+Unlike a socket, a link accepts any number of bytes without making the sender wait.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dflow.distributed.transport.buffers import RECEIVED
 from dflow.distributed.transport.exchange import LOGGER, Exchange, Frame, become_reader
 from dflow.tracing.errors import DeadlineExceeded, TransportClosed, WireError
 
-#: How often one that connects looks whether that is still wanted.
+#: Interval in seconds between calls of `is_wanted` while connecting.
 _LOOK_S = 0.02
 
 
@@ -34,7 +34,7 @@ class MemoryNetwork:
         self._last_free = 0
 
     def listen(self, address: str, *, name: str, handler: Handler) -> MemoryListener:
-        """Take connections at `address`; raises OSError if another listener has it."""
+        """Accept connections at `address`; raises OSError if another listener has it."""
         with self._changed:
             if not address:
                 self._last_free += 1
@@ -136,7 +136,7 @@ class _Pipe:
 
 
 class _MemoryLink:
-    """One end's way out, and the way in that closing must wake."""
+    """One end of a connection: the pipe that it sends into, and the pipe that it reads, which `close` wakes."""
 
     def __init__(self, *, outbound: _Pipe, inbound: _Pipe) -> None:
         self._outbound = outbound

@@ -1,15 +1,19 @@
-"""Sending frames over a stream, whole and in order, without ever making a reader thread wait.
+"""The send queue of a connection: frames go out whole and in order, and a reader thread never waits for room to send.
 
 Why: if the reader threads of two tasks both waited for room to send to each other, neither would read again. So a
-thread that reads sends only what the stream takes at once; the rest is sent by a thread started for it.
+reader thread sends only the bytes that the stream accepts without blocking; a drain thread sends the rest.
 
-Invariants: frames are never interleaved (`_sending` is held from the first byte of a frame to its last, and may be
-passed to the finishing thread). A frame is packed, and so numbered, by whoever holds `_sending`, right before it is
-sent, so that numbers go over the stream in order. Frames sent by reader threads leave in the order they were sent:
-while any is queued, later ones queue behind it. The queue is bounded by `Limits.max_unsent`, and in time by
-`stall_timeout_s`. What a reader thread gathers lies in the queue too, and leaves with whatever is sent next, at the
-latest when that thread flushes. Without a stream, frames are packed (which retains them) and not sent. A stream is
-closed under `_sending`, so that no thread is about to send on a file number that the system has given to someone else.
+Invariants:
+
+- Frames are never interleaved: the lock `_sending` is held from the first byte of a frame to its last, and may be
+  passed to the drain thread.
+- The thread that holds `_sending` packs a frame right before sending it. Packing numbers it, so numbers are in order.
+- Frames of reader threads leave in the order they were sent: while one is queued, later ones queue behind it. The queue
+  holds at most `Limits.max_unsent` frames, and a stream that accepts no byte for `stall_timeout_s` breaks.
+- Frames gathered by a reader thread wait in the queue too. They leave before the next frame that is sent, at the latest
+  when that thread flushes.
+- Without a stream, frames are packed (which retains them) and not sent.
+- A stream is closed under `_sending`: no thread can then send on a file descriptor that the system has reused.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ from dflow.distributed.transport.exchange import Frame, on_reader_thread
 from dflow.distributed.transport.stream import Parts, Stream, without
 from dflow.tracing.errors import TransportClosed
 
-#: Payloads above this size are sent at once.
+#: Frames with larger payloads are not gathered.
 GATHERED_BYTES = 32 << 10
 _MOST_GATHERED = 64
 
@@ -37,36 +41,36 @@ _GATHERING = _Gathering()
 
 
 def gather() -> None:
-    """From now on, until `send_gathered`, what this thread sends is sent with all else for the same connection."""
+    """From now until `send_gathered`, gather the frames that this thread sends, to send them together by connection."""
     _GATHERING.outlets = set()
 
 
 def send_gathered() -> None:
-    """Send what this thread has gathered, and gather no more."""
+    """Send the frames that this thread has gathered, and stop gathering."""
     flush()
     _GATHERING.outlets = None
 
 
 def flush() -> None:
-    """Send what this thread has gathered so far."""
+    """Send the frames that this thread has gathered, and continue gathering."""
     outlets = _GATHERING.outlets
     while outlets:
         outlets.pop().flush()
 
 
 class Packing(Protocol):
-    """What an outlet is the sending half of."""
+    """The connection that an outlet sends for."""
 
     def pack(self, frame: Frame) -> Parts:
-        """The bytes of a frame that is about to be sent."""
+        """Return the bytes of a frame that is about to be sent."""
         ...
 
     def broke(self, stream: Stream, reason: str) -> bool:
-        """Sending over `stream` failed; whether its frames will be sent over another."""
+        """Sending over `stream` failed; return whether its frames will be resent over another stream."""
         ...
 
     def end(self, reason: str) -> None:
-        """A queued frame could not be sent, nor will be."""
+        """End the connection, since a queued frame could not be sent and will not be resent."""
         ...
 
 
@@ -83,9 +87,9 @@ class Outlet:
         self._is_draining = False
 
     def send(self, frame: Frame) -> None:
-        """Send `frame`; from a reader thread, queue what cannot be sent at once.
+        """Send `frame`; on a reader thread, queue what cannot be sent without blocking.
 
-        raises  TransportClosed with the reason as its text, after which the connection is of no use
+        raises  TransportClosed with the reason as its text; the connection is then unusable
         """
         if on_reader_thread():
             if not self._gathers(frame):
@@ -95,14 +99,14 @@ class Outlet:
             self._send_all(self._pack([*self._take_gathered(), frame]))
 
     def flush(self) -> None:
-        """Send what was gathered, or have it sent."""
+        """Send the gathered frames here or on the drain thread."""
         try:
             self._send_or_queue(None)
         except TransportClosed as error:
             self._packing.end(str(error))
 
     def say_last(self, frame: Frame) -> None:
-        """Send `frame`, if that can be done at once; nothing may be sent after it."""
+        """Send `frame` if that needs no waiting; nothing is sent after this call."""
         if not self._sending.acquire(blocking=False):
             return
         try:
@@ -115,14 +119,14 @@ class Outlet:
             self._sending.release()
 
     def close_stream(self, stream: Stream) -> None:
-        """Close a stream that was shut down, and send on it no more."""
+        """Close a stream that was shut down, and send nothing more on it."""
         with self._sending:
             if self._stream is stream:
                 self._stream = None
             stream.close()
 
     def resume(self, stream: Stream, again: Callable[[], Sequence[Parts]]) -> None:
-        """Send over `stream` from now on: first what `again` returns, on a thread of its own, then all else."""
+        """Send over `stream` from now on: first the frames that `again` returns, on a new thread, then all others."""
         self._sending.acquire()
         self._stream = stream
         rest = [part for parts in again() for part in parts]
@@ -132,7 +136,7 @@ class Outlet:
             self._sending.release()
 
     def _gathers(self, frame: Frame) -> bool:
-        """Whether `frame` is sent later, with others: it is small, and this thread will flush."""
+        """Queue `frame` if it is small and this thread is gathering; return whether it was queued."""
         outlets = _GATHERING.outlets
         if outlets is None or len(frame.payload) > GATHERED_BYTES:
             return False
@@ -144,7 +148,7 @@ class Outlet:
         return True
 
     def _take_gathered(self) -> list[Frame]:
-        """What was gathered; called with `_sending` held."""
+        """Take the gathered frames from the queue; called with `_sending` held."""
         if not self._queue:
             return []
         with self._queue_lock:
@@ -160,10 +164,10 @@ class Outlet:
         return pack(frames[0]) if len(frames) == 1 else [part for frame in frames for part in pack(frame)]
 
     def _send_or_queue(self, frame: Frame | None) -> None:
-        """Send what was gathered, and then `frame`, now or on a thread of its own."""
+        """Send the gathered frames and then `frame`; leave to a drain thread what would block."""
         with self._queue_lock:
             if frame is None and (self._is_draining or not self._queue):
-                return  # another thread has taken it, or will
+                return  # another thread has sent the gathered frames, or will
             if self._is_draining or not self._sending.acquire(blocking=False):
                 self._enqueue(frame)
                 return
@@ -193,7 +197,7 @@ class Outlet:
             self._start_drain([], drains_queue=True)
 
     def _start_drain(self, begun: Parts, drains_queue: bool) -> None:
-        """Send `begun` (with `_sending` held already, unless empty), then the queue, on a thread of its own."""
+        """Start a drain thread for `begun`, then the queue; it takes over `_sending` unless `begun` is empty."""
         threading.Thread(target=self._drain, args=(begun, drains_queue), name="dflow drain", daemon=True).start()
 
     def _drain(self, begun: Parts, drains_queue: bool) -> None:
@@ -217,7 +221,7 @@ class Outlet:
             return self._queue.popleft()
 
     def _send_all(self, parts: Parts) -> None:
-        """Send `parts` to the last byte, or as far as the stream goes."""
+        """Send `parts` to the last byte, or until the stream breaks."""
         stream = self._stream
         if stream is None:
             return
@@ -239,7 +243,7 @@ class Outlet:
             raise
 
     def _send_now(self, parts: Parts) -> Parts:
-        """Send what goes at once; returns the rest."""
+        """Send what the stream accepts without blocking; return the rest, which is empty if the stream broke."""
         stream = self._stream
         if stream is None:
             return []

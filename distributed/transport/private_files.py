@@ -1,4 +1,4 @@
-"""Reading files that only their owner may read."""
+"""Reading of files that only their owner may read."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from pathlib import Path
 
 from dflow.tracing.errors import SecurityError
 
-#: More than any key or secret takes.
+#: Larger files are refused; keys and secrets are smaller.
 MAX_BYTES = 1 << 16
 
 
 def read_private(path: Path) -> bytes:
-    """The contents of a file that belongs to this user, or to root, and that no one else may read or write.
+    """Return the contents of a file of this user or root that no other user may access.
 
-    What is checked is what is read: the file is opened once.
+    The file is opened once, so the checks hold for the file that is read.
 
-    raises  SecurityError when others may read it, or it is theirs; OSError when it cannot be read
+    raises  SecurityError when other users may access it, another user owns it, it is no regular file or is too large;
+            OSError when it cannot be read
     """
-    # A pipe of that name is not waited for.
+    # Without O_NONBLOCK, opening a pipe would wait for a writer.
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         found = os.fstat(file.fileno())
         mode = stat.S_IMODE(found.st_mode)

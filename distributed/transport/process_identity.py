@@ -1,10 +1,10 @@
-"""Which process and which machine this is, in a form that another process can check.
+"""Identities of this process and this machine, which another process can check.
 
-Why: a connection that broke is resumed only with the same process, and one whose process has died need not be waited
-for. Both are known at once where the two share a machine.
+Why: a broken connection is resumed only with the same process, and not awaited if that process has ended. Two processes
+on one machine find out both immediately.
 
-An identity is text that says nothing to a process of another machine. Identities are empty where the system does not
-tell (only Linux does); what depends on them is then slower and not wrong.
+An identity is text, meaningless to processes of other machines. It is empty on systems other than Linux, which do not
+provide it; its users are then slower, but still correct.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def host_identity() -> str:
-    """This machine since its start, and this user; equal for processes that may share sockets and memory."""
+    """Return the identity of this machine's boot and this user; equal for processes that may share memory."""
     boot = _boot()
     return f"{boot}/{os.geteuid()}" if boot else ""
 
 
 def process_identity() -> str:
-    """This process."""
+    """Return the identity of this process."""
     try:
         return f"{_boot()}/{_pid_namespace()}/{os.getpid()}/{_started(os.getpid())}"
     except OSError:
@@ -30,7 +30,9 @@ def process_identity() -> str:
 
 
 def open_process(identity: str) -> int | None:
-    """A file number that becomes readable when the process ends, for the caller to close; None if it cannot be seen.
+    """Return a file descriptor, for the caller to close, that becomes readable when the process ends.
+
+    It is None if the process is not visible here, as on another machine or in another container.
 
     raises  ProcessLookupError if the process has ended
     """
@@ -66,5 +68,5 @@ def _pid_namespace() -> str:
 
 
 def _started(pid: int) -> str:
-    """When the process started, so that its number given to another is not mistaken for it."""
+    """Return the start time of the process, which tells it from a later process with the same PID."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]

@@ -1,16 +1,16 @@
-"""Who reads the connections of a process: one thread for all of them, and another for one that has to be waited for.
+"""The threads that read a process's connections: one for all of them, and another for a connection that must wait.
 
-Why: threads that each read a connection take turns at the interpreter's lock, and with a few busy connections spend as
-much time on that as on the messages. So one thread at a time *leads*: it asks the system which connections have
-something, and takes it. When it has to wait in the middle of that (for the rest of a large payload, for a value that is
-still being computed) it gives way: it leads no longer, another thread does, and the connection it is at belongs to it
-alone until it is done.
+Why: with a reader thread for each connection, a few busy connections spend as much time on switching the interpreter's
+lock as on the messages. So one thread at a time is the *leader*: it polls all connections, and reads those with data.
+When it must wait while reading one (for the rest of a large payload, or for a value still being computed), it hands
+over the lead to another thread, and keeps that connection for itself until the read is done.
 
 Invariants:
 
-- One thread at a time is at a source: either the one that leads, or the one that gave way there.
-- A source is asked to read as long as it is here; it leaves by `remove`, before its file is closed.
-- There are threads while there are sources: one that leads, at most one that waits to, and those that gave way.
+- At most one thread reads a source: the leader, or the thread that handed over the lead while reading it.
+- A source is read until `remove`, which must come before its file descriptor is closed.
+- While there are sources, there are threads: the leader, at most one that waits to lead, and any that handed over the
+  lead and are still reading.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ _EVENTS_AT_A_TIME = 64
 
 
 class Source(Protocol):
-    """Something that is read."""
+    """A connection to read."""
 
     def read(self) -> bool:
-        """Take what is there, without waiting unless it gave way before; whether that ends in the middle of a frame.
+        """Read the available data; return whether it ends in the middle of a frame.
 
-        What it raises is logged, and it is read no longer.
+        It may wait only after a call of `give_way`. An exception is logged, and ends the reading of this source.
         """
         ...
 
     def stalled(self) -> None:
-        """Nothing more of a frame came for as long as was allowed."""
+        """Handle a time-out: no byte of a begun frame has arrived for the reactor's `stall_timeout_s`."""
         ...
 
 
 @dataclass(eq=False)
 class _Place:
-    """Where a source is read; `is_waited_for` while a thread that gave way is at it."""
+    """A registered source; `is_waited_for` while a thread that handed over the lead is reading it."""
 
     file: int
     source: Source
@@ -61,14 +61,14 @@ _LEADS = _Leads()
 
 
 def give_way() -> None:
-    """To be called before waiting: what this thread has gathered is sent; if it leads, another does from now on."""
+    """Prepare this thread for waiting: send the frames that it has gathered, and hand over the lead if it has it."""
     flush()
     if _LEADS.reactor is not None:
         _LEADS.reactor.hand_over()
 
 
 class Reactor:
-    """Reads sources; `stall_timeout_s` is how long one may be in the middle of a frame without a byte."""
+    """Reads sources; `stall_timeout_s` is the longest time without a byte in the middle of a frame."""
 
     def __init__(self, stall_timeout_s: float) -> None:
         self._stall_timeout_s = stall_timeout_s
@@ -79,18 +79,18 @@ class Reactor:
         self._wake = -1
         self._threads = 0
         self._waiting = 0
-        #: Where the thread is that leads.
+        #: The source that the leader is reading.
         self._at: _Place | None = None
-        #: When a source that is in the middle of a frame counts as stalled.
+        #: For each source in the middle of a frame, the monotonic time at which it counts as stalled.
         self._stalls_at: dict[_Place, float] = {}
 
     @property
     def threads(self) -> int:
-        """How many threads there are."""
+        """Number of reader threads."""
         return self._threads
 
     def add(self, file: int, source: Source) -> None:
-        """Read `source` whenever its file has something, until `remove`; raises RuntimeError if no thread can start."""
+        """Read `source` whenever `file` has data, until `remove`; raises RuntimeError if no thread can be started."""
         with self._lock:
             if self._epoll is None:
                 self._epoll = select.epoll()
@@ -102,7 +102,7 @@ class Reactor:
             self._epoll.register(file, select.EPOLLIN)
 
     def remove(self, file: int) -> None:
-        """Read a source no longer; called by whoever is at it, before its file is closed."""
+        """Stop reading a source; called by the thread that is reading it, before its file is closed."""
         with self._lock:
             place = self._places.pop(file, None)
             if place is None:
@@ -114,7 +114,7 @@ class Reactor:
                 os.eventfd_write(self._wake, 1)
 
     def hand_over(self) -> None:
-        """Let another thread lead; called by the one that does."""
+        """Let another thread lead; called by the leader."""
         with self._lock:
             if not self._waiting:
                 try:
@@ -150,7 +150,7 @@ class Reactor:
                 self._waiting += 1
 
     def _ends(self) -> bool:
-        """Whether a thread that leads no longer is one too many; the last one leaves nothing open."""
+        """Return whether a thread that has handed over the lead should end; the last thread closes the epoll."""
         if self._places and not self._waiting:
             return False
         self._threads -= 1
@@ -161,7 +161,7 @@ class Reactor:
         return True
 
     def _lead(self) -> None:
-        """Read what there is, until another thread leads or there is nothing to read any more."""
+        """Poll and read the sources, until another thread leads or no source is left."""
         epoll = self._epoll
         while self._places and epoll is not None:
             for file, _ in epoll.poll(self._patience_s(), _EVENTS_AT_A_TIME):
@@ -193,7 +193,7 @@ class Reactor:
             self._take_back(place)
 
     def _take_back(self, place: _Place) -> None:
-        """Have a source read again by whoever leads, who may have to look at the clock for it."""
+        """Return a source to the leader, and wake the leader if the source may stall."""
         with self._lock:
             if self._places.get(place.file) is place:
                 assert self._epoll is not None
@@ -208,7 +208,7 @@ class Reactor:
         return max(min(self._stalls_at.values()) - time.monotonic(), 0)
 
     def _end_stalled(self) -> None:
-        """Give up the frames whose time is over; those of sources that have gone are forgotten then."""
+        """Call `stalled` on each source whose time is over, and drop the deadlines of removed sources."""
         now = time.monotonic()
         for place, ends in list(self._stalls_at.items()):
             if ends <= now:

@@ -1,8 +1,9 @@
 """Getting a new stream for a session whose stream broke: one side dials again, the other waits to be dialled.
 
-Invariants: both give up after `Limits.resume_s`, and before that when it is known that the other process is no more:
-nothing listens at its address, it does not know the session, or (on one machine) it has ended. A connection that
-breaks again and again with nothing between is given up after `_MOST_IN_A_ROW` times and `Limits.resume_s`.
+Invariants: both abandon the session after `Limits.resume_s`, or as soon as they know that the other process is gone:
+nothing listens at its address, it does not know the session, or (on one machine) it has ended. A session whose streams
+break `_MOST_IN_A_ROW` times without a frame received in between is abandoned too, once that has gone on for
+`Limits.resume_s`.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ _FIRST_RETRY_S = 0.02
 _LONGEST_RETRY_S = 0.5
 _MOST_IN_A_ROW = 20
 
-#: Dials once, with the number of frames that are here; see `Redial`.
+#: Dials once; takes the number of frames received here, and the time-out in seconds. See `Redial`.
 Dial = Callable[[int, float], Renewed]
 
 
 class SessionUnknown(TransportClosed):
-    """The other side does not know the session that was to be resumed."""
+    """The other side does not know the session to resume."""
 
 
 class Redial:
@@ -76,12 +77,12 @@ class Redial:
         return "closed by this side"
 
     def cancel(self) -> None:
-        """Dial no more."""
+        """Stop dialling, now and later."""
         self._cancelled.set()
 
 
 class AwaitRedial:
-    """The renewal of the side that listens; `answer` is what it says to the process that comes back."""
+    """The renewal of the side that listens; `answer` is its `Hello` to the process that reconnects."""
 
     def __init__(self, process: str, answer: Hello, limits: Limits) -> None:
         self._process = process
@@ -93,7 +94,7 @@ class AwaitRedial:
         self._is_over = False
 
     def offer(self, stream: Stream, peer_received: int) -> bool:
-        """Take over a stream on which the process has come back; False if the session is over."""
+        """Take over a stream on which the process has reconnected; False if the session is over."""
         with self._lock:
             if self._is_over:
                 return False
@@ -104,7 +105,7 @@ class AwaitRedial:
         return True
 
     def renew(self, received: int, reason: str) -> Renewed | str:
-        """Wait for the process to come back; see `connection.Renewal`."""
+        """Wait for the process to reconnect; see `connection.Renewal`."""
         deadline = Deadline.after(self._limits.resume_s)
         while True:
             lost = self._wait(deadline)
@@ -126,7 +127,7 @@ class AwaitRedial:
         return f"{reason}{lost}"
 
     def cancel(self) -> None:
-        """Take no stream any more."""
+        """Accept no more streams, and wake `renew`."""
         with self._lock:
             self._is_over = True
             self._wake_up()
@@ -136,7 +137,7 @@ class AwaitRedial:
             os.eventfd_write(self._wake, 1)
 
     def _wait(self, deadline: Deadline) -> str:
-        """Wait for an offer, `cancel`, the end of the process or the deadline; says which of the last two."""
+        """Wait for an offer or `cancel`, and return ""; or describe the end of the process, or the missed deadline."""
         with self._lock:
             if self._is_over or self._offer is not None:
                 return ""

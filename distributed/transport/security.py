@@ -1,10 +1,10 @@
-"""Who may be spoken to: what has to be true of a connection before its first message is believed.
+"""Security policies: the checks that a connection must pass before its first message is accepted.
 
-Why: the transport carries bytes to whoever answers; whether that is one of us is decided here, by one object that
-the transport is given. A policy may encrypt the connection, or put a question over it first.
+Why: the transport would carry bytes to any process that answers. One object, passed to the transport, decides whether
+a peer belongs to the cluster. A policy may encrypt the connection, or run a challenge over it first.
 
-Invariants: a policy is asked before every listening and connecting, and nothing is read from a connection as a frame
-until `secure_client` or `secure_server` has returned for it. Without a policy stated, `SameMachine` holds.
+Invariants: the policy is checked before listening and connecting, and no frame is read from a connection until
+`secure_client` or `secure_server` has returned for it. The default policy is `SameMachine`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 class Secured(NamedTuple):
-    """A connection that may be used. `identity` is whom the peer has proved to be; empty if only that it may come."""
+    """A connection that passed the policy. `identity` is the peer's proved identity; empty if there is none."""
 
     stream: Stream
     identity: str
 
 
 class SecurityPolicy(Protocol):
-    """What the transport asks before it trusts a connection."""
+    """The checks that a transport makes before it trusts a connection."""
 
     def may_listen(self, address: Address) -> None:
         """Raise SecurityError, with the remedy, if this address may not be listened on."""
@@ -40,19 +40,19 @@ class SecurityPolicy(Protocol):
         ...
 
     def secure_client(self, sock: socket.socket, address: Address, timeout_s: float) -> Secured:
-        """Make a connection to `address` trustworthy, within `timeout_s`; the socket is blocking and just connected.
+        """Secure a connection to `address` within `timeout_s`; the socket is blocking and just connected.
 
-        raises  SecurityError if it is refused for good, so that a retry is of no use; OSError, TransportClosed or
+        raises  SecurityError if either side refuses it, so that a retry is useless; OSError, TransportClosed or
                 DeadlineExceeded
         """
         ...
 
     def secure_server(self, sock: socket.socket, address: Address, timeout_s: float) -> Secured:
-        """Make a connection that was accepted at `address` trustworthy; raises what `secure_client` raises."""
+        """Secure a connection that was accepted at `address`; raises what `secure_client` raises."""
         ...
 
     def may_be_called(self, identity: str, name: str) -> None:
-        """Raise SecurityError if whoever proved to be `identity` may not call itself `name` in its `Hello`."""
+        """Raise SecurityError if a peer with the proved `identity` may not use `name` in its `Hello`."""
         ...
 
 
@@ -60,27 +60,27 @@ class SameMachine:
     """Loopback addresses, and Unix sockets whose other end is a process of this user; nothing is encrypted."""
 
     def may_listen(self, address: Address) -> None:
-        """Refuse what other machines can reach."""
+        """Refuse addresses that other machines can reach."""
         _refuse_remote(address)
 
     def may_connect(self, address: Address) -> None:
-        """Refuse other machines."""
+        """Refuse addresses of other machines."""
         _refuse_remote(address)
 
     def secure_client(self, sock: socket.socket, address: Address, timeout_s: float) -> Secured:
-        """Take the connection as it is, if its other end is this user's."""
+        """Accept the connection; raises SecurityError if the other end of a Unix socket is of another user."""
         return _of_same_user(sock, address)
 
     def secure_server(self, sock: socket.socket, address: Address, timeout_s: float) -> Secured:
-        """Take the connection as it is, if its other end is this user's."""
+        """Accept the connection; raises SecurityError if the other end of a Unix socket is of another user."""
         return _of_same_user(sock, address)
 
     def may_be_called(self, identity: str, name: str) -> None:
-        """Any name will do."""
+        """Accept any name."""
 
 
 def peer_uid(sock: socket.socket) -> int:
-    """The user of the process at the other end of a connected Unix socket."""
+    """Return the user ID of the process at the other end of a connected Unix socket."""
     size = _CREDENTIALS.size
     _, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
     return int(uid)

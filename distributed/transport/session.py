@@ -1,17 +1,18 @@
-"""A conversation that outlives the sockets it runs over: each frame is handled once, in order, or the session ends.
+"""A session that outlives its sockets: each frame is handled once, in order, or the session ends.
 
-Why: a socket that breaks tells neither side what the other still got. So frames are numbered from 1, each side says
-up to which number it has all, and what the other has not is kept and sent again over the next socket.
+Why: when a socket breaks, neither side knows which frames the other still received. So frames are numbered from 1, each
+side acknowledges the number of the last frame that it has received, and retains the frames that the other has not
+acknowledged, to resend them over the next socket.
 
 Invariants:
 
-- `receive` says True to each number once, in order; what it is told twice it refuses, and a number that leaves a gap
-  is an error, since a stream cannot leave one.
-- A frame is retained from `send` until the other side has said that it has it, and given back once, by `acknowledge`
-  or `resume`.
-- While frames come, at most `ack_frames` of them and fewer than `ack_bytes` more than the last frame are not yet
-  acknowledged by what this side sends.
-- No I/O, no clock, no locks: whoever owns a session calls it from one thread at a time.
+- `receive` returns True for each number once, in order, and False for a number received before. A gap is an error: a
+  stream cannot leave one.
+- A frame is retained from `send` until the other side acknowledges it, and is returned once, by `acknowledge`, `resume`
+  or `end`.
+- If this side sends an acknowledgement whenever `ack_due` is true, at most `ack_frames` received frames are
+  unacknowledged, and without the last of them fewer than `ack_bytes` bytes.
+- No I/O, no clock, no locks: the owner of a session calls it from one thread at a time.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Item = TypeVar("Item")
 
 
 class Resumption(NamedTuple, Generic[Item]):
-    """What a new link changes: frames the other side turned out to have, and those to send again, oldest first."""
+    """The effect of a new link: the frames that the other side has, and the frames to resend, oldest first."""
 
     released: list[Item]
     again: list[Item]
@@ -40,10 +41,10 @@ class _Retained(msgspec.Struct, Generic[Item], frozen=True):
 
 
 class Session(Generic[Item]):
-    """One end. `Item` is whatever its owner can send again; what has to be sent is said by return values.
+    """One end of a session. `Item` is anything that its owner can resend.
 
-    ack_frames  after so many frames that nothing sent has acknowledged, `ack_due` is true
-    ack_bytes   and after so many bytes
+    ack_frames  number of unacknowledged frames received that makes `ack_due` true
+    ack_bytes   number of unacknowledged bytes received that makes `ack_due` true
     """
 
     def __init__(self, *, ack_frames: int = 64, ack_bytes: int = 1 << 20) -> None:
@@ -64,41 +65,41 @@ class Session(Generic[Item]):
 
     @property
     def received(self) -> int:
-        """All frames up to this number have arrived here."""
+        """The number of the last frame received; all before it were received too."""
         return self._received
 
     @property
     def unacknowledged_bytes(self) -> int:
-        """The size of the frames that are retained."""
+        """Size of the retained frames."""
         return self._unacknowledged_bytes
 
     @property
     def unacknowledged_frames(self) -> int:
-        """How many frames are retained."""
+        """Number of retained frames."""
         return len(self._retained)
 
     @property
     def ack_due(self) -> bool:
-        """Whether so much has come since this side last acknowledged that it should, even with nothing to send."""
+        """Whether to send an acknowledgement now, even without a frame to send: the limit of frames or bytes is met."""
         return self._unsaid_frames >= self._ack_frames or self._unsaid_bytes >= self._ack_bytes
 
     def send(self, item: Item, size_bytes: int) -> int:
-        """Retain what is about to be sent; returns its number."""
+        """Retain an item that is about to be sent; return its number."""
         self._sent += 1
         self._retained.append(_Retained(self._sent, item, size_bytes))
         self._unacknowledged_bytes += size_bytes
         return self._sent
 
     def say_received(self) -> int:
-        """The number to write as an acknowledgement into the frame that is about to be sent."""
+        """Return the number to acknowledge in the frame that is about to be sent."""
         self._unsaid_frames = 0
         self._unsaid_bytes = 0
         return self._received
 
     def receive(self, number: int, size_bytes: int) -> bool:
-        """Whether the frame of this number is to be handled; False when it was before.
+        """Count a received frame; return False if it was received before and must not be handled again.
 
-        raises  WireError if frames before it have not come
+        raises  WireError if frames before it have not been received
         """
         if number <= self._received:
             return False
@@ -110,7 +111,7 @@ class Session(Generic[Item]):
         return True
 
     def acknowledge(self, upto: int) -> list[Item]:
-        """The other side has all frames up to this number; returns those that need no longer be retained.
+        """Release the frames up to this number, which the other side has, and return those released by this call.
 
         raises  WireError if no such frame was sent
         """
@@ -126,9 +127,9 @@ class Session(Generic[Item]):
         return released
 
     def resume(self, peer_received: int) -> Resumption[Item]:
-        """There is a new link, and the other side has all frames up to `peer_received`.
+        """Go on over a new link, when the other side has all frames up to `peer_received`.
 
-        raises  WireError if that cannot be the session that this is the other end of
+        raises  WireError if `peer_received` contradicts earlier acknowledgements or was never sent
         """
         if peer_received < self._acknowledged:
             raise WireError(
@@ -139,7 +140,7 @@ class Session(Generic[Item]):
         return Resumption(released, [kept.item for kept in self._retained])
 
     def end(self) -> list[Item]:
-        """The session is over: returns all that is retained, and retains nothing."""
+        """End the session: return all retained items, and retain none."""
         left = [kept.item for kept in self._retained]
         self._retained.clear()
         self._unacknowledged_bytes = 0

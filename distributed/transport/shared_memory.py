@@ -1,15 +1,15 @@
-"""Payloads between two processes of one machine: written once into memory that both see, and used there.
+"""Shared memory for payloads between two processes of one machine; the receiver uses a payload in place.
 
-Why: a copy through the kernel costs as much as several copies in memory, and its receiver needs a buffer besides.
+Why: a copy through the kernel costs as much as several copies in memory, and needs a buffer at the receiver too.
 
-The sender owns the memory and hands its descriptor over by the Unix socket. It starts with one byte for each value
-that may be under way (a slot), then the values. The sender sets a value's byte and sends slot, place and size as the
-frame's payload; the receiver clears the byte when the array made from the value is gone, which costs no message.
+The sender owns the memory and passes its descriptor over the Unix socket. The memory begins with one byte for each
+value in use (a slot); the values follow. The sender sets a value's byte, and sends slot, offset and size as the frame's
+payload. The receiver clears the byte when the array made from the value is freed, which costs no message.
 
-Invariants: the sender writes only into blocks whose byte the receiver has cleared. Both sides map the memory for as
-long as anything refers to it, and its size is sealed, so that neither can take it away under the other; the receiver
-checks the seal, and that what it is told lies inside. Both processes are of one user, who could change the memory of
-either anyway.
+Invariants: the sender writes only into blocks whose byte the receiver has cleared. Each side maps the memory while
+anything refers to it. The memory's size is sealed, so neither side can truncate it under the other; the receiver checks
+the seal, and that each location lies inside. Both processes are of one user, and could change each other's memory
+anyway.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from dflow.distributed.transport.blocks import GRAIN_BYTES, Blocks
 from dflow.distributed.transport.stream import SocketStream, Stream
 from dflow.tracing.errors import TransportClosed, WireError
 
-#: Smaller payloads go over the socket, where they cost no more.
+#: Smaller payloads go over the socket, which costs no more.
 SHARED_FROM_BYTES = 64 << 10
 
 _SLOTS = GRAIN_BYTES
@@ -50,7 +50,7 @@ class _Lent(NamedTuple):
 
 
 class SharedPool:
-    """The sending end: a memory of `size_bytes` for values, of which pages are taken only when used."""
+    """The sending end: a memory of `size_bytes` for values, whose pages are allocated when first used."""
 
     def __init__(self, size_bytes: int) -> None:
         self.descriptor = os.memfd_create("dflow", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -68,13 +68,13 @@ class SharedPool:
 
     @property
     def lent_bytes(self) -> int:
-        """The size of the blocks that the other side still uses."""
+        """Size of the blocks that the other side still uses."""
         with self._lock:
             self._collect()
             return self._blocks.taken_bytes
 
     def put(self, payload: Payload) -> bytes | None:
-        """Copy `payload` into the memory; where it is, for `SharedView.take`, or None when there is no room."""
+        """Copy `payload` into the memory; return its location for `SharedView.take`, or None if there is no room."""
         size_bytes = len(payload)
         with self._lock:
             self._collect()
@@ -92,11 +92,11 @@ class SharedPool:
         return _PLACE.pack(slot, offset, size_bytes)
 
     def close_descriptor(self) -> None:
-        """The other side has the memory; it stays mapped here."""
+        """Close the descriptor after sending it; the memory stays mapped here."""
         os.close(self.descriptor)
 
     def _collect(self) -> None:
-        """Take back what the other side has let go of."""
+        """Free the blocks and slots that the other side has released."""
         still: list[_Lent] = []
         for lent in self._lent:
             if self._bytes[lent.slot]:
@@ -108,9 +108,9 @@ class SharedPool:
 
 
 class SharedView:
-    """The receiving end of the other side's `SharedPool`, whose `descriptor` is closed here.
+    """The receiving end of the other side's `SharedPool`; construction closes `descriptor`.
 
-    raises  WireError if the memory could be taken away; OSError
+    raises  WireError if the memory's size is not sealed, or is too small; OSError
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -125,9 +125,9 @@ class SharedView:
             os.close(descriptor)
 
     def take(self, place: Payload, most_bytes: int) -> memoryview:
-        """The value that was put there, writable and aligned; given back when nothing refers to it any more.
+        """Return the value at a location, writable and aligned; it is released when nothing refers to it any more.
 
-        raises  WireError if there is no such place, or the value has more than `most_bytes`
+        raises  WireError if the location is invalid, or the value has more than `most_bytes`
         """
         slot, offset, size_bytes = _PLACE.unpack(place)
         start = _SLOTS + offset
@@ -141,14 +141,14 @@ class SharedView:
 
 
 class SharedMemory(NamedTuple):
-    """What a connection sends large payloads by, and receives them by."""
+    """The shared memories of a connection: `pool` for sent payloads, `view` for received ones."""
 
     pool: SharedPool
     view: SharedView
 
     @classmethod
     def agree(cls, sock: socket.socket, size_bytes: int) -> SharedMemory:
-        """Swap memories with the other side, which does the same now; raises WireError, TransportClosed or OSError."""
+        """Exchange memories with the other side, which calls this too; raises WireError, TransportClosed or OSError."""
         pool = SharedPool(size_bytes)
         try:
             return cls(pool, SharedView(_swap_descriptors(sock, pool.descriptor)))
@@ -157,12 +157,12 @@ class SharedMemory(NamedTuple):
 
 
 def may_share(address: Address, stream: Stream, limits: Limits) -> bool:
-    """Whether memory can be shared over a connection at `address`: a plain one, on this machine."""
+    """Whether a connection at `address` can share memory: over a plain Unix socket, if `limits` allow."""
     return isinstance(address, UnixAddress) and isinstance(stream, SocketStream) and limits.shared_bytes > 0
 
 
 def _swap_descriptors(sock: socket.socket, descriptor: int) -> int:
-    """Give the other side `descriptor`, and take its own; raises TransportClosed, WireError or OSError."""
+    """Send `descriptor` and return the other side's; raises TransportClosed, WireError or OSError."""
     socket.send_fds(sock, [_MARK], [descriptor])
     mark, descriptors, _, _ = socket.recv_fds(sock, 1, 1)
     if len(descriptors) == 1 and mark == _MARK:

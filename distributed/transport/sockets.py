@@ -1,11 +1,11 @@
 """Connections between processes over sockets.
 
-Why: this is how the tasks of a cluster reach each other. See `reactor` for who reads them, `families` for the kinds of
-sockets, `security` for who is let in, `framing` for the bytes, `connection` for what happens when a socket
-breaks, and `listener` for the other side.
+Why: this is how the tasks of a cluster reach each other. See `reactor` for the threads that read, `families` for the
+kinds of sockets, `security` for admission, `framing` for the bytes, `connection` for recovery when a socket breaks, and
+`listener` for the accepting side.
 
-Invariants: the policy is asked before every listening, dialling and believing. A frame that is malformed, oversized
-or late ends its own connection with a logged reason and nothing else.
+Invariants: the security policy is checked before listening, dialling and accepting a peer's identity. A frame that is
+malformed, oversized or late ends only its own connection, with a logged reason.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from dflow.tracing.errors import DeadlineExceeded, SecurityError, TransportClose
 
 _FIRST_RETRY_S = 0.02
 _LONGEST_RETRY_S = 0.5
-#: Of one attempt at a host that does not answer at all, after which the next is made.
+#: Time limit of one attempt, since a host may not answer at all.
 _DIAL_S = 3.0
 
 
 class SocketTransport:
-    """Sockets, to whom `security` lets through; see `addresses` for how addresses are written."""
+    """The transport over sockets, restricted by the policy `security`; see `addresses` for the syntax of addresses."""
 
     def __init__(self, limits: Limits | None = None, security: SecurityPolicy | None = None) -> None:
         self._limits = limits or Limits()
@@ -47,7 +47,7 @@ class SocketTransport:
         self._reactor = Reactor(self._limits.stall_timeout_s)
 
     def listen(self, address: str, *, name: str, handler: Handler) -> SocketListener:
-        """Take connections at `address`; see `base.Transport.listen`."""
+        """Accept connections at `address`; see `base.Transport.listen`."""
         ways = parse_endpoints(address)
         places = [ways.main] if ways.near is None else [ways.main, ways.near]
         for place in places:
@@ -96,7 +96,7 @@ class SocketTransport:
             retry_s = min(2 * retry_s, _LONGEST_RETRY_S)
 
     def _connect_once(self, places: Sequence[Address], name: str, handler: Handler, timeout_s: float) -> Exchange:
-        """Connect by the first way that leads there."""
+        """Connect by the first address at which the other side listens; errors are those of the last address."""
         for place in places[:-1]:
             with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
                 return self._connect_by(place, name, handler, timeout_s)
@@ -117,14 +117,14 @@ class SocketTransport:
 
 @dataclass(frozen=True)
 class _Way:
-    """How to get from here to an address, to the point where the other side has said who it is."""
+    """The steps from dialling an address to the exchange of `Hello`."""
 
     place: Address
     limits: Limits
     security: SecurityPolicy
 
     def greet(self, hello: Hello, timeout_s: float) -> tuple[Secured, Hello, SharedMemory | None]:
-        """A stream over which both sides have said `Hello`, and the memory they have agreed to share."""
+        """Dial, secure the stream and exchange `Hello`; return the stream, the answer and the shared memory, if any."""
         deadline = Deadline.after(min(timeout_s, self.limits.hello_timeout_s))
         sock = dial(self.place, min(timeout_s, _DIAL_S))
         try:
@@ -148,7 +148,7 @@ class _Way:
 
 @dataclass(frozen=True)
 class _Resuming:
-    """Dials for a session that was begun, with the process that it was begun with."""
+    """Dials again to resume a session, and accepts only the process with which the session began."""
 
     way: _Way
     hello: Hello
@@ -167,7 +167,7 @@ class _Resuming:
 
 
 def _ways_from_here(ways: Endpoints) -> list[Address]:
-    """How to get there from this process, fastest first."""
+    """Return the addresses to try from this process, fastest first."""
     is_near = ways.near is not None and ways.identity == host_identity() != ""
     return [ways.near, ways.main] if is_near and ways.near is not None else [ways.main]
 

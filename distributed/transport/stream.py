@@ -1,6 +1,6 @@
-"""Bytes in order between two ends of a connection: what frames are carried by.
+"""The byte stream that carries frames, and its implementation by a plain socket.
 
-Why: sending and reading frames is the same over a plain socket and over an encrypted one, so both stand behind this.
+Why: frames are sent and read in the same way over plain and encrypted sockets, so both implement one interface.
 """
 
 from __future__ import annotations
@@ -15,52 +15,52 @@ from typing import Protocol
 Parts = list[memoryview]
 
 _TIMEVAL = struct.Struct("@ll")
-#: Linux takes so many in one call, and refuses more.
+#: Most buffers that Linux accepts in one call.
 _MOST_PARTS = 1024
 
 
 class Stream(Protocol):
-    """One end of a connection. One thread reads and one sends at a time, both at once; any may shut it down."""
+    """One end of a connection. One thread may read while another sends; any thread may call `shut_down`."""
 
     def send(self, parts: Sequence[memoryview]) -> int:
-        """Send some of `parts`, waiting for room; returns how many bytes went, 0 if the time-out passed. OSError."""
+        """Send some of `parts`, waiting for room; return the number of bytes sent, 0 on a time-out. Raises OSError."""
         ...
 
     def send_now(self, parts: Sequence[memoryview]) -> int:
-        """Send what goes without waiting; returns how many bytes went, maybe 0. OSError."""
+        """Send what fits without waiting; return the number of bytes sent, maybe 0. Raises OSError."""
         ...
 
     @property
     def file(self) -> int:
-        """The descriptor by which the system says that something came."""
+        """The file descriptor to poll for data."""
         ...
 
     @property
     def may_hold_back(self) -> bool:
-        """Whether bytes may be here that the system has given, so that only `receive_now` says that all came."""
+        """Whether data may be buffered here, where polling `file` does not see it: read until `receive_now` raises."""
         ...
 
     def receive_into(self, view: memoryview) -> int:
-        """Receive some bytes, waiting for them; returns how many came, 0 at the end.
+        """Receive some bytes, waiting for them; return their number, 0 at the end of the stream.
 
-        raises  BlockingIOError if none came within the time-out; OSError
+        raises  BlockingIOError if none arrived within the time-out; OSError
         """
         ...
 
     def receive_now(self, view: memoryview) -> int:
-        """Receive what is here; returns how many bytes, 0 at the end; raises BlockingIOError if none; OSError."""
+        """Receive the available bytes; return their number, 0 at the end; raises BlockingIOError if none; OSError."""
         ...
 
     def set_timeout(self, timeout_s: float) -> None:
-        """How long `send` and `receive_into` wait from now on."""
+        """Set the time that `send` and `receive_into` may wait."""
         ...
 
     def shut_down(self) -> None:
-        """End both directions and wake whoever waits; a second call does nothing."""
+        """End both directions and wake the threads that wait on them; a second call does nothing."""
         ...
 
     def close(self) -> None:
-        """Give the connection back to the system; called by the thread that reads."""
+        """Close the file descriptor; called by the thread that reads."""
         ...
 
 
@@ -78,7 +78,7 @@ class SocketStream:
             return 0
 
     def send_now(self, parts: Sequence[memoryview]) -> int:
-        """Send what the socket takes at once; see `Stream.send_now`."""
+        """Send what the socket accepts without blocking; see `Stream.send_now`."""
         try:
             return self._sock.sendmsg(parts[:_MOST_PARTS], (), socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -91,7 +91,7 @@ class SocketStream:
 
     @property
     def may_hold_back(self) -> bool:
-        """False: all that is here is the system's."""
+        """False: nothing is buffered outside the kernel."""
         return False
 
     def receive_into(self, view: memoryview) -> int:
@@ -99,11 +99,11 @@ class SocketStream:
         return self._sock.recv_into(view)
 
     def receive_now(self, view: memoryview) -> int:
-        """Receive what is here; see `Stream.receive_now`."""
+        """Receive the available bytes; see `Stream.receive_now`."""
         return self._sock.recv_into(view, 0, socket.MSG_DONTWAIT)
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Set the time-outs in the kernel, where they cost nothing to calls that do not wait."""
+        """Set the time-outs in the kernel, which saves the `poll` that Python would do in each call."""
         whole_s = int(timeout_s)
         value = _TIMEVAL.pack(whole_s, max(int((timeout_s - whole_s) * 1e6), 1 if whole_s == 0 else 0))
         self._sock.settimeout(None)
@@ -111,7 +111,7 @@ class SocketStream:
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
 
     def shut_down(self) -> None:
-        """Wake whoever waits on the socket."""
+        """Wake the threads that wait on the socket."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
@@ -121,7 +121,7 @@ class SocketStream:
 
 
 def without(parts: Iterable[memoryview], sent_bytes: int) -> Parts:
-    """What is left of `parts` once their first `sent_bytes` are gone; empty parts are left out."""
+    """Return `parts` without their first `sent_bytes` bytes, and without empty parts."""
     rest: Parts = []
     for part, end in zip(parts, itertools.accumulate(map(len, parts)), strict=True):
         start = max(0, len(part) - (end - sent_bytes))

@@ -1,6 +1,6 @@
-"""What strangers bring about, in the log.
+"""Logging of events that unauthenticated peers cause.
 
-Why: it is said only so often, so that they do not fill the log, and on one line each, so that they do not forge it.
+Why: they must not fill the log, so its rate is limited, nor forge entries, so each event is one line.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ MAX_LOGGED = 1000
 
 
 class Throttle:
-    """Lets `burst` things be said in each `period_s`, and counts the rest. Any thread may ask.
+    """Allows `burst` entries in each `period_s`, and counts the rest; thread-safe.
 
-    `clock`  seconds since any moment
+    `clock`  returns seconds since an arbitrary time
     """
 
     def __init__(self, burst: int = 10, period_s: float = 10.0, clock: Callable[[], float] = time.monotonic) -> None:
@@ -28,7 +28,7 @@ class Throttle:
         self._unsaid = 0
 
     def ask(self) -> str | None:
-        """What to add to the text, such as how many were left out before it; None when it is to be left out."""
+        """Return the text to append to an entry (the number of entries left out before it), or None to leave it out."""
         with self._lock:
             now_s = self._clock()
             if now_s - self._began_s >= self._period_s:
@@ -42,6 +42,6 @@ class Throttle:
 
 
 def on_one_line(text: str) -> str:
-    """The text with what cannot be printed escaped, and cut."""
+    """Escape the unprintable characters of a text, and cut it after `MAX_LOGGED` characters."""
     shown = "".join(one if one.isprintable() else repr(one)[1:-1] for one in text[:MAX_LOGGED])
     return shown if len(text) <= MAX_LOGGED else f"{shown} ... ({len(text) - MAX_LOGGED} more characters)"

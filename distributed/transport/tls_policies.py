@@ -1,11 +1,11 @@
-"""The policies under which machines may speak to each other: certificates, or a shared secret; TLS 1.3 by either.
+"""The security policies between machines: certificates, or a shared secret. Both use TLS 1.3.
 
-Why no secret without TLS: a proof at the start says nothing about what comes after it, which anyone on the way could
-read and change. So the listener makes up a certificate when it starts, that nobody vouches for, and the secret vouches
-for the connection; see `challenge`.
+Why no secret without TLS: a proof at the start does not protect the later messages, which an attacker on the path could
+read and change. So the listener creates a self-signed certificate at its start, and the proof of the secret covers that
+certificate; see `challenge`.
 
-Invariants: a Unix socket of the same user is as trusted as without these policies, and every TCP connection is
-encrypted, on loopback too. Nothing is said to a stranger but a certificate and a nonce.
+Invariants: Unix sockets are trusted as without these policies, if both ends are of one user. Every TCP connection is
+encrypted, on loopback too. An unauthenticated peer gets only a certificate and a nonce.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from dflow.distributed.transport.security import SameMachine, Secured
 from dflow.distributed.transport.tls_stream import TlsStream
 from dflow.tracing.errors import ConfigError, DeadlineExceeded, SecurityError, TransportClosed
 
-#: How long a certificate that nobody vouches for is good; no one looks.
+#: Validity of a self-signed certificate, which peers do not check.
 _EPHEMERAL = timedelta(days=3650)
 
 
 class MutualTls:
-    """Each side shows a certificate that the authority issued, and calls itself by a name that is in it.
+    """Mutual TLS: each side shows a certificate issued by the authority, and may use only the names in it.
 
     `certificate`, `key`, `authority`  PEM files, as `dflow certs issue` writes them
-    raises  SecurityError when others may read the key; ConfigError when the files are no certificates and key that
-            belong together; OSError when they cannot be read
+    raises  SecurityError when other users may read the key; ConfigError when a file is not of its kind, or the key is
+            not the certificate's; OSError when a file cannot be read
     """
 
     def __init__(self, certificate: Path, key: Path, authority: Path) -> None:
@@ -59,17 +59,20 @@ class MutualTls:
 
     @classmethod
     def in_folder(cls, folder: Path) -> MutualTls:
-        """With the files of a folder that `dflow certs issue` wrote; raises what construction raises."""
+        """Return the policy with the files in a folder that `dflow certs issue` wrote; raises what the class raises."""
         return cls(folder / "cert.pem", folder / "key.pem", folder / "ca.pem")
 
     def may_listen(self, address: Address) -> None:
-        """Any address will do."""
+        """Accept any address."""
 
     def may_connect(self, address: Address) -> None:
-        """Any address will do."""
+        """Accept any address."""
 
     def secure_client(self, sock: socket.socket, address: Address, timeout_s: float) -> Secured:
-        """Shake hands; the certificate has to be for the host of `address`. See `SecurityPolicy.secure_client`."""
+        """Shake hands, and check that the certificate is for the host of `address`, if it names any hosts.
+
+        See `SecurityPolicy.secure_client`.
+        """
         if isinstance(address, UnixAddress):
             return SameMachine().secure_client(sock, address, timeout_s)
         secured, names = self._shake_hands(sock, self._client, timeout_s)
@@ -83,7 +86,7 @@ class MutualTls:
         return self._shake_hands(sock, self._server, timeout_s)[0]
 
     def may_be_called(self, identity: str, name: str) -> None:
-        """Raise SecurityError unless the name is in the certificate; over a Unix socket any will do."""
+        """Raise SecurityError unless the name is in the certificate; over a Unix socket, accept any name."""
         if identity:
             require_admitted(identities_of(identity.split()), name)
 
@@ -103,30 +106,31 @@ class MutualTls:
 
 
 class SharedSecret:
-    """Both sides prove that they know the secret in `file`; any name will do.
+    """Both sides prove that they know the secret in `file`; a peer may then use any name.
 
     A process that listens needs the package `cryptography`.
 
-    raises  SecurityError when others may read the file, or it holds too little; OSError when it cannot be read
+    raises  SecurityError when other users may read the file, or the secret is too short; OSError when the file cannot
+            be read
     """
 
     def __init__(self, file: Path) -> None:
         self._secret = read_private(file).strip()
         require_long(self._secret)
         self._client = _context(ssl.PROTOCOL_TLS_CLIENT)
-        # The certificate is held to be the listener's by the proof, which covers it, and by nothing else.
+        # Only the proof authenticates the listener's certificate, by covering it.
         self._client.verify_mode = ssl.CERT_NONE
         self._lock = threading.Lock()
         self._server: ssl.SSLContext | None = None
         self._server_certificate = b""
 
     def may_listen(self, address: Address) -> None:
-        """Any address will do; raises ConfigError without `cryptography`."""
+        """Accept any address; raises ConfigError without `cryptography`, for TCP."""
         if not isinstance(address, UnixAddress):
             self._server_context()
 
     def may_connect(self, address: Address) -> None:
-        """Any address will do."""
+        """Accept any address."""
 
     def secure_client(self, sock: socket.socket, address: Address, timeout_s: float) -> Secured:
         """Shake hands and exchange proofs; see `SecurityPolicy.secure_client`."""
@@ -148,7 +152,7 @@ class SharedSecret:
         return self._prove(stream, Role.LISTENER, certificate, deadline)
 
     def may_be_called(self, identity: str, name: str) -> None:
-        """Any name will do: who knows the secret is one of us."""
+        """Accept any name: a peer that knows the secret is trusted."""
 
     def _prove(self, stream: TlsStream, role: Role, certificate: bytes, deadline: float) -> Secured:
         machine = Challenge(
@@ -166,12 +170,12 @@ class SharedSecret:
             answers = machine.receive(_receive_message(stream, deadline))
 
     def _server_context(self) -> tuple[ssl.SSLContext, bytes]:
-        """The listener's side of TLS and its certificate, DER; made when first needed."""
+        """Return the listener's TLS context and its certificate in DER, both created at the first call."""
         with self._lock:
             if self._server is None:
                 pair = self_signed(datetime.now(UTC), _EPHEMERAL)
                 context = _context(ssl.PROTOCOL_TLS_SERVER)
-                # Python reads keys from files only; this folder is for this user alone.
+                # Python reads keys from files only; this folder is accessible to this user only.
                 with tempfile.TemporaryDirectory(prefix="dflow-") as folder:
                     files = Path(folder, "certificate"), Path(folder, "key")
                     files[0].write_bytes(pair.certificate)
@@ -185,14 +189,14 @@ class SharedSecret:
 def _context(protocol: int) -> ssl.SSLContext:
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname = False  # whom a certificate is for is looked at here, and in `identity`
+    context.check_hostname = False  # `_require_host` checks hosts, and `identity` names
     if protocol == ssl.PROTOCOL_TLS_SERVER:
         context.num_tickets = 0
     return context
 
 
 def _require_host(address: TcpAddress, hosts: list[str]) -> None:
-    """Raise SecurityError if the certificate names hosts, and not the one that was dialled."""
+    """Raise SecurityError if the certificate names hosts, but not the one that was dialled."""
     if hosts and _plain(address.host) not in map(_plain, hosts):
         raise SecurityError(
             f"the certificate shown at {address} is for {', '.join(hosts)}; "

@@ -1,12 +1,12 @@
-"""TLS 1.3 over a socket, for one thread that receives and others that send meanwhile.
+"""TLS 1.3 over a socket, for one thread that receives while another sends.
 
-Why not `ssl.SSLSocket`: no two threads may be inside one OpenSSL connection, and a receive that waits would keep all
-others from sending. So OpenSSL works on memory here, under a lock that is never held while waiting, and the socket is
-read and written outside of it.
+Why not `ssl.SSLSocket`: two threads must not be inside one OpenSSL connection, and a waiting receive would block all
+sends. So OpenSSL works on memory buffers here, under a lock that is never held while waiting, and the socket is read
+and written outside of that lock.
 
-Invariants: what OpenSSL gave to be sent is sent whole and in order. When the socket takes a record only in part, the
-plaintext of it counts as not sent, and the next `send` or `send_now` has to begin with the same bytes (as `Outlet`
-does), of which the record's are then passed over. Nothing is kept beyond one chunk each way.
+Invariants: the ciphertext from OpenSSL is sent completely and in order. If the socket accepts only part of a chunk, the
+chunk's plaintext counts as not sent. The next `send` or `send_now` must then begin with the same bytes (as `Outlet`
+does); it sends the rest of the ciphertext, and skips that plaintext. At most one chunk is buffered each way.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from typing import Any
 from dflow.distributed.transport.stream import SocketStream
 from dflow.tracing.errors import DeadlineExceeded, SecurityError, TransportClosed
 
-#: As much is encrypted before it is sent, and received before it is decrypted.
+#: Size of a chunk: the most plaintext encrypted before a send, and ciphertext received before a decryption.
 CHUNK_BYTES = 1 << 18
 #: The largest TLS record.
 _RECORD_BYTES = 1 << 14
-#: A handshake may take so many bytes of the other side; two certificates and their keys are under 4 KiB.
+#: Most bytes of a handshake accepted from the other side; two certificates and their keys are under 4 KiB.
 MAX_HANDSHAKE_BYTES = 1 << 15
 
 
 class TlsStream:
-    """The connection `sock` under `context`; `shake_hands` comes first."""
+    """The connection `sock` under `context`; call `shake_hands` first."""
 
     def __init__(self, sock: socket.socket, context: ssl.SSLContext, *, is_server: bool) -> None:
         self._sock = sock
@@ -45,7 +45,7 @@ class TlsStream:
         self._unsent_plain = 0
 
     def shake_hands(self, deadline: float) -> None:
-        """Agree on keys, and check the other side's certificate as the context asks.
+        """Agree on keys, and verify the other side's certificate as `context` is configured.
 
         `deadline`  by `time.monotonic`
         raises      SecurityError when one side refuses the other; DeadlineExceeded; TransportClosed; OSError
@@ -64,20 +64,20 @@ class TlsStream:
                 self._incoming.write(data)
             except ssl.SSLError as error:
                 with contextlib.suppress(OSError, DeadlineExceeded):
-                    self._flush(deadline)  # the alert, which says to the other side what was wrong
+                    self._flush(deadline)  # send the alert, which states the error to the other side
                 raise refusal(error) from error
         self._flush(deadline)
         self._raw = bytearray(CHUNK_BYTES)
 
     def certificate(self) -> bytes:
-        """The other side's certificate, DER; raises SecurityError when it showed none."""
+        """Return the other side's certificate in DER; raises SecurityError if it showed none."""
         certificate = self._tls.getpeercert(binary_form=True)
         if certificate is None:
             raise SecurityError("the other side showed no certificate")
         return certificate
 
     def alternative_names(self) -> tuple[tuple[str, str], ...]:
-        """The names in the other side's certificate, once it is verified, as (kind, name)."""
+        """Return the names in the other side's certificate as (kind, name); empty if it was not verified."""
         found: Any = (self._tls.getpeercert() or {}).get("subjectAltName", ())
         return tuple((kind, name) for kind, name in found)
 
@@ -88,7 +88,7 @@ class TlsStream:
 
     @property
     def may_hold_back(self) -> bool:
-        """True: what came and is not decrypted yet is here, and not the system's."""
+        """True: received ciphertext is buffered here until it is decrypted."""
         return True
 
     def send(self, parts: Sequence[memoryview]) -> int:
@@ -96,14 +96,14 @@ class TlsStream:
         return self._send(parts, 0, CHUNK_BYTES)
 
     def send_now(self, parts: Sequence[memoryview]) -> int:
-        """Send what the socket takes at once; see `Stream.send_now`."""
+        """Send what the socket accepts without blocking; see `Stream.send_now`."""
         return self._send(parts, socket.MSG_DONTWAIT, _RECORD_BYTES)
 
     def receive_into(self, view: memoryview) -> int:
         """Receive some bytes, waiting for them; see `Stream.receive_into`.
 
-        raises  BlockingIOError if nothing whole came within the time-out, however slowly bytes dripped in;
-                SecurityError if what came is not what the other side sent, or it refused this side; OSError
+        raises  BlockingIOError if no complete record arrived within the time-out, even if some bytes did;
+                SecurityError if a record was forged or corrupted, or the other side refused this one; OSError
         """
         patience_ends = 0.0
         while (count := self._decrypted(view)) is None:
@@ -116,14 +116,14 @@ class TlsStream:
         return count
 
     def receive_now(self, view: memoryview) -> int:
-        """Receive what is here; see `Stream.receive_now`."""
+        """Receive the available bytes; see `Stream.receive_now`."""
         while (count := self._decrypted(view)) is None:
             if not self._take_in(socket.MSG_DONTWAIT):
                 return 0
         return count
 
     def _decrypted(self, view: memoryview) -> int | None:
-        """Decrypt into `view` what has come; how many bytes, 0 at the end, None when no whole record is here."""
+        """Decrypt into `view`; return the number of bytes, 0 at the end, None if no complete record has arrived."""
         try:
             with self._lock:
                 return self._tls.read(len(view), view)  # type: ignore[return-value]
@@ -135,19 +135,19 @@ class TlsStream:
             raise refusal(error) from error
 
     def _take_in(self, flags: int) -> int:
-        """Take what the socket has for `_decrypted`; how many bytes, 0 at the end."""
+        """Receive ciphertext for `_decrypted`; return the number of bytes, 0 at the end."""
         count = self._sock.recv_into(self._raw, 0, flags)
         with self._lock:
             self._incoming.write(memoryview(self._raw)[:count])
         return count
 
     def set_timeout(self, timeout_s: float) -> None:
-        """How long `send` and `receive_into` wait from now on."""
+        """Set the time that `send` and `receive_into` may wait."""
         self._timeout_s = timeout_s
         self._socket.set_timeout(timeout_s)
 
     def shut_down(self) -> None:
-        """Wake whoever waits. Nothing is said to the other side, to whom frames tell whether the end is a good one."""
+        """Wake local waiters. No TLS close is sent: the last frame tells the peer whether the close was clean."""
         self._socket.shut_down()
 
     def close(self) -> None:
@@ -175,7 +175,7 @@ class TlsStream:
         return taken
 
     def _push(self, flags: int) -> bool:
-        """Send what is encrypted already; whether all of it went."""
+        """Send the pending ciphertext; return whether all of it was sent."""
         while self._unsent:
             try:
                 sent = self._sock.send(self._unsent, flags)
@@ -195,7 +195,7 @@ class TlsStream:
 
 
 def refusal(error: ssl.SSLError) -> SecurityError:
-    """What a failure of TLS means to the user."""
+    """Return the error that explains a failure of TLS to the user."""
     reason = (getattr(error, "verify_message", "") or error.reason or str(error)).replace("_", " ").lower()
     if isinstance(error, ssl.SSLCertVerificationError):
         return SecurityError(

@@ -1,1 +1,1 @@
-"""Clusters of sizes that nobody here owns: how long steps take, and what the coordinator bears."""
+"""Models of clusters too large to test for real: step times, and the coordinator's load."""

@@ -1,7 +1,7 @@
-"""What the coordinator of many tasks bears: its real state machine, fed with what so many tasks would send.
+"""The coordinator's load in a large cluster: its real state machine, fed with the messages of many simulated tasks.
 
-Measured is the processor time of `CoordinatorState.handle` and of the codec, on this machine; simulated is what the
-tasks send, and when. The sockets are left out.
+The processor time of `CoordinatorState.handle` and of the codec is measured on this machine. The tasks' messages and
+their times are simulated. Sockets are left out.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ TICK_S = 0.5
 
 @dataclass(frozen=True)
 class Load:
-    """What the coordinator does in a second, or for one thing that happens.
+    """The coordinator's work in a second, or for one event.
 
-    `messages`     received and sent
-    `size_bytes`   of them, without frames
-    `processor_s`  measured, of one core
+    `messages`     number of messages received and sent
+    `size_bytes`   their total size, without frames
+    `processor_s`  processor time measured on one core
     """
 
     messages: float
@@ -38,7 +38,7 @@ class Load:
 
 @dataclass(frozen=True)
 class CoordinatorLoad:
-    """`steady` is of each second, with heartbeats and claims; `join` of the last task that joins."""
+    """The load of each second with heartbeats and claims (`steady`), and of the join of the last task (`join`)."""
 
     tasks: int
     steady: Load
@@ -46,10 +46,10 @@ class CoordinatorLoad:
 
 
 def coordinator_load(workers: int, ps: int, step_s: float, claim_steps: int = 16, seconds: int = 3) -> CoordinatorLoad:
-    """Let so many tasks join, and train for a few seconds.
+    """Measure the load while all tasks of a cluster join, and then train for `seconds`.
 
-    step_s       how long a worker takes for a step
-    claim_steps  how many steps a worker does between two claims
+    step_s       time of a worker's step
+    claim_steps  number of steps that a worker does between two claims
     """
     return _Stream(workers, ps).load(step_s * claim_steps, seconds)
 
@@ -92,7 +92,7 @@ class _Stream:
         return CoordinatorLoad(len(self._names), steady, join)
 
     def _measured(self, at_s: float, sent: Iterable[tuple[int, bool, AnyMessage]]) -> Load:
-        """Hand over encoded messages, and encode what is sent in turn; a broadcast is encoded once for each peer."""
+        """Measure decoding and handling `sent`, and encoding the answers; a broadcast is encoded once for each peer."""
         frames = [(peer, is_call, encode_message(message)) for peer, is_call, message in sent]
         self._messages, self._size_bytes, self._again_s = len(frames), sum(len(frame) for _, _, frame in frames), 0.0
         began = time.process_time()
@@ -116,7 +116,8 @@ class _Stream:
     def _count(self, receivers: int, message: AnyMessage, payload: bytes) -> None:
         one = time.process_time()
         size_bytes = len(encode_message(message)) + len(payload)
-        # The message is encoded once for each of them, and measured once; the payload is the same for all.
+        # The coordinator encodes the message for each receiver; here one encoding is measured and multiplied. All
+        # receivers share the payload.
         self._again_s += (time.process_time() - one) * (receivers - 1)
         self._messages += receivers
         self._size_bytes += size_bytes * receivers

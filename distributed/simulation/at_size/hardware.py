@@ -1,4 +1,4 @@
-"""What a simulated cluster is made of, as numbers that are measured or taken from elsewhere."""
+"""The parameters of a simulated cluster, measured or taken from other sources."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class Hardware:
-    """Links and servers, each task on a machine of its own.
+    """Links and servers; each task has its own machine.
 
-    `link_bytes_per_s`  what a task's network card takes in, and gives out, per second
-    `hop_s`             from one task to another, for a message of no size
-    `hop_spread`        sigma of the log-normal that multiplies each hop
-    `message_s`         processor time of a ps task for each message, one after another
-    `sparse_s`          time of a worker for what a sparse lookup needs besides messages
-    `incast_s`          lost when more senders than `incast_senders` meet at one network card at a time
+    `link_bytes_per_s`  bandwidth of a task's network card in each direction
+    `hop_s`             latency from one task to another, for an empty message
+    `hop_spread`        sigma of the log-normal factor of each hop
+    `message_s`         processor time of a ps task for each message; it handles one at a time
+    `sparse_s`          time of a worker for a sparse lookup, besides its messages
+    `incast_s`          time lost when more than `incast_senders` senders meet at one network card
     """
 
     link_bytes_per_s: float
@@ -31,13 +31,13 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Computing:
-    """How long a worker computes in a step, apart from all transfers.
+    """The computing time of a worker's step, without transfers.
 
-    `median_s`       of a worker that is not slow in this step
-    `spread`         sigma of the log-normal around it
-    `slow_fraction`  in this part of its steps a worker is slow
-    `slow_mean`      and then takes longer by an exponential of this mean, as a part of `median_s`
-    `hidden`         the part of the time of its transfers in which a worker computes
+    `median_s`       median of steps that are not slow
+    `spread`         sigma of the log-normal factor of each step
+    `slow_fraction`  fraction of a worker's steps that are slow
+    `slow_mean`      mean extra time of a slow step, exponentially distributed, as a fraction of the step's usual time
+    `hidden`         fraction of the transfer time that overlaps with computing
     """
 
     median_s: float
@@ -51,6 +51,6 @@ class Computing:
 #: worker (147 ms and 1.01 s) `link_bytes_per_s` and `incast_s`; to sparse with 1 worker (5 ms) `sparse_s`.
 PAPER = Hardware(link_bytes_per_s=1.043 * GB, hop_s=202e-6, message_s=43e-6, sparse_s=3.1e-3, incast_s=49e-3)
 
-#: Inception-v3 on a K40 each, sections 6.3 of the paper, over the links of `PAPER`. Fitted to the time of a step of 50
-#: workers with 0, 3 and 4 backups and to 2,300 images/s of 200 workers: all but `spread`, which was assumed.
+#: Inception-v3 with one K40 GPU per worker, section 6.3 of the paper, over the links of `PAPER`. `spread` is assumed;
+#: the rest is fitted to the step time of 50 workers with 0, 3 and 4 backups, and to 2,300 images/s of 200 workers.
 PAPER_INCEPTION = Computing(median_s=1.668, spread=0.05, slow_fraction=0.086, slow_mean=0.161, hidden=0.672)

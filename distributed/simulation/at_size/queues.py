@@ -1,4 +1,4 @@
-"""Servers that take one piece of work at a time, in the order in which it comes, many at once in one array."""
+"""First-in first-out queues of servers, computed for many servers in one array."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ Times = npt.NDArray[np.float64]
 
 
 def served(arrivals: Times, service_s: float) -> Times:
-    """When each piece of work is done: `arrivals` is float64[servers, pieces] in s, in any order, and so is the result.
+    """Return the time at which each piece of work is done, in the shape and order of `arrivals`.
 
-    A server begins a piece when it has come and all that came before are done.
+    arrivals   float64[servers, pieces] in s, in any order; a server takes one piece at a time, first come first served
+    service_s  time for one piece
     """
     order = np.argsort(arrivals, axis=1, kind="stable")
     waiting = np.take_along_axis(arrivals, order, axis=1)

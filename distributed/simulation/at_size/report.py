@@ -1,4 +1,4 @@
-"""The figures of one simulated cluster: step time, throughput, what goes over the wires, and the coordinator's load."""
+"""The figures of one simulated cluster: step time, throughput, network traffic, and the coordinator's load."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from dflow.distributed.simulation.at_size.coordinator_load import CoordinatorLoa
 from dflow.distributed.simulation.at_size.hardware import Computing, Hardware
 from dflow.distributed.simulation.at_size.step_times import Cluster, Shape, Step
 
-#: Enough pieces of work for stable percentiles; more are not needed where a step has many workers.
+#: Most and fewest steps simulated by default: enough for stable percentiles; steps of many workers need fewer.
 _STEPS, _FEWEST = 200, 20
 
 
 @dataclass(frozen=True)
 class Report:
-    """Times in s. `steps_per_s` counts each worker's steps; `ps_bytes_per_s` is what one ps task sends and receives."""
+    """Step times in s. `steps_per_s` sums over workers; `ps_bytes_per_s` is one ps task's traffic, both ways."""
 
     p10_s: float
     median_s: float
@@ -29,12 +29,12 @@ class Report:
 def report(
     hardware: Hardware, shape: Shape, step: Step, computing: Computing, steps: int | None = None, seed: int = 0
 ) -> Report:
-    """Simulate so many steps, by default as many as give stable figures; the same seed gives the same times."""
+    """Simulate `steps` steps, by default enough for stable figures; the same seed gives the same times."""
     count = steps or max(_FEWEST, min(_STEPS, 2_000_000 // (shape.workers * shape.ps)))
     cluster = Cluster(hardware, shape, computing, seed)
     times = cluster.synchronous(step, count) if shape.is_synchronous else cluster.asynchronous(step, count)
     p10_s, median_s, p90_s = (float(found) for found in np.percentile(times, [10, 50, 90]))
-    # A backup's step is thrown away.
+    # A synchronous step drops the work of as many workers as there are backups.
     steps_per_s = (shape.workers - shape.backups) / float(np.mean(times))
     moved = shape.workers * (step.fetch_bytes + step.update_bytes) / shape.ps
     load = coordinator_load(shape.workers, shape.ps, median_s)

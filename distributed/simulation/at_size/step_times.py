@@ -1,8 +1,7 @@
-"""How long steps take on clusters of any size: fetch from every ps, compute, send an update to every ps, go on.
+"""Step times on clusters of any size: a worker fetches from every ps, computes, and sends an update to every ps.
 
-What is simulated of each message: the hop, the processor of the ps, which takes one message after another, the way out
-of the ps's network card and the way into the worker's, which carry one after another too. Not simulated: switches,
-memory, what the operating system does.
+Simulated for each message: the hop, the processor of the ps, and both network cards; the processor and each card handle
+one message at a time. Not simulated: switches, memory, the operating system.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from dflow.distributed.simulation.at_size.queues import Times, served
 
 @dataclass(frozen=True)
 class Step:
-    """What a worker fetches from all ps tasks together, and sends to them, in bytes; in how many messages per ps.
+    """The transfers of a worker's step, in bytes summed over all ps tasks.
 
-    `is_sparse`  whether it is rows of a table, which are two arrays: indices and values
+    `is_sparse`  whether they are rows of a table, which are two arrays: indices and values
     """
 
     fetch_bytes: float = 0.0
@@ -29,15 +28,15 @@ class Step:
 
     @property
     def messages(self) -> int:
-        """Arrays per ps and direction."""
+        """Number of messages per ps and direction: one for each array."""
         return 2 if self.is_sparse else 1
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How many tasks, and how they wait for each other.
+    """The numbers of tasks, and whether workers wait for each other.
 
-    `backups`   so many of the workers are not waited for in a synchronous step
+    `backups`   number of workers that a synchronous step does not wait for
     """
 
     workers: int
@@ -63,13 +62,13 @@ class Cluster:
         self._random = np.random.default_rng(seed)
 
     def synchronous(self, step: Step, steps: int) -> Times:
-        """The times of `steps` steps, float64[steps] in s: each ends when enough workers have sent their updates."""
+        """Return the times of steps, float64[steps] in s; a step ends when enough workers' updates are applied."""
         return np.array([self._synchronous_step(step) for _ in range(steps)])
 
     def asynchronous(self, step: Step, steps: int) -> Times:
-        """Each worker's times of its steps, float64[steps, workers] in s: no worker waits for another.
+        """Return the times of each worker's steps, float64[steps, workers] in s; no worker waits for another.
 
-        Transfers are served in the order in which workers begin them, over all ps tasks at once.
+        Transfers are served in the order of their beginning, each with all ps tasks at the same time.
         """
         shape, computed = self._shape, self._computed((steps, self._shape.workers))
         begins = self._random.random(shape.workers) * max(self._computing.median_s, 1e-3)
@@ -87,7 +86,7 @@ class Cluster:
                 heapq.heappush(events, (max(sends_s, fetched_s), worker, False))
                 continue
             applied_s = self._transferred(at_s, step.update_bytes, step, in_free_s)
-            # What is hidden of it goes on in the next step, whose fetch waits behind it where they meet.
+            # The overlapped rest of the update continues in the next step, whose fetch queues behind it.
             ended_s = applied_s - self._computing.hidden * (applied_s - at_s)
             times[done[worker], worker] = ended_s - begun[worker]
             done[worker] += 1
@@ -97,12 +96,15 @@ class Cluster:
         return times
 
     def _transferred(self, at_s: float, size_bytes: float, step: Step, free_s: Times) -> float:
-        """When what one worker exchanges with all ps tasks is there; `free_s`, float64[ps], is when each can begin."""
+        """Return when a worker's transfer with all ps tasks ends.
+
+        free_s  float64[ps]: the time at which each ps becomes free; updated here
+        """
         hardware = self._hardware
         each_s = size_bytes / self._shape.ps / hardware.link_bytes_per_s
         begins = np.maximum(at_s + self._hops(free_s.shape), free_s)
         np.copyto(free_s, begins + max(each_s, step.messages * hardware.message_s))
-        # All of it passes the worker's own network card too.
+        # The whole transfer also passes the worker's own network card.
         return float(max(free_s.max(), begins.min() + each_s * self._shape.ps) + self._hops((1,))[0])
 
     def _synchronous_step(self, step: Step) -> float:
@@ -112,13 +114,13 @@ class Cluster:
         return float(np.partition(told, wanted - 1)[wanted - 1] + self._hops((1,))[0])
 
     def _updated(self, starts: Times, step: Step) -> Times:
-        """When each worker has the word of all ps tasks that its update is applied."""
+        """Return when each worker knows that all ps tasks have applied its update, for steps begun at `starts`."""
         fetched = self._fetched(starts, step)
         hidden_s = self._computing.hidden * (fetched - starts)
         return self._sent(fetched - hidden_s + self._computed(starts.shape), step)
 
     def _fetched(self, starts: Times, step: Step) -> Times:
-        """When each worker has what it fetches."""
+        """Return when each worker has fetched from all ps tasks."""
         hardware, shape = self._hardware, (self._shape.ps, self._shape.workers)
         asked = served(starts + self._hops(shape), step.messages * hardware.message_s)
         each_s = step.fetch_bytes / shape[0] / hardware.link_bytes_per_s
@@ -129,7 +131,7 @@ class Cluster:
         return fetched + (hardware.sparse_s if step.is_sparse else 0.0)
 
     def _sent(self, computed: Times, step: Step) -> Times:
-        """When each worker knows that its update is applied everywhere."""
+        """Return when each worker knows that all ps tasks have applied the update that it sent at `computed`."""
         hardware, shape = self._hardware, (self._shape.ps, self._shape.workers)
         each_s = step.update_bytes / shape[0] / hardware.link_bytes_per_s
         left = np.broadcast_to(computed[:, None], shape[::-1])
@@ -139,10 +141,10 @@ class Cluster:
         return done - self._computing.hidden * np.maximum(0.0, done - computed)
 
     def _carried(self, ready: Times, each_s: float) -> tuple[Times, Times]:
-        """When messages are at their receivers, and how long each waited to be let in there.
+        """Return when messages have arrived, and how long each waited for the receiver's network card.
 
-        `ready` is float64[senders, receivers] in s, when each is there to be sent, and the results are float64[senders,
-        receivers]. A message goes in at the receiver while it still goes out at the sender.
+        `ready`, the time at which each can be sent, and the results are float64[senders, receivers] in s. A message
+        enters the receiver while it still leaves the sender.
         """
         hops = self._hops(ready.shape)
         if not each_s:
