@@ -33,8 +33,10 @@ class Work(NamedTuple):
         return Work(self.flops * count, self.moved_bytes * count)
 
 
+#: Ops whose result is their operand's memory.
+_VIEWS = {"reshape", "squeeze", "stop_gradient"}
 #: Ops without arithmetic, which only write their results.
-_FREE = {"reshape", "squeeze", "broadcast_in_dim", "convert_element_type", "stop_gradient", "copy", "iota", "transpose"}
+_COPIES = {"broadcast_in_dim", "convert_element_type", "copy", "iota", "transpose"}
 
 #: About 0.1 ms on one core. The limit is far below 1 ms, since sums of estimates may be wrong by a small factor.
 QUICK = Work(1e6, 1e6)
@@ -78,8 +80,10 @@ def work_of(node: Node) -> Work:
     if name in _CUBIC:
         side = max((extent for operand in node.inputs for extent in _shape(operand)), default=1)
         return Work(25.0 * side * max(map(_count, node.inputs), default=0), moved)
-    if name in _FREE:
-        return Work(0.0, given)
+    if name in _VIEWS:
+        return Work()
+    if name in _COPIES:
+        return Work(0.0, sum(map(_bytes, node.outputs)))
     taken = max((_count(operand) for operand in node.inputs), default=0)
     return Work(max(given, taken) if name.startswith(("reduce", "cum", "sort", "arg")) else given, moved)
 

@@ -40,6 +40,7 @@ def is_quick(fn: Callable[..., Any], *args: Any) -> bool:
         (lambda table, rows: table.at[rows].add(1.0), (WIDE, ROWS), False),  # the sum is a new table
         (lambda x: jax.lax.dynamic_slice(x, (3, 0), (1, 8)), (WIDE,), True),
         (lambda x: x.reshape(-1)[0], (WIDE,), True),
+        (jnp.transpose, (WIDE,), False),  # 1 MiB
         (lambda n: jax.lax.while_loop(lambda i: i < n, lambda i: i + 1, 0), (np.int32(3),), False),
         (lambda x: jax.lax.scan(lambda c, _: (c + x, None), x, length=3)[0], (SMALL,), True),
         (lambda x: jax.lax.scan(lambda c, _: (c + x, None), x, length=10_000)[0], (SMALL,), False),
