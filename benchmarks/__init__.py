@@ -1,1 +1,1 @@
-"""One file a question; each prints a table, and with `--json` writes its figures to `benchmarks/results/`."""
+"""Benchmarks, one question per file; each prints a table, and with `--json` writes it to `benchmarks/results/`."""

@@ -1,8 +1,8 @@
-"""The four networks of the paper's Table 1, each written down once as layers and run by JAX or by PyTorch.
+"""The four networks of the paper's Table 1, each defined once as layers and run by JAX or by PyTorch.
 
 They are the networks of Chintala's convnet-benchmarks: AlexNet of one tower, Overfeat's fast model, OxfordNet (VGG-A),
 and GoogleNet without its auxiliary heads; no dropout and no local normalisation, as there. Parameters are a dict of
-arrays by the names of the layers; convolutions take images of [batch, height, width, channel], `f32[n, h, w, 3]`.
+arrays by layer name; convolutions take images of [batch, height, width, channel], `f32[n, h, w, 3]`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 
 CLASSES = 1000
-#: Of gradient descent; small, so that nothing overflows.
+#: Learning rate of gradient descent; small, so that nothing overflows.
 RATE = 1e-4
 
 Params = Mapping[str, Any]
-#: Height, width and channels of what goes from layer to layer; of a flat one, only channels.
+#: Height, width and channels of a value between layers; for a flat value, only channels.
 Shape = tuple[int, ...]
 
 
@@ -70,7 +70,7 @@ Layer = Conv | Pool | Mean | Dense | Branches
 
 @dataclass(frozen=True)
 class Network:
-    """A network; `batch` is the paper's, `image` the height and width of its images."""
+    """A network; `batch` is the paper's batch size, `image` the height and width of its images."""
 
     name: str
     layers: tuple[Layer, ...]
@@ -78,7 +78,7 @@ class Network:
     image: int = 224
 
     def narrowed(self, by: int, image: int) -> Network:
-        """The same network on smaller images, with a part of the channels, for tests."""
+        """Return the same network with smaller images and a fraction of the channels, for tests."""
         return replace(self, layers=tuple(_narrowed(layer, by) for layer in self.layers), image=image)
 
 
@@ -153,7 +153,7 @@ NETWORKS = (ALEXNET, OVERFEAT, OXFORDNET, GOOGLENET)
 
 
 def shape_after(layer: Layer, shape: Shape) -> Shape:
-    """The shape that a layer gives."""
+    """Return the shape of the layer's result."""
     if isinstance(layer, (Conv, Pool)):
         sides = ((side + 2 * layer.pad - layer.size) // layer.stride + 1 for side in shape[:2])
         return (*sides, layer.out if isinstance(layer, Conv) else shape[2])
@@ -164,14 +164,14 @@ def shape_after(layer: Layer, shape: Shape) -> Shape:
 
 
 def shape_through(layers: Sequence[Layer], shape: Shape) -> Shape:
-    """The shape that layers one after the other give."""
+    """Return the shape of the result of consecutive layers."""
     for layer in layers:
         shape = shape_after(layer, shape)
     return shape
 
 
 def weights(layers: Sequence[Layer], shape: Shape, name: str = "") -> Iterator[tuple[str, Shape, Shape]]:
-    """The name of each layer that has weights, their shape, and that of what it takes."""
+    """Yield the name of each layer with weights, the shape of the weights, and the shape of the layer's input."""
     for number, layer in enumerate(layers):
         inner = f"{name}{number}"
         if isinstance(layer, Conv):
@@ -185,7 +185,7 @@ def weights(layers: Sequence[Layer], shape: Shape, name: str = "") -> Iterator[t
 
 
 def initial(network: Network, seed: int = 0, dtype: Any = np.float32) -> dict[str, np.ndarray[Any, Any]]:
-    """Parameters drawn as He and others do, and biases of zero."""
+    """Draw parameters by He initialisation, with zero biases."""
     random = np.random.default_rng(seed)
     drawn = {}
     for name, shape, _ in weights(network.layers, (network.image, network.image, 3)):
@@ -196,7 +196,7 @@ def initial(network: Network, seed: int = 0, dtype: Any = np.float32) -> dict[st
 
 
 def batch_of(network: Network, size: int, seed: int = 1, dtype: Any = np.float32) -> tuple[Any, Any]:
-    """Images `[size, image, image, 3]` and labels `i32[size]`, drawn from a seed."""
+    """Draw images `[size, image, image, 3]` and labels `i32[size]` from a seed."""
     random = np.random.default_rng(seed)
     images = random.standard_normal((size, network.image, network.image, 3), np.float32).astype(dtype)
     return images, random.integers(0, network.layers[-1].out, size).astype(np.int32)  # type: ignore[union-attr]
@@ -238,7 +238,7 @@ def _convolved(x: Any, weights: Any, layer: Conv) -> Any:
 
 
 def _pooled(x: Any, layer: Pool, axis: int) -> Any:
-    """The maximum of windows along one axis, as one of slices: the gradient of XLA's windows is slow on a CPU."""
+    """Maximum of windows along one axis, as a maximum of slices: the gradient of XLA's windows is slow on a CPU."""
     pads = [(0, 0, 0)] * x.ndim
     pads[axis] = (layer.pad, layer.pad, 0)
     x = jax.lax.pad(x, jnp.array(-jnp.inf, x.dtype), pads)

@@ -1,6 +1,6 @@
-"""The networks of `_convnet_models.py` run by PyTorch, with the same parameters. Needs torch, which nothing else does.
+"""Run the networks of `_convnet_models.py` by PyTorch, with the same parameters. Only this file needs torch.
 
-Images are [batch, channel, height, width] here, as PyTorch has them by default.
+Images are [batch, channel, height, width] here, PyTorch's default.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from benchmarks._convnet_models import RATE, Branches, Conv, Layer, Mean, Networ
 
 
 def place(dtype: Any) -> torch.Tensor:
-    """A tensor of a dtype where the GPU is, or on the CPU: the other functions make theirs alike."""
+    """Return an empty tensor of the dtype on the GPU, or else on the CPU: the other functions follow its device."""
     kind = torch.bfloat16 if np.dtype(dtype).name == "bfloat16" else torch.float32
     return torch.zeros((), dtype=kind, device="cuda" if torch.cuda.is_available() else "cpu")
 
 
 def parameters(network: Network, params: Params, where: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The parameters, f32, as PyTorch takes them: kernels [out, in, height, width], matrices [out, in]."""
+    """Convert the parameters, f32, to PyTorch's layout: kernels [out, in, height, width], matrices [out, in]."""
     taken = {name: shape for name, _, shape in weights(network.layers, (network.image, network.image, 3))}
     found = {}
     for key, value in params.items():
@@ -31,7 +31,7 @@ def parameters(network: Network, params: Params, where: torch.Tensor) -> dict[st
         if array.ndim == 4:
             array = array.permute(3, 2, 0, 1)
         elif array.ndim == 2:
-            if len(shape) == 3:  # what is flattened lies by channels first
+            if len(shape) == 3:  # PyTorch flattens with channels first
                 array = array.reshape(*shape, -1).permute(2, 0, 1, 3).reshape(array.shape)
             array = array.T
         found[key] = array.contiguous().clone().to(where).requires_grad_()
@@ -39,7 +39,7 @@ def parameters(network: Network, params: Params, where: torch.Tensor) -> dict[st
 
 
 def images_and_labels(images: Any, labels: Any, where: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A batch as PyTorch takes it."""
+    """Convert a batch to PyTorch's layout."""
     given = torch.from_numpy(images).permute(0, 3, 1, 2).contiguous()
     return given.to(where), torch.from_numpy(labels).long().to(where.device)
 
@@ -52,7 +52,7 @@ def loss(layers: Sequence[Layer], params: Params, images: torch.Tensor, labels: 
 def training_step(
     network: Network, params: dict[str, torch.Tensor], *, compiled: bool
 ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """A step of gradient descent that changes `params`, and gives the loss before it."""
+    """Return a step of gradient descent that changes `params` and returns the loss before the update."""
     optimizer = torch.optim.SGD(params.values(), lr=RATE)
 
     def forward(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The step of `benchmarks.embedding` by dflow, alone or on a cluster; prints times and counts as JSON."""
+"""The step of `benchmarks.embedding` by dflow, standalone or on a cluster; prints times and counts as JSON."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def main() -> None:
 
 
 def rows_of(millions: int) -> int:
-    """How many rows each of the two tables has."""
+    """Number of rows of each of the two tables."""
     return millions * 1_000_000 // COLUMNS // 2
 
 
 def batch(draw: np.random.Generator, millions: int) -> tuple[Any, ...]:
-    """Rows of both tables and the values to predict."""
+    """Draw rows of both tables and the values to predict."""
     ids = [draw.integers(rows_of(millions), size=LOOKUPS, dtype=np.int32) for _ in range(2)]
     return *ids, draw.normal(size=LOOKUPS).astype(np.float32)
 
@@ -82,14 +82,14 @@ def make_step(cluster: Any, rule: str, millions: int) -> Any:
 
 
 def timed(step: Any, given: tuple[Any, ...]) -> float:
-    """How long a step takes, until its result is there, in s."""
+    """Return the time of a step until its result is ready, in s."""
     started = time.perf_counter()
     jax.block_until_ready(step(*given))
     return time.perf_counter() - started
 
 
 def counts(cluster: Any, step: Any, given: tuple[Any, ...]) -> dict[str, float]:
-    """What a step allocates and what it reads and writes of variables; on a cluster what the worker sends in a step."""
+    """Measure a step's allocations and its reads and writes of variables; on a cluster also the worker's traffic."""
     if len(cluster.tasks) == 1:
         nodes = [node for node in dflow.graph(step, *given).graph.nodes if node.op.name.startswith("var.")]
         values = [value for node in nodes for value in (*node.inputs, *node.outputs)]

@@ -1,7 +1,7 @@
-"""The step of `benchmarks.embedding` by TensorFlow, for an environment that has it and no JAX; prints times as JSON.
+"""The step of `benchmarks.embedding` by TensorFlow, in an environment with it and without JAX; prints times as JSON.
 
 Graph mode and its own sparse updates: gradients of lookups are `IndexedSlices`, which the v1 optimizers sum by index
-and apply to rows. Lazy Adam is made of gathers and scatters, as TensorFlow Addons had it.
+and apply to rows. Lazy Adam consists of gathers and scatters, as in TensorFlow Addons.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def run(target: str, given: argparse.Namespace) -> None:
-    """Train on the tables of each size, one round after the other."""
+    """Train on the tables of each size, in alternating rounds."""
     inputs = [v1.placeholder(tf.int32, [LOOKUPS]) for _ in range(2)] + [v1.placeholder(tf.float32, [LOOKUPS])]
     steps = {millions: make_step(given, millions, inputs) for millions in given.millions}
     draw = np.random.default_rng(0)

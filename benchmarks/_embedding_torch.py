@@ -1,6 +1,6 @@
-"""The step of `benchmarks.embedding` by PyTorch, for an environment that has it; prints times as JSON.
+"""The step of `benchmarks.embedding` by PyTorch, in an environment with it; prints times as JSON.
 
-`torch.nn.functional.embedding(sparse=True)` and the optimizers that take its gradients: SGD, Adagrad, SparseAdam.
+`torch.nn.functional.embedding(sparse=True)` and the optimizers that accept its gradients: SGD, Adagrad, SparseAdam.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def make_step(rule: str, millions: int, draw: np.random.Generator) -> Callable[[], float]:
-    """A training step over two tables, that returns how long it took in s."""
+    """Return a training step over two tables, which returns its time in s."""
     count = millions * 1_000_000 // COLUMNS // 2
     tables = [torch.full((count, COLUMNS), 0.1, requires_grad=True) for _ in range(2)]
     optimizer = RULES[rule](tables, lr=0.01)

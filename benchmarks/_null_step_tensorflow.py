@@ -1,8 +1,9 @@
-"""The null step by TensorFlow's own runtime, for an environment that has TensorFlow and no JAX; prints times as JSON.
+"""The null step by TensorFlow's own runtime, in an environment with TensorFlow and without JAX; prints times as JSON.
 
-Graph mode, between-graph replication, variables on ps tasks, gRPC: what the paper measured, as it is shipped today. The
-barrier is two queues on ps task 0, as in TensorFlow's own synchronous replicas: each worker hands in a token when it
-has updated, and worker 0 gives each one back when it has all. A single worker waits for nobody.
+Graph mode, between-graph replication, variables on ps tasks, gRPC: the runtime that the paper measured, in its current
+release. The barrier is two queues on ps task 0, as in TensorFlow's own synchronous replicas: each worker enqueues a
+token after its update, and worker 0 returns one token to each worker when it has all of them. A single worker has no
+barrier.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def main() -> None:
 
 
 def run(server: v1.train.Server, given: argparse.Namespace) -> None:
-    """Train, so to speak."""
+    """Run the steps and print their times."""
     shape = shard_shape(given)
     shards, counts = [], []
     for index in range(len(given.ps)):
@@ -84,7 +85,7 @@ def variable(name: str, shape: tuple[int, ...]) -> tf.Variable:
 
 
 def barrier(updates: list[tf.Operation], given: argparse.Namespace) -> tf.Operation:
-    """An op that is done when all workers have done `updates`."""
+    """An op that completes when all workers have done `updates`."""
     count = len(given.workers)
     if count == 1:
         return tf.group(*updates)

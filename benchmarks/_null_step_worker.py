@@ -1,4 +1,4 @@
-"""A worker of `benchmarks.null_step`: the null step by dflow and over raw sockets, in turn; prints times as JSON."""
+"""A worker of `benchmarks.null_step`: runs the step by dflow and over raw sockets in alternation; prints JSON."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import numpy as np
 import dflow
 from benchmarks._raw_sockets import RawClient
 
-#: A row of the embedding, as in the paper's sparse workload.
+#: Columns of the embedding, as in the paper's sparse workload.
 COLUMNS = 256
 ROWS_FETCHED = 32
-#: How many times smaller a table is that the sparse step is also done on, to see whether its size matters.
+#: The sparse step also runs on a table this many times smaller, to see whether the size matters.
 SMALLER = 16
 WARM_UP = 30
 
@@ -51,14 +51,14 @@ def main() -> None:
 
 
 def timed(way: Callable[[], Any]) -> float:
-    """How long a call takes, until its result is there, in s."""
+    """Return the time of a call until its result is ready, in s."""
     started = time.perf_counter()
     jax.block_until_ready(way())
     return time.perf_counter() - started
 
 
 def make_step(cluster: Any, given: argparse.Namespace, prefix: str = "") -> Callable[[], Any]:
-    """The paper's null step: fetch from every shard, compute next to nothing, update every shard, wait for all.
+    """The paper's null step: fetch from every shard, compute next to nothing, update every shard, wait for all workers.
 
     The names of its variables and queues begin with `prefix`.
     """
@@ -74,7 +74,7 @@ def make_step(cluster: Any, given: argparse.Namespace, prefix: str = "") -> Call
             tokens = dflow.FIFOQueue(given.workers, jnp.float32(0), name=f"{prefix}tokens")
 
     def update(seen: Any) -> Any:
-        """Update, and wait for the others: who comes hands in a token, and worker 0 gives all back."""
+        """Update, and wait at a barrier: each worker enqueues a token, and worker 0 returns one to each worker."""
         for count in counts:
             count.assign_add(seen * 0 + 1)
         if given.workers == 1:

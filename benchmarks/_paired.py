@@ -1,4 +1,4 @@
-"""Measuring several ways of doing one thing in turn, so that a machine whose speed drifts drifts for all of them."""
+"""Measure several alternatives interleaved, so that drift of the machine's speed affects all of them equally."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def in_turn(ways: Mapping[str, Callable[[], Found]], rounds: int) -> dict[str, list[Found]]:
-    """What each way returns (a time in s), `rounds` times, all ways in each round.
+    """Call each of `ways` once per round, for `rounds` rounds; return each one's results (a time in s) in order.
 
-    Their order is another in each round, the same ones in each run: what a way leaves in caches and in the allocator
-    helps or hinders the next, so no way may follow one of them, or itself, more often than another does.
+    The order changes from round to round, in the same way in each run: a call's effect on caches and the allocator
+    helps or hinders the next call, so no call may follow a certain other one, or itself, more often than the others do.
     """
     found: dict[str, list[Found]] = {name: [] for name in ways}
     orders = random.Random(0)
@@ -38,14 +38,14 @@ def in_turn(ways: Mapping[str, Callable[[], Found]], rounds: int) -> dict[str, l
 
 
 def median_ratio(times: Sequence[float], base: Sequence[float]) -> tuple[float, float, float]:
-    """The median of the ratios round by round, with the 10th and the 90th percentile."""
+    """Return the median of the ratios round by round, with the 10th and the 90th percentile."""
     ratios = sorted(time / other for time, other in zip(times, base, strict=True))
     tenth = max(0, len(ratios) // 10)
     return statistics.median(ratios), ratios[tenth], ratios[-1 - tenth]
 
 
 def seconds_per_call(fn: Callable[[], Any], calls: int) -> float:
-    """How long one call takes, over `calls` calls."""
+    """Return the mean time of a call over `calls` calls, in s."""
     started = time.perf_counter()
     for _ in range(calls):
         fn()
@@ -53,7 +53,7 @@ def seconds_per_call(fn: Callable[[], Any], calls: int) -> float:
 
 
 def machine() -> dict[str, str]:
-    """What the figures were measured on."""
+    """Describe the machine and the versions of a measurement."""
     compared = ["torch"] if find_spec("torch") else []
     versions = {name: version(name) for name in ("jax", "jaxlib", "numpy", "dflow", *compared)}
     return {"python": platform.python_version(), "cpus": str(os.cpu_count()), "processor": _processor(), **versions}
@@ -68,7 +68,7 @@ def _processor() -> str:
 
 
 def options(description: str | None, **defaults: int | tuple[str, ...] | None) -> argparse.Namespace:
-    """The command line: `--json`, and one for each of `defaults`: a number, one of several words, a word, nothing."""
+    """Parse the command line: `--json`, and an option for each of `defaults`: an int, one of several words, a str."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="write the figures to benchmarks/results/")
     for name, default in defaults.items():
@@ -84,7 +84,7 @@ def options(description: str | None, **defaults: int | tuple[str, ...] | None) -
 
 
 def publish(name: str, rows: Sequence[Mapping[str, Any]], *, as_json: bool) -> None:
-    """Print the rows as a table, which may have different columns; write them with the machine when asked."""
+    """Print the rows as a table; columns may differ between rows. With `as_json` write them with the machine's data."""
     columns = list(dict.fromkeys(column for row in rows for column in row))
     table = Table(*columns, title=name)
     for row in rows:

@@ -1,7 +1,8 @@
-"""The bytes of a null step over plain TCP sockets, and nothing else: what no runtime on sockets can be faster than.
+"""The bytes of a null step over plain TCP sockets: a lower bound for every runtime on sockets.
 
 Each server is a process. For each worker it answers a request of `ask` bytes by `reply` bytes, then takes an update of
-four bytes and acknowledges it; server 0 acknowledges once all workers' updates are there, which is the barrier.
+four bytes and acknowledges it; server 0 acknowledges once the updates of all workers have arrived, which is the
+barrier.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ UPDATE_BYTES = 4
 
 @contextlib.contextmanager
 def raw_servers(count: int, workers: int, ask: int, reply: int) -> Iterator[list[int]]:
-    """So many server processes, as the ports they listen at; they end with the block."""
+    """Start `count` server processes and yield their ports; the processes end with the block."""
     context = multiprocessing.get_context("spawn")
     servers, ports = [], []
     for number in range(count):
@@ -36,7 +37,7 @@ def raw_servers(count: int, workers: int, ask: int, reply: int) -> Iterator[list
 
 
 class RawClient:
-    """A worker's connections to the servers, with one buffer that all replies go into."""
+    """A worker's connections to the servers, with one buffer for all replies."""
 
     def __init__(self, ports: Sequence[int], ask: int, reply: int) -> None:
         self._socks = [socket.create_connection(("127.0.0.1", port)) for port in ports]
@@ -62,7 +63,7 @@ class RawClient:
 
 
 def receive(sock: socket.socket, view: memoryview) -> bool:
-    """Fill `view`; false when the other side has closed."""
+    """Fill `view`; return False if the peer has closed the connection."""
     got = 0
     while got < len(view):
         count = sock.recv_into(view[got:])

@@ -10,7 +10,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def draw(null: Rows, training: Rows, backups: Rows, load: Rows, folder: Path) -> None:
-    """Write a PNG for each into `folder`; raises ImportError without matplotlib."""
+    """Write a PNG for each argument into `folder`; raise ImportError without matplotlib."""
     import matplotlib as mpl
 
     mpl.use("Agg")

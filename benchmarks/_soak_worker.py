@@ -1,4 +1,4 @@
-"""A worker of `benchmarks.soak`: many steps, with a look at all processes of the cluster now and then; prints JSON."""
+"""A worker of `benchmarks.soak`: runs many steps and samples all processes of the cluster; prints JSON."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def main() -> None:
 
     @dflow.jit
     def step(indices: Any) -> Any:
-        """Rows and a dense variable, both ways, and a barrier."""
+        """Read and write rows and a dense variable, and wait at a barrier."""
         rows = table.gather(indices)
         weights.assign_add(rows.T @ jnp.ones((BATCH, 8)) * 1e-6)
         table.scatter_add(indices, jnp.full((BATCH, COLUMNS), 1e-6))
@@ -56,14 +56,14 @@ def main() -> None:
 
 
 def look() -> dict[str, dict[str, int]]:
-    """The memory, descriptors and threads of each process that the launcher has started."""
+    """Return memory, descriptors and threads of each process that the launcher has started."""
     launcher = os.getppid()
     children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
     return {role(child): held_by(child) for child in children}
 
 
 def role(process: str) -> str:
-    """What a process is, by its command line."""
+    """Return the role of a process, from its command line."""
     words = Path(f"/proc/{process}/cmdline").read_text().split("\0")
     if "coordinator" in words:
         return "coordinator"
@@ -75,7 +75,7 @@ def role(process: str) -> str:
 
 
 def held_by(process: str) -> dict[str, int]:
-    """Resident memory that is the process's own, in kB, and how many descriptors and threads it has."""
+    """Return anonymous resident memory in kB, and the numbers of descriptors and threads."""
     folder = Path(f"/proc/{process}")
     status = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
     return {

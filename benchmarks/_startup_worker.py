@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def random_value(number: int) -> Any:
-    """An initialiser whose numbers no other has."""
+    """Return an initialiser whose numbers are used by no other variable."""
     return lambda: jax.random.normal(jax.random.key(number), SHAPE) * (0.02 + number * 1e-6)
 
 

@@ -1,6 +1,6 @@
-"""`python -m benchmarks._tiny NAME`: one round of a benchmark with sizes so small that its figures mean nothing.
+"""`python -m benchmarks._tiny NAME`: run one round of a benchmark with tiny sizes, whose figures mean nothing.
 
-It shows that the benchmark runs. `make bench-tiny` and the tests do so for each. Words after NAME replace its options.
+It shows that the benchmark runs. `make bench-tiny` and the tests run each one. Words after NAME replace its options.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ ONE_ROUND = ("--rounds", "1")
 
 
 def first(many: Any) -> Any:
-    """A mapping or a sequence with its first entry alone."""
+    """Return a mapping or a sequence with only its first entry."""
     kept = itertools.islice(many.items() if isinstance(many, Mapping) else many, 1)
     return type(many)(kept)
 
 
 def narrow(networks: Any) -> Any:
-    """The first network with few channels, for small images."""
+    """Return the first network with few channels, for small images."""
     return tuple(network.narrowed(by=16, image=63) for network in first(networks))
 
 
 def to(value: Any) -> Callable[[Any], Any]:
-    """The value, in place of any."""
+    """Return a function that replaces any constant by `value`."""
     return lambda _: value
 
 
-#: By benchmark: how its constants are made small, and its options.
+#: By benchmark: the changes that make its constants small, and its options.
 SMALL: dict[str, tuple[dict[str, Callable[[Any], Any]], tuple[str, ...]]] = {
     "call_cost": ({"SIZES": first, "WORK": to(20)}, (*ONE_ROUND, "--calls", "500")),
     "convnets": ({"NETWORKS": narrow}, (*ONE_ROUND, "--compile", "0")),
@@ -62,7 +62,7 @@ SMALL: dict[str, tuple[dict[str, Callable[[Any], Any]], tuple[str, ...]]] = {
 
 def main() -> None:
     name, *words = sys.argv[1:]
-    # For the processes that the benchmark starts.
+    # For processes that the benchmark starts.
     os.environ[TINY] = "1"
     module: Any = importlib.import_module(f"benchmarks.{name}")
     constants, options = SMALL[name]

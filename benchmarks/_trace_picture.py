@@ -1,11 +1,11 @@
-"""Draw one step of a trace that `dflow trace` wrote, as docs/monitoring.md shows it.
+"""Draw one step of a trace written by `dflow trace`, as in docs/monitoring.md.
 
     dflow launch --ps 2 --workers 2 examples/digits.py --steps 6000
     dflow trace --coordinator HOST:PORT --steps 3 --out trace.json
     python -m benchmarks._trace_picture trace.json docs/images/monitoring-trace.png
 
-Each task has a band for each kind of event; an arrow leads from where a value was handed over to where it came in.
-Needs matplotlib, the `plots` extra.
+Each task has a band for each kind of event; an arrow leads from the send of a value to its arrival. Needs matplotlib,
+the `plots` extra.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Events = Sequence[Mapping[str, Any]]
 
 
 def events_of(events: Events, step: str) -> Events:
-    """What of a trace belongs to a step, arrows too."""
+    """Return the events and arrows of one step of a trace."""
     slices = [event for event in events if event["ph"] == "X" and event["args"].get("step") == step]
     began, ended = min(event["ts"] for event in slices), max(event["ts"] + event["dur"] for event in slices)
     tracks = {(event["pid"], event["tid"]) for event in slices if event["cat"] == "transfers"}
@@ -37,7 +37,7 @@ def events_of(events: Events, step: str) -> Events:
 
 
 def draw(trace: Mapping[str, Any], file: Path) -> str:
-    """Write the picture of the first step that began and ended within the trace; which step it is."""
+    """Draw the first step of a trace into `file`; return the step's name."""
     import matplotlib as mpl
 
     mpl.use("Agg")

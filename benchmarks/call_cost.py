@@ -1,9 +1,9 @@
-"""What does a call cost, by the number of variables?
+"""Measure the cost of a call by the number of variables.
 
-One Adam update of N variables of four numbers each, so that nothing but the call is measured: by `dflow.jit`; by
-`jax.jit` with the state as a donated pytree; by `jax.jit` with the state as a flat list of donated buffers, which is
-the least that `jax.jit` can cost; by `nnx.jit`; by `jax.jit` over references (`jax.Ref`). And a function of two arrays
-without state. Then the longest of many calls in a row.
+One Adam update of N variables of four numbers each, so that the call dominates: by `dflow.jit`; by `jax.jit` with the
+state as a donated pytree; by `jax.jit` with the state as a flat list of donated buffers, which is the least that
+`jax.jit` can cost; by `nnx.jit`; by `jax.jit` over references (`jax.Ref`). Also a function of two arrays without state,
+and the longest of many consecutive calls.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import dflow
 from benchmarks._paired import in_turn, median_ratio, options, publish
 
 SIZES = (1, 10, 100, 1000)
-#: Calls a round, times the number of variables.
+#: Calls per round times the number of variables.
 WORK = 2000
 #: The longest call of a long run should be shorter.
 LONGEST_MS = 20.0
@@ -61,7 +61,7 @@ def row(name: str, ways: dict[str, Call], rounds: int, calls: int) -> dict[str, 
 
 
 def tail(name: str, ways: dict[str, Call], calls: int) -> dict[str, Any]:
-    """The longest of so many calls, of dflow and of the flat list, in turn by the thousand."""
+    """Return the longest of `calls` calls of dflow and of the flat list, in alternating blocks of 1,000."""
     longest: dict[str, list[float]] = {"dflow": [], "flat": []}
     for way in longest:
         times(ways[way], 50)
@@ -77,7 +77,7 @@ def tail(name: str, ways: dict[str, Call], calls: int) -> dict[str, Any]:
 
 
 def times(fn: Call, calls: int) -> list[float]:
-    """How long each of so many calls takes, in s."""
+    """Return the time of each of `calls` calls, in s."""
     clock, found = time.perf_counter, []
     for _ in range(calls):
         started = clock()

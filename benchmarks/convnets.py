@@ -1,14 +1,13 @@
-"""What does a training step of a convolutional network cost, beside plain JAX and PyTorch?
+"""Compare a training step of convolutional networks with plain JAX and PyTorch.
 
 The paper's Table 1: AlexNet, Overfeat, OxfordNet and GoogleNet, full size, one step of gradient descent on one device:
 by `dflow.jit` over variables; by `jax.jit` over the same functions with the parameters as a donated pytree; and by
-PyTorch, as it runs by itself and by `torch.compile`. All have the same parameters and the same batch, and their losses
-are compared before anything is timed. Batches are the paper's on an accelerator, where bfloat16 is measured too, and
-small on a CPU.
+PyTorch, eagerly and by `torch.compile`. All have the same parameters and the same batch, and their losses are compared
+before the timing. Batches are the paper's on an accelerator, where bfloat16 is measured too, and small on a CPU.
 
-PyTorch is not among the project's dependencies: without it its columns stay empty. `--compile 0` leaves `torch.compile`
-out, which can take minutes to compile. `--rounds 0` compares the programs alone, which no load of
-the machine disturbs; of the times it disturbs those of the processor the least.
+PyTorch is not among the project's dependencies: without it its columns stay empty. `--compile 0` leaves out
+`torch.compile`, which can take minutes to compile. `--rounds 0` compares only the programs, which does not depend on
+the load of the machine; of the times, processor times depend on it the least.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ PAPER = {
     "OxfordNet": {"Caffe": 1068, "Neon": 320, "Torch": 529, "TensorFlow": 540},
     "GoogleNet": {"Caffe": 1935, "Neon": 270, "Torch": 470, "TensorFlow": 445},
 }
-#: What two cores do in about a second.
+#: Batch sizes that two cores process in about a second.
 CPU_BATCHES = {"AlexNet": 16, "Overfeat": 8, "OxfordNet": 4, "GoogleNet": 8}
 
 TORCH = "torch"
@@ -49,7 +48,7 @@ Step = Callable[[], float]
 
 
 def by_dflow(network: Network, size: int, dtype: Any) -> tuple[Any, tuple[Any, Any]]:
-    """The step over variables, and the batch it takes."""
+    """Return the step over variables, and its batch."""
     params = dflow.variables(initial(network, dtype=dtype), prefix=f"{network.name}/")
 
     @dflow.jit
@@ -66,7 +65,7 @@ def by_dflow(network: Network, size: int, dtype: Any) -> tuple[Any, tuple[Any, A
 
 
 def by_jax(network: Network, size: int, dtype: Any) -> tuple[Any, tuple[Any, Any], list[Any]]:
-    """The step over a donated pytree, the batch, and what holds the parameters."""
+    """Return the step over a donated pytree, its batch, and the list that holds the parameters."""
 
     @functools.partial(jax.jit, donate_argnums=0)
     def step(params: Any, images: jax.Array, labels: jax.Array) -> tuple[Any, jax.Array]:
@@ -78,7 +77,7 @@ def by_jax(network: Network, size: int, dtype: Any) -> tuple[Any, tuple[Any, Any
 
 
 def steps(network: Network, size: int, dtype: Any, *, compiled: bool) -> Iterator[tuple[str, Step]]:
-    """A step by each way that is here; each gives the loss before it."""
+    """Yield a step of each available framework; each returns the loss before its update."""
     with_dflow, batch = by_dflow(network, size, dtype)
     yield "dflow", lambda: float(with_dflow(*batch))
     with_jax, batch_of_jax, held = by_jax(network, size, dtype)
@@ -102,7 +101,7 @@ def steps(network: Network, size: int, dtype: Any, *, compiled: bool) -> Iterato
 
 
 def refuse_other_losses(network: Network, losses: Mapping[str, list[float]], dtype: Any) -> None:
-    """Raise where two ways do not train alike over the first steps."""
+    """Exit with an error if the losses of the first steps differ between frameworks."""
     tolerance = 1e-3 if dtype == np.float32 else 5e-2
     for name, found in losses.items():
         if not np.allclose(found, losses["jax"], rtol=tolerance):
@@ -110,7 +109,7 @@ def refuse_other_losses(network: Network, losses: Mapping[str, list[float]], dty
 
 
 def row(network: Network, size: int, dtype: Any, rounds: int, *, compiled: bool) -> dict[str, Any]:
-    """The times of a network, in ms, and the ratios round by round."""
+    """Return the times of a network, in ms, and the ratios round by round."""
     ways = dict(steps(network, size, dtype, compiled=compiled))
     refuse_other_losses(network, {name: [step() for _ in range(3)] for name, step in ways.items()}, dtype)
     busy: dict[str, list[float]] = {name: [] for name in ways}
@@ -134,7 +133,7 @@ def row(network: Network, size: int, dtype: Any, rounds: int, *, compiled: bool)
 
 
 def paper_row(network: Network) -> dict[str, Any]:
-    """The paper's figures for a network, and what they say of TensorFlow beside the fastest."""
+    """Return the paper's figures for a network, and its ratio of TensorFlow to Torch."""
     figures = PAPER[network.name]
     told: dict[str, Any] = {"network": network.name, "batch": network.batch}
     told |= {f"{name} ms": figure for name, figure in figures.items()}
@@ -142,10 +141,10 @@ def paper_row(network: Network) -> dict[str, Any]:
 
 
 def program_row(network: Network, size: int, dtype: Any) -> dict[str, Any]:
-    """What dflow's and JAX's compiled programs are, whatever the machine's load.
+    """Compare the compiled programs of dflow and JAX, independent of the machine's load.
 
-    The most memory of a step, in MB: by XLA's analysis, and resident in a process that does nothing else. And XLA's
-    count of operations, and of bytes read and written.
+    The row has the peak memory of a step, in MB, by XLA's analysis and as resident memory of a separate process, and
+    XLA's counts of operations and of bytes read and written.
     """
     told: dict[str, Any] = {"network": network.name, "dtype": np.dtype(dtype).name, "batch": size}
     measured = {way: _measured_alone(network, size, dtype, way) for way in ("dflow", "jax")}
@@ -164,7 +163,7 @@ def _measured_alone(network: Network, size: int, dtype: Any, way: str) -> dict[s
 
 
 def measure_program(way: str, name: str, size: int, dtype: Any) -> dict[str, Any]:
-    """What a step's program takes in this process."""
+    """Measure memory, operations and bytes of a step's program in this process."""
     network = next(network for network in NETWORKS if network.name == name)
     if way == "dflow":
         step, batch = by_dflow(network, size, dtype)
@@ -191,7 +190,7 @@ def measure_program(way: str, name: str, size: int, dtype: Any) -> dict[str, Any
 def _forget_the_peak() -> None:
     path = Path("/proc/self/clear_refs")
     if path.exists():
-        path.write_text("5")  # Linux: begin the peak of resident memory anew
+        path.write_text("5")  # Linux: reset the peak of resident memory
 
 
 def _peak_mb() -> float | str:
@@ -203,7 +202,7 @@ def _peak_mb() -> float | str:
 
 
 def shown(found: dict[str, Any]) -> dict[str, Any]:
-    """A row as it was, printed now: the whole table takes long, and may not come to its end."""
+    """Print a row immediately and return it: the whole table takes long, and the run may be interrupted."""
     print({key: round(value, 3) if isinstance(value, float) else value for key, value in found.items()}, flush=True)
     return found
 

@@ -1,9 +1,9 @@
-"""What does an event cost a coordinator, and what does it cost to keep its state in a file?
+"""Measure the cost of an event for a coordinator, without and with its state in a file.
 
-Each event is handled by the state machine, and what has to last is written by one call for each event, which is the
-dearest case: events that come together are written together. *memory* keeps the records in a dict, *file* in SQLite,
-on the disk when the write returns. `wall us` is the time of an event with its write, `cpu us` the processor's part of
-it; a heartbeat writes nothing. `restart` is the time to read the state back, for all tasks and claims there are.
+The state machine handles each event, and one call per event writes its lasting changes, which is the worst case: events
+that arrive together are written together. *memory* keeps the records in a dict, *file* in SQLite, on the disk when the
+write returns. `wall us` is the time of an event with its write, `cpu us` its processor time; a heartbeat writes
+nothing. `restart` is the time to read the state back, with all tasks and claims.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def measured(name: str, store: CoordinatorStore, tasks: int, rounds: int) -> list[dict[str, Any]]:
-    """A line for each kind of event, and one for the restart."""
+    """Return a row for each kind of event, and one for the restart."""
     workers = [f"/job:worker/task:{index}" for index in range(tasks)]
     state = CoordinatorState({"worker": tasks}, CoordinatorSettings())
     claimed: dict[int, int] = {}
@@ -79,7 +79,7 @@ def measured(name: str, store: CoordinatorStore, tasks: int, rounds: int) -> lis
 
 
 def timed(name: str, kind: str, batches: list[list[Event]], run: Callable[[Iterable[Event]], None]) -> dict[str, Any]:
-    """The mean over all events of the batches."""
+    """Return the mean over all events of the batches."""
     count, wall_s, cpu_s = sum(map(len, batches)), time.perf_counter(), time.process_time()
     for batch in batches:
         run(batch)

@@ -1,13 +1,13 @@
-"""What do copies that are asked for late save, and what do they cost?
+"""Measure the memory saved by delayed copies, and their cost in time.
 
-Layers of weights that live on one device of the CPU and are used on another, in three functions: *there and back*,
-where a device between has its part in each layer; *straight*, where it has not, so that all layers are one program; and
-*trained*, which is there and back with gradients and the weights' update. Each as the pass `schedule` has it and
-without the pass, in processes of their own, in turn: the most memory that steps take beyond what is there before them,
-and the time of a step. *Predicted* is what the pass reckons for the device of the layers.
+Layers of weights live on one device of the CPU and are used on another, in three functions: *there and back*, where a
+third device computes a part of each layer; *straight*, without it, so that all layers are one program; and *trained*,
+which is *there and back* with gradients and the update of the weights. Each runs with the pass `schedule` and without
+it, in separate processes in alternation. Measured are the peak memory of the steps beyond the memory before them, and
+the time of a step. *Predicted* is the pass's estimate for the device of the layers.
 
-The last table is of sends from task to task: of a trained model whose weights are on another task, how many have time
-to spare, and how many of these their task could hold back until it receives something.
+The last table is about sends between tasks: for a trained model with weights on another task, the number of sends that
+could be delayed in time, and the number that their task could delay until it receives a value.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def in_a_child(program: str, way: str) -> str:
 
 
 def function(program: str) -> Callable[[Any], Any]:
-    """One of the programs, over new variables."""
+    """Return one of the programs, over new variables."""
     import jax.numpy as jnp
 
     import dflow
@@ -91,7 +91,7 @@ def function(program: str) -> Callable[[Any], Any]:
 
 
 def run(program: str, way: str) -> None:
-    """Print the figures of a way to run a program."""
+    """Print the figures of a program run in one way, with or without the pass."""
     import jax
     import jax.numpy as jnp
 
@@ -130,7 +130,7 @@ def run(program: str, way: str) -> None:
 
 
 def reset_peak_mb() -> float:
-    """Forget the peak of this process's memory, and give what it holds now."""
+    """Reset the peak of this process's memory, and return its current memory, in MB."""
     Path("/proc/self/clear_refs").write_text("5")
     return status_mb("VmRSS")
 
@@ -141,7 +141,7 @@ def status_mb(figure: str) -> float:
 
 
 def sends() -> None:
-    """Print how many sends of a trained model on two tasks could wait."""
+    """Print the number of sends that could wait, for a model trained on two tasks."""
     from dataclasses import replace
 
     import jax.numpy as jnp

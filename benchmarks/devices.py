@@ -1,18 +1,18 @@
-"""What does a training step cost that is cut over two devices by scopes, beside JAX with the cuts made by hand?
+"""Measure a training step partitioned over two devices by scopes, beside JAX partitioned by hand.
 
-Two devices that XLA makes of this machine's CPU. A network of two halves, the first on `cpu:0` and the second on
-`cpu:1`; and a table of rows on `cpu:1` below a tower on `cpu:0`; both trained by gradient descent:
+The two devices are made by XLA of this machine's CPU. The models are a network with one half on `cpu:0` and the other
+on `cpu:1`, and a table of rows on `cpu:1` below a tower on `cpu:0`; both are trained by gradient descent:
 
 - dflow: one function, `dflow.device` around each part;
-- by hand: for each part and direction a `jax.jit` of its own with its parameters donated, `jax.device_put` in between,
+- by hand: for each part and direction a separate `jax.jit` with its parameters donated, `jax.device_put` in between,
   the residuals kept on their device by `jax.vjp`;
-- sharded: one `jax.jit` over a mesh of both, the weights, or the rows of the table, spread over it by `NamedSharding`;
-  each step is waited for, since collectives between devices of one CPU can wait for ever where steps run ahead;
+- sharded: one `jax.jit` over a mesh of both, the weights, or the rows of the table, sharded over it by `NamedSharding`;
+  each step is waited for, since collectives between devices of one CPU can deadlock when steps overlap;
 - one device: one `jax.jit` on `cpu:0`, with all parameters as a donated pytree.
 
-All have the same parameters and batches, and their losses are compared before anything is timed. A time is that of a
-step among many in a row, which nothing waits for in between; all ways run in each round, in random order. Two devices
-on the same cores gain nothing by being two: the question is what the cuts cost.
+All have the same parameters and batches, and their losses are compared before the timing. A time is the mean of many
+consecutive steps without waits between them; all alternatives run in each round, in random order. Two devices on the
+same cores give no speedup: the benchmark measures the cost of the partitioning.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ import dflow
 from benchmarks._paired import in_turn, median_ratio, options, publish
 
 RATE = 0.01
-#: How long the steps in a row take about that make a time, in s.
+#: Approximate duration of the consecutive steps of one measurement, in s.
 ROW_S = 0.15
 
 Step = Callable[[], jax.Array]
@@ -154,7 +154,7 @@ def halves_by_hand(first: Values, second: Values, x: Any, y: Any, loss: Any) -> 
 
 
 def in_one(whole: Callable[..., Any], values: Any, given: Any, places: Any = None) -> Step:
-    """The step as one `jax.jit`: on one device, or with the values at `places` and the rest on all of the mesh."""
+    """Return the step as one `jax.jit`: on one device, or with the values at `places` and the rest on the mesh."""
     one, _ = devices()
 
     @partial(jax.jit, donate_argnums=0)
@@ -288,7 +288,7 @@ MODELS: dict[str, Callable[[], dict[str, Step]]] = {
 
 
 def rows_of(name: str, ways: Mapping[str, Step], rounds: int) -> list[dict[str, Any]]:
-    """By way the median time of a step, and its ratio to JAX by hand, round by round."""
+    """Return the median step time of each alternative, and its ratio to JAX by hand, round by round."""
     refuse_other_losses(name, {way: [float(step()) for _ in range(3)] for way, step in ways.items()})
     count = max(2, int(ROW_S / max(in_a_row(step, 2)[0] for step in ways.values())))
     times = in_turn({way: partial(in_a_row, step, count) for way, step in ways.items()}, rounds)
@@ -313,7 +313,7 @@ def rows_of(name: str, ways: Mapping[str, Step], rounds: int) -> list[dict[str, 
 
 
 def in_a_row(step: Step, count: int) -> tuple[float, float]:
-    """The time of a step, and of the processors, in s, over `count` steps of which the last is waited for."""
+    """Return the wall time and the processor time of a step, in s, over `count` steps; only the last is waited for."""
     started, of_processor = time.perf_counter(), time.process_time()
     for _ in range(count):
         value = step()
@@ -322,7 +322,7 @@ def in_a_row(step: Step, count: int) -> tuple[float, float]:
 
 
 def refuse_other_losses(name: str, losses: Mapping[str, list[float]]) -> None:
-    """Raise where two ways do not train alike over the first steps."""
+    """Exit with an error if the losses of the first steps differ between alternatives."""
     for way, found in losses.items():
         if not np.allclose(found, losses["one device"], rtol=1e-3):
             raise SystemExit(f"{name}: the losses are {losses['one device']} on one device and {found} {way}")

@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def measured(rule: str, is_cluster: bool, sizes: tuple[int, ...], given: Any) -> list[dict[str, Any]]:
-    """The lines of one rule, alone or on a cluster."""
+    """Return the rows of one rule, standalone or on a cluster."""
     words = ["--rule", rule, "--millions", *map(str, sizes), "--steps", str(given.steps), "--rounds", str(given.rounds)]
     ways: dict[str, Callable[[], Run]] = {"dflow": lambda: by_dflow(words, is_cluster)}
     if given.beside:
@@ -54,7 +54,7 @@ def measured(rule: str, is_cluster: bool, sizes: tuple[int, ...], given: Any) ->
 
 
 def line(rule: str, is_cluster: bool, millions: str, smallest: str, runs: Mapping[str, list[Run]]) -> dict[str, Any]:
-    """A line of the table: the medians of the rounds, and the ratios round by round."""
+    """Return a row of the table: the medians of the rounds, and the ratios round by round."""
     ours, first = medians(runs["dflow"], millions), medians(runs["dflow"], smallest)
     ratio, low, high = median_ratio(ours, first)
     row = {
@@ -73,7 +73,7 @@ def line(rule: str, is_cluster: bool, millions: str, smallest: str, runs: Mappin
 
 
 def medians(runs: list[Run], millions: str) -> list[float]:
-    """The median step of each round of all runs, in s."""
+    """Return the median step of each round of all runs, in s."""
     return [statistics.median(round_) for run in runs for round_ in run["times"][millions]]
 
 
@@ -92,7 +92,7 @@ def by_peer(name: str, python: str, words: list[str], is_cluster: bool) -> Run:
 
 
 def finished(command: list[str]) -> str:
-    """The output of a command that has ended."""
+    """Run a command to its end and return its output."""
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=RUN_S, check=False)
     return ended.stdout + ended.stderr
 

@@ -1,9 +1,9 @@
-"""What does the host's part of queues and loops cost: a pair of eager queue ops, and a turn of a loop that waits?
+"""Measure the host's part of queues and loops: a pair of eager queue ops, and an iteration of a loop that waits.
 
-Each beside the same by hand: Python's `queue.Queue` for the queue, a Python `for` for the loop, and for the arithmetic
-and the copy of an element a function compiled by `jax.jit`. An element is one number, so that nothing but the host is
-left to measure. *Carried* is a loop in which each turn needs the one before, *apart* one in which none does. Times are
-the processors', of all threads.
+Each is compared with the same by hand: Python's `queue.Queue` for the queue, a Python `for` for the loop, and a
+function compiled by `jax.jit` for the arithmetic and the copy of an element. An element is one number, so that only the
+host's work is measured. *Carried* is a loop whose iterations need the previous result, *apart* one whose iterations do
+not. Times are processor times of all threads.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def timed(way: Callable[[int], Any], turns: int) -> float:
-    """The processors' time of a turn, in s."""
+    """Return the processor time of an iteration, in s."""
     started = time.process_time()
     jax.block_until_ready(way(turns))
     return (time.process_time() - started) / turns

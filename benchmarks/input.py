@@ -1,14 +1,14 @@
-"""What does a training step cost that takes its batch from `dflow.data.feed`, beside one whose batch is there already?
+"""Compare a training step that takes its batch from `dflow.data.feed` with one whose batch is already present.
 
-Records of 784 floats in batches of 64, and a step of matrix products of some tens of ms. The ways, in random order in
-each round: with one batch that is an argument; with batches dequeued that were all in the queue before, nobody feeding;
-fed by `dflow.data.feed` from `batches` (shuffled), whose work is done by the feed's thread on the same cores as the
-step's; fed by a source that only waits, as on a disk or a network, and gives a batch that it has; and, written by hand,
-a thread that puts `jax.device_put` of the same shuffled batches into a `queue.Queue` before the step takes them as
-arguments. Each way's feed is stopped before the next is measured.
+Records of 784 floats in batches of 64, and a step of matrix products of some tens of ms. The alternatives, in random
+order in each round: one batch passed as an argument; batches that were all in the queue before, without a feed; a feed
+by `dflow.data.feed` from `batches` (shuffled), whose thread works on the same cores as the step; a feed from a source
+that only waits, like a disk or a network, and returns a prepared batch; and, by hand, a thread that puts
+`jax.device_put` of the same shuffled batches into a `queue.Queue`, from where the step takes them as arguments. Each
+feed is stopped before the next measurement.
 
-By the wall, and by the processors' time of the whole process, which other programs disturb less. By themselves: how
-many records a second a step gets that only takes them, and the input's work for one batch.
+Measured are wall time, and the processor time of the whole process, which other programs disturb less. Measured
+separately: the records per second of a step that only dequeues, and the input's work for one batch.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ BATCH, WIDTH, HIDDEN = 64, 784, 1024
 CALLS = 20
 AHEAD = 8
 
-#: How long the source that only waits takes for a batch, in s.
+#: Time that the waiting source takes for a batch, in s.
 WAIT_S = 0.005
 
-#: How long a step takes by the wall, in s, and how much time of the processors.
+#: Wall time and processor time of a step, in s.
 Took = tuple[float, float]
 
 
@@ -87,7 +87,7 @@ def new_queue() -> dflow.FIFOQueue:
 
 
 def taken(data: np.ndarray) -> float:
-    """Records a second that a function gets which only takes them."""
+    """Return the records per second of a function that only dequeues."""
     queue = new_queue()
     take = dflow.jit(queue.dequeue)
     with dflow.data.feed(shuffled(data), queue):

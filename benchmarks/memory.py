@@ -1,8 +1,9 @@
-"""How much memory does a training step need?
+"""Measure the memory of a training step.
 
 A step of Adam on a chain of dense layers, 134 MB of parameters, by `dflow.jit` and by `jax.jit` with the state donated
-by hand: what XLA says of its program, and what the process holds at its peak beyond what it held before. Each runs in
-a process of its own, in turn, whose allocator gives back at once what is freed: else the figure is of what it keeps.
+by hand: XLA's analysis of the program, and the process's peak beyond its memory before. Each runs in a separate
+process, in alternation, whose allocator returns freed memory immediately: otherwise the figure would include memory it
+keeps.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def in_a_process(way: str) -> dict[str, float]:
 
 
 def run(way: str) -> None:
-    """Print the figures of one way, in MB."""
+    """Print the figures of one alternative, in MB."""
     import jax
     import jax.numpy as jnp
     import optax
@@ -51,7 +52,7 @@ def run(way: str) -> None:
 
     x = jnp.ones((BATCH, WIDTH))
     dflow.jit(optax.tree.sum)(x)
-    jax.jit(lambda x: x @ jnp.ones((WIDTH, 8)))(x).block_until_ready()  # what JAX itself needs
+    jax.jit(lambda x: x @ jnp.ones((WIDTH, 8)))(x).block_until_ready()  # allocates the memory of JAX itself
     before = peak_mb()
     step, analysis = WAYS[way](x)
     for _ in range(STEPS):
@@ -64,7 +65,7 @@ def peak_mb() -> float:
 
 
 def program_mb(analysis: Any) -> float:
-    """What a program has in memory at once: arguments, results that take none of their places, and scratch."""
+    """Return the memory of a program in use at the same time: arguments, results not aliased to them, and scratch."""
     own = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
     return float((analysis.argument_size_in_bytes + own + analysis.temp_size_in_bytes) / 1e6)
 

@@ -1,14 +1,14 @@
-"""How long is a step in which nothing is computed: what the runtime itself costs (section 6.2 of the OSDI 2016 paper)?
+"""Measure a step without computation: the cost of the runtime itself (section 6.2 of the OSDI 2016 paper).
 
 Every worker fetches from every shard, computes next to nothing, sends a trivial update to every shard, and waits for
-the other workers. Each task is a process. *scalar* fetches one number from each shard; *dense* the whole model of so
-many MB; *sparse* 32 random rows of a table of `--mb` MB. *raw* is the same bytes over plain TCP sockets between as many
-processes, in the same run, round by round. A sparse step is done on a table of a sixteenth too, again in turn: its time
-should not depend on the size. The paper's own line is of 16 ps tasks on as many machines.
+the other workers. Each task is a process. *scalar* fetches one number from each shard; *dense* the whole model of
+`--mb` MB; *sparse* 32 random rows of a table of `--mb` MB. *raw* is the same bytes over plain TCP sockets between as
+many processes, in the same run, round by round. A sparse step also runs on a table of a sixteenth, interleaved: its
+time should not depend on the size. The paper's own figures are of 16 ps tasks on as many machines.
 
-`--beside PYTHON` names an environment with TensorFlow, whose own runtime (gRPC, graph mode) then does the same step, as
-a cluster of as many processes, in turn with ours. `make bench-peers` makes such an environment. `--every` measures what
-is published.
+`--beside PYTHON` names an environment with TensorFlow, whose own runtime (gRPC, graph mode) then does the same step on
+a cluster of as many processes, interleaved with dflow's. `make bench-peers` makes such an environment. `--every`
+measures all published steps.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ RUN_S = 900
 PAPER = {"scalar": "1.8 to 8.8", "dense 100": "147 to 613", "dense 1000": "1010 to 7160", "sparse": "5 to 20"}
 
 
-#: How often the whole of each is begun anew when two runtimes are compared.
+#: Number of times that each runtime is started again when two are compared.
 TURNS = 3
 
-#: By way, round and step, in s.
+#: Step times in s, by alternative, round and step.
 Times = dict[str, list[list[float]]]
 
 
 @dataclass(frozen=True)
 class Step:
-    """What is measured: `steps` steps in all, in so many `rounds`."""
+    """A step to measure: `steps` is the total number of steps, `rounds` the number of rounds."""
 
     kind: str
     ps: int
@@ -51,12 +51,12 @@ class Step:
     rounds: int
 
     def words(self, *names: str) -> list[str]:
-        """As words of a command line."""
+        """Return command-line options with the values of these fields."""
         numbers = {**asdict(self), "steps": max(1, self.steps // self.rounds)}
         return [word for name in names for word in (f"--{name}", str(numbers[name]))]
 
 
-#: What is published.
+#: The published steps.
 EVERY = (
     *(Step("scalar", 2, workers, 0, 1000, 4 * ROUNDS) for workers in (1, 2, 4)),
     *(Step("dense", 2, workers, 100, 50, 2 * ROUNDS) for workers in (1, 2)),
@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def measured(step: Step, beside: str | None) -> dict[str, Any]:
-    """A line of the table."""
+    """Return a row of the table."""
     times = by_dflow(step)
     peers: list[list[float]] = []
     for _ in range(TURNS if beside else 0):
@@ -106,7 +106,7 @@ def measured(step: Step, beside: str | None) -> dict[str, Any]:
 
 
 def against_smaller(ours: Sequence[float], times: Times) -> dict[str, float]:
-    """How much longer a step takes on a table `SMALLER` times as large, where that was measured."""
+    """Return the ratio of step times to those on a table `SMALLER` times smaller, if these were measured."""
     if "smaller" not in times:
         return {}
     ratio, low, high = median_ratio(ours, [statistics.median(round_) for round_ in times["smaller"]])
@@ -114,7 +114,7 @@ def against_smaller(ours: Sequence[float], times: Times) -> dict[str, float]:
 
 
 def by_dflow(step: Step) -> Times:
-    """The times of worker 0: of our steps, and of all that is done in turn with them."""
+    """Return the times of worker 0: of dflow's steps, and of the alternatives interleaved with them."""
     ask, reply = request_bytes(step.kind, step.ps, step.mb)
     with raw_servers(step.ps, step.workers, ask, reply) as ports:
         words = step.words("kind", "ps", "workers", "mb", "steps", "rounds")
@@ -125,7 +125,7 @@ def by_dflow(step: Step) -> Times:
 
 
 def by_tensorflow(step: Step, python: str) -> list[list[float]]:
-    """The times of worker 0 of a cluster of TensorFlow's."""
+    """Return the times of worker 0 of a TensorFlow cluster."""
     script = str(ROOT / "benchmarks" / "_null_step_tensorflow.py")
     output = by_tasks([python, script, *step.words("kind", "mb", "steps", "rounds")], step.ps, step.workers, RUN_S)
     found: list[list[float]] = found_in(output, "times ", output)
@@ -133,7 +133,7 @@ def by_tensorflow(step: Step, python: str) -> list[list[float]]:
 
 
 def by_tasks(command: Sequence[str], ps: int, workers: int, run_s: float) -> str:
-    """What worker 0 of another framework's cluster prints; `command` is run as each task, with its job and index."""
+    """Run `command` as each task of another framework's cluster, with its job and index; return worker 0's output."""
     addresses = [f"localhost:{port}" for port in free_ports(ps + workers)]
     spec = ["--ps", *addresses[:ps], "--workers", *addresses[ps:]]
     tasks = [("ps", index) for index in range(ps)] + [("worker", index) for index in range(workers)]
@@ -156,7 +156,7 @@ def by_tasks(command: Sequence[str], ps: int, workers: int, run_s: float) -> str
 
 
 def found_in(output: str, start: str, all_output: str) -> Any:
-    """What a worker printed after `start`."""
+    """Parse the JSON that a worker printed after `start`."""
     lines = [line for line in output.splitlines() if line.startswith(start)]
     if not lines:
         raise SystemExit(f"the cluster failed:\n{all_output}")
@@ -164,7 +164,7 @@ def found_in(output: str, start: str, all_output: str) -> Any:
 
 
 def free_ports(count: int) -> Sequence[int]:
-    """Ports that nobody listens at now."""
+    """Return ports without a listener."""
     socks = [socket.create_server(("localhost", 0)) for _ in range(count)]
     ports = [sock.getsockname()[1] for sock in socks]
     for sock in socks:
@@ -173,7 +173,7 @@ def free_ports(count: int) -> Sequence[int]:
 
 
 def request_bytes(kind: str, ps: int, mb: int) -> tuple[int, int]:
-    """How many bytes a worker asks a shard with, and is answered by."""
+    """Return the sizes in bytes of a worker's request to a shard and of the shard's reply."""
     if kind == "scalar":
         return 4, 4
     if kind == "dense":

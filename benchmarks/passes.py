@@ -1,9 +1,10 @@
-"""What do the passes cost by the size of the graph: is a node as cheap in a graph of 100,000 as in one of 10,000?
+"""Measure the cost of the passes per node: does it stay the same from graphs of 10,000 nodes to 100,000?
 
-Four kinds of graph: updates of many variables, in one task; the same with half of the variables on another task, or on
-another device of the same, so that values cross; and numbers with a queue op after every tenth, which are cut into as
-many XLA calls. Each is traced anew at each size. Copies between devices wait whatever their size. *graph* is from the
-jaxpr to the graph, *plans* what follows the passes; verifying and printing are done on request alone.
+There are four kinds of graph: updates of many variables in one task; the same with half of the variables on another
+task, or on another device of the task, so that values cross; and numbers with a queue op after every tenth, which are
+partitioned into as many XLA calls. Each is traced again at each size. Copies between devices of any size are delayed.
+*graph* is the time from the jaxpr to the graph, *plans* the time after the passes; verifying and printing run only on
+request.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from dflow.tracing.verify import verify
 SIZES = (1_000, 10_000, 100_000)
 ELSEWHERE = "/job:ps/task:0"
 DEVICES = device_name(ALONE, "cpu:0"), device_name(ALONE, "cpu:1")
-#: Ops of a variable's update, and between two queue ops, so that the graph has the size that is asked for.
+#: Ops per update of a variable, and between two queue ops, so that a graph has the requested size.
 PER_VARIABLE, PER_QUEUE_OP = 20, 10
 ROW = jax.ShapeDtypeStruct((4,), jnp.float32)
 
@@ -44,7 +45,7 @@ def main() -> None:
     given = options(__doc__, rounds=3, largest=SIZES[-1])
     sizes = [size for size in SIZES if size <= given.largest]
     rows = []
-    gc.freeze()  # or the collection before each stage walks all that JAX and optax have imported
+    gc.freeze()  # else the collection before each stage walks all objects that JAX and optax have imported
     for name, make, places in (
         ("updates", updates, (ALONE,)),
         ("two tasks", updates, (ALONE, ELSEWHERE)),
@@ -105,7 +106,7 @@ def passes_for(places: tuple[str, ...]) -> Iterator[Pass]:
 
 
 def measured(fn: Callable[[jax.Array], Any], places: tuple[str, ...]) -> dict[str, float]:
-    """The processor's time of each stage in s a node."""
+    """Return the processor time of each stage, in s per node."""
     jaxpr, consts, _ = make_jaxpr(fn, ROW)
     found: dict[str, float] = {}
 
@@ -133,7 +134,7 @@ def measured(fn: Callable[[jax.Array], Any], places: tuple[str, ...]) -> dict[st
 
 
 def spread(graph: Graph, places: tuple[str, ...]) -> Graph:
-    """The graph with its variables on the places in turn."""
+    """Return the graph with its variables assigned to the places in rotation."""
     if len(places) == 1:
         return graph
     placed = {ref: replace(ref, device=places[index % len(places)]) for index, ref in enumerate(graph.refs)}

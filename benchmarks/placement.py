@@ -1,9 +1,9 @@
-"""How good are the placements of the cost model, and how well does it predict a step?
+"""Measure the quality of the cost model's placements, and of its predictions of step times.
 
-Simulated, for families of graphs on equal devices of one host: the step time of what is chosen, and relative to it
-those of all on one device, round-robin, the best of 100 random placements, and HEFT as published; and, for small
+Simulated, for families of graphs on equal devices of one host: the step time of the chosen placement, and relative to
+it those of all ops on one device, round-robin, the best of 100 random placements, and HEFT as published; and, for small
 graphs, of the optimum of all placements. Measured, on two devices that share the CPU's cores: the step time of several
-placements of real functions beside what was predicted for them.
+placements of real functions, beside the predictions.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from dflow.lowering.placement.problem import Assignment, Link, Machine, Moved, P
 from dflow.lowering.placement.score import Scored, scored
 from dflow.tracing.trace import trace
 
-#: A link of one host: latency in s, bytes a second; and what it takes to launch a program, in s.
+#: A link of one host (latency in s, bytes per second), and the time to launch a program, in s.
 LINK, LAUNCH_S = Link(20e-6, 10e9), 10e-6
 MB = 1 << 20
-#: How many steps in a row make a time.
+#: Number of consecutive steps in a measurement.
 ROW = 3
 
 
@@ -81,12 +81,12 @@ def problem(rows: Sequence[Row], devices: int) -> Problem:
 
 
 def cost(draws: random.Random) -> float:
-    """Of one unit: 0.1 to 2 ms."""
+    """Draw the time of one unit: 0.1 to 2 ms."""
     return 1e-4 * draws.uniform(1, 20)
 
 
 def size(draws: random.Random) -> int:
-    """Of one value: 1/16 to 8 MB."""
+    """Draw the size of one value: 1/16 to 8 MB."""
     return int(MB * 2 ** draws.uniform(-4, 3))
 
 
@@ -118,7 +118,7 @@ def transformer(draws: random.Random, scale: int) -> list[Row]:
 
 
 def embedding(draws: random.Random, scale: int) -> list[Row]:
-    """Look-ups where the tables live, a layer on each, a tower on all, and their updates where the tables live."""
+    """Lookups and updates on the devices of the tables, a layer on each, and a tower on all."""
     rows: list[Row] = [(cost(draws) / 5, [], MB // 2, number) for number in range(scale)]
     rows += [(cost(draws), [number], MB // 8, None) for number in range(scale)]
     rows += [(cost(draws), list(range(scale, 2 * scale)), MB // 4, None)]
@@ -192,10 +192,10 @@ def heft(problem: Problem) -> Assignment:
 
 
 def simulated(seeds: int, drawn: int) -> list[dict[str, Any]]:
-    """Step times relative to what is chosen: of graphs of 25 to 48 units, and of small ones beside the optimum.
+    """Return step times relative to the chosen placement, for graphs of 25 to 48 units and for small graphs.
 
-    Small ones are those of which all placements can be tried, if with more patience than in use; for the choice that
-    is turned off.
+    Small graphs allow an exhaustive search for the optimum, beyond the size used in practice; the choice itself is
+    made without exhaustive search.
     """
     large = [
         compared(name, [problem(make(random.Random(seed), 12), 4) for seed in range(seeds)])
@@ -208,12 +208,12 @@ def simulated(seeds: int, drawn: int) -> list[dict[str, Any]]:
     ]
 
 
-#: What the choice is compared with.
+#: The placements compared with the chosen one.
 OTHERS = ("all on one", "round-robin", "best of 100 random", "HEFT", "optimum")
 
 
 def largest(make: Callable[[random.Random, int], list[Row]], seed: int, devices: int, most: int) -> Problem:
-    """The largest graph drawn that has no more placements than `most`."""
+    """Return the largest drawn graph with at most `most` placements."""
     draws, scale = random.Random(seed), 6
     found = problem(make(draws, scale), devices)
     while options_of(found) > most:
@@ -223,7 +223,7 @@ def largest(make: Callable[[random.Random, int], list[Row]], seed: int, devices:
 
 
 def compared(family: str, instances: Sequence[Problem], *, is_small: bool = False) -> dict[str, Any]:
-    """A row: medians over the instances of one family."""
+    """Return a row: medians over the instances of one family."""
     found: dict[str, list[float]] = {}
     for seed, instance in enumerate(instances):
         started = time.perf_counter()
@@ -335,12 +335,12 @@ FUNCTIONS: dict[str, Callable[[], Callable[..., Any]]] = {
 }
 
 
-#: By the wall, which others on the machine share; and by the processors' time of this process, which they do not.
+#: Wall time, which other programs affect; and the processor time of this process, which they do not.
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "processor": time.process_time}
 
 
 def measured(rounds: int, by: str, clock: Callable[[], float]) -> list[dict[str, Any]]:
-    """The chosen placement, all on each device, round-robin and two random ones, in turn."""
+    """Measure the chosen placement, all on each device, round-robin and two random placements, interleaved."""
     x = jnp.full((512, 512), 0.001)
     rows = []
     for name, make in FUNCTIONS.items():
@@ -379,7 +379,7 @@ def measured(rounds: int, by: str, clock: Callable[[], float]) -> list[dict[str,
 def runner(
     traced: Any, decision: Decision, assignment: Assignment, x: jax.Array, clock: Callable[[], float]
 ) -> Callable[[], float]:
-    """Runs the function so placed, and gives the time of a step among others in a row, as in a loop."""
+    """Return a function that runs `ROW` consecutive steps in this placement and returns the mean time of a step."""
     other = replace(decision, found=scored(decision.instance.problem, assignment))
     run = LOCAL.runner(replace(traced, graph=settled(traced.graph, other)), check=False, observe=None)
     leaves, keys = [x], [held.key for held in traced.variables]

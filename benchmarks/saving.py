@@ -1,9 +1,9 @@
-"""How fast is the state of a program saved and restored, and how long does a save hold up a step?
+"""Measure saving and restoring the state of a program, and the delay of steps by a save.
 
-A few large arrays and many small ones, by `dflow.save` and `dflow.restore`, by `numpy.save` and `numpy.load` (a file an
-array, flushed to the disk, no checksum), by Orbax as it comes, and raw: the same bytes into one file, flushed, and from
-it into one buffer. Each save replaces what the one before it wrote. The ways come in random order in each round. Then a
-thread trains on the same state while another saves it: the times of its steps with and without.
+A few large arrays and many small ones, by `dflow.save` and `dflow.restore`, by `numpy.save` and `numpy.load` (a file
+per array, flushed to the disk, no checksum), by Orbax with its defaults, and raw: the same bytes into one file,
+flushed, and from it into one buffer. Each save replaces the previous one. The alternatives run in random order in each
+round. Then a thread trains on the same state while another saves it: the times of its steps with and without a save.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def row(name: str, ways: dict[str, Callable[[], Any]], rounds: int, size: int) -
 
 
 def timed(fn: Callable[[], Any]) -> tuple[float, float]:
-    """How long a call takes, in s, and how much time of the processors it takes."""
+    """Return the wall time and the processor time of a call, in s."""
     started, own = time.perf_counter(), time.process_time()
     fn()
     return time.perf_counter() - started, time.process_time() - own
@@ -118,7 +118,7 @@ def restores(state: Any, folder: Path) -> dict[str, Callable[[], Any]]:
 
 
 def held_up(state: Any, folder: Path, rounds: int) -> list[dict[str, Any]]:
-    """The steps of a thread, when nobody saves and while another thread saves once."""
+    """Measure the steps of a thread, without a save and while another thread saves once."""
 
     @dflow.jit
     def step() -> jax.Array:

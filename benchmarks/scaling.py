@@ -1,9 +1,9 @@
-"""How long would steps take on clusters that we do not own, and does the simulation agree with the OSDI 2016 paper?
+"""Estimate step times on large clusters, and compare the simulation with the OSDI 2016 paper.
 
 Simulated: step times by the models of `distributed/simulation/at_size`, with the paper's hardware as parameters, beside
-what the paper says (sections 6.2 and 6.3). *held out* marks what no parameter was fitted to. Measured: the processor
-time of the coordinator's real state machine, fed with what so many tasks send. `--json` writes the figures to
-benchmarks/results and the plots to docs/images, for which matplotlib is needed (the `plots` extra).
+the paper's figures (sections 6.2 and 6.3). *held out* marks figures that no parameter was fitted to. Measured: the
+processor time of the coordinator's real state machine, fed with the messages of up to 10,000 tasks. `--json` writes the
+figures to benchmarks/results and the plots to docs/images; the plots need matplotlib (the `plots` extra).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PAPER_MS = {
     "dense 1 GB": (1010.0, 7160.0, False),
     "sparse": (5.0, 20.0, False),
 }
-#: Parameters of Inception-v3, as bytes; each worker fetches them and sends as large a gradient. Images of each worker.
+#: Inception-v3: each worker fetches this many bytes of parameters and sends as large a gradient; images per worker.
 INCEPTION, BATCH = Step(95 * MB, 95 * MB), 32
 TRAINING_WORKERS = (25, 50, 100, 150, 200, 300, 400)
 #: From the best normalised speedup, 9.5% at 3, and the shortest step, 1.93 s at 4.
@@ -84,7 +84,7 @@ def training_rows(steps: int) -> list[dict[str, Any]]:
 
 
 def backup_rows(steps: int) -> list[dict[str, Any]]:
-    """Of 50 workers and some more, the first 50 gradients: the step in s, and the speedup for each worker used."""
+    """Take the first 50 gradients of 50 workers and some backups: step in s, and speedup per worker used."""
     rows, first_s = [], 0.0
     for backups in range(6):
         shape = Shape(50 + backups, 17, backups=backups)
@@ -96,7 +96,7 @@ def backup_rows(steps: int) -> list[dict[str, Any]]:
 
 
 def load_rows() -> list[dict[str, Any]]:
-    """What the coordinator of so many tasks bears, with steps of 100 ms and a heartbeat a second."""
+    """Measure the coordinator's load from N tasks, with steps of 100 ms and a heartbeat each second."""
     rows = []
     for tasks in TASKS:
         load = coordinator_load(tasks - 16, 16, 0.1)

@@ -1,7 +1,8 @@
-"""Does a cluster stay as it is for 100,000 steps: memory, descriptors and threads of every process?
+"""Check that memory, descriptors and threads of every process of a cluster stay constant for 100,000 steps.
 
 Two ps tasks and two workers, each a process. A step gathers rows, updates rows and a dense variable, and waits for the
-other worker at a barrier made of queues. *growth* is from a tenth of the way, when caches have filled, to the end.
+other worker at a barrier made of queues. *growth* is measured from a tenth of the steps, when caches are full, to the
+end.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def main() -> None:
 
 
 def looks(steps: int) -> list[dict[str, Any]]:
-    """What the processes held, from time to time."""
+    """Run the steps on a cluster and return the samples of its processes."""
     words = ["--steps", str(steps // WORKERS), "--looks", str(LOOKS), "--workers", str(WORKERS)]
     ended = launched("_soak_worker.py", words, ps=PS, workers=WORKERS, timeout_s=7200)
     start = "[worker:0] looks "

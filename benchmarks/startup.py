@@ -33,9 +33,9 @@ RUN_S = 900
 SIZES = (100, 300, 1000)
 PS = 2
 KINDS = ("elapsed", "processor")
-#: How long each part took, in s, by part.
+#: Time of each part of the start, in s, by the part's name.
 Parts = dict[str, float]
-#: The parts of a worker by `elapsed` and by `processor` time.
+#: The parts of a worker in `elapsed` and in `processor` time.
 Times = dict[str, Parts]
 
 
@@ -54,7 +54,7 @@ def write_bytecode() -> None:
 
 
 def measured(size: int, given: Any) -> list[dict[str, Any]]:
-    """The lines of the table for `size` variables: of each way the round that took least after its imports."""
+    """Return the rows for `size` variables: for each case the round with the least time after its imports."""
     ways: dict[str, Any] = {"dflow": lambda: by_dflow(size), "alone": lambda: {"alone": worker(size, {})}}
     if given.beside:
         ways["TensorFlow"] = lambda: {"TensorFlow": by_tensorflow(size, str(given.beside))}
@@ -66,7 +66,7 @@ def measured(size: int, given: Any) -> list[dict[str, Any]]:
 
 
 def line(parts: Parts) -> Parts:
-    """The parts by their columns."""
+    """Return the parts under the names of the table's columns."""
     created = sum(parts.get(part, 0.0) for part in ("variables", "slots", "graph", "initialisation"))
     found = {"imports s": parts["imports"], "join s": parts["join"], "variables and slots s": created}
     after = {"first step s": parts["first step"], "after imports s": after_imports(parts)}
@@ -74,12 +74,12 @@ def line(parts: Parts) -> Parts:
 
 
 def after_imports(parts: Parts) -> float:
-    """The time of the worker from its imports on."""
+    """Return the time of the worker after its imports."""
     return sum(parts.values()) - parts["imports"] - parts.get("tasks", 0.0)
 
 
 def by_dflow(size: int) -> dict[str, Times]:
-    """The times of three workers on one cluster."""
+    """Return the times of three workers on one cluster."""
     coordinator = f"127.0.0.1:{free_port()}"
     joins = {"DFLOW_COORDINATOR": coordinator, "DFLOW_JOB": "worker"}
     jobs = ["--job", f"ps={PS}", "--job", "worker=2"]
@@ -92,7 +92,7 @@ def by_dflow(size: int) -> dict[str, Times]:
 
 
 def beside(tasks: Sequence[subprocess.Popen[str]], run: Callable[..., Times], *given: Any) -> Times:
-    """What `run` gives, and the processor time of the tasks meanwhile."""
+    """Return the result of `run`, with the processor time of the tasks in the meantime."""
     before = sum(map(processor_s, tasks))
     times = run(*given)
     times["processor"]["tasks"] = sum(map(processor_s, tasks)) - before
@@ -113,7 +113,7 @@ def worker(size: int, place: dict[str, str]) -> Times:
 
 
 def by_tensorflow(size: int, python: str) -> Times:
-    """The times of one worker, on a cluster of TensorFlow's whose ps tasks are up."""
+    """Return the times of one worker, on a TensorFlow cluster whose ps tasks are running."""
     addresses = [f"localhost:{free_port()}" for _ in range(PS + 1)]
     spec = ["--ps", *addresses[:PS], "--workers", *addresses[PS:]]
     script = [python, str(ROOT / "benchmarks" / "_startup_tensorflow.py")]
@@ -129,7 +129,7 @@ def by_tensorflow(size: int, python: str) -> Times:
 
 @contextmanager
 def running(words: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
-    """A process that is ended at the end."""
+    """Start a process, and end it with the block."""
     task = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         yield task
@@ -139,7 +139,7 @@ def running(words: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
 
 
 def times_of(words: Sequence[str], variables: dict[str, str]) -> Times:
-    """What a worker prints that is started now."""
+    """Start a worker with these variables and return the times that it prints."""
     began = [*words, "--began", str(time.time())]
     ended = subprocess.run(began, env=variables, capture_output=True, text=True, timeout=RUN_S, check=False)
     lines = [text for text in ended.stdout.splitlines() if text.startswith("times ")]

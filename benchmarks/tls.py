@@ -1,8 +1,8 @@
-"""What do certificates and a shared secret cost, in time of the processors?
+"""Measure the processor time of certificates and of a shared secret.
 
-Both ends are in this process, so its time is what both take together; it is the least of several rounds, in which the
-ways take turns. *connect* is a new connection until both sides have said who they are, *round trip* a call with 4 bytes
-and its answer, *100 MB* a payload of so much and a word back.
+Both ends are in this process, so its processor time covers both; the figures are the least of several rounds with the
+alternatives interleaved. *connect* is a new connection until both sides are authenticated, *round trip* a call with 4
+bytes and its answer, *100 MB* a payload of 100 MB and a short answer.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def row(what: str, ways: dict[str, Callable[[], None]], unit: float, times: int,
 
 
 def processor_seconds(way: Callable[[], None], times: int) -> float:
-    """The time of the processors that one run of `way` takes in this process."""
+    """Return the processor time of one run of `way` in this process, averaged over `times` runs."""
     started = time.process_time()
     for _ in range(times):
         way()
@@ -84,7 +84,7 @@ def ask(peer: Peer, payload: bytes) -> None:
 
 
 class Answers(RefuseAll):
-    """Answers every call by a word."""
+    """Answers every call with four bytes."""
 
     def on_call(self, peer: Peer, message: AnyMessage, payload: memoryview, responder: Responder) -> None:
         """Answer."""

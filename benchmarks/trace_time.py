@@ -1,8 +1,8 @@
-"""How long is it from the call to the first result, by `dflow.jit` and by `jax.jit`?
+"""Measure the time from the call to the first result, by `dflow.jit` and by `jax.jit`.
 
 A new function each time, so that nothing is cached: a training step of a transformer of 24 layers (forward, backward,
 SGD), with its parameters as variables and as a pytree; and a chain of 1,000 ops, without state and with a counter.
-XLA's part is most of it, the same for both; what dflow adds is the graph and its passes.
+XLA's part dominates and is the same for both; dflow adds the graph and its passes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main() -> None:
     )
     rows = []
     for name, ways, rounds in functions:
-        in_turn(ways, 1)  # what is first compiled for a process at all
+        in_turn(ways, 1)  # compiles the code that JAX needs once per process
         found = in_turn(ways, rounds)
         middle, low, high = median_ratio(found["dflow.jit"], found["jax.jit"])
         rows.append(
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def first_call(make: Callable[[], Callable[[], Any]]) -> Callable[[], float]:
-    """The time of the first call of a function that is made anew."""
+    """Return a function that makes a new function and returns the time of its first call."""
 
     def measured() -> float:
         jax.clear_caches()

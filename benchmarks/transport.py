@@ -1,10 +1,10 @@
-"""How long does a value take from one process to another, and what is added to plain sockets?
+"""Measure the time to send a value from one process to another, beside plain sockets.
 
-A round trip is a call with 4 bytes, answered by 4. A transfer is an array of so many MB on the CPU device of one
-process, sent to another, an array on its device there, and a word back. *tls* is TCP under a shared secret. *raw* is as
-many bytes over a plain TCP or Unix socket into one buffer that is used again, and a byte back. All ways are measured in
-turn, round by round; `x raw` is the median of the ratios to the raw TCP socket of the same round, with the 10th and the
-90th percentile.
+A round trip is a call with 4 bytes, answered by 4. A transfer sends an array of N MB from the CPU device of one process
+to another, which makes an array on its device and answers. *tls* is TCP under a shared secret. *raw* is as many bytes
+over a plain TCP or Unix socket into one reused buffer, and a byte back. All alternatives are interleaved, round by
+round; `x raw` is the median of the ratios to the raw TCP socket of the same round, with the 10th and the 90th
+percentile.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WAIT_S = 60.0
 CALLS = 200
 MEGABYTES = (1, 10, 100)
 
-#: Where a server listens, by the name of the way.
+#: Listening addresses, by transport.
 LISTENS = {"tcp": "127.0.0.1:0", "tls": "127.0.0.1:0", "unix": "unix:", "shared memory": "unix:"}
 
 
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def measured(addresses: dict[str, str], folder: str, rounds: int) -> list[dict[str, Any]]:
-    """A line for each size and way."""
+    """Return a row for each size and transport."""
     peers = {name: reach(name, folder, addresses[name]) for name in LISTENS}
     rows = compared("round trip", partial(round_trips, addresses, peers), rounds)
     for megabytes in MEGABYTES:
@@ -122,10 +122,10 @@ def transport_of(name: str, folder: str) -> SocketTransport:
 
 
 class Takes(RefuseAll):
-    """Makes an array on the device of every value, and answers calls."""
+    """Makes an array on the device from every value, and answers calls."""
 
     def on_call(self, peer: Peer, message: AnyMessage, payload: memoryview, responder: Responder) -> None:
-        """Answer as asked."""
+        """Answer a value by Ok, and any other call by its own message and payload."""
         if isinstance(message, Value):
             taken = decode_array(message.dtype, message.shape, payload)
             jax.block_until_ready(jax.device_put(taken, may_alias=True))
@@ -135,7 +135,7 @@ class Takes(RefuseAll):
 
 
 def serve(pipe: multiprocessing.connection.Connection, folder: str) -> None:
-    """The other process: listens in every way, and sends through `pipe` where."""
+    """Run the other process: listen with every transport, and send the addresses through `pipe`."""
     raw_tcp, raw_unix = socket.create_server(("127.0.0.1", 0)), socket.socket(socket.AF_UNIX)
     raw_unix.bind(str(Path(folder, "raw")))
     raw_unix.listen()
@@ -151,7 +151,7 @@ def serve(pipe: multiprocessing.connection.Connection, folder: str) -> None:
 
 
 def serve_raw(listening: socket.socket) -> None:
-    """Take connections one by one for ever: each says first how many bytes it sends at a time."""
+    """Accept connections for ever; each first sends the size of its messages in bytes."""
     while True:
         sock, _ = listening.accept()
         threading.Thread(target=serve_raw_sizes, args=(sock,), daemon=True).start()

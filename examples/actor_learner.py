@@ -1,11 +1,11 @@
-"""Actors walk through a corridor and put what they saw into a queue; a learner takes batches out and learns from them.
+"""Actors walk through a corridor and enqueue their transitions; a learner dequeues batches and learns from them.
 
     python examples/actor_learner.py
     dflow launch --ps 1 --workers 4 --job learner=1 examples/actor_learner.py
 
-Alone, all are threads of one process over the same variables and queue. Launched, each is a process, and the variables
-and the queue live on a parameter task. Each actor and the learner is one compiled function with a loop in it that waits
-for the queue: a full queue holds the actors back, an empty one the learner.
+Standalone, all are threads of one process over the same variables and queue. Launched, each is a process, and the
+variables and the queue live on a parameter task. Each actor and the learner is one compiled function with a loop that
+waits for the queue: the actors wait while it is full, the learner while it is empty.
 """
 
 import argparse
@@ -24,20 +24,20 @@ scalar = jax.ShapeDtypeStruct((), jnp.int32)
 seen = {"state": scalar, "action": scalar, "reward": jax.ShapeDtypeStruct((), jnp.float32), "after": scalar}
 with cluster.parameter_servers():
     transitions = dflow.FIFOQueue(256, seen, name="transitions")
-    #: How much reward to expect, by state and action: 0 is a step to the left, 1 to the right. At first too much is
-    #: expected of everything, so that everything is tried.
+    #: Expected reward by state and action: 0 is a step to the left, 1 to the right. The initial values are too high, so
+    #: that every action is tried.
     worth = dflow.Variable(lambda: jnp.ones((STATES, 2)), name="worth")
 
 
 def walk(state, action):
-    """The corridor: a step to either side, and a reward at its end, from where one starts anew."""
+    """The corridor: a step to either side, and a reward at its end, where an episode ends."""
     after = jnp.clip(state + 2 * action - 1, 0, GOAL)
     return after, jnp.where(after == GOAL, 1.0, 0.0)
 
 
 @dflow.jit
 def act(key, steps):
-    """Walk by the latest worth of each action, half of the time at random, and tell the learner."""
+    """Walk by the latest values of the actions, half of the time at random, and enqueue the transitions."""
 
     def step(_, carry):
         state, key = carry
@@ -54,7 +54,7 @@ def act(key, steps):
 
 
 def improve(batch):
-    """Move the worth of what was done towards the reward and what may be had afterwards; the mean error."""
+    """Move the values of the actions taken towards the reward plus the discounted future; return the mean error."""
     future = jnp.where(batch["after"] == GOAL, 0.0, worth.read()[batch["after"]].max(1))
     error = batch["reward"] + 0.9 * future - worth.read()[batch["state"], batch["action"]]
     worth.assign_add(jnp.zeros((STATES, 2)).at[batch["state"], batch["action"]].add(0.03 * error))
@@ -63,17 +63,17 @@ def improve(batch):
 
 @dflow.jit
 def learn(batches):
-    """Learn from so many batches of the queue; the error of the last."""
+    """Learn from `batches` batches of the queue; return the error of the last."""
     return jax.lax.fori_loop(0, batches, lambda _, last: improve(transitions.dequeue_many(BATCH)), jnp.float32(0))
 
 
 def best(states):
-    """The action that is worth most in each state."""
+    """Return the action with the highest value in each state."""
     return jnp.argmax(worth.read()[states], axis=1)
 
 
 def exported() -> dflow.Exported:
-    """What others need to act, and to go on learning. The queue is of this process, and no part of it."""
+    """Export the functions to act and to continue learning, without the queue, which belongs to this process."""
     whole, number = dflow.spec("n", jnp.int32), dflow.spec("n", jnp.float32)
     return dflow.export(
         {
@@ -84,7 +84,7 @@ def exported() -> dflow.Exported:
 
 
 def steps_to_goal() -> int:
-    """How long the learned way is; at most 100 steps are tried."""
+    """Return the length of the learned way, at most 100 steps."""
     state = steps = 0
     while state != GOAL and steps < 100:
         state = int(walk(state, int(jnp.argmax(worth[state])))[0])
@@ -93,7 +93,7 @@ def steps_to_goal() -> int:
 
 
 def learn_all(actors: int, steps: int) -> None:
-    """Learn from all that so many actors tell."""
+    """Learn from all transitions of `actors` actors with `steps` steps each."""
     batches = actors * steps // BATCH
     error = learn(batches)
     print(f"learned from {batches * BATCH} transitions of {actors} actors; {int(transitions.size())} are left")

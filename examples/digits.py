@@ -19,7 +19,7 @@ import dflow
 
 
 def read_digits() -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
-    """The training and the test split: images f32[n,8,8,1] in [0, 1], labels i32[n]. A fifth is held out."""
+    """Return the training and the test split: images f32[n,8,8,1] in [0, 1], labels i32[n]. A fifth is held out."""
     digits = load_digits()
     order = np.random.default_rng(0).permutation(len(digits.target))
     images = (digits.images[order, :, :, None] / 16).astype(np.float32)
@@ -52,7 +52,7 @@ def make_model() -> dict:
 
 
 def predict(model: dict, images: jax.Array) -> jax.Array:
-    """The logits f32[n,10] of images f32[n,8,8,1]."""
+    """Return the logits f32[n,10] of images f32[n,8,8,1]."""
     p = dflow.read(model)
     x = images
     for layer, stride in ((p["conv1"], 1), (p["conv2"], 2)):
@@ -66,13 +66,13 @@ def predict(model: dict, images: jax.Array) -> jax.Array:
 
 
 def make() -> tuple[dict, dflow.Optimizer]:
-    """The model and its optimizer."""
+    """Return the model and its optimizer."""
     model = make_model()
     return model, dflow.Optimizer(optax.adam(1e-3), model, name="adam")
 
 
 def make_steps(model: dict, optimizer: dflow.Optimizer) -> tuple[Callable, Callable]:
-    """A step of training and the accuracy of a batch, both compiled."""
+    """Return a step of training and the accuracy of a batch, both compiled."""
 
     @dflow.jit
     def train_step(images, labels):
@@ -92,7 +92,7 @@ def make_steps(model: dict, optimizer: dflow.Optimizer) -> tuple[Callable, Calla
 
 
 def exported(model: dict, optimizer: dflow.Optimizer) -> dflow.Exported:
-    """What others need to serve the model, to go on training it, and to test it, for batches of any size."""
+    """Export the functions to serve the model, to continue training it, and to test it, for batches of any size."""
     train_step, accuracy = make_steps(model, optimizer)
     images, labels = dflow.spec("n, 8, 8, 1", jnp.float32), dflow.spec("n", jnp.int32)
     return dflow.export(
@@ -105,7 +105,7 @@ def exported(model: dict, optimizer: dflow.Optimizer) -> dflow.Exported:
 
 
 def shuffled(images: np.ndarray, labels: np.ndarray, *, size: int, seed: int) -> Iterator[tuple]:
-    """Batches without end, in an order of the worker's own."""
+    """Yield batches without end, in orders drawn from `seed`."""
     order = np.random.default_rng(seed)
     while True:
         chosen = order.choice(len(labels), size, replace=False)

@@ -1,11 +1,11 @@
 """Train a classifier whose softmax and cross-entropy are one Pallas kernel, forwards and backwards.
 
-    python examples/pallas_kernel.py            # on a CPU by the interpreter of Pallas: for a look, not for use
-    python examples/pallas_kernel.py --plain    # the plain function alone, for comparison
+    python examples/pallas_kernel.py            # on a CPU in Pallas' interpreter: to try it out, not for use
+    python examples/pallas_kernel.py --plain    # only the plain function, for comparison
 
-The plain function says what the loss is and runs wherever no implementation does. On TPUs and NVIDIA GPUs the Pallas
-kernels take its place: each program reads a block of rows once and writes the losses, or their gradients, so that the
-table of probabilities is never in memory.
+The plain function defines the loss and runs on every platform without an implementation. On TPUs and NVIDIA GPUs the
+Pallas kernels replace it: each program reads a block of rows once and writes the losses, or their gradients, so that
+the table of probabilities is never in memory.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def gradient_body(logits_ref, labels_ref, cotangent_ref, gradient_ref):
 
 
 def by_rows(body, columns, *operands: jax.Array, interpret):
-    """Run `body` on blocks of rows of the operands; the result has the rows of the first, and so many columns."""
+    """Run `body` on blocks of rows of the operands; the result has the rows of the first, and `columns` columns."""
     rows = operands[0].shape[0]
     blocks = [pl.BlockSpec((ROWS, operand.shape[1]), lambda i: (i, 0)) for operand in operands]
     return pl.pallas_call(
@@ -59,7 +59,7 @@ def by_rows(body, columns, *operands: jax.Array, interpret):
 
 
 def pallas_cross_entropy(interpret):
-    """The kernel's implementation in Pallas, with a gradient of its own."""
+    """Return the kernel's implementation in Pallas, with its own gradient."""
 
     @jax.custom_vjp
     def fused_cross_entropy(logits, labels):
@@ -78,7 +78,7 @@ def pallas_cross_entropy(interpret):
 
 
 def make(plain=False):
-    """The data, the variable, and its optimizer; with `plain` this platform runs the plain function."""
+    """Return the data, the variable, and its optimizer; with `plain` this platform runs the plain function."""
     dflow.kernel(cross_entropy, platform=["cuda", "tpu"])(pallas_cross_entropy(interpret=False))
     if not plain:
         dflow.kernel(cross_entropy, platform="cpu")(pallas_cross_entropy(interpret=True))
@@ -90,7 +90,7 @@ def make(plain=False):
 
 
 def make_step(points, labels, w, optimizer):
-    """A step of training, compiled."""
+    """Return a compiled step of training."""
 
     @dflow.jit
     def train_step():
@@ -102,7 +102,7 @@ def make_step(points, labels, w, optimizer):
 
 
 def exported(points, labels, w, optimizer) -> dflow.Exported:
-    """A step of training, with the kernel of each platform in it; Pallas asks for a GPU when it lowers for GPUs."""
+    """Export a step of training with the kernel of each platform; for GPUs Pallas asks for the kind of GPU."""
     return dflow.export(make_step(points, labels, w, optimizer), platforms=("cpu", "tpu"))
 
 
