@@ -105,7 +105,7 @@ def exported(model: dict, optimizer: dflow.Optimizer) -> dflow.Exported:
 
 
 def shuffled(images: np.ndarray, labels: np.ndarray, *, size: int, seed: int) -> Iterator[tuple]:
-    """Yield batches without end, in orders drawn from `seed`."""
+    """Yield random batches without end, drawn from `seed`."""
     order = np.random.default_rng(seed)
     while True:
         chosen = order.choice(len(labels), size, replace=False)
