@@ -39,7 +39,7 @@ from dflow.distributed.messages import (
     RoundsDone,
     RunPlan,
 )
-from dflow.distributed.metrics import MetricsEndpoint, task_metrics
+from dflow.distributed.metrics import MetricsEndpoint
 from dflow.distributed.plan_registration import PlanRegistration
 from dflow.distributed.rendezvous import describe
 from dflow.distributed.run_folder import run_folder
@@ -48,6 +48,7 @@ from dflow.distributed.step_parts import StepParts, cancel_elsewhere
 from dflow.distributed.strategies.applying import shared_step
 from dflow.distributed.strategies.backup_workers import without_backups
 from dflow.distributed.strategies.round_part import Part
+from dflow.distributed.task_metrics import task_metrics
 from dflow.distributed.task_server import TaskServer, TaskSettings
 from dflow.distributed.tracer import Here, Observed, Tracer
 from dflow.distributed.transport.addresses import LOCAL_ADDRESS

@@ -1,4 +1,4 @@
-"""Metrics of a task or the coordinator for Prometheus, over HTTP.
+"""Metrics for Prometheus, over HTTP; here those of the coordinator, in `task_metrics` those of a task.
 
 Counters are read when a scrape arrives; nothing here slows a step down. Invariant: the number of labels is bounded,
 however a program names its queues and however many tasks exist: values beyond the first `MOST_NAMED` are one sum.
@@ -17,9 +17,6 @@ from dflow.tracing.task_name import short_task_name
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
-
-    # The coordinator serves metrics too, and needs no JAX.
-    from dflow.distributed.task_server import TaskServer
 
 VARIABLE = "DFLOW_METRICS_PORT"
 LOOPBACK = "127.0.0.1"
@@ -70,11 +67,6 @@ def metrics_place(place: str | int) -> tuple[str, int]:
     return host.strip("[]") or LOOPBACK, int(port)
 
 
-def task_metrics(server: TaskServer) -> Collect:
-    """Return a function that collects the metrics of one task."""
-    return lambda: _of_task(server)
-
-
 def coordinator_metrics(status: Callable[[], Status]) -> Collect:
     """Return a function that collects the coordinator's metrics from its status."""
     return lambda: _of_coordinator(status())
@@ -88,56 +80,34 @@ class _Collector:
         return self._collect()
 
 
-def _of_task(server: TaskServer) -> Iterator[Metric]:
-    from prometheus_client.core import InfoMetricFamily
-
-    yield InfoMetricFamily("dflow_task", "Which task this is.", {"task": short_task_name(server.name)})
-    yield from _of_steps("step", "steps that this task started", server.steps.totals())
-    yield from _of_steps("part", "parts of steps that this task ran", server.parts.totals())
-    sent: dict[str, int] = {}
-    for entry in server.traffic():
-        sent[entry.destination] = sent.get(entry.destination, 0) + entry.size_bytes
-    yield _counter("dflow_sent_bytes", "Bytes of values sent, by peer.", "peer", _short(sent))
-    yield _counter("dflow_received_bytes", "Bytes of values received, by peer.", "peer", _short(server.taken_in()))
-    state = server.state()
-    for name, text, number in (
-        ("dflow_running_parts", "Parts of steps that run now.", state.running),
-        ("dflow_values_waited_for", "Values that are waited for now.", state.waiting),
-        ("dflow_values_held", "Values that came and nobody has taken yet.", state.held),
-        ("dflow_connections", "Open connections to other tasks.", server.connections()),
-    ):
-        yield _gauge(name, text, "", {"": number})
-    depths = {depth.name: depth.size for depth in state.depths}
-    text = "Elements in each queue, gradients in each accumulator."
-    yield _gauge("dflow_resource_depth", text, "resource", _bounded(depths))
-
-
 def _of_coordinator(status: Status) -> Iterator[Metric]:
     live = [info for info in status.tasks if info.left_at_s is None]
     stalled = sum(health.stalled_since_s is not None for health in status.health)
     tasks = {"live": len(live), "stalled": stalled, "expected": len(status.expected)}
-    yield _gauge("dflow_tasks", "Tasks by state; those that are stalled are live too.", "state", tasks)
-    yield _counter("dflow_tasks_left", "Tasks that have left, for whatever reason.", "", {"": status.left})
-    yield _counter("dflow_run_steps_done", "Steps of all runs that are done.", "", {"": status.steps_done})
-    yield _gauge("dflow_run_steps", "Steps that all runs have.", "", {"": status.steps_total})
-    yield _gauge("dflow_variables", "Variables, queues and accumulators.", "", {"": len(status.variables)})
+    yield gauge("dflow_tasks", "Tasks by state; those that are stalled are live too.", "state", tasks)
+    yield counter("dflow_tasks_left", "Tasks that have left, for whatever reason.", "", {"": status.left})
+    yield counter("dflow_run_steps_done", "Steps of all runs that are done.", "", {"": status.steps_done})
+    yield gauge("dflow_run_steps", "Steps that all runs have.", "", {"": status.steps_total})
+    yield gauge("dflow_variables", "Variables, queues and accumulators.", "", {"": len(status.variables)})
     size = sum(info.size_bytes for info in status.variables)
-    yield _gauge("dflow_variables_bytes", "What they take, or may come to take.", "", {"": size})
-    yield _counter("dflow_sent_bytes", "Bytes of values sent.", "", {"": sum(t.size_bytes for t in status.traffic)})
+    yield gauge("dflow_variables_bytes", "What they take, or may come to take.", "", {"": size})
+    yield counter("dflow_sent_bytes", "Bytes of values sent.", "", {"": sum(t.size_bytes for t in status.traffic)})
 
 
-def _of_steps(noun: str, text: str, totals: StepTotals) -> Iterator[Metric]:
+def of_steps(noun: str, text: str, totals: StepTotals) -> Iterator[Metric]:
+    """Yield the counts of steps by outcome and by error, and the histogram of their times in s."""
     from prometheus_client.core import HistogramMetricFamily
 
     ended = {"ok": totals.done, "error": sum(totals.errors.values())}
-    yield _counter(f"dflow_{noun}s", f"The {text} and that have ended, by outcome.", "outcome", ended)
-    yield _counter(f"dflow_{noun}_errors", f"The {text} and that failed, by error.", "error", totals.errors)
+    yield counter(f"dflow_{noun}s", f"The {text} and that have ended, by outcome.", "outcome", ended)
+    yield counter(f"dflow_{noun}_errors", f"The {text} and that failed, by error.", "error", totals.errors)
     bounds = [*map(str, BOUNDS_S), "+Inf"]
     buckets = list(zip(bounds, itertools.accumulate(totals.buckets), strict=True))
     yield HistogramMetricFamily(f"dflow_{noun}_seconds", f"Time of the {text}.", buckets, totals.total_s)
 
 
-def _counter(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+def counter(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+    """Return a counter with one value for each value of its label; without a label, of the key ""."""
     from prometheus_client.core import CounterMetricFamily
 
     family = CounterMetricFamily(name, text, labels=[label] if label else [])
@@ -146,7 +116,8 @@ def _counter(name: str, text: str, label: str, values: Mapping[str, float]) -> M
     return family
 
 
-def _gauge(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+def gauge(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+    """Return a gauge, like `counter`."""
     from prometheus_client.core import GaugeMetricFamily
 
     family = GaugeMetricFamily(name, text, labels=[label] if label else [])
@@ -155,11 +126,12 @@ def _gauge(name: str, text: str, label: str, values: Mapping[str, float]) -> Met
     return family
 
 
-def _short(by_task: Mapping[str, int]) -> dict[str, int]:
-    return _bounded({short_task_name(task): size for task, size in by_task.items()})
+def by_short_name(by_task: Mapping[str, int]) -> dict[str, int]:
+    """Return the bounded values by the short names of tasks."""
+    return bounded({short_task_name(task): size for task, size in by_task.items()})
 
 
-def _bounded(values: Mapping[str, int]) -> dict[str, int]:
+def bounded(values: Mapping[str, int]) -> dict[str, int]:
     """Keep the first values, which stay the same as more are added, and sum the others."""
     first = dict(itertools.islice(values.items(), MOST_NAMED))
     others = sum(value for name, value in values.items() if name not in first)

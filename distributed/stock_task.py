@@ -14,9 +14,10 @@ from dflow.distributed.coordinator_session import SessionSettings
 from dflow.distributed.dump_signal import dump_on_signal
 from dflow.distributed.flight_recorder import FlightRecorder
 from dflow.distributed.membership import STOPPED
-from dflow.distributed.metrics import MetricsEndpoint, task_metrics
+from dflow.distributed.metrics import MetricsEndpoint
 from dflow.distributed.run_folder import run_folder
 from dflow.distributed.stop_signal import StopSignal
+from dflow.distributed.task_metrics import task_metrics
 from dflow.distributed.task_server import TaskServer
 from dflow.distributed.transport.addresses import LOCAL_ADDRESS
 from dflow.distributed.transport.base import Transport

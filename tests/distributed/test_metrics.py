@@ -18,11 +18,11 @@ from dflow.distributed.coordinator import Coordinator
 from dflow.distributed.metrics import (
     MOST_NAMED,
     MetricsEndpoint,
-    _bounded,
+    bounded,
     coordinator_metrics,
     metrics_place,
-    task_metrics,
 )
+from dflow.distributed.task_metrics import task_metrics
 from dflow.distributed.transport.sockets import SocketTransport
 from dflow.testing import MemoryCluster, memory_cluster
 from dflow.tracing.errors import ConfigError, VariableError
@@ -109,10 +109,10 @@ def test_the_coordinator_tells_of_its_tasks(memory: MemoryCluster) -> None:
 
 def test_labels_are_bounded_and_what_is_beyond_is_one_sum() -> None:
     values = {str(number): 1 for number in range(MOST_NAMED + 7)}
-    bounded = _bounded(values)
-    assert len(bounded) == MOST_NAMED + 1
-    assert bounded["others"] == 7
-    assert _bounded({"a": 2}) == {"a": 2}
+    found = bounded(values)
+    assert len(found) == MOST_NAMED + 1
+    assert found["others"] == 7
+    assert bounded({"a": 2}) == {"a": 2}
 
 
 @pytest.mark.parametrize(
