@@ -105,7 +105,7 @@ def _warn(names: list[str], kind: str, are_one: bool, first: Loc | None, second:
         f"{kind}{'s' * (len(names) > 1)} {shown}: expected an unused name, got that of one in use: "
         f"{fact}{at(second)}\n"
         f"  the one in use was made{at(first)}\n"
-        "  give one of the two another name or `prefix=`, or use the later alone"
+        "  give one of the two another name or `prefix=`, or its own `dflow.container(...)`, or use the later alone"
     )
     if second is None:
         warnings.warn(text, DuplicateNameWarning, stacklevel=2)

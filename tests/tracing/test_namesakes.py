@@ -207,3 +207,38 @@ def test_a_namesake_made_after_a_step_ran_is_warned_of_at_the_next_call(place: P
         warnings.simplefilter("error")
         for _ in range(2):
             step()
+
+
+class Layer:
+    """Names its variables itself, as a class of models does."""
+
+    def __init__(self) -> None:
+        self.w, self.b = dflow.Variable(jnp.ones(2), name="w"), dflow.Variable(jnp.zeros(2), name="b")
+
+    @dflow.jit
+    def __call__(self, x: Any) -> Any:
+        return x * self.w + self.b
+
+
+def used_in_turn(layers: list[Layer]) -> None:
+    for _ in range(3):
+        for layer in layers:
+            layer(jnp.ones(2))
+
+
+def test_models_of_one_class_are_warned_of_once_each_however_often_they_are_used(place: Place) -> None:
+    with place[0]():
+        layers = [Layer() for _ in range(3)]
+    with pytest.warns(dflow.DuplicateNameWarning) as caught:
+        used_in_turn(layers)
+    assert len(caught) == 2  # of the first with the second, and of that with the third
+    assert all(str(each.message).startswith("variables 'w', 'b': expected an unused name") for each in caught)
+    assert "or its own `dflow.container(...)`" in str(caught[0].message)
+
+
+def test_models_of_one_class_in_containers_of_their_own_are_silent(place: Place) -> None:
+    layers = []
+    for name in ("left", "right"):
+        with dflow.container(name), place[0]():
+            layers.append(Layer())
+    used_in_turn(layers)
