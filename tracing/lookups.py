@@ -11,7 +11,11 @@ their rows (`early_lookups`). In any other body a lookup is a use like any other
 
 from __future__ import annotations
 
+import functools
+import math
+import operator
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -86,6 +90,10 @@ class Search:
         self.inside: dict[Any, Equation] = {}
         #: The equations of the program, and of functions it calls, that have lookups in their bodies.
         self.bodies: list[BodyUse] = []
+        #: Number of rows of each variable that a run looks up at least, whichever branches it takes.
+        self.least: Counter[Any] = Counter()
+        #: The first `cond` that looks rows of a variable up.
+        self.branched: dict[Any, Equation] = {}
 
     def walk(self, jaxpr: Jaxpr, tables: dict[Any, Any]) -> None:
         """Look at every equation; `tables` has the variable that each value is a read of."""
@@ -114,10 +122,13 @@ class Search:
     def _look_into(self, equation: Equation, tables: dict[Any, Any]) -> None:
         """Look into bodies whose lookups are done before them. A variable whose value a scan carries is used whole."""
         first, last = _passed_in(equation)
-        given, body = equation.invars[first:last], Search()
+        given, body, by_part = equation.invars[first:last], Search(), []
         for inner, _ in inner_parts(equation.params):
+            body.least = Counter()
             body.walk(inner, _tables_inside(inner.invars[: len(given)], given, tables))
+            by_part.append(body.least)
         self._whole(equation.invars[last:], tables)
+        self._count(equation, body, functools.reduce(operator.and_, by_part))
         self.used_whole |= body.used_whole
         self.inside = body.inside | self.inside
         self.sites += [_repeated(site, equation) for site in body.sites]
@@ -125,6 +136,13 @@ class Search:
             reads = enumerate(equation.invars)
             held = {number: tables[atom] for number, atom in reads if not is_literal(atom) and atom in tables}
             self.bodies.append(BodyUse(equation, held))
+
+    def _count(self, equation: Equation, body: Search, least: Counter[Any]) -> None:
+        """Count the rows that the bodies of an equation look up at least, in one iteration."""
+        times = equation.params["length"] if equation.primitive.name == "scan" else 1
+        self.least.update({variable: times * count for variable, count in least.items()})
+        here = {site.variable: equation for site in body.sites} if equation.primitive.name == "cond" else {}
+        self.branched = body.branched | here | self.branched
 
     def _inside(self, equation: Equation) -> None:
         """Note the variables that a body touches: all are used whole, some by lookups alone."""
@@ -144,6 +162,7 @@ class Search:
         places = ArrayType(_wide_dtype(indices), shape[: len(shape) - len(variable.shape) + 1])
         drops = is_own or _mode(equation) != GatherScatterMode.CLIP
         self.sites.append(Site(variable, ArrayType(aval.dtype, shape), places, drops))
+        self.least[variable] += math.prod(places.shape)
 
     def _whole(self, atoms: Sequence[Any], tables: Mapping[Any, Any]) -> None:
         self.used_whole.update(tables[atom] for atom in atoms if not is_literal(atom) and atom in tables)
