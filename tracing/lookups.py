@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -261,9 +261,16 @@ def _tapped_jvp(primals: Any, tangents: Any) -> Any:
     return _tapped(*primals), tangents[0] + tangents[1]
 
 
-#: Runs an equation in a `State`, with these rows for the lookups in its bodies: the results, and no places. With None
-#: for the rows it gives the places of the lookups too, and results made of `later_p`.
-RunBody: TypeAlias = Callable[[Any, Sequence[Any] | None], tuple[list[Any], list[Any]]]
+class Found(NamedTuple):
+    """The rows that a lookup found, and their places: counted from the start, and past an end where they were."""
+
+    rows: Any
+    places: Any
+
+
+#: Runs an equation in a `State`, with what the lookups in its bodies found: the results, and no places. With None for
+#: it the places of the lookups too, and results made of `later_p`.
+RunBody: TypeAlias = Callable[[Any, Sequence[Found] | None], tuple[list[Any], list[Any]]]
 
 
 class Lookups(ABC):
@@ -275,19 +282,18 @@ class Lookups(ABC):
     def rows(self, variable: Any, indices: Any) -> Any:
         """The rows of a variable at indices that may count from the end or be past one."""
         indices = _wide(indices)
-        return self._rows(variable, jnp.where(indices < 0, indices + variable.shape[0], indices))
+        return self._find(variable, jnp.where(indices < 0, indices + variable.shape[0], indices)).rows
 
     def gather(self, equation: Equation, variable: Any, starts: Any) -> Any:
         """What JAX's own gather gives, by a lookup; `starts` is its second operand."""
         is_gather, kept_dim = equation.primitive.name == "gather", _kept_dim(equation)
-        places = _wide(starts[..., 0] if is_gather else jnp.asarray(starts))
-        rows = self._rows(variable, places)
+        rows, places = self._find(variable, _wide(starts[..., 0] if is_gather else jnp.asarray(starts)))
         if _mode(equation) == GatherScatterMode.FILL_OR_DROP:
             rows = jnp.where(_is_there(variable, places), rows, _fill_value(equation.params["fill_value"], rows.dtype))
         return rows if kept_dim is None else jnp.expand_dims(rows, kept_dim)
 
     @abstractmethod
-    def _rows(self, variable: Any, places: Any) -> Any:
+    def _find(self, variable: Any, places: Any) -> Found:
         """Rows by places from the start; of one past an end, that at the end."""
 
     @abstractmethod
@@ -303,38 +309,38 @@ class TappedLookups(Lookups):
         self.indices: list[Any] = []
         self._left = iter([*zip(sites, taps, strict=True)])
 
-    def _rows(self, variable: Any, places: Any) -> Any:
+    def _find(self, variable: Any, places: Any) -> Found:
         site, tap = next(self._left)
         if site.drops:
             tap = jnp.where(_is_there(variable, places), tap, jnp.zeros_like(tap))
         inside = jnp.clip(places, 0, variable.shape[0] - 1)
         self.indices.append(inside)
-        return _tapped(gather_p.bind(inside, handle=variable.handle), tap)
+        return Found(_tapped(gather_p.bind(inside, handle=variable.handle), tap), places)
 
     def inside(self, sites: Sequence[Site], run: RunBody, state: Any) -> list[Any]:
-        """Look up before the equation, and give its bodies the rows."""
+        """Look up before the equation, and give its bodies the rows and places, which they do not compute again."""
         jaxpr, consts, _ = make_jaxpr(lambda: run(state.copy(), None)[1])
         places = jax.core.eval_jaxpr(live_part(jaxpr), [*map(jax.lax.stop_gradient, consts)])
-        rows = [self._rows(site.variable, place) for site, place in zip(sites, places, strict=True)]
-        return run(state, rows)[0]
+        found = [self._find(site.variable, place) for site, place in zip(sites, places, strict=True)]
+        return run(state, found)[0]
 
 
 class BodyLookups(Lookups):
-    """The lookups of a body. Their rows are given; or `rows` is None, and their places are found."""
+    """The lookups of a body. What they find is given; or `found` is None, and their places are computed."""
 
-    def __init__(self, tables: Collection[Any], rows: Sequence[Any] | None) -> None:
+    def __init__(self, tables: Collection[Any], found: Sequence[Found] | None) -> None:
         super().__init__(tables)
         self.places: list[Any] = []
-        self._given = None if rows is None else iter(rows)
+        self._given = None if found is None else iter(found)
 
-    def _rows(self, variable: Any, places: Any) -> Any:
+    def _find(self, variable: Any, places: Any) -> Found:
         if self._given is not None:
             return next(self._given)
         self.places.append(places)
-        return later_p.bind(shape=(*places.shape, *variable.shape[1:]), dtype=variable.dtype)
+        return Found(later_p.bind(shape=(*places.shape, *variable.shape[1:]), dtype=variable.dtype), places)
 
     def inside(self, sites: Sequence[Site], run: RunBody, state: Any) -> list[Any]:
-        """Give the rows on, or find the places."""
+        """Give on what was found, or compute the places."""
         results, places = run(state, None if self._given is None else [next(self._given) for _ in sites])
         self.places += places
         return results

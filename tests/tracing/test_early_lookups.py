@@ -360,3 +360,25 @@ def test_a_branch_that_is_not_taken_computes_no_places() -> None:
     assert step(jnp.int32(0)).sum() == 0.0
     assert called == []
     np.testing.assert_array_equal(step(jnp.int32(5)), jnp.zeros((97, 2)).at[jnp.array([5, 7])].set(1.0))
+
+
+@pytest.mark.parametrize("fetch", [lambda t, i: t[i], lambda t, i: jnp.take(t, i, axis=0)], ids=["index", "take"])
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "eager"])
+@pytest.mark.parametrize("kind", ["scan", "cond"])
+def test_indices_that_a_callback_computes_are_computed_once(
+    kind: str, compiled: bool, fetch: Callable[[Any, Any], Any], table: Variable
+) -> None:
+    called: list[int] = []
+
+    def told(n: Any) -> Any:
+        return jax.pure_callback(lambda n: (called.append(int(n)), n)[1], jax.ShapeDtypeStruct((), jnp.int32), n)
+
+    def loss() -> Any:
+        if kind == "cond":
+            return jax.lax.cond(IDS[0] > 0, lambda: fetch(table, told(jnp.int32(2))).sum(), lambda: 0.0)
+        return jax.lax.scan(lambda c, i: (c + fetch(table, told(i)).sum(), None), 0.0, jnp.arange(3))[0]
+
+    gradient = dflow.grad(loss, table, rows=True)
+    found = (dflow.jit(gradient) if compiled else gradient)()
+    jax.effects_barrier()
+    assert sorted(called) == sorted(found.indices.tolist()) == ([0, 1, 2] if kind == "scan" else [2])
