@@ -56,7 +56,7 @@ class Optimizer:
     name            prefix of the slots' names; given none, it is derived from the variables' names, so that it is
                     the same in every process. A second optimizer of the same variables on tasks needs one
     lazy_rows       leave a row of a variable, and of the slots of its shape, as it is when its gradient is all zero
-    wire            the codec by which gradients go to variables on other tasks, as `dflow.wire` has them
+    wire            codec of the gradients on their way to variables on other tasks, one of those of `dflow.wire`
 
     Each array of the transformation's state becomes a variable, on the task of the variable it belongs to where it
     belongs to one (a momentum), initialised there. `apply` runs where the variables live, so that on a cluster only
@@ -119,8 +119,8 @@ class Optimizer:
 
         Raises GraphTypeError when the structure, or the shape of a gradient, is another than the variables', and for
         an extra argument that is missing or that nothing in the transformation uses; VariableError in a step that
-        workers share out, for variables of this process alone; StrategyError in a synchronous
-        step for an extra argument that has no mean, such as a function.
+        workers share out, for variables of this process alone; StrategyError in a synchronous step for an extra
+        argument that has no mean, such as a function.
         """
         refuse_own_variables(self)
         given = wire(self._flat(gradients), self._codec) if self._codec != "none" else self._flat(gradients)

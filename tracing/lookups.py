@@ -1,9 +1,9 @@
 """Lookups of rows, taken apart from other uses of a variable, so that their gradient is made of rows.
 
 A variable that a function only looks rows up in is never read whole: each lookup is recorded as one, and the
-derivative with respect to its rows is taken in the place of one with respect to the variable. `variable.gather`,
-`variable[indices]`, and JAX's own gather of whole rows from a read (`jnp.take` along axis 0, indexing by an array or a
-number, under `vmap` too) are lookups. They count in the function itself and in functions that it calls by `jit`.
+derivative is taken with respect to its rows, not to the variable. `variable.gather`, `variable[indices]`, and JAX's
+own gather of whole rows from a read (`jnp.take` along axis 0, indexing by an array or a number, under `vmap` too) are
+lookups. They count in the function itself and in functions that it calls by `jit`.
 
 Lookups in a `scan`, a `cond` or a `checkpoint` are done before it, for all iterations and branches, and the body takes
 their rows (`early_lookups`). In any other body a lookup is a use like any other.
@@ -326,7 +326,7 @@ class TappedLookups(Lookups):
 
 
 class BodyLookups(Lookups):
-    """The lookups of a body. What they find is given; or `found` is None, and their places are computed."""
+    """The lookups of a body: their results are given, or `found` is None and their places are computed."""
 
     def __init__(self, tables: Collection[Any], found: Sequence[Found] | None) -> None:
         super().__init__(tables)

@@ -1,4 +1,4 @@
-"""The gradient of a table of which only some rows were looked up.
+"""The gradient of a table in the rows that were looked up.
 
 `jax.tree.map` over a pytree computes with every leaf, and the sum of two indices is another index. So the leaf that
 stands for the indices is an array of JAX's keys: JAX selects, stacks and returns keys, and raises for any arithmetic.

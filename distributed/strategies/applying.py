@@ -1,8 +1,8 @@
-"""Who takes the gradients that a step gives its optimizer: the optimizer itself, or the strategy that runs the step.
+"""The receiver of the gradients that a step gives its optimizer: the optimizer itself, or the strategy of the step.
 
 Where several workers do the steps, an optimizer of variables of the worker's own process is refused: each worker would
-train a copy. A strategy is part of what a function is traced under: the same function, called under none or under
-another, is traced anew, with nothing changed in it.
+train a copy. JAX's trace context names the strategy: a function that is called under another strategy, or under none,
+is traced again, with nothing changed in it.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ _current: ContextVar[Applier | None] = ContextVar("dflow_applier", default=None)
 
 
 def current_applier() -> Applier | None:
-    """Who takes the gradients here; None where the optimizer applies them."""
+    """Return the applier that takes the gradients here; None where the optimizer applies them."""
     return _current.get()
 
 
 @contextmanager
 def applying(applier: Applier) -> Iterator[None]:
-    """Let `applier` take the gradients of what is traced inside."""
+    """Have `applier` take the gradients of functions traced inside."""
     token = _current.set(applier)
     try:
         with set_xla_metadata(**{_KEY: applier.name}):

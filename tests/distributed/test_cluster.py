@@ -807,7 +807,7 @@ def test_every_update_and_lookup_of_a_remote_variable(worker: Cluster, traced: b
         v = dflow.Variable(lambda: jnp.arange(6.0).reshape(3, 2), name="v")
     alone = dflow.Variable(jnp.arange(6.0).reshape(3, 2))
     indices, rows = jnp.array([2, 0, 2]), jnp.array([[1.0, 2.0], [3.0, -4.0], [0.5, 9.0]])
-    # The optimizer's alone: it has no method of a variable's, and tests of its own.
+    # An optimizer's update, which is no method of a variable; `test_rounded_add` tests it.
     for kind in [kind for kind in KINDS if kind != "assign_add_rounded"]:
         for variable in (v, alone):
             update = getattr(variable, kind)

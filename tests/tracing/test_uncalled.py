@@ -39,9 +39,9 @@ _UNCALLED: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
 @pytest.mark.parametrize("case", _UNCALLED)
 @pytest.mark.parametrize("function", [dflow.value_and_grad, dflow.grad])
 def test_a_derivative_used_without_a_call_says_so(v: dflow.Variable, case: str, function: Callable[..., Any]) -> None:
-    use, said = _UNCALLED[case]
+    use, named = _UNCALLED[case]
     made, name = function(v.sum, v), function.__name__
-    with pytest.raises(dflow.DflowError, match=rf"dflow\.{name} returns a function, and {said} needs") as caught:
+    with pytest.raises(dflow.DflowError, match=rf"dflow\.{name} returns a function, and {named} needs") as caught:
         use(made, v)
     assert f"call it: dflow.{name}(loss, variables)()" in str(caught.value)
     assert __file__ in str(caught.value)
