@@ -11,6 +11,7 @@ derivatives let them through. Names taken from `jax._src`, each with the public 
 - whether a trace is running: `jax.core.trace_state_clean` was removed from the public names;
 - how a call is lowered for several platforms: the public form cannot keep a platform to its own function;
 - how an object is read where it is an operand: the tables that JAX's own key arrays are in have no public form;
+- the methods of arrays that keys lack: JAX raises an error that names neither the keys nor a remedy;
 - lowering without the lines of callers: the public setting is of the whole process;
 - whether a backend is up: every public function that would tell starts one;
 - the class of errors about shardings in types;
@@ -26,6 +27,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+import inspect
 import sys
 import threading
 import weakref
@@ -36,7 +38,7 @@ from enum import Enum
 from functools import cache, cached_property
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import jax
 from jax._src import config as jax_config
@@ -54,7 +56,7 @@ from jax._src.interpreters import batching as jax_batching
 from jax._src.interpreters import mlir as jax_mlir
 from jax._src.interpreters import partial_eval as jax_partial_eval
 from jax._src.interpreters import pxla as jax_pxla
-from jax._src.random.prng import PRNGImpl
+from jax._src.random.prng import PRNGImpl, PRNGKeyArray
 from jax.extend import core as jex
 from jax.extend.core import primitives as jax_primitives
 from jaxlib import _jax
@@ -450,6 +452,33 @@ def register_leaf(cls: type[Any], type_of: Callable[[Any], Any], read: Callable[
 def register_refused(cls: type[Any], refuse: Callable[[Any], Any]) -> None:
     """Have JAX call `refuse` where an object of a class is an operand."""
     jax_core.pytype_aval_mappings[cls] = refuse
+    jax_dtypes.register_canonicalize_value_handler(cls, refuse)  # which `jax.lax` asks first
+
+
+def refuse_missing_of_keys(refuse: Callable[[str], NoReturn]) -> None:
+    """Have `refuse` raise for each method and property of arrays that keys lack, on keys that `refusing` gave."""
+    for name, member in inspect.getmembers_static(PRNGKeyArray):
+        method: Any = member.fget if isinstance(member, property) else member
+        if getattr(method, "__isabstractmethod__", False) and not name.startswith("_"):
+            missing = _missing_of_keys(name, method, refuse)
+            setattr(PRNGKeyArray, name, property(missing) if isinstance(member, property) else missing)
+
+
+def _missing_of_keys(name: str, method: Callable[..., Any], refuse: Callable[[str], NoReturn]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def missing(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        if vars(keys).get("_dflow_refuses"):
+            refuse(name)
+        return method(keys, *args, **kwargs)
+
+    return missing
+
+
+def refusing(keys: Any) -> Any:
+    """Keys that refuse as `refuse_missing_of_keys` says; tracers as they are."""
+    if isinstance(keys, PRNGKeyArray):
+        vars(keys)["_dflow_refuses"] = True
+    return keys
 
 
 def register_missing(names: Iterable[str], refusal: Callable[[str, Any], AttributeError]) -> None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from dflow.tracing.errors import GraphTypeError
+from dflow.tracing.jax_frontend import refuse_missing_of_keys, refusing
 from dflow.tracing.rows_to_dense import rows_to_dense
 from dflow.tracing.source import at, caller
 
@@ -27,9 +28,11 @@ class RowGradient:
     `rows`     [k, *shape[1:]]
     `shape`    of the whole gradient
 
-    It is a pytree, to be passed to and returned from functions of JAX. Arithmetic by `jax.tree.map` raises JAX's error
-    about a `key` dtype, that of the leaf that holds the indices. Scale one by `*`, `/` and `-`, add two by `+`, and
-    give `is_leaf=dflow.is_row_gradient` where a tree of gradients is mapped.
+    It is a pytree, to be passed to and returned from functions of JAX, with the indices in a leaf of JAX's keys. So
+    arithmetic by `jax.tree.map` raises JAX's error about a `key` dtype, and a method of arrays, such as `leaf.astype`,
+    a GraphTypeError (in traced code JAX's error). What works on keys too, such as `leaf.reshape` and `jnp.zeros_like`,
+    changes the indices as well. Scale one by `*`, `/` and `-`, add two by `+`, and give
+    `is_leaf=dflow.is_row_gradient` where a tree of gradients is mapped.
     """
 
     indices: Any
@@ -112,7 +115,17 @@ def _sealed(indices: Any) -> Any:
     if isinstance(indices, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(indices.shape, _sealed_dtype())
     bits = jnp.asarray(indices, jnp.int32).astype(jnp.uint32)
-    return jax.random.wrap_key_data(jnp.stack([bits, jnp.zeros_like(bits)], axis=-1), impl=_KIND)
+    return refusing(jax.random.wrap_key_data(jnp.stack([bits, jnp.zeros_like(bits)], axis=-1), impl=_KIND))
+
+
+def _refuse(name: str) -> NoReturn:
+    raise GraphTypeError(
+        f"the indices of a row gradient have no {name!r}{at(caller())}\n"
+        "  map a tree of gradients with is_leaf=dflow.is_row_gradient, or take gradient.dense()"
+    )
+
+
+refuse_missing_of_keys(_refuse)
 
 
 def _opened(leaf: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from dflow.tracing.graph import Graph
 from dflow.tracing.resources import Variable
 from dflow.tracing.row_gradient import RowGradient
 
+HERE = Path(__file__).name
 TABLE = jnp.arange(26, dtype=jnp.float32).reshape(13, 2) / 26
 SCALE = jnp.array([1.0, -2.0])
 INDICES = jnp.array([[3, 3], [0, -1], [11, 40]])
@@ -176,6 +178,41 @@ def test_what_arithmetic_refuses() -> None:
         gradient * jnp.ones(2)
 
 
+_LEAF_USES: dict[str, Callable[[Any], Any]] = {
+    "astype": lambda leaf: leaf.astype(jnp.bfloat16),
+    "sum": lambda leaf: leaf.sum(),
+    "max": lambda leaf: leaf.max(),
+    "real": lambda leaf: leaf.real,
+}
+
+
+@pytest.mark.parametrize("name", _LEAF_USES)
+@pytest.mark.parametrize("given", ["by grad", "by hand", "through jit"])
+def test_a_method_of_arrays_on_its_leaves_names_the_remedy(name: str, given: str, table: Variable) -> None:
+    gradient = dflow.grad(lambda: 2 * table[INDICES].sum(), table, rows=True)()
+    if given == "by hand":
+        gradient = RowGradient(np.array([1, 1]), np.ones((2, 2)), (3, 2))
+    elif given == "through jit":
+        gradient = jax.jit(lambda g: 2 * g)(gradient)
+    fact = rf"the indices of a row gradient have no {name!r}\n  at .*{HERE}:\d+\n.*is_leaf=dflow.is_row_gradient"
+    with pytest.raises(GraphTypeError, match=fact):
+        jax.tree.map(_LEAF_USES[name], gradient)
+
+
+def test_optax_on_its_leaves_names_the_remedy(table: Variable) -> None:
+    gradient = dflow.grad(lambda: 2 * table[INDICES].sum(), table, rows=True)()
+    with pytest.raises(GraphTypeError, match=r"the indices of a row gradient have no 'real'(.|\n)*gradient.dense\(\)"):
+        optax.tree.norm([gradient])
+
+
+def test_keys_of_the_user_are_as_jax_has_them() -> None:
+    key = jax.random.key(0)
+    with pytest.raises(NotImplementedError, match="Cannot call abstract method sum"):
+        key.sum()
+    with pytest.raises(NotImplementedError, match="Cannot call abstract method real"):
+        key.real  # noqa: B018
+
+
 def test_it_is_added_to_a_variable_row_by_row(table: Variable) -> None:
     @dflow.jit
     def step(i: Any) -> None:
@@ -268,7 +305,7 @@ COMPUTED: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("how", COMPUTED)
 @pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "eager"])
 def test_arithmetic_never_reaches_the_indices(how: str, compiled: bool) -> None:
-    with pytest.raises((TypeError, ValueError, NotImplementedError), match=r"key|abstract"):
+    with pytest.raises((TypeError, ValueError), match=r"key|the indices of a row gradient"):
         (dflow.jit(COMPUTED[how]) if compiled else COMPUTED[how])()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -31,6 +32,11 @@ _UNCALLED: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "chosen": (lambda made, v: jnp.where(v > 0, made, 0), "an operation on arrays"),
     "stacked": (lambda made, v: jnp.stack([made, made]), "an operation on arrays"),
     "compiled": (lambda made, v: dflow.jit(lambda x: x)(made), "an operation on arrays"),
+    "by lax": (lambda made, v: jax.lax.neg(made), "an operation on arrays"),
+    "by lax with another": (lambda made, v: jax.lax.add(v.read(), made), "an operation on arrays"),
+    "by lax in traced code": (lambda made, v: jax.jit(lambda: jax.lax.exp(made))(), "an operation on arrays"),
+    "divided": (lambda made, v: made // 2, "arithmetic"),
+    "the rest": (lambda made, v: 2 % made, "arithmetic"),
     "to NumPy": (lambda made, v: np.asarray(made), "an operation on arrays"),
     "applied": (lambda made, v: dflow.Optimizer(optax.sgd(0.1), v).apply(made), "apply"),
 }
