@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from dflow.distributed.strategies.applying import current_applier, note_optimizer, refuse_own_variables
+from dflow.distributed.strategies.applying import current_applier, refuse_own_variables
 from dflow.extra_arguments import as_averaged, check_extra, naming_extra, refuse_examples
 from dflow.function import jit
 from dflow.optimizer_name import derived_name
@@ -99,7 +99,6 @@ class Optimizer:
         self.slots = self._make_slots()
         #: The names of extra arguments with which the transformation was tried.
         self._checked: set[frozenset[str]] = set()
-        note_optimizer(self)
 
     def apply(self, gradients: Any, **extra: Any) -> None:
         """Update the variables by `gradients`, a pytree of arrays and `RowGradient`s in their structure.
