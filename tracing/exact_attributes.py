@@ -1,4 +1,4 @@
-"""Attributes of nodes as keys, by which nodes that compute the same are found.
+"""Keys of attributes, for finding nodes that compute the same.
 
 Python's `==` takes 0.0 for -0.0 and 1 for True, also within tuples and dataclasses. An op with the one is another op
 than one with the other, so such a pair must not make equal keys.
