@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from dflow.distributed.strategies.applying import current_applier, note_optimizer, refuse_own_variables
+from dflow.distributed.strategies.applying import current_applier, refuse_own_variables
 from dflow.extra_arguments import as_averaged, check_extra, naming_extra, refuse_examples
 from dflow.function import jit
 from dflow.optimizer_name import derived_name
@@ -56,7 +56,7 @@ class Optimizer:
     name            prefix of the slots' names; given none, it is derived from the variables' names, so that it is
                     the same in every process. A second optimizer of the same variables on tasks needs one
     lazy_rows       leave a row of a variable, and of the slots of its shape, as it is when its gradient is all zero
-    wire            the codec by which gradients go to variables on other tasks, as `dflow.wire` has them
+    wire            codec of the gradients on their way to variables on other tasks, one of those of `dflow.wire`
 
     Each array of the transformation's state becomes a variable, on the task of the variable it belongs to where it
     belongs to one (a momentum), initialised there. `apply` runs where the variables live, so that on a cluster only
@@ -99,7 +99,6 @@ class Optimizer:
         self.slots = self._make_slots()
         #: The names of extra arguments with which the transformation was tried.
         self._checked: set[frozenset[str]] = set()
-        note_optimizer(self)
 
     def apply(self, gradients: Any, **extra: Any) -> None:
         """Update the variables by `gradients`, a pytree of arrays and `RowGradient`s in their structure.
@@ -119,8 +118,8 @@ class Optimizer:
 
         Raises GraphTypeError when the structure, or the shape of a gradient, is another than the variables', and for
         an extra argument that is missing or that nothing in the transformation uses; VariableError in a step that
-        workers share out, for variables of this process alone; StrategyError in a synchronous
-        step for an extra argument that has no mean, such as a function.
+        workers share out, for variables of this process alone; StrategyError in a synchronous step for an extra
+        argument that has no mean, such as a function.
         """
         refuse_own_variables(self)
         given = wire(self._flat(gradients), self._codec) if self._codec != "none" else self._flat(gradients)

@@ -142,6 +142,8 @@ class Planner:
                     with rare_collections():
                         plan = self._first_call(args, kwargs, leaves)
                     self.shared.plans.put(key, plan, resources_in((args, kwargs)))
+        if plan is not None:
+            self.shared.plans.warn_of_namesakes(plan)
         return plan, leaves
 
     def lowered(self, stage: Any, args: Any, kwargs: Any, platforms: tuple[str, ...] | None) -> LoweredRun:

@@ -16,6 +16,7 @@ import jax
 from dflow.lowering.local import LoweredStep, PureStep
 from dflow.lowering.state_backend import Runner
 from dflow.stages import LoweredRun
+from dflow.tracing.namesakes import StepResources
 from dflow.tracing.trace import Traced, written_keys
 from dflow.whole_step import NotEntered, WholeStep
 
@@ -30,6 +31,7 @@ class Plan:
     `variables`  variables and queues used that are not arguments; the plan keeps them alive
     `writes`     keys of the variables it writes
     `jaxpr`      the jaxpr of the trace
+    `resources`  all variables and queues used, arguments included; the plan does not keep them alive
     `whole`      the single-executable step that runs it, if it is one XLA call of this process
     `lower`      returns the lowered programs for arguments of these types; None where another process runs them
     """
@@ -38,6 +40,7 @@ class Plan:
     variables: tuple[Any, ...]
     writes: frozenset[str]
     jaxpr: weakref.ref[Any]
+    resources: StepResources
     whole: WholeStep | None = None
     lower: Callable[[Any, Any], LoweredRun] | None = None
 
@@ -57,7 +60,7 @@ def plan_of_whole(
     def lower(args: Any, kwargs: Any) -> LoweredRun:
         return whole.lower(step, out_tree, args, kwargs)
 
-    return Plan(run, variables, written_keys(traced), jaxpr, whole, lower)
+    return Plan(run, variables, written_keys(traced), jaxpr, StepResources(traced.variables), whole, lower)
 
 
 def plan_of_programs(lowered: LoweredStep, traced: Traced, variables: tuple[Any, ...], jaxpr: weakref.ref[Any]) -> Plan:
@@ -74,7 +77,7 @@ def plan_of_runner(runner: Runner, traced: Traced, variables: tuple[Any, ...], j
     def run(args: Any, kwargs: Any, leaves: list[Any]) -> Any:
         return jax.tree_util.tree_unflatten(out_tree, runner(leaves))
 
-    return Plan(run, variables, written_keys(traced), jaxpr)
+    return Plan(run, variables, written_keys(traced), jaxpr, StepResources(traced.variables))
 
 
 class Plans:
@@ -89,9 +92,11 @@ class Plans:
         self._finalizers: dict[Hashable, list[weakref.finalize[..., Any]]] = {}
         #: Keys to drop as soon as the lock is free.
         self._dropped: deque[Hashable] = deque()
+        #: Whether to call `_settle` as soon as the lock is free.
+        self._is_unsettled = False
         #: Re-entrant, because garbage collection may run a finalizer on the thread that holds it.
         self._lock = threading.RLock()
-        #: The one step that runs all calls of all types seen, if there is one.
+        #: The one step that runs all calls of all types seen, if there is one and no plan has to warn of namesakes.
         self.whole: WholeStep | None = None
         #: Whether JAX runs the calls of all types seen.
         self.is_empty = True
@@ -112,6 +117,8 @@ class Plans:
         with self._lock:
             before = self._by_key.get(key)
             self._by_key[key] = plan
+            if plan is not None:
+                plan.resources.on_namesake = functools.partial(_unsettle, weakref.ref(self))
             for resource in passed:
                 # A weak reference to the plans, since a variable may outlive the function.
                 finalizer = weakref.finalize(resource, _drop, weakref.ref(self), key)
@@ -126,6 +133,14 @@ class Plans:
         for key in list(self._by_key):
             self.drop(key)
 
+    def warn_of_namesakes(self, plan: Plan) -> None:
+        """Warn before a call of a plan if one of its resources got a namesake since the last call."""
+        if plan.resources.has_namesakes:
+            try:
+                plan.resources.warn()
+            finally:
+                self.settle()
+
     def whole_like(self, step: PureStep) -> WholeStep | None:
         """Return the existing step with the same variables and constants, if any."""
         wholes = (plan.whole for plan in self._made() if plan.whole is not None)
@@ -139,11 +154,19 @@ class Plans:
         self._dropped.append(key)
         self._sweep()
 
+    def settle(self) -> None:
+        """Update `whole`: now, or when the thread that holds the lock has released it."""
+        self._is_unsettled = True
+        self._sweep()
+
     def _sweep(self) -> None:
         """Remove the dropped plans. If another thread holds the lock, that thread does it after release."""
-        while self._dropped and self._lock.acquire(blocking=False):
+        while (self._dropped or self._is_unsettled) and self._lock.acquire(blocking=False):
             gone: list[Any] = []
             try:
+                if self._is_unsettled:
+                    self._is_unsettled = False
+                    gone.append(self._settle())
                 while self._dropped:
                     key = self._dropped.popleft()
                     gone += key, self._by_key.pop(key, None), self._settle()
@@ -157,7 +180,7 @@ class Plans:
         """Update `whole` and `is_empty`; return the previous `whole`, for the caller to free outside the lock."""
         before = self.whole
         plans = list(self._by_key.values())
-        wholes = [None if plan is None else plan.whole for plan in plans]
+        wholes = [None if plan is None or plan.resources.has_namesakes else plan.whole for plan in plans]
         self.whole = wholes[0] if wholes and all(whole is wholes[0] for whole in wholes) else None
         self.is_empty = not any(plans)
         return before
@@ -167,3 +190,9 @@ def _drop(plans: weakref.ref[Plans], key: Hashable) -> None:
     found = plans()
     if found is not None:
         found.drop(key)
+
+
+def _unsettle(plans: weakref.ref[Plans]) -> None:
+    found = plans()
+    if found is not None:
+        found.settle()

@@ -8,12 +8,12 @@ same ops, under the same trace contexts, to arguments of the same types; when in
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from typing import Any
 
 import numpy as np
 
 from dflow.lowering.discharge import Discharged
 from dflow.lowering.program import export_program
+from dflow.tracing.exact_attributes import exact_attributes
 from dflow.tracing.graph import Node, Operand, Value
 
 
@@ -56,8 +56,7 @@ def computation(program: Discharged) -> Hashable | None:
 
 
 def _applied(node: Node, numbers: Mapping[Value, int]) -> Hashable:
-    attributes = tuple((name, _exact(value)) for name, value in sorted(node.attributes.items()))
-    context = id(getattr(node.origin, "context", None))
+    attributes, context = exact_attributes(node.attributes), id(getattr(node.origin, "context", None))
     return node.op, tuple(_operand(operand, numbers) for operand in node.inputs), attributes, context, len(node.outputs)
 
 
@@ -65,10 +64,3 @@ def _operand(operand: Operand, numbers: Mapping[Value, int]) -> Hashable:
     if isinstance(operand, Value):
         return numbers[operand]
     return np.asarray(operand.value).tobytes(), str(np.asarray(operand.value).dtype), operand.type
-
-
-def _exact(value: Any) -> Hashable:
-    """An attribute as what compares equal to that of the same type and bits alone: not 0.0 to -0.0, nor 1 to True."""
-    if isinstance(value, (tuple, list)):
-        return type(value), tuple(map(_exact, value))
-    return type(value), repr(value) if isinstance(value, (float, complex, np.generic)) else value

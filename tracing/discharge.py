@@ -36,7 +36,7 @@ from dflow.tracing.jax_frontend import (
     scan_counts,
     touches_state,
 )
-from dflow.tracing.lookups import BODIES, CALLS, BodyLookups, Lookups, Site, Table, sites_inside, sites_of
+from dflow.tracing.lookups import BODIES, CALLS, BodyLookups, Found, Lookups, Site, Table, sites_inside, sites_of
 from dflow.tracing.source import at
 from dflow.tracing.state_primitives import gather_p, read_p, update_p
 from dflow.tracing.updates import looked_up, updated
@@ -168,7 +168,7 @@ def apply(equation: Equation, operands: Sequence[Any], state: State) -> list[Any
     if state.lookups is not None and state.lookups.tables and equation.primitive.name in BODIES:
         sites = sites_inside(equation, operands, state.lookups.tables)
         if sites or any(isinstance(operand, Table) for operand in operands):
-            return state.lookups.inside(sites, lambda state, rows: run_bodies(equation, operands, state, rows), state)
+            return state.lookups.inside(sites, lambda state, found: run_bodies(equation, operands, state, found), state)
     if any(isinstance(operand, Table) for operand in operands):
         return _apply_to_table(equation, operands, state)
     rule = _RULES.get(equation.primitive.name)
@@ -187,11 +187,11 @@ def apply(equation: Equation, operands: Sequence[Any], state: State) -> list[Any
 
 
 def run_bodies(
-    equation: Equation, operands: Sequence[Any], state: State, rows: Sequence[Any] | None
+    equation: Equation, operands: Sequence[Any], state: State, found: Sequence[Found] | None
 ) -> tuple[list[Any], list[Any]]:
     """Run an equation of `BODIES` as `RunBody` says."""
     with origin_of(equation).restored():
-        return _LOOKING[equation.primitive.name](equation.params, list(operands), state, rows)
+        return _LOOKING[equation.primitive.name](equation.params, list(operands), state, found)
 
 
 def _apply_to_table(equation: Equation, operands: Sequence[Any], state: State) -> list[Any]:
@@ -247,10 +247,10 @@ class _Body:
         return results, after
 
     def looking(
-        self, operands: Sequence[Any], values: Sequence[Any], rows: Sequence[Any] | None
+        self, operands: Sequence[Any], values: Sequence[Any], found: Sequence[Found] | None
     ) -> tuple[list[Any], list[Any], list[Any]]:
-        """The results, the values written, and the places of the lookups if `rows`, which they find, is None."""
-        lookups = BodyLookups(self._tables, rows)
+        """The results, the values written, and the places of the lookups if what these `found` is None."""
+        lookups = BodyLookups(self._tables, found)
         inner = self._within(self._fixed, lookups)
         inner.update(self._written, values)
         results = evaluate(self._jaxpr, self._consts, operands, inner)
@@ -277,7 +277,7 @@ def _without_tables(operands: Sequence[Any]) -> tuple[list[Any], Callable[[Seque
 
 
 def _scan(
-    params: Mapping[str, Any], operands: list[Any], state: State, rows: Sequence[Any] | None
+    params: Mapping[str, Any], operands: list[Any], state: State, found: Sequence[Found] | None
 ) -> tuple[list[Any], list[Any]]:
     consts_count, carry_count = scan_counts(params)
     consts, rest = operands[:consts_count], operands[consts_count:]
@@ -290,13 +290,13 @@ def _scan(
         return (results[: len(init)], values), (results[len(init) :], places)
 
     kept = {key: params[key] for key in ("length", "reverse", "unroll", "_split_transpose") if key in params}
-    (carry, values), (ys, places) = jax.lax.scan(step, (init, state.of(written)), (xs, rows), **kept)
+    (carry, values), (ys, places) = jax.lax.scan(step, (init, state.of(written)), (xs, found), **kept)
     state.update(written, values)
     return [*carry, *ys], places
 
 
 def _cond(
-    params: Mapping[str, Any], operands: list[Any], state: State, rows: Sequence[Any] | None
+    params: Mapping[str, Any], operands: list[Any], state: State, found: Sequence[Found] | None
 ) -> tuple[list[Any], list[Any]]:
     index, *rest = operands
     arrays, all_of = _without_tables(rest)
@@ -309,10 +309,10 @@ def _cond(
     def run(number: int) -> Callable[..., Any]:
         first, last = ends[number : number + 2]
 
-        def branch(arrays: list[Any], values: list[Any], rows: list[Any] | None) -> Any:
-            own = None if rows is None else rows[first:last]
+        def branch(arrays: list[Any], values: list[Any], found: list[Found] | None) -> Any:
+            own = None if found is None else found[first:last]
             results, after, places = bodies[number].looking(all_of(arrays), values, own)
-            if rows is None:
+            if found is None:
                 # The rows of all branches are looked up, whichever runs, but only that one computes places: another's
                 # computation may not end, or may call back. The first row stands in, and its gradient gets zeros.
                 places = [*_first_places(sites[:first]), *places, *_first_places(sites[last:])]
@@ -320,7 +320,7 @@ def _cond(
 
         return branch
 
-    results, values, places = jax.lax.switch(index, [*map(run, range(len(bodies)))], arrays, before, rows)
+    results, values, places = jax.lax.switch(index, [*map(run, range(len(bodies)))], arrays, before, found)
     state.update(written, values)
     return list(results), places
 
@@ -331,17 +331,17 @@ def _first_places(sites: Iterable[Site]) -> list[Any]:
 
 
 def _remat(
-    params: Mapping[str, Any], operands: list[Any], state: State, rows: Sequence[Any] | None
+    params: Mapping[str, Any], operands: list[Any], state: State, found: Sequence[Found] | None
 ) -> tuple[list[Any], list[Any]]:
     arrays, all_of = _without_tables(operands)
     written = _written(params["jaxpr"])
     body = _Body(params["jaxpr"], state, written)
 
-    def run(arrays: list[Any], values: list[Any], rows: list[Any] | None) -> Any:
-        return body.looking(all_of(arrays), values, rows)
+    def run(arrays: list[Any], values: list[Any], found: list[Found] | None) -> Any:
+        return body.looking(all_of(arrays), values, found)
 
     run = jax.checkpoint(run, prevent_cse=params["prevent_cse"], policy=params["policy"])
-    results, values, places = run(arrays, state.of(written), rows)
+    results, values, places = run(arrays, state.of(written), found)
     state.update(written, values)
     return list(results), places
 
@@ -469,7 +469,7 @@ def _refuse_others(jaxpr: Jaxpr, touched: list[Any], written: list[Any]) -> None
 
 #: Rules of equations whose lookups are done before them, as `RunBody` says.
 _LOOKING: Mapping[
-    str, Callable[[Mapping[str, Any], list[Any], State, Sequence[Any] | None], tuple[list[Any], list[Any]]]
+    str, Callable[[Mapping[str, Any], list[Any], State, Sequence[Found] | None], tuple[list[Any], list[Any]]]
 ] = {
     "scan": _scan,
     "cond": _cond,

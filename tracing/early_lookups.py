@@ -18,7 +18,7 @@ from typing import Any
 from dflow.tracing.discharge import State, run_bodies
 from dflow.tracing.jax_frontend import Equation, Jaxpr, accesses, inner_parts, live_part, make_jaxpr, origin_of
 from dflow.tracing.lookups import BodyLookups, BodyUse, Search, Site, Table, later_p, sites_inside
-from dflow.tracing.rows_to_dense import LARGE_BYTES, DenseGradientWarning
+from dflow.tracing.rows_to_dense import LARGE_BYTES, LARGE_RATIO, DenseGradientWarning
 from dflow.tracing.source import at
 
 
@@ -35,18 +35,24 @@ def lookup_sites(jaxpr: Jaxpr, variables: Sequence[Any]) -> list[Site]:
     for variable in variables:
         if variable in wanted and variable not in search.used_whole and variable in (inside := search.inside | late):
             _warn_of_lookups_inside(variable, inside[variable])
-    tables -= late.keys() | _looked_up_often(search, tables)
+    often = _looked_up_often(search, tables - late.keys())
+    for variable in variables:
+        if variable in often and variable in search.branched:
+            _warn_of_branches(variable, often[variable], search)
+    tables -= late.keys() | often.keys()
     return [site for site in search.sites if site.variable in tables]
 
 
-def _looked_up_often(search: Search, tables: Collection[Any]) -> set[Any]:
-    """The tables with lookups in bodies that find as many rows as there are, or more."""
-    return {
-        table
-        for table in tables
-        if any(table in _tables_of(use, tables) for use in search.bodies)
-        and sum(math.prod(site.places.shape) for site in search.sites if site.variable is table) >= table.shape[0]
+def _looked_up_often(search: Search, tables: Collection[Any]) -> dict[Any, int]:
+    """The tables with lookups in bodies that find as many rows as there are, or more; each with that number.
+
+    The rows of all branches of a `cond` count, since all are looked up, whichever branch runs.
+    """
+    inside = set().union(*(_tables_of(use, tables) for use in search.bodies))
+    found = {
+        table: sum(math.prod(site.places.shape) for site in search.sites if site.variable is table) for table in inside
     }
+    return {table: count for table, count in found.items() if count >= table.shape[0]}
 
 
 def _operands(use: BodyUse) -> list[Any]:
@@ -106,6 +112,21 @@ def _warn_of_lookups_inside(variable: Any, equation: Equation) -> None:
         f"variable {variable.name!r} is looked up inside a {body}, so its gradient is dense, "
         f"{size_bytes / 1e6:.0f} MB{at(origin_of(equation).own_loc)}\n"
         f"  look the rows up before the {body}, and pass them to it",
+        DenseGradientWarning,
+        stacklevel=2,
+    )
+
+
+def _warn_of_branches(variable: Any, count: int, search: Search) -> None:
+    """Warn where the gradient of a large table is dense although a branch of a `cond` looks up few of its rows."""
+    size_bytes, rows = variable.type.size_bytes, variable.shape[0]
+    if size_bytes < LARGE_BYTES or rows < LARGE_RATIO * search.least[variable]:
+        return
+    warnings.warn(
+        f"variable {variable.name!r}: {count} lookups in {rows} rows, with those of every branch of a cond, so its "
+        f"gradient is dense, {size_bytes / 1e6:.0f} MB, whichever branch runs"
+        f"{at(origin_of(search.branched[variable]).own_loc)}\n"
+        "  call dflow.grad inside each branch, and update the variable there",
         DenseGradientWarning,
         stacklevel=2,
     )

@@ -92,7 +92,7 @@ def _refuse_lost_value(primals: Any, tangents: Any, *, handle: Handle, op: str, 
 
 def _refuse_plain_jit(*_: Any, handle: Handle, **__: Any) -> Any:
     raise PlainJitError(
-        f"{handle.variable.title} is used in a function that JAX compiles by itself{at(caller())}\n"
+        f"{handle.variable.title} is used in a function that JAX compiles without dflow{at(caller())}\n"
         "  decorate the outermost function with @dflow.jit"
     )
 

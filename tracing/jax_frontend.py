@@ -450,6 +450,7 @@ def register_leaf(cls: type[Any], type_of: Callable[[Any], Any], read: Callable[
 def register_refused(cls: type[Any], refuse: Callable[[Any], Any]) -> None:
     """Have JAX call `refuse` where an object of a class is an operand."""
     jax_core.pytype_aval_mappings[cls] = refuse
+    jax_dtypes.register_canonicalize_value_handler(cls, refuse)  # which `jax.lax` asks first
 
 
 def register_missing(names: Iterable[str], refusal: Callable[[str, Any], AttributeError]) -> None:

@@ -374,10 +374,6 @@ def _counts(jaxpr: Jaxpr) -> frozenset[int]:
     return _known_counts.setdefault(jaxpr, frozenset(found))
 
 
-def _has_rows(jaxpr: Jaxpr) -> bool:
-    return bool(_counts(jaxpr))
-
-
 def _last_uses(jaxpr: Jaxpr) -> dict[Any, int]:
     uses = {atom: n for n, equation in enumerate(jaxpr.eqns) for atom in equation.invars if not is_literal(atom)}
     return uses | {atom: len(jaxpr.eqns) for atom in jaxpr.outvars if not is_literal(atom)}
@@ -392,7 +388,9 @@ def _passed_over(param: Any) -> Any:
     """A parameter of an equation with the pass run over the bodies in it."""
     if isinstance(param, tuple | list):
         return type(param)(map(_passed_over, param)) if not hasattr(param, "_fields") else param
-    return retraced(param, lambda jaxpr, consts, args: _Pass().outputs(jaxpr, consts, args), _has_rows)
+    return retraced(
+        param, lambda jaxpr, consts, args: _Pass().outputs(jaxpr, consts, args), lambda inner: bool(_counts(inner))
+    )
 
 
 def _warn_of_size(gradient: Rowwise, taker: Equation | None) -> None:

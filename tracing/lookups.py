@@ -1,9 +1,9 @@
 """Lookups of rows, taken apart from other uses of a variable, so that their gradient is made of rows.
 
 A variable that a function only looks rows up in is never read whole: each lookup is recorded as one, and the
-derivative with respect to its rows is taken in the place of one with respect to the variable. `variable.gather`,
-`variable[indices]`, and JAX's own gather of whole rows from a read (`jnp.take` along axis 0, indexing by an array or a
-number, under `vmap` too) are lookups. They count in the function itself and in functions that it calls by `jit`.
+derivative is taken with respect to its rows, not to the variable. `variable.gather`, `variable[indices]`, and JAX's
+own gather of whole rows from a read (`jnp.take` along axis 0, indexing by an array or a number, under `vmap` too) are
+lookups. They count in the function itself and in functions that it calls by `jit`.
 
 Lookups in a `scan`, a `cond` or a `checkpoint` are done before it, for all iterations and branches, and the body takes
 their rows (`early_lookups`). In any other body a lookup is a use like any other.
@@ -11,10 +11,14 @@ their rows (`early_lookups`). In any other body a lookup is a use like any other
 
 from __future__ import annotations
 
+import functools
+import math
+import operator
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -86,6 +90,10 @@ class Search:
         self.inside: dict[Any, Equation] = {}
         #: The equations of the program, and of functions it calls, that have lookups in their bodies.
         self.bodies: list[BodyUse] = []
+        #: Number of rows of each variable that a run looks up at least, whichever branches it takes.
+        self.least: Counter[Any] = Counter()
+        #: The first `cond` that looks rows of a variable up.
+        self.branched: dict[Any, Equation] = {}
 
     def walk(self, jaxpr: Jaxpr, tables: dict[Any, Any]) -> None:
         """Look at every equation; `tables` has the variable that each value is a read of."""
@@ -114,10 +122,13 @@ class Search:
     def _look_into(self, equation: Equation, tables: dict[Any, Any]) -> None:
         """Look into bodies whose lookups are done before them. A variable whose value a scan carries is used whole."""
         first, last = _passed_in(equation)
-        given, body = equation.invars[first:last], Search()
+        given, body, by_part = equation.invars[first:last], Search(), []
         for inner, _ in inner_parts(equation.params):
+            body.least = Counter()
             body.walk(inner, _tables_inside(inner.invars[: len(given)], given, tables))
+            by_part.append(body.least)
         self._whole(equation.invars[last:], tables)
+        self._count(equation, body, functools.reduce(operator.and_, by_part))
         self.used_whole |= body.used_whole
         self.inside = body.inside | self.inside
         self.sites += [_repeated(site, equation) for site in body.sites]
@@ -125,6 +136,13 @@ class Search:
             reads = enumerate(equation.invars)
             held = {number: tables[atom] for number, atom in reads if not is_literal(atom) and atom in tables}
             self.bodies.append(BodyUse(equation, held))
+
+    def _count(self, equation: Equation, body: Search, least: Counter[Any]) -> None:
+        """Count the rows that the bodies of an equation look up at least, in one iteration."""
+        times = equation.params["length"] if equation.primitive.name == "scan" else 1
+        self.least.update({variable: times * count for variable, count in least.items()})
+        here = {site.variable: equation for site in body.sites} if equation.primitive.name == "cond" else {}
+        self.branched = body.branched | here | self.branched
 
     def _inside(self, equation: Equation) -> None:
         """Note the variables that a body touches: all are used whole, some by lookups alone."""
@@ -144,6 +162,7 @@ class Search:
         places = ArrayType(_wide_dtype(indices), shape[: len(shape) - len(variable.shape) + 1])
         drops = is_own or _mode(equation) != GatherScatterMode.CLIP
         self.sites.append(Site(variable, ArrayType(aval.dtype, shape), places, drops))
+        self.least[variable] += math.prod(places.shape)
 
     def _whole(self, atoms: Sequence[Any], tables: Mapping[Any, Any]) -> None:
         self.used_whole.update(tables[atom] for atom in atoms if not is_literal(atom) and atom in tables)
@@ -242,9 +261,16 @@ def _tapped_jvp(primals: Any, tangents: Any) -> Any:
     return _tapped(*primals), tangents[0] + tangents[1]
 
 
-#: Runs an equation in a `State`, with these rows for the lookups in its bodies: the results, and no places. With None
-#: for the rows it gives the places of the lookups too, and results made of `later_p`.
-RunBody: TypeAlias = Callable[[Any, Sequence[Any] | None], tuple[list[Any], list[Any]]]
+class Found(NamedTuple):
+    """The rows that a lookup found, and their places: counted from the start, and past an end where they were."""
+
+    rows: Any
+    places: Any
+
+
+#: Runs an equation in a `State`, with what the lookups in its bodies found: the results, and no places. With None for
+#: it the places of the lookups too, and results made of `later_p`.
+RunBody: TypeAlias = Callable[[Any, Sequence[Found] | None], tuple[list[Any], list[Any]]]
 
 
 class Lookups(ABC):
@@ -256,19 +282,18 @@ class Lookups(ABC):
     def rows(self, variable: Any, indices: Any) -> Any:
         """The rows of a variable at indices that may count from the end or be past one."""
         indices = _wide(indices)
-        return self._rows(variable, jnp.where(indices < 0, indices + variable.shape[0], indices))
+        return self._find(variable, jnp.where(indices < 0, indices + variable.shape[0], indices)).rows
 
     def gather(self, equation: Equation, variable: Any, starts: Any) -> Any:
         """What JAX's own gather gives, by a lookup; `starts` is its second operand."""
         is_gather, kept_dim = equation.primitive.name == "gather", _kept_dim(equation)
-        places = _wide(starts[..., 0] if is_gather else jnp.asarray(starts))
-        rows = self._rows(variable, places)
+        rows, places = self._find(variable, _wide(starts[..., 0] if is_gather else jnp.asarray(starts)))
         if _mode(equation) == GatherScatterMode.FILL_OR_DROP:
             rows = jnp.where(_is_there(variable, places), rows, _fill_value(equation.params["fill_value"], rows.dtype))
         return rows if kept_dim is None else jnp.expand_dims(rows, kept_dim)
 
     @abstractmethod
-    def _rows(self, variable: Any, places: Any) -> Any:
+    def _find(self, variable: Any, places: Any) -> Found:
         """Rows by places from the start; of one past an end, that at the end."""
 
     @abstractmethod
@@ -284,38 +309,38 @@ class TappedLookups(Lookups):
         self.indices: list[Any] = []
         self._left = iter([*zip(sites, taps, strict=True)])
 
-    def _rows(self, variable: Any, places: Any) -> Any:
+    def _find(self, variable: Any, places: Any) -> Found:
         site, tap = next(self._left)
         if site.drops:
             tap = jnp.where(_is_there(variable, places), tap, jnp.zeros_like(tap))
         inside = jnp.clip(places, 0, variable.shape[0] - 1)
         self.indices.append(inside)
-        return _tapped(gather_p.bind(inside, handle=variable.handle), tap)
+        return Found(_tapped(gather_p.bind(inside, handle=variable.handle), tap), places)
 
     def inside(self, sites: Sequence[Site], run: RunBody, state: Any) -> list[Any]:
-        """Look up before the equation, and give its bodies the rows."""
+        """Look up before the equation, and give its bodies the rows and places, which they do not compute again."""
         jaxpr, consts, _ = make_jaxpr(lambda: run(state.copy(), None)[1])
         places = jax.core.eval_jaxpr(live_part(jaxpr), [*map(jax.lax.stop_gradient, consts)])
-        rows = [self._rows(site.variable, place) for site, place in zip(sites, places, strict=True)]
-        return run(state, rows)[0]
+        found = [self._find(site.variable, place) for site, place in zip(sites, places, strict=True)]
+        return run(state, found)[0]
 
 
 class BodyLookups(Lookups):
-    """The lookups of a body. Their rows are given; or `rows` is None, and their places are found."""
+    """The lookups of a body: their results are given, or `found` is None and their places are computed."""
 
-    def __init__(self, tables: Collection[Any], rows: Sequence[Any] | None) -> None:
+    def __init__(self, tables: Collection[Any], found: Sequence[Found] | None) -> None:
         super().__init__(tables)
         self.places: list[Any] = []
-        self._given = None if rows is None else iter(rows)
+        self._given = None if found is None else iter(found)
 
-    def _rows(self, variable: Any, places: Any) -> Any:
+    def _find(self, variable: Any, places: Any) -> Found:
         if self._given is not None:
             return next(self._given)
         self.places.append(places)
-        return later_p.bind(shape=(*places.shape, *variable.shape[1:]), dtype=variable.dtype)
+        return Found(later_p.bind(shape=(*places.shape, *variable.shape[1:]), dtype=variable.dtype), places)
 
     def inside(self, sites: Sequence[Site], run: RunBody, state: Any) -> list[Any]:
-        """Give the rows on, or find the places."""
+        """Give on what was found, or compute the places."""
         results, places = run(state, None if self._given is None else [next(self._given) for _ in sites])
         self.places += places
         return results

@@ -1,8 +1,9 @@
 """The warning about several variables, or queues, of one name: in one process separate, on a cluster one and the same.
 
-Why at the use of an earlier one, and not when the later is made: a program that runs again, such as a cell of a
-notebook, makes its variables again, and caches may keep the old ones alive, which nothing uses. Names that dflow makes
-up are shared freely.
+The warning comes at the use of an earlier one, and not when the later is made: a program that runs again, such as a
+cell of a notebook, makes its variables again, and caches may keep the old ones alive, which nothing uses. A call of a
+compiled step does not look at its variables; the making of a namesake sets a mark at the steps that use an earlier one
+(`StepResources`), and their next call warns. Names that dflow makes up are shared freely.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
-from weakref import WeakSet, WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 from dflow.tracing.source import Loc, at
 
@@ -25,15 +26,46 @@ class DuplicateNameWarning(UserWarning):
 _groups: WeakValueDictionary[tuple[str, str, Any], WeakSet[Any]] = WeakValueDictionary()
 #: Resources that were warned of.
 _warned: WeakSet[Any] = WeakSet()
+#: The compiled steps that use a resource.
+_steps: WeakKeyDictionary[Any, WeakSet[StepResources]] = WeakKeyDictionary()
 #: Entered again where the collector runs a user's `__del__` inside.
 _lock = threading.RLock()
+
+
+class StepResources:
+    """The resources that a compiled step uses.
+
+    `has_namesakes`  whether one of them got a namesake since the last `warn`
+    `on_namesake`    is called when one gets a namesake, on the thread that makes it
+    """
+
+    def __init__(self, resources: Iterable[Any]) -> None:
+        self._resources = WeakSet(resources)
+        self.has_namesakes = False
+        self.on_namesake: Callable[[], None] = lambda: None
+        with _lock:
+            for resource in self._resources:
+                _steps.setdefault(resource, WeakSet()).add(self)
+
+    def note_namesake(self) -> None:
+        """Have the next call warn."""
+        self.has_namesakes = True
+        self.on_namesake()
+
+    def warn(self) -> None:
+        """Warn as `warn_of_namesakes` does."""
+        self.has_namesakes = False
+        warn_of_namesakes([*self._resources])
 
 
 def joined_namesakes(resource: Any) -> WeakSet[Any]:
     """Return the living resources of this one's kind, name and home, and add it to them."""
     with _lock:
         group = _groups.setdefault((resource.kind, resource.name, resource.home), WeakSet())
+        steps = {step for earlier in group for step in _steps.get(earlier, ())}
         group.add(resource)
+    for step in steps:
+        step.note_namesake()
     return group
 
 
@@ -73,7 +105,7 @@ def _warn(names: list[str], kind: str, are_one: bool, first: Loc | None, second:
         f"{kind}{'s' * (len(names) > 1)} {shown}: expected an unused name, got that of one in use: "
         f"{fact}{at(second)}\n"
         f"  the one in use was made{at(first)}\n"
-        "  give one of the two another name or `prefix=`, or use the later alone"
+        "  give one of the two another name or `prefix=`, or its own `dflow.container(...)`, or use the later alone"
     )
     if second is None:
         warnings.warn(text, DuplicateNameWarning, stacklevel=2)

@@ -1,4 +1,4 @@
-"""The gradient of a table of which only some rows were looked up.
+"""The gradient of a table in the rows that were looked up.
 
 `jax.tree.map` over a pytree computes with every leaf, and the sum of two indices is another index. So the leaf that
 stands for the indices is an array of JAX's keys: JAX selects, stacks and returns keys, and raises for any arithmetic.
@@ -27,9 +27,10 @@ class RowGradient:
     `rows`     [k, *shape[1:]]
     `shape`    of the whole gradient
 
-    It is a pytree, to be passed to and returned from functions of JAX. Arithmetic by `jax.tree.map` raises JAX's error
-    about a `key` dtype, that of the leaf that holds the indices. Scale one by `*`, `/` and `-`, add two by `+`, and
-    give `is_leaf=dflow.is_row_gradient` where a tree of gradients is mapped.
+    A pytree that functions of JAX take and return; its indices are a leaf of JAX's keys. So `jax.tree.map` raises JAX's
+    error: arithmetic names a `key` dtype, and a method of arrays, such as `leaf.astype`, an abstract method. Functions
+    that accept keys, such as `leaf.reshape` and `jnp.zeros_like`, change the indices as well. Scale a row gradient by
+    `*`, `/` and `-`, add two by `+`, and map a tree of gradients with `is_leaf=dflow.is_row_gradient`.
     """
 
     indices: Any

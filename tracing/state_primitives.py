@@ -66,7 +66,7 @@ def _refuse_whole_in_shards(handle: Handle) -> None:
 
 def _refuse_plain_jit(*_: Any, handle: Handle, **__: Any) -> Any:
     raise PlainJitError(
-        f"variable {handle.name!r} is used in a function that JAX compiles by itself{at(line_of_program())}\n"
+        f"variable {handle.name!r} is used in a function that JAX compiles without dflow{at(line_of_program())}\n"
         f"  decorate the outermost function with @dflow.jit, or pass it the variable as an argument, to read it alone"
     )
 

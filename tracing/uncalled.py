@@ -68,7 +68,7 @@ _USES = {
 }
 for _name, _use in _USES.items():
     setattr(Derivative, _name, _refusing(_use))
-for _name in ("add", "sub", "mul", "matmul", "truediv", "pow"):
+for _name in ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow"):
     setattr(Derivative, f"__{_name}__", _refusing("arithmetic"))
     setattr(Derivative, f"__r{_name}__", _refusing("arithmetic"))
 for _name in ("neg", "abs"):

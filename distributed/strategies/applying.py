@@ -1,8 +1,8 @@
-"""Who takes the gradients that a step gives its optimizer: the optimizer itself, or the strategy that runs the step.
+"""The receiver of the gradients that a step gives its optimizer: the optimizer itself, or the strategy of the step.
 
 Where several workers do the steps, an optimizer of variables of the worker's own process is refused: each worker would
-train a copy. A strategy is part of what a function is traced under: the same function, called under none or under
-another, is traced anew, with nothing changed in it.
+train a copy. JAX's trace context names the strategy: a function that is called under another strategy, or under none,
+is traced again, with nothing changed in it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import jax
 from jax.experimental.xla_metadata import set_xla_metadata
 
 from dflow.tracing.errors import VariableError
+from dflow.tracing.jax_frontend import is_tracing
 from dflow.tracing.resources import is_variable
 from dflow.tracing.source import at
 
@@ -53,13 +54,13 @@ _current: ContextVar[Applier | None] = ContextVar("dflow_applier", default=None)
 
 
 def current_applier() -> Applier | None:
-    """Who takes the gradients here; None where the optimizer applies them."""
+    """Return the applier that takes the gradients here; None where the optimizer applies them."""
     return _current.get()
 
 
 @contextmanager
 def applying(applier: Applier) -> Iterator[None]:
-    """Let `applier` take the gradients of what is traced inside."""
+    """Have `applier` take the gradients of functions traced inside."""
     token = _current.set(applier)
     try:
         with set_xla_metadata(**{_KEY: applier.name}):
@@ -68,24 +69,21 @@ def applying(applier: Applier) -> Iterator[None]:
         _current.reset(token)
 
 
-#: The optimizers of variables that each process has for itself.
-_of_own: WeakSet[GivenOptimizer] = WeakSet()
+#: Optimizers of variables that each process has for itself, whose updates were traced outside of shared steps.
+_traced_outside: WeakSet[GivenOptimizer] = WeakSet()
 #: Whether the steps that run here are shared out among workers.
 _is_shared: ContextVar[bool] = ContextVar("dflow_shared_steps", default=False)
 
 
-def note_optimizer(optimizer: GivenOptimizer) -> None:
-    """Note an optimizer, so that `shared_step` has the steps traced again that may use it."""
-    if _own_variable(optimizer) is not None:
-        _of_own.add(optimizer)
-
-
 @contextmanager
 def shared_step() -> Iterator[None]:
-    """Have `refuse_own_variables` check the updates of a step that runs inside and that workers share out."""
+    """Have `refuse_own_variables` check the updates of a step that runs inside and that workers share out.
+
+    If an update that it would refuse was traced outside, functions are traced again inside, and kept apart.
+    """
     token = _is_shared.set(True)
     try:
-        if not _of_own:
+        if not _traced_outside:
             yield
             return
         with set_xla_metadata(**{_KEY: "shared"}):
@@ -96,8 +94,11 @@ def shared_step() -> Iterator[None]:
 
 def refuse_own_variables(optimizer: GivenOptimizer, *, is_shared: bool | None = None) -> None:
     """Raise VariableError for an optimizer of variables that each worker has for itself, in a step that they share."""
-    variable = _own_variable(optimizer) if (_is_shared.get() if is_shared is None else is_shared) else None
-    if variable is not None:
+    is_refused = _is_shared.get() if is_shared is None else is_shared
+    variable = _own_variable(optimizer) if is_refused or is_tracing() else None
+    if variable is not None and not is_refused:
+        _traced_outside.add(optimizer)
+    elif variable is not None:
         raise VariableError(
             f"variable {variable.name!r} of {optimizer.name!r} lives in this process, so that the other workers "
             f"would train variables of their own{at(variable.loc)}\n  make it within cluster.parameter_servers()"

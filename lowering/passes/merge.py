@@ -10,12 +10,12 @@ import dataclasses
 from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import ClassVar
 
 import numpy as np
 
 from dflow.tracing.effects import Effect
+from dflow.tracing.exact_attributes import exact_attributes
 from dflow.tracing.graph import Graph, Literal, Node, Operand, Value
 
 
@@ -52,7 +52,7 @@ def _key(node: Node, versions: Counter[Value | None]) -> Hashable | None:
     reads = tuple(versions[ref] for _, ref in node.effects)
     # An op whose effects are unknown may have written any variable.
     unknown = versions[None] if reads else 0
-    attributes = tuple((name, type(value), value) for name, value in sorted(node.attributes.items(), key=_NAME))
+    attributes = exact_attributes(node.attributes)
     context = id(getattr(node.origin, "context", None))
     key = (node.op, tuple(map(_operand, node.inputs)), attributes, node.device, node.after, context, reads, unknown)
     try:
@@ -60,9 +60,6 @@ def _key(node: Node, versions: Counter[Value | None]) -> Hashable | None:
     except TypeError:
         return None
     return key
-
-
-_NAME = itemgetter(0)
 
 
 def _operand(operand: Operand) -> Hashable:

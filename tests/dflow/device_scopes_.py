@@ -333,7 +333,7 @@ def test_an_argument_may_lie_anywhere(place: int) -> None:
         v.assign_add(x)
         return v + x, w * x, w - z
 
-    # Over explicit axes it would have a type of its own, which a variable on no mesh refuses.
+    # Over explicit axes its type would name the mesh, which a variable on no mesh refuses.
     mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d"))
     for x in (X, jax.device_put(X, jax.devices()[place]), jax.device_put(X, spread)):
@@ -415,7 +415,7 @@ def test_a_queue_is_the_hosts_and_passes_values_between_devices() -> None:
 
 
 class Unready:
-    """A result that nobody may wait for."""
+    """A result whose value must not be waited for."""
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         raise AssertionError("waited for")

@@ -134,7 +134,7 @@ CASES: dict[str, tuple[Callable[[Made], Any], type[BaseException], str, str]] = 
     "a variable in plain jit": (
         lambda made: jax.jit(lambda x: made.kernel + x)(1.0),
         RuntimeError,
-        "variable 'dense/kernel' is used in a function that JAX compiles by itself",
+        "variable 'dense/kernel' is used in a function that JAX compiles without dflow",
         "or pass it the variable as an argument",
     ),
     "a variable formatted in traced code": (

@@ -309,7 +309,7 @@ def test_what_jax_would_do_to_a_queue_op_is_refused() -> None:
             dflow.jit(jax.vmap(function))(jnp.ones(3))
     with pytest.raises(QueueError, match=r"depends on what jax.grad differentiates[\s\S]*use dflow.grad"):
         jax.grad(lambda x: (queue.enqueue(x), x)[1])(1.0)
-    with pytest.raises(PlainJitError, match="queue 'q' is used in a function that JAX compiles by itself"):
+    with pytest.raises(PlainJitError, match="queue 'q' is used in a function that JAX compiles without dflow"):
         jax.jit(queue.dequeue)()
 
     def loss(x: Any) -> Any:

@@ -21,6 +21,7 @@ from jax.experimental import io_callback
 
 import dflow
 from dflow.plans import UNKNOWN, Plan, Plans
+from dflow.tracing.namesakes import StepResources
 from tests.effort import examples
 
 THREADS, CALLS = 4, 50
@@ -350,7 +351,7 @@ def both_end(first: Callable[[], Any], second: Callable[[], Any]) -> bool:
 
 
 def plan_of(*resources: Any) -> Plan:
-    return Plan(lambda *_: None, resources, frozenset(), weakref.ref(Resource()))
+    return Plan(lambda *_: None, resources, frozenset(), weakref.ref(Resource()), StepResources(()))
 
 
 def test_plans_that_keep_alive_what_others_were_made_for_are_forgotten_at_once() -> None:
@@ -420,3 +421,18 @@ def test_calls_of_a_function_without_variables_do_not_wait_for_each_other() -> N
     whole._state.given = []  # as in a call on another thread
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(looked_up, 5).result(60) == 5
+
+
+def test_a_step_is_one_call_again_once_a_namesake_was_warned_of() -> None:
+    first, other = dflow.Variable(0.0, name="w"), dflow.Variable(0.0, name="v")
+    add, unrelated = adder(first), adder(other)
+    add(1.0), unrelated(1.0)
+    whole = add._plans.whole
+    assert whole is not None
+    second = dflow.Variable(0.0, name="w")
+    assert add._plans.whole is None
+    assert unrelated._plans.whole is not None
+    with pytest.warns(dflow.DuplicateNameWarning):
+        add(1.0)
+    assert add._plans.whole is whole
+    assert (float(first), float(second)) == (2.0, 0.0)

@@ -570,6 +570,46 @@ def test_an_asynchronous_step_may_write_variables_of_its_own_process_without_an_
     assert (int(count), float(far), kept.name) == (3, -3.0, "kept")
 
 
+def test_an_optimizer_of_the_process_made_and_dropped_in_a_run_traces_no_step_again(worker: Cluster) -> None:
+    with worker.parameter_servers():
+        far = dflow.Variable(0.0, name="far")
+        optimizer = dflow.Optimizer(optax.sgd(1.0), [far], name="opt")
+    step = dflow.jit(lambda x: optimizer.apply([x]))
+    near = dflow.Variable(0.0, name="near")
+    gc.collect()  # of optimizers of other tests, whose traces are refused here
+    kept: list[dflow.Optimizer] = []
+    for turn, _ in enumerate(dflow.distributed.Async(worker).run(step, [1.0] * 4, steps=4)):
+        if turn == 0:
+            kept.append(dflow.Optimizer(optax.sgd(1.0), [near], name="own"))
+            kept[0].apply([1.0])
+        elif turn == 2:
+            kept.clear()
+            gc.collect()
+    assert len(step.trace_log()) == 1
+    assert (float(near), float(far)) == (-1.0, -4.0)
+
+
+def test_an_optimizer_traced_in_a_run_but_not_by_its_steps_is_refused_in_them(worker: Cluster) -> None:
+    near = dflow.Variable(0.0, name="near")
+    with worker.parameter_servers():
+        far = dflow.Variable(0.0, name="far")
+    compiled: list[Callable[[Any], Any]] = []
+
+    def step(x: Any) -> None:
+        far.assign_add(x)
+        for fn in compiled:
+            fn(x)
+
+    run = dflow.distributed.Async(worker).run(step, [1.0] * 3, steps=3)
+    next(run)
+    own = dflow.Optimizer(optax.sgd(1.0), [near], name="own")
+    compiled.append(dflow.jit(lambda x: own.apply([x])))
+    compiled[0](1.0)
+    with pytest.raises(VariableError, match="variable 'near' of 'own' lives in this process"):
+        next(run)
+    assert (float(near), float(far)) == (-1.0, 2.0)
+
+
 def test_two_handles_of_one_variable_in_one_function(worker: Cluster) -> None:
     with worker.parameter_servers():
         handles = [dflow.Variable(zeros(2), name="w") for _ in range(2)]
@@ -807,7 +847,7 @@ def test_every_update_and_lookup_of_a_remote_variable(worker: Cluster, traced: b
         v = dflow.Variable(lambda: jnp.arange(6.0).reshape(3, 2), name="v")
     alone = dflow.Variable(jnp.arange(6.0).reshape(3, 2))
     indices, rows = jnp.array([2, 0, 2]), jnp.array([[1.0, 2.0], [3.0, -4.0], [0.5, 9.0]])
-    # The optimizer's alone: it has no method of a variable's, and tests of its own.
+    # An optimizer's update, which is no method of a variable; `test_rounded_add` tests it.
     for kind in [kind for kind in KINDS if kind != "assign_add_rounded"]:
         for variable in (v, alone):
             update = getattr(variable, kind)

@@ -16,7 +16,7 @@ from tests.jax_suite.process import FileRun, Outcome
 
 @dataclass(frozen=True)
 class Exceptions:
-    """Patterns of test names, in which `*` stands for any text, and why those tests may differ."""
+    """Patterns of test names, with `*` for any text, and why those tests may differ."""
 
     reasons: Mapping[str, str]
 
@@ -33,7 +33,7 @@ class Exceptions:
         return next((pattern for pattern in self.reasons if _matches(pattern, test)), None)
 
     def stale(self, compared: Sequence[FileComparison], *, selected: bool = False) -> list[str]:
-        """The patterns by which no test differs any more: those of the files compared.
+        """The patterns, of the files compared, whose tests no longer differ.
 
         If pytest ran `selected` tests of a file, only the patterns of these tests.
         """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.xla_metadata import set_xla_metadata
+from jax.extend import core as jex
 
 import dflow
 from dflow.lowering.discharge import Discharged, discharge
@@ -85,6 +87,44 @@ def test_small_differences_matter(one: Callable[..., Any], other: Callable[..., 
     structs = [F32] * other.__code__.co_argcount
     assert alike(program(one, *structs), program(one, *structs))
     assert not alike(program(one, *structs), program(other, *structs))
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A parameter of a primitive, which compares equal to others that mean something else."""
+
+    rate: Any
+    note: list[str] = field(default_factory=list, compare=False)
+
+
+@dataclass(frozen=True, eq=False)
+class Own:
+    """A parameter that equals itself alone."""
+
+    rate: Any
+
+
+damp_p = jex.Primitive("damp")
+damp_p.def_abstract_eval(lambda x, **_: x)
+
+
+@pytest.mark.parametrize("wrapped", [lambda by: by, lambda by: (1, by), Settings, lambda by: {by}])
+@pytest.mark.parametrize(("one", "other"), [(0.0, -0.0), (1, True), (1, 1.0), (np.float32(0.0), np.float32(-0.0))])
+def test_parameters_that_compare_equal_are_told_apart(wrapped: Callable[[Any], Any], one: Any, other: Any) -> None:
+    def damped(rate: Any) -> Discharged:
+        by = wrapped(rate)
+        by = frozenset(by) if isinstance(by, set) else Settings(by)
+        return program(lambda x: damp_p.bind(x, by=by), F32)
+
+    assert alike(damped(one), damped(one))
+    assert not alike(damped(one), damped(other))
+
+
+def test_a_parameter_that_equals_itself_alone_is_compared_as_it_says() -> None:
+    own = [Own(1.0), Own(1.0)]
+    one, same, other = (program(lambda x, by=by: damp_p.bind(x, by=by), F32) for by in (own[0], *own))
+    assert alike(one, same)
+    assert not alike(one, other)
 
 
 def test_an_update_is_no_read() -> None:

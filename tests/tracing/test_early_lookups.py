@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,10 +17,11 @@ from hypothesis import strategies as st
 
 import dflow
 from dflow.testing import memory_cluster
-from dflow.tracing import early_lookups
+from dflow.tracing import early_lookups, rows_to_dense
 from dflow.tracing.resources import Variable
 from tests.effort import examples
 
+HERE = Path(__file__).name
 COUNT = 97
 TABLE = jnp.sin(jnp.arange(2.0 * COUNT)).reshape(COUNT, 2)
 IDS = jnp.array([3, 3, 0, -1, 11])
@@ -252,6 +254,61 @@ def test_a_loop_that_finds_as_many_rows_as_there_are_has_a_dense_gradient() -> N
     np.testing.assert_allclose(gradient, jax.grad(added)(TABLE[:5], IDS % 5), rtol=1e-5)
 
 
+def by_branches(t: Any, rare: Any, is_rare: Any) -> Any:
+    return jax.lax.cond(is_rare, lambda: added(t, rare), lambda: added(t, IDS))
+
+
+#: Places that a rare branch looks up; with the five of the other branch they are as many as the table has rows.
+MANY = jnp.arange(COUNT - len(IDS))
+
+
+@pytest.mark.parametrize("is_rare", [True, False])
+@pytest.mark.parametrize("repeated", [False, True])
+def test_a_large_table_that_a_rare_branch_looks_up_often_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, table: Variable, is_rare: bool, repeated: bool
+) -> None:
+    def loss(t: Any) -> Any:
+        if not repeated:
+            return by_branches(t, MANY, is_rare)
+        return jax.lax.scan(lambda c, _: (c + by_branches(t, MANY, is_rare), None), 0.0, length=1)[0]
+
+    monkeypatch.setattr(early_lookups, "LARGE_BYTES", 1)
+    fact = rf"'table': 97 lookups in 97 rows, with those of every branch of a cond(.|\n)*{HERE}:\d+\n.* inside each"
+    with pytest.warns(dflow.DenseGradientWarning, match=fact) as all:
+        gradient = dflow.grad(lambda: loss(table), table, rows=True)()
+    assert len(all) == 1
+    np.testing.assert_allclose(gradient, jax.grad(by_branches)(TABLE, MANY, is_rare), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("other", [IDS, jnp.arange(COUNT // 3)], ids=["few", "a third"])
+@pytest.mark.parametrize("rare", [IDS, MANY, jnp.arange(2 * COUNT) % COUNT], ids=["few", "many", "more than there are"])
+def test_a_dense_gradient_of_branches_is_warned_of_where_a_branch_looks_up_few_rows(
+    monkeypatch: pytest.MonkeyPatch, table: Variable, rare: Any, other: Any
+) -> None:
+    monkeypatch.setattr(early_lookups, "LARGE_BYTES", 1)
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        dflow.grad(lambda: jax.lax.cond(False, lambda: 2 * table[rare].sum(), lambda: -table[other].sum()), table)()
+    assert len(caught) == (len(rare) + len(other) >= COUNT and other is IDS)
+
+
+def test_branches_that_each_take_their_own_gradient_update_the_rows_alone(
+    monkeypatch: pytest.MonkeyPatch, table: Variable
+) -> None:
+    """This is the remedy that the warning names."""
+    monkeypatch.setattr(early_lookups, "LARGE_BYTES", 1)
+    monkeypatch.setattr(rows_to_dense, "LARGE_BYTES", 1)
+
+    @dflow.jit
+    def step(is_rare: Any) -> None:
+        def descend(ids: Any) -> None:
+            table.assign_sub(dflow.grad(lambda: added(table, ids), table)())
+
+        jax.lax.cond(is_rare, lambda: descend(MANY), lambda: descend(IDS))
+
+    step(False)  # warns of nothing
+    np.testing.assert_allclose(table.read(), TABLE - jax.grad(added)(TABLE, IDS), rtol=1e-4, atol=1e-6)
+
+
 def test_a_print_in_a_body_happens_once(table: Variable, capfd: pytest.CaptureFixture[str]) -> None:
     def body(c: Any, i: Any) -> tuple[Any, None]:
         jax.debug.print("seen {}", i)
@@ -303,3 +360,25 @@ def test_a_branch_that_is_not_taken_computes_no_places() -> None:
     assert step(jnp.int32(0)).sum() == 0.0
     assert called == []
     np.testing.assert_array_equal(step(jnp.int32(5)), jnp.zeros((97, 2)).at[jnp.array([5, 7])].set(1.0))
+
+
+@pytest.mark.parametrize("fetch", [lambda t, i: t[i], lambda t, i: jnp.take(t, i, axis=0)], ids=["index", "take"])
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "eager"])
+@pytest.mark.parametrize("kind", ["scan", "cond"])
+def test_indices_that_a_callback_computes_are_computed_once(
+    kind: str, compiled: bool, fetch: Callable[[Any, Any], Any], table: Variable
+) -> None:
+    called: list[int] = []
+
+    def told(n: Any) -> Any:
+        return jax.pure_callback(lambda n: (called.append(int(n)), n)[1], jax.ShapeDtypeStruct((), jnp.int32), n)
+
+    def loss() -> Any:
+        if kind == "cond":
+            return jax.lax.cond(IDS[0] > 0, lambda: fetch(table, told(jnp.int32(2))).sum(), lambda: 0.0)
+        return jax.lax.scan(lambda c, i: (c + fetch(table, told(i)).sum(), None), 0.0, jnp.arange(3))[0]
+
+    gradient = dflow.grad(loss, table, rows=True)
+    found = (dflow.jit(gradient) if compiled else gradient)()
+    jax.effects_barrier()
+    assert sorted(called) == sorted(found.indices.tolist()) == ([0, 1, 2] if kind == "scan" else [2])

@@ -160,3 +160,85 @@ def test_a_loaded_model_is_silent_whatever_is_made_after_it(tmp_path: Path) -> N
     assert len(loaded.variables) == 1
     assert later[-1]["w"].read().shape == (2,)
     loaded.call(jnp.ones(2))
+
+
+def _passing(tree: Any) -> Callable[[], Any]:
+    step = dflow.jit(lambda w: w.assign_add(jnp.ones(2)))
+    return lambda: step(tree["w"])
+
+
+def _of_two_programs(tree: Any) -> Callable[[], Any]:
+    queue = dflow.FIFOQueue(2, jax.ShapeDtypeStruct((2,), jnp.float32))
+
+    @dflow.jit
+    def step() -> Any:
+        queue.enqueue(tree["b"].read())
+        tree["w"].assign_add(queue.dequeue())
+
+    return step
+
+
+def _with_a_loop(tree: Any) -> Callable[[], Any]:
+    return dflow.jit(lambda: jax.lax.fori_loop(0, 2, lambda _, x: tree["w"].assign_add(x) or x, jnp.ones(2)))
+
+
+_STEPS: dict[str, Callable[[Any], Callable[[], Any]]] = {
+    "reads": lambda tree: dflow.jit(lambda: tree["w"] * 2),
+    "writes": lambda tree: dflow.jit(lambda: tree["w"].assign_add(jnp.ones(2))),
+    "takes it as an argument": _passing,
+    "of two programs": _of_two_programs,
+    "with a loop": _with_a_loop,
+}
+
+
+@pytest.mark.parametrize("kind", _STEPS)
+def test_a_namesake_made_after_a_step_ran_is_warned_of_at_the_next_call(place: Place, kind: str) -> None:
+    with place[0]():
+        online = model()
+    step = _STEPS[kind](online)
+    for _ in range(3):
+        step()
+    with place[0]():
+        target = model()
+        assert target["w"].read().shape == (2,)
+    with pytest.warns(dflow.DuplicateNameWarning, match=r"variables? .*'w'.*: expected an unused name"):
+        step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            step()
+
+
+class Layer:
+    """Names its variables itself, as a class of models does."""
+
+    def __init__(self) -> None:
+        self.w, self.b = dflow.Variable(jnp.ones(2), name="w"), dflow.Variable(jnp.zeros(2), name="b")
+
+    @dflow.jit
+    def __call__(self, x: Any) -> Any:
+        return x * self.w + self.b
+
+
+def used_in_turn(layers: list[Layer]) -> None:
+    for _ in range(3):
+        for layer in layers:
+            layer(jnp.ones(2))
+
+
+def test_models_of_one_class_are_warned_of_once_each_however_often_they_are_used(place: Place) -> None:
+    with place[0]():
+        layers = [Layer() for _ in range(3)]
+    with pytest.warns(dflow.DuplicateNameWarning) as caught:
+        used_in_turn(layers)
+    assert len(caught) == 2  # of the first with the second, and of that with the third
+    assert all(str(each.message).startswith("variables 'w', 'b': expected an unused name") for each in caught)
+    assert "or its own `dflow.container(...)`" in str(caught[0].message)
+
+
+def test_models_of_one_class_in_containers_of_their_own_are_silent(place: Place) -> None:
+    layers = []
+    for name in ("left", "right"):
+        with dflow.container(name), place[0]():
+            layers.append(Layer())
+    used_in_turn(layers)

@@ -106,7 +106,7 @@ def _plain(x: Any) -> Any:
 def test_plain_jit_of_a_stateful_function_says_what_to_do(w: Variable) -> None:
     with pytest.raises(
         DflowError,
-        match=r"'w' is used in a function that JAX compiles by itself(.|\n)*@dflow.jit, or pass it the variable as an",
+        match=r"'w' is used in a function that JAX compiles without dflow(.|\n)*@dflow.jit, or pass it the variable as",
     ):
         jax.jit(lambda x: w.read() + x)(1.0)
 

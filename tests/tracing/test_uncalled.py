@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -31,6 +32,11 @@ _UNCALLED: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "chosen": (lambda made, v: jnp.where(v > 0, made, 0), "an operation on arrays"),
     "stacked": (lambda made, v: jnp.stack([made, made]), "an operation on arrays"),
     "compiled": (lambda made, v: dflow.jit(lambda x: x)(made), "an operation on arrays"),
+    "by lax": (lambda made, v: jax.lax.neg(made), "an operation on arrays"),
+    "by lax with another": (lambda made, v: jax.lax.add(v.read(), made), "an operation on arrays"),
+    "by lax in traced code": (lambda made, v: jax.jit(lambda: jax.lax.exp(made))(), "an operation on arrays"),
+    "divided": (lambda made, v: made // 2, "arithmetic"),
+    "the rest": (lambda made, v: 2 % made, "arithmetic"),
     "to NumPy": (lambda made, v: np.asarray(made), "an operation on arrays"),
     "applied": (lambda made, v: dflow.Optimizer(optax.sgd(0.1), v).apply(made), "apply"),
 }
@@ -39,9 +45,9 @@ _UNCALLED: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
 @pytest.mark.parametrize("case", _UNCALLED)
 @pytest.mark.parametrize("function", [dflow.value_and_grad, dflow.grad])
 def test_a_derivative_used_without_a_call_says_so(v: dflow.Variable, case: str, function: Callable[..., Any]) -> None:
-    use, said = _UNCALLED[case]
+    use, named = _UNCALLED[case]
     made, name = function(v.sum, v), function.__name__
-    with pytest.raises(dflow.DflowError, match=rf"dflow\.{name} returns a function, and {said} needs") as caught:
+    with pytest.raises(dflow.DflowError, match=rf"dflow\.{name} returns a function, and {named} needs") as caught:
         use(made, v)
     assert f"call it: dflow.{name}(loss, variables)()" in str(caught.value)
     assert __file__ in str(caught.value)

@@ -41,6 +41,19 @@ graph(%x: i32[]) {
     assert text(Merge()(graph)).endswith("return %1, %2, %3, %1\n}")
 
 
+def test_attributes_that_compare_equal_and_have_other_bits_are_told_apart() -> None:
+    graph = parse("""
+graph(%x: i32[]) {
+  %1: i32[] = jax.pow(%x) {y=0.0}
+  %2: i32[] = jax.pow(%x) {y=-0.0}
+  %3: i32[] = jax.pow(%x) {y=(1, 0.0)}
+  %4: i32[] = jax.pow(%x) {y=(True, 0.0)}
+  %5: i32[] = jax.pow(%x) {y=(1, 0.0)}
+  return %1, %2, %3, %4, %5
+}""")
+    assert text(Merge()(graph)).endswith("return %1, %2, %3, %4, %3\n}")
+
+
 def test_nodes_traced_in_another_context_are_not_shared() -> None:
     def twice(x: jax.Array) -> list[jax.Array]:
         with set_xla_metadata(note="here"):
