@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import textwrap
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -44,7 +45,9 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-def step_of_two(tmp_path: Path, script: str, started: ExitStack, node: str = "127.0.0.1", **more: str) -> list[Spawned]:
+def step_of_two(
+    tmp_path: Path, script: str, started: ExitStack, node: str = "127.0.0.1", ranks: Sequence[int] = (0, 1), **more: str
+) -> list[Spawned]:
     (tmp_path / "train.py").write_text(script)
     os.mkfifo(tmp_path / "go")
     port = str(free_port())
@@ -59,7 +62,7 @@ def step_of_two(tmp_path: Path, script: str, started: ExitStack, node: str = "12
                 **more,
             )
         )
-        for number in range(2)
+        for number in ranks
     ]
 
 
@@ -102,7 +105,7 @@ def test_the_death_of_a_child_is_said_by_whoever_started_it(tmp_path: Path) -> N
         threading.Event().wait()
     """
     with ExitStack() as started:
-        first, _ = step_of_two(tmp_path, textwrap.dedent(script), started)
+        [first] = step_of_two(tmp_path, textwrap.dedent(script), started, ranks=[0])
         [line] = first.read_until("which this process started")
         assert line == (
             "dflow: ps:0, which this process started, has ended (killed by SIGKILL); those that need it will fail\n"
@@ -112,7 +115,7 @@ def test_the_death_of_a_child_is_said_by_whoever_started_it(tmp_path: Path) -> N
 def test_by_its_name_a_host_is_reached_with_a_secret_and_not_without(tmp_path: Path) -> None:
     host = socket.gethostname()
     with ExitStack() as started:
-        first, _ = step_of_two(tmp_path, TRAIN, started, node=host)
+        [first] = step_of_two(tmp_path, TRAIN, started, node=host, ranks=[0])
         status, output = first.finish()
         assert status == 1
         assert "SecurityError" in output

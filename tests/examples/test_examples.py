@@ -28,7 +28,7 @@ def test_digits_in_one_process() -> None:
 
 
 def test_digits_on_a_cluster() -> None:
-    words = ("-m", "dflow", "launch", "--ps", "2", "--workers", "2", "examples/digits.py", "--steps", "60")
+    words = ("-m", "dflow", "launch", "--ps", "1", "--workers", "2", "examples/digits.py", "--steps", "60")
     with Spawned(*words, cwd=ROOT) as ran:
         status, output = ran.finish()
     assert status == 0, output
