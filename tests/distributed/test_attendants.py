@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+import pytest
+
 from dflow.certs import make_secret
 from tests.distributed.detection.recorded import slurm
 from tests.distributed.processes import Spawned, wait_for_end
@@ -68,7 +70,8 @@ def step_of_two(
 
 def test_what_the_first_worker_runs_stays_for_the_others_and_ends_with_the_last(tmp_path: Path) -> None:
     with ExitStack() as started:
-        first, second = step_of_two(tmp_path, TRAIN, started)
+        # With the collections of garbage at their end that a user's processes have.
+        first, second = step_of_two(tmp_path, TRAIN, started, PYTHONPATH="")
         first.read_until("coordinator and ps:0 stay up for worker:1")
         children = children_of(first.process.pid)
         assert len(children) == 2
@@ -82,6 +85,7 @@ def test_what_the_first_worker_runs_stays_for_the_others_and_ends_with_the_last(
         wait_for_end(children)
 
 
+@pytest.mark.once
 def test_a_killed_worker_takes_what_it_started_with_it(tmp_path: Path) -> None:
     with ExitStack() as started:
         first, second = step_of_two(tmp_path, TRAIN, started)
@@ -92,6 +96,7 @@ def test_a_killed_worker_takes_what_it_started_with_it(tmp_path: Path) -> None:
         wait_for_end(children)
 
 
+@pytest.mark.once
 def test_the_death_of_a_child_is_said_by_whoever_started_it(tmp_path: Path) -> None:
     script = """
     import os, signal, threading
@@ -112,6 +117,7 @@ def test_the_death_of_a_child_is_said_by_whoever_started_it(tmp_path: Path) -> N
         )
 
 
+@pytest.mark.once
 def test_by_its_name_a_host_is_reached_with_a_secret_and_not_without(tmp_path: Path) -> None:
     host = socket.gethostname()
     with ExitStack() as started:

@@ -8,6 +8,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import dflow
 from dflow.lowering.array_files import read_arrays
@@ -165,6 +166,7 @@ cluster.close()
 """
 
 
+@pytest.mark.once
 def test_a_run_whose_variables_were_lost_with_a_ps_task_fails_and_names_them(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN_WITHOUT_PS)
     options = ("--ps", "2", "--workers", "2", "--restart", "on-failure:1", "--restart", "ps=on-failure")

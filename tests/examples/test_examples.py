@@ -40,7 +40,8 @@ def test_digits_on_a_cluster() -> None:
 
 
 def test_actors_and_a_learner() -> None:
-    with Spawned("examples/actor_learner.py", cwd=ROOT) as ran:
+    # With the collections of garbage at its end that a user's process has.
+    with Spawned("examples/actor_learner.py", cwd=ROOT, PYTHONPATH="") as ran:
         status, output = ran.finish()
     assert status == 0, output
     assert "learned from 6400 transitions of 4 actors; 0 are left" in output
