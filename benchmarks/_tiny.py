@@ -1,6 +1,7 @@
 """`python -m benchmarks._tiny NAME`: run one round of a benchmark with tiny sizes, whose figures mean nothing.
 
 It shows that the benchmark runs. `make bench-tiny` and the tests run each one. Words after NAME replace its options.
+`NAME,NAME` runs several in one process, one after the other.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import importlib
 import itertools
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from benchmarks._launched import TINY
@@ -44,26 +45,32 @@ SMALL: dict[str, tuple[dict[str, Callable[[Any], Any]], tuple[str, ...]]] = {
     "host_loop": ({}, (*ONE_ROUND, "--turns", "2")),
     "input": ({"CALLS": to(2)}, (*ONE_ROUND, "--layers", "1")),
     "memory": ({"WIDTH": to(16)}, ONE_ROUND),
-    "null_step": ({}, (*ONE_ROUND, "--steps", "4")),
+    "null_step": ({}, (*ONE_ROUND, "--steps", "4", "--ps", "1")),
     "passes": ({"SIZES": to((100, 200))}, ONE_ROUND),
     "placement": (
         {"FAMILIES": first, "FUNCTIONS": first, "CLOCKS": first},
         (*ONE_ROUND, "--seeds", "1", "--small", "1"),
     ),
-    "saving": ({}, (*ONE_ROUND, "--mib", "1")),
-    "scaling": ({}, ("--steps", "2")),
-    "soak": ({}, ("--steps", "80")),
-    "startup": ({}, (*ONE_ROUND, "--variables", "4")),
+    "saving": ({"SMALL": to(10)}, (*ONE_ROUND, "--mib", "1")),
+    "scaling": ({"TASKS": first}, ("--steps", "2")),
+    "soak": ({"PS": to(1)}, ("--steps", "80")),
+    "startup": ({"PS": to(1)}, (*ONE_ROUND, "--variables", "4")),
     "tls": ({}, ONE_ROUND),
     "trace_time": ({"LAYERS": to(1)}, (*ONE_ROUND, "--short", "1")),
-    "transport": ({}, ONE_ROUND),
+    "transport": ({"MEGABYTES": first, "CALLS": to(20)}, ONE_ROUND),
 }
 
 
 def main() -> None:
-    name, *words = sys.argv[1:]
-    # For processes that the benchmark starts.
+    names, *words = sys.argv[1:]
+    # For the processes that the benchmarks start.
     os.environ[TINY] = "1"
+    for name in names.split(","):
+        run(name, words)
+
+
+def run(name: str, words: Sequence[str]) -> None:
+    """Run one benchmark, with these words or with its small options."""
     module: Any = importlib.import_module(f"benchmarks.{name}")
     constants, options = SMALL[name]
     for constant, smaller in constants.items():

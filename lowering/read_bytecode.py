@@ -18,7 +18,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import chlo, sdy, stablehlo
 
 #: Limits for one module, besides a share by its size. A module with one damaged byte has taken 8 GB, and minutes.
-PROCESSOR_S = 3
+PROCESSOR_S = 1
 MEMORY_BYTES = 1 << 30
 #: Constants of 100 MB take a second and 0.6 GB to become text.
 BYTES_PER_S = 10_000_000

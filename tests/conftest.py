@@ -7,6 +7,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -23,6 +24,15 @@ os.environ.setdefault("XLA_FLAGS", quick_compilation())
 # common to many. The folder is the run's own, so that nothing of yesterday is believed.
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+# Without threads of its own, NumPy takes a quarter less time to import.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+# Processes that tests start import `sitecustomize.py` from there. A process of tests may inherit the entry already.
+QUICK_PYTHON = str(Path(__file__).parent / "quick_python")
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    dict.fromkeys([QUICK_PYTHON, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))])
+)
 
 # Seldom, for they take a tenth of the time of tests that trace as much as these.
 gc.set_threshold(50_000, 20, 20)

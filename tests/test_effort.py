@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import hypothesis
@@ -43,3 +45,9 @@ def test_every_number_of_examples_goes_by_the_factor() -> None:
         if keyword.arg == "max_examples" and not ast.unparse(keyword.value).startswith("examples(")
     ]
     assert past == []
+
+
+def test_processes_of_tests_collect_garbage_seldom() -> None:
+    program = "import gc; print(gc.get_threshold()[0])"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert ran.stdout == "50000\n"

@@ -1,4 +1,7 @@
-"""Each benchmark runs from a folder that only its clone has on its path, one round of it with small sizes."""
+"""Each benchmark runs from a folder that only its clone has on its path, one round of it with small sizes.
+
+Most share a process, since importing JAX takes longer than a round.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,13 @@ from pathlib import Path
 import pytest
 
 from benchmarks._tiny import SMALL
+from tests.conftest import QUICK_PYTHON
 
 ROOT = Path(__file__).parents[2]
 NAMES = sorted(path.stem for path in (ROOT / "benchmarks").glob("[!_]*.py"))
+#: Benchmarks that start processes; each runs in one of its own.
+ALONE = ("convnets", "copies", "embedding", "memory", "null_step", "soak", "startup")
+SHARED = ",".join(name for name in NAMES if name not in ALONE)
 DEADLINE_S = 300
 
 
@@ -22,12 +29,14 @@ def test_each_benchmark_has_small_sizes() -> None:
 
 @pytest.mark.once
 @pytest.mark.timeout(DEADLINE_S + 60)
-@pytest.mark.parametrize("name", NAMES)
-def test_a_tiny_round_ends_well(name: str) -> None:
+@pytest.mark.parametrize("names", [pytest.param(SHARED, id="shared"), *ALONE])
+def test_a_tiny_round_ends_well(names: str) -> None:
     # PYTHONPATH may name the folder here, and a launched worker has to find it without that.
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    environment = {**os.environ, "PYTHONPATH": QUICK_PYTHON}
+    if names == SHARED:  # two of them need two devices, which is read when JAX is imported
+        environment["JAX_NUM_CPU_DEVICES"] = "2"
     ran = subprocess.run(
-        [sys.executable, "-m", "benchmarks._tiny", name],
+        [sys.executable, "-m", "benchmarks._tiny", names],
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stdout + ran.stderr

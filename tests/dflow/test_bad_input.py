@@ -427,19 +427,20 @@ def test_a_mistake_is_told_with_its_line_and_its_remedy(case: str) -> None:
     assert re.search(rf"at \S*{HERE}:\d+", told)
 
 
-@pytest.mark.parametrize(
-    ("program", "near"),
-    [("dflow.Varible", "Variable"), ("dflow.Variable(0.0).asign", "assign"), ("dflow.Variable(0.0).shap", "shape")],
-)
-def test_python_tells_the_near_name_for_a_misspelt_one(program: str, near: str) -> None:
+def test_python_tells_the_near_name_for_a_misspelt_one() -> None:
+    program = """
+import sys
+import dflow
+for misspelt in ("dflow.Varible", "dflow.Variable(0.0).asign", "dflow.Variable(0.0).shap"):
+    try:
+        eval(misspelt)
+    except AttributeError:
+        sys.excepthook(*sys.exc_info())
+"""
     ran = subprocess.run(
-        [sys.executable, "-c", f"import dflow; {program}"],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=DEADLINE_S, check=False
     )
-    assert ran.stderr.endswith(f"Did you mean: '{near}'?\n")
+    assert re.findall(r"Did you mean: '(\w+)'\?\n", ran.stderr) == ["Variable", "assign", "shape"]
 
 
 def test_advice_is_given_once_however_deep_the_call() -> None:

@@ -22,6 +22,8 @@ OTHERS = [
     "tests/dflow/device_scopes_.py",
     "tests/lowering/device_graphs_.py",
     "tests/dflow/auto_placement_.py",
+    "tests/dflow/saving_several_devices_.py",
+    "tests/dflow/jit_surface/jit_devices_.py",
     "tests/dflow/export_devices_.py",
     "tests/benchmarks/devices_.py",
     "tests/test_docs.py::test_the_snippets_of_a_page_run_and_print_what_it_says[devices.md]",

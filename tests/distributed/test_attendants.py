@@ -9,8 +9,11 @@ import os
 import signal
 import socket
 import textwrap
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+
+import pytest
 
 from dflow.certs import make_secret
 from tests.distributed.detection.recorded import slurm
@@ -44,7 +47,9 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-def step_of_two(tmp_path: Path, script: str, started: ExitStack, node: str = "127.0.0.1", **more: str) -> list[Spawned]:
+def step_of_two(
+    tmp_path: Path, script: str, started: ExitStack, node: str = "127.0.0.1", ranks: Sequence[int] = (0, 1), **more: str
+) -> list[Spawned]:
     (tmp_path / "train.py").write_text(script)
     os.mkfifo(tmp_path / "go")
     port = str(free_port())
@@ -59,13 +64,14 @@ def step_of_two(tmp_path: Path, script: str, started: ExitStack, node: str = "12
                 **more,
             )
         )
-        for number in range(2)
+        for number in ranks
     ]
 
 
 def test_what_the_first_worker_runs_stays_for_the_others_and_ends_with_the_last(tmp_path: Path) -> None:
     with ExitStack() as started:
-        first, second = step_of_two(tmp_path, TRAIN, started)
+        # With the collections of garbage at their end that a user's processes have.
+        first, second = step_of_two(tmp_path, TRAIN, started, PYTHONPATH="")
         first.read_until("coordinator and ps:0 stay up for worker:1")
         children = children_of(first.process.pid)
         assert len(children) == 2
@@ -79,6 +85,7 @@ def test_what_the_first_worker_runs_stays_for_the_others_and_ends_with_the_last(
         wait_for_end(children)
 
 
+@pytest.mark.once
 def test_a_killed_worker_takes_what_it_started_with_it(tmp_path: Path) -> None:
     with ExitStack() as started:
         first, second = step_of_two(tmp_path, TRAIN, started)
@@ -89,6 +96,7 @@ def test_a_killed_worker_takes_what_it_started_with_it(tmp_path: Path) -> None:
         wait_for_end(children)
 
 
+@pytest.mark.once
 def test_the_death_of_a_child_is_said_by_whoever_started_it(tmp_path: Path) -> None:
     script = """
     import os, signal, threading
@@ -102,17 +110,18 @@ def test_the_death_of_a_child_is_said_by_whoever_started_it(tmp_path: Path) -> N
         threading.Event().wait()
     """
     with ExitStack() as started:
-        first, _ = step_of_two(tmp_path, textwrap.dedent(script), started)
+        [first] = step_of_two(tmp_path, textwrap.dedent(script), started, ranks=[0])
         [line] = first.read_until("which this process started")
         assert line == (
             "dflow: ps:0, which this process started, has ended (killed by SIGKILL); those that need it will fail\n"
         )
 
 
+@pytest.mark.once
 def test_by_its_name_a_host_is_reached_with_a_secret_and_not_without(tmp_path: Path) -> None:
     host = socket.gethostname()
     with ExitStack() as started:
-        first, _ = step_of_two(tmp_path, TRAIN, started, node=host)
+        [first] = step_of_two(tmp_path, TRAIN, started, node=host, ranks=[0])
         status, output = first.finish()
         assert status == 1
         assert "SecurityError" in output

@@ -8,12 +8,13 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import dflow
 from dflow.lowering.array_files import read_arrays
 from tests.distributed.processes import Spawned
 
-#: Worker 1 dies after its fifth step. The others go on beyond their fifth when they know, so that none can end first.
+#: Worker 1 dies after its fifth step. Worker 0 goes on beyond its fifth when it knows, so that it cannot end first.
 TRAIN = """
 import os, signal, threading
 import jax.numpy as jnp
@@ -57,13 +58,13 @@ cluster.close()
 
 def test_a_killed_worker_leaves_its_steps_to_the_others(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
-    with Spawned("-m", "dflow", "launch", "--ps", "2", "--workers", "3", "train.py", cwd=tmp_path) as launched:
+    with Spawned("-m", "dflow", "launch", "--ps", "2", "--workers", "2", "train.py", cwd=tmp_path) as launched:
         status, output = launched.finish()
     assert status == 0, output
     assert "Steps: 200 of 200" in output
-    assert "worker:1 ended: killed by SIGKILL; 2 of 3 workers go on" in output
+    assert "worker:1 ended: killed by SIGKILL; 1 of 2 workers go on" in output
     assert re.search(r"\n worker:1 +\d+\.\d s +\d+\.\d s +killed by SIGKILL \(", output), output
-    for task in ("ps:0", "ps:1", "worker:0", "worker:2"):
+    for task in ("ps:0", "ps:1", "worker:0"):
         assert re.search(rf"\n {task} +\d+\.\d s +\d+\.\d s +finished", output), output
     # Five steps were applied but not reported, so they were done again.
     assert re.search(r"\n count +205 ", output), output
@@ -165,6 +166,7 @@ cluster.close()
 """
 
 
+@pytest.mark.once
 def test_a_run_whose_variables_were_lost_with_a_ps_task_fails_and_names_them(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN_WITHOUT_PS)
     options = ("--ps", "2", "--workers", "2", "--restart", "on-failure:1", "--restart", "ps=on-failure")

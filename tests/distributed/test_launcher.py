@@ -96,6 +96,7 @@ def test_a_full_disk_under_the_output_does_not_end_the_run(tmp_path: Path) -> No
     assert launcher.count("the output cannot be shown: No space left on device; the logs have it") == 1
 
 
+@pytest.mark.once
 def test_a_run_that_ends_short_of_its_steps_says_so_and_gives_1(tmp_path: Path) -> None:
     script = """
 import dflow, math
@@ -302,6 +303,7 @@ def test_a_signal_comes_through_while_a_restart_is_due(tmp_path: Path) -> None:
     assert status == 130, output
 
 
+@pytest.mark.once
 def test_a_dead_ps_task_ends_the_run_unless_it_may_come_back_empty(tmp_path: Path) -> None:
     script = (
         CONNECT

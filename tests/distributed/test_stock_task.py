@@ -1,4 +1,3 @@
-import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -83,25 +82,6 @@ client.leave()
     assert "f32[3,3,1,16]" in output
     table = output[output.index("Tasks") :]
     assert table.count("finished") == 3
-
-
-def test_a_ps_that_dies_ends_the_run(tmp_path: Path) -> None:
-    script = (
-        CONNECT
-        + """
-client.wait_for_tasks(["/job:ps/task:0"], timeout_s=60)
-print("pid", os.getpid())
-threading.Event().wait()
-"""
-    )
-    with launch(tmp_path, script, 1, ps=1) as launched:
-        launched.read_until("] pid ")
-        children = Path(f"/proc/{launched.process.pid}/task/{launched.process.pid}/children").read_text().split()
-        [ps] = [pid for pid in children if b"--index" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-        os.kill(int(ps), signal.SIGKILL)
-        status, output = launched.finish()
-    assert status == 1, output
-    assert "ps:0 ended (killed by SIGKILL) while workers needed it, so the run ends" in output
 
 
 def test_one_whose_name_is_taken_listens_no_longer() -> None:

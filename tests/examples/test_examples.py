@@ -28,7 +28,7 @@ def test_digits_in_one_process() -> None:
 
 
 def test_digits_on_a_cluster() -> None:
-    words = ("-m", "dflow", "launch", "--ps", "2", "--workers", "2", "examples/digits.py", "--steps", "60")
+    words = ("-m", "dflow", "launch", "--ps", "1", "--workers", "2", "examples/digits.py", "--steps", "60")
     with Spawned(*words, cwd=ROOT) as ran:
         status, output = ran.finish()
     assert status == 0, output
@@ -40,7 +40,8 @@ def test_digits_on_a_cluster() -> None:
 
 
 def test_actors_and_a_learner() -> None:
-    with Spawned("examples/actor_learner.py", cwd=ROOT) as ran:
+    # With the collections of garbage at its end that a user's process has.
+    with Spawned("examples/actor_learner.py", cwd=ROOT, PYTHONPATH="") as ran:
         status, output = ran.finish()
     assert status == 0, output
     assert "learned from 6400 transitions of 4 actors; 0 are left" in output

@@ -1,4 +1,4 @@
-"""Arrays over several devices, meshes, shard_map and pmap. In a process of one device it starts another."""
+"""Arrays over several devices, meshes, shard_map and pmap; run by `test_several_devices.py` where there are eight."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.dflow.jit_surface.comparison import Program, same_as_jax_jit
-from tests.several_devices import HERE, run_there
 
 #: How many of those that are there meshes have.
 DEVICES = 4
@@ -181,9 +180,4 @@ WITHOUT_STATE = (
     "keys over devices",
 )
 
-if HERE:
-    test_the_same_as_jax_jit = same_as_jax_jit(PROGRAMS, only_without_state=WITHOUT_STATE)
-else:
-
-    def test_in_a_process_of_several_devices() -> None:
-        run_there(__file__)
+test_the_same_as_jax_jit = same_as_jax_jit(PROGRAMS, only_without_state=WITHOUT_STATE)
