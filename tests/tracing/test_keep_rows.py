@@ -151,7 +151,7 @@ OPS: list[Callable[[Any, Any], Any]] = [
 ]
 
 
-@settings(max_examples=examples(15), deadline=None)
+@settings(max_examples=examples(9), deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(range(len(OPS))), st.integers(0, 20), st.integers(0, 20)), max_size=8))
 def test_a_random_rule_does_to_values_and_slots_what_it_does_to_arrays(rule: list[tuple[int, int, int]]) -> None:
     """The rule makes an update and a slot of the gradients of two lookups, the table and the slot."""
