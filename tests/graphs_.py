@@ -24,6 +24,7 @@ from dflow.tracing.source import Loc
 from dflow.tracing.trace import Traced, trace
 from dflow.tracing.types import DTYPES, ArrayType, RefType, TokenType, dtype_name
 from dflow.tracing.updates import ASSIGNS, looked_up, updated
+from tests.choice import choice
 from tests.programs import machines
 from tests.programs.draw import programs
 from tests.programs.made import ARGUMENTS, variables_of
@@ -107,7 +108,9 @@ _DTYPES = st.sampled_from([DTYPES[name] for name in sorted(DTYPES)])
 _NAMED = ["/job:ps/task:0", "/job:worker/task:12/device:gpu:3", "/device:cpu:1", "with-state", "with-caller"]
 _DEVICES = st.one_of(st.none(), st.sampled_from(_NAMED))
 _LOCS = st.one_of(st.none(), st.builds(Loc, st.sampled_from(["train.py", "my model.py"]), st.integers(1, 999)))
+_TEXTS = st.text(max_size=4)
 _TYPES = st.builds(ArrayType, _DTYPES, st.lists(st.integers(0, 4), max_size=3).map(tuple), st.booleans())
+_SOME_TYPES = st.lists(_TYPES, min_size=1, max_size=3)
 
 
 @st.composite
@@ -129,15 +132,15 @@ def literals(draw: st.DrawFn) -> Literal:
         return Literal(np.array(draw(number)).astype(dtype)[()], ArrayType(dtype, ()))
 
 
+_LITERALS = literals()
+
+
 @st.composite
 def graphs(draw: st.DrawFn, depth: int = 1) -> Graph:
     """Graphs of any nodes, most of them of ours: devices, order edges, lines, bodies. They need not run."""
     fresh = Graph((), (), ()).fresh_names()
-    refs = [
-        Value(fresh(draw(_NAMES)), RefType(type.strong), draw(_DEVICES))
-        for type in draw(st.lists(_TYPES, min_size=1, max_size=3))
-    ]
-    arrays = [Value(fresh(draw(_NAMES)), type) for type in draw(st.lists(_TYPES, min_size=1, max_size=3))]
+    refs = [Value(fresh(draw(_NAMES)), RefType(type.strong), draw(_DEVICES)) for type in draw(_SOME_TYPES)]
+    arrays = [Value(fresh(draw(_NAMES)), type) for type in draw(_SOME_TYPES)]
     inputs, nodes = (*refs, *arrays), []
     defined: list[Value] = [*inputs]
     for _ in range(draw(st.integers(0, 6))):
@@ -145,7 +148,7 @@ def graphs(draw: st.DrawFn, depth: int = 1) -> Graph:
         nodes.append(node)
         arrays += node.array_outputs
         defined += node.outputs
-    outputs = draw(st.lists(st.one_of(st.sampled_from(arrays), literals()), max_size=3))
+    outputs = [draw(_LITERALS) if draw(st.booleans()) else choice(draw, arrays) for _ in range(draw(st.integers(0, 3)))]
     return Graph(inputs, tuple(nodes), tuple(outputs))
 
 
@@ -161,10 +164,10 @@ def _nodes(
     def result(type: Any) -> Value:
         return Value(fresh(draw(_NAMES)), type)
 
-    ref, array = draw(st.sampled_from(refs)), draw(st.sampled_from(arrays))
-    operand = draw(st.one_of(st.just(array), literals()))
+    ref, array = choice(draw, refs), choice(draw, arrays)
+    operand = draw(_LITERALS) if draw(st.booleans()) else array
     held: Any = ref.type
-    kind = draw(st.sampled_from(["read", "gather", "update", "send", "recv", "neg", "add"] + ["call"] * (depth > 0)))
+    kind = choice(draw, ["read", "gather", "update", "send", "recv", "neg", "add"] + ["call"] * (depth > 0))
     inputs: tuple[Any, ...] = {"read": (ref,), "recv": (), "add": (operand, array)}.get(kind, (array,))
     attributes: dict[str, Any] = {}
     bodies: tuple[Graph, ...] = ()
@@ -174,23 +177,23 @@ def _nodes(
         case "gather":
             op, outputs, inputs = ops.var_gather, (result(held.of),), (ref, array)
         case "update":
-            update = draw(st.sampled_from([*ops.UPDATES]))
+            update = choice(draw, [*ops.UPDATES])
             op, outputs = ops.UPDATES[update], (result(TokenType()),)
             inputs = (ref, array) if update in ASSIGNS else (ref, array, operand)
         case "send":
             op, outputs = ops.net_send, (result(TokenType()),)
-            attributes = {"edge": draw(st.text(max_size=4)), "destination": "/job:ps/task:0"}
+            attributes = {"edge": draw(_TEXTS), "destination": "/job:ps/task:0"}
         case "recv":
             type = draw(_TYPES)
             op, outputs = ops.net_recv, (result(type),)
             attributes = {"edge": "e/1", "source": "/job:worker/task:0", "type": type}
         case "call":
             body = draw(graphs(depth=depth - 1))
-            op, attributes = ops.xla_call, {"donate": draw(st.sampled_from([(), (0,), (0, 2)]))}
+            op, attributes = ops.xla_call, {"donate": choice(draw, ((), (0,), (0, 2)))}
             outputs = tuple(result(output.type) for output in body.outputs) or (result(TokenType()),)
             inputs = tuple(ref if isinstance(value.type, RefType) else array for value in body.inputs)
             bodies = (body,)
         case _:
             op, outputs = numeric(primitive_named(kind)), (result(array.type),)
-    after = tuple(draw(st.lists(st.sampled_from(defined), max_size=2)))
+    after = tuple(choice(draw, defined) for _ in range(draw(st.integers(0, 2))))
     return Node(op, inputs, outputs, attributes, bodies, draw(_DEVICES), after, Written(draw(_LOCS)))

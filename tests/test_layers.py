@@ -94,22 +94,26 @@ def test_the_scan_finds_a_planted_import(source: str) -> None:
     assert not importers(source.replace("pickle", "picklecount"), "pickle")
 
 
+@pytest.mark.once
 def test_the_scan_reads_each_file_once_and_every_layer() -> None:
     found = {path.relative_to(ROOT).as_posix() for path in sources(PACKAGE)}
     assert {"dflow/__init__.py", *(f"{layer}/__init__.py" for layer in LAYERS)} <= found
     assert not {name for name in found if name.split("/")[:1] == ["dflow"] and name.split("/")[1] in LAYERS}
 
 
+@pytest.mark.once
 def test_the_type_checker_follows_the_links_to_every_layer() -> None:
     finder = FindModuleCache(SearchPaths((str(ROOT),), (), (), ()), None, None)
     seen = {source.module for source in finder.find_modules_recursive("dflow")}
     assert seen == {module_name(path) for path in sources(PACKAGE)}
 
 
+@pytest.mark.once
 def test_every_module_has_one_name() -> None:
     assert offenders(TREE, *LAYERS) == []
 
 
+@pytest.mark.once
 def test_nothing_in_the_package_can_unpickle() -> None:
     assert offenders(PACKAGE, *sorted(UNPICKLERS)) == []
     allowing = [
@@ -122,10 +126,12 @@ def test_nothing_in_the_package_can_unpickle() -> None:
     assert allowing == []
 
 
+@pytest.mark.once
 def test_only_the_front_end_imports_jax_internals() -> None:
     assert offenders(PACKAGE, "jax._src", "jaxlib", but=(JAX_INTERNALS, BYTECODE_READER)) == []
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("layer", LAYERS)
 def test_layers_import_our_modules_at_the_top_of_the_file_only(layer: str) -> None:
     inside = [

@@ -130,7 +130,7 @@ def _warn_of_leaks(name: str, trace: weakref.ref[Any]) -> None:
 
 def leaks(trace: weakref.ref[Any]) -> list[Leak]:
     """The values of a trace, which has ended, that something other than garbage keeps."""
-    if trace() is None:
+    if not _has_values(trace):
         return []
     gc.collect()
     alive = trace()
@@ -144,6 +144,12 @@ def leaks(trace: weakref.ref[Any]) -> list[Leak]:
         if named:
             found.append(Leak(array_type_of(tracer), line_of_tracer(tracer), " and ".join(map(str, named))))
     return found
+
+
+def _has_values(trace: weakref.ref[Any]) -> bool:
+    """Whether a value of the trace is alive, perhaps as garbage. A jaxpr with a custom rule keeps its trace alone."""
+    alive = trace()
+    return alive is not None and bool(tracers_of(alive))
 
 
 def _described(holder: Any, value: Any, holders: list[Any]) -> str | None:

@@ -69,6 +69,14 @@ def _split(lines: tuple[str, ...]) -> list[str]:
     return " ".join(lines).split()
 
 
+#: One of each family of the above: adam for those by its moments (adamw, nadam, scale_by_adam and so on), sgd for those
+#: by a factor or a sign, rmsprop and adagrad for those by running and by summed squares.
+_OF_EACH_FAMILY = (
+    "adam sgd rmsprop adagrad lion lamb sm3 novograd scale_by_lbfgs optimistic_gradient_descent centralize zero_nans",
+    "contrib.muon contrib.prodigy contrib.dog contrib.schedule_free_adamw contrib.madgrad contrib.cocob",
+)
+
+
 def _scaled(transformation: Any) -> Any:
     """With a step small enough that the loss stays finite."""
     return optax.chain(transformation, optax.scale(-_RATE))
@@ -148,6 +156,10 @@ CASES: dict[str, Case] = {
     ),
     "contrib.split_real_and_imaginary": Case(lambda: contrib.split_real_and_imaginary(optax.adam(_RATE))),
 }
+
+_UNIFORM = {*_split(_RATED), *_split(_PLAIN)} | {f"contrib.{name}" for name in _split(_RATED_CONTRIB + _PLAIN_CONTRIB)}
+#: Cases of which another of the same family does as much; they run on one of the Pythons.
+SIBLINGS = _UNIFORM - {*_split(_OF_EACH_FAMILY)}
 
 #: Transformations without a case, and the reason.
 LEFT_OUT = {

@@ -15,7 +15,7 @@ from optax import contrib
 
 import dflow
 from dflow.tracing.errors import GraphTypeError
-from tests.dflow.optax_cases import CASES, LEFT_OUT, Case
+from tests.dflow.optax_cases import CASES, LEFT_OUT, SIBLINGS, Case
 
 STEPS = 20
 
@@ -109,7 +109,7 @@ def assert_same_bits(got: Any, wanted: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:step was compiled 50 times:dflow.RetraceWarning")  # a step for each case
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.once) if n in SIBLINGS else n for n in CASES])
 def test_training_has_the_bits_of_optax(name: str) -> None:
     wanted, got = with_optax(CASES[name]), with_dflow(CASES[name])
     assert np.isfinite(wanted[2]).all()
@@ -120,6 +120,7 @@ def test_training_has_the_bits_of_optax(name: str) -> None:
         np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", SUMMED_OTHERWISE)
 def test_op_by_op_the_bits_are_those_of_optax_everywhere(name: str) -> None:
     transformation, params, model = CASES[name].make(), parameters(), dflow.variables(parameters())

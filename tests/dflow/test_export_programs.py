@@ -39,7 +39,7 @@ def by_export(program: Program) -> list[Outcome]:
 
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore:.*makes a new function of it each time")
-@settings(max_examples=examples(15))
+@settings(max_examples=examples(8))
 @given(program=programs())
 def test_an_exported_program_does_what_jax_alone_would_do(program: Program) -> None:
     wanted = meaning(program)

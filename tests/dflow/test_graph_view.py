@@ -225,7 +225,7 @@ def reference(graph: Graph, made: list[dflow.Variable]) -> tuple[dict[str, Any],
     return {value.name: np.asarray(result) for value, result in zip(values, results, strict=True)}, after
 
 
-@settings(max_examples=examples(30))
+@settings(max_examples=examples(18))
 @given(programs(most=3), st.data())
 def test_each_value_is_what_the_whole_graph_gives(program: Program, data: st.DataObject) -> None:
     view, made = bound(program)

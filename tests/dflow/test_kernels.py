@@ -275,7 +275,7 @@ def test_a_batch_takes_the_plain_function_where_it_is_told_to() -> None:
         assert waves(lowered(jax.vmap(wave), (platform,), x)) == {"tanh"}
 
 
-@settings(max_examples=examples(15))
+@settings(max_examples=examples(9))
 @given(shape=st.lists(st.integers(1, 4), min_size=1, max_size=4), data=st.data())
 def test_on_random_shapes_and_axes_it_is_the_plain_function(shape: list[int], data: st.DataObject) -> None:
     def reference(a: Any, b: Any) -> Any:

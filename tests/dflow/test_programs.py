@@ -140,7 +140,7 @@ OF_HOST_STATE = programs(most=4, host_state="mostly")
 
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore:.*makes a new function of it each time")
-@settings(max_examples=examples(40))
+@settings(max_examples=examples(25))
 @given(program=ANY, donates=st.booleans())
 def test_a_compiled_program_does_what_jax_alone_would_do(program: Program, donates: bool) -> None:
     check_compiled(program, "donating" if donates else "compiled")
@@ -148,7 +148,7 @@ def test_a_compiled_program_does_what_jax_alone_would_do(program: Program, donat
 
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore:.*makes a new function of it each time")
-@settings(max_examples=examples(40))
+@settings(max_examples=examples(25))
 @given(program=OF_HOST_STATE)
 def test_a_compiled_program_of_queues_and_an_accumulator_does_what_its_models_do(program: Program) -> None:
     check_compiled(program, "compiled")
@@ -156,7 +156,7 @@ def test_a_compiled_program_of_queues_and_an_accumulator_does_what_its_models_do
 
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore:.*makes a new function of it each time")
-@settings(max_examples=examples(30))
+@settings(max_examples=examples(20))
 @given(program=programs(most=3, host_state="some", logs=True) | programs(most=3, host_state="mostly"))
 def test_an_eager_program_does_what_jax_alone_would_do(program: Program) -> None:
     check_eager(program)

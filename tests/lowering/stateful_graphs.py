@@ -20,6 +20,7 @@ from dflow.tracing.jax_frontend import primitive_named
 from dflow.tracing.op import numeric
 from dflow.tracing.types import ArrayType, RefType, TokenType
 from dflow.tracing.updates import ASSIGNS
+from tests.choice import choice
 from tests.lowering.meaning import TASKS
 
 INT = ArrayType(np.dtype("int32"), ())
@@ -30,26 +31,33 @@ _ARITY = {"neg": 1, "add": 2, "sub": 2, "mul": 2}
 def stateful_graphs(draw: st.DrawFn, tasks: Sequence[str] = TASKS, max_nodes: int = 12, unknown: bool = True) -> Graph:
     """Valid graphs before placement, whose variables and stated devices are of `tasks`."""
     fresh = FreshNames()
-    devices = st.sampled_from([None, *tasks])
-    refs = [Value(fresh(name), RefType(INT), draw(devices)) for name in "wvu"[: draw(st.integers(1, 3))]]
+    devices = (None, *tasks)
+    refs = [Value(fresh(name), RefType(INT), choice(draw, devices)) for name in "wvu"[: draw(st.integers(1, 3))]]
     arrays = [Value(fresh(name), INT) for name in "xy"[: draw(st.integers(1, 2))]]
     inputs, nodes = (*refs, *arrays), []
     for _ in range(draw(st.integers(3, max_nodes))):
-        node = draw(_nodes(fresh, refs, arrays, tasks, unknown))
+        node = draw(_node(fresh, refs, arrays, tasks, unknown))
         nodes.append(node)
         arrays += node.array_outputs
-    outputs = draw(st.lists(_operands(arrays), max_size=3))
-    return Graph(inputs, tuple(nodes), tuple(outputs))
+    outputs = tuple(_operand(draw, arrays) for _ in range(draw(st.integers(0, 3))))
+    return Graph(inputs, tuple(nodes), outputs)
 
 
-def _operands(arrays: Sequence[Value]) -> st.SearchStrategy[Operand]:
-    # Values made last come first to mind, so that graphs grow deep.
-    literals = st.builds(Literal, st.integers(-3, 3).map(np.int32), st.just(INT))
-    return st.one_of(st.sampled_from(arrays[::-1]), st.sampled_from(arrays[-3:]), literals)
+def _operand(draw: st.DrawFn, arrays: Sequence[Value]) -> Operand:
+    # Values made last come first, so that graphs grow deep.
+    match choice(draw, ("any", "of the last", "literal")):
+        case "any":
+            return choice(draw, arrays[::-1])
+        case "of the last":
+            return choice(draw, arrays[-3:])
+    return Literal(np.int32(draw(st.integers(-3, 3))), INT)
+
+
+_KINDS = ("read", "read", "assign", "update", "numeric", "numeric", "numeric", "unknown")
 
 
 @st.composite
-def _nodes(
+def _node(
     draw: st.DrawFn,
     fresh: FreshNames,
     refs: Sequence[Value],
@@ -57,23 +65,23 @@ def _nodes(
     tasks: Sequence[str],
     unknown: bool,
 ) -> Node:
-    ref, operand = draw(st.sampled_from(refs)), draw(_operands(arrays))
-    update = draw(st.sampled_from([None, WITH_STATE]))
-    match draw(st.sampled_from(["read", "read", "assign", "update", "numeric", "numeric", "numeric", "unknown"])):
+    ref, operand = choice(draw, refs), _operand(draw, arrays)
+    update = choice(draw, (None, WITH_STATE))
+    match choice(draw, _KINDS):
         case "read":
             return Node(ops.var_read, (ref,), (Value(fresh(ref.name), INT),), device=update)
         case "assign":
             return Node(ops.var_assign, (ref, operand), (Value(fresh("done"), TokenType()),), device=update)
         case "update":
-            op = ops.UPDATES[draw(st.sampled_from([*ASSIGNS]))]
+            op = ops.UPDATES[choice(draw, sorted(ASSIGNS))]
             return Node(op, (ref, operand), (Value(fresh("done"), TokenType()),), device=update)
         case "unknown" if unknown:
             op, arity = numeric(primitive_named("neg"), unknown_effects=True), 1
         case _:
-            name = draw(st.sampled_from(sorted(_ARITY)))
+            name = choice(draw, sorted(_ARITY))
             op, arity = numeric(primitive_named(name)), _ARITY[name]
-    device = draw(st.sampled_from([None, WITH_STATE, WITH_STATE, *tasks]))
-    operands = tuple(draw(_operands(arrays)) for _ in range(arity))
+    device = choice(draw, (None, WITH_STATE, WITH_STATE, *tasks))
+    operands = tuple(_operand(draw, arrays) for _ in range(arity))
     return Node(op, operands, (Value(fresh("n"), INT),), device=device)
 
 

@@ -57,7 +57,7 @@ def test_a_pass_keeps_the_meaning_of_any_graph(index: int, graph: Graph, seed: i
     assert_same_meaning(before, after, choose=chooser(seed) if index >= ORDERED else None)
 
 
-@settings(max_examples=examples(25))
+@settings(max_examples=examples(15))
 @given(case=cases(devices=PLACES), seed=SEEDS)
 def test_the_pipeline_keeps_the_meaning_of_any_traced_program(case: Case, seed: int) -> None:
     lowered = run_passes(case.graph, PASSES, check=True)
@@ -205,7 +205,7 @@ def test_tasks_that_run_their_plans_do_what_the_graph_means(graph: Graph, seed: 
         assert_equal_states(cluster.state(), state)
 
 
-@settings(max_examples=examples(10))
+@settings(max_examples=examples(6))
 @given(case=cases(devices=TASKS), seed=SEEDS)
 def test_tasks_do_what_a_traced_program_means(case: Case, seed: int) -> None:
     cluster = Cluster(case.graph, case.state)

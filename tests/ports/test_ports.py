@@ -15,7 +15,14 @@ from dflow.testing import memory_cluster
 from tests.ports import classifier, factorisation, gpt, ppo, vae
 from tests.ports.compare import assert_alike, port_metrics, twin_metrics
 
-each_port = pytest.mark.parametrize("port", [gpt, ppo, classifier, vae, factorisation], ids=lambda port: port.__name__)
+PORTS = [gpt, ppo, classifier, vae, factorisation]
+each_port = pytest.mark.parametrize("port", PORTS, ids=lambda port: port.__name__)
+#: The same, of which a second Python runs one: there the ports run alone, and other tests run on clusters.
+each_port_once = pytest.mark.parametrize(
+    "port",
+    [port if port is ppo else pytest.param(port, marks=pytest.mark.once) for port in PORTS],
+    ids=lambda port: port.__name__,
+)
 
 
 @each_port
@@ -23,7 +30,7 @@ def test_a_port_alone_reports_what_its_twin_does(port: ModuleType) -> None:
     assert_alike(port_metrics(port, dflow.connect(), 1), twin_metrics(port, 1))
 
 
-@each_port
+@each_port_once
 def test_a_port_with_microbatches_reports_what_its_twin_does(port: ModuleType) -> None:
     if port is ppo and "fusion_emitters=false" in os.environ["XLA_FLAGS"]:
         pytest.skip("clipping amplifies a last bit that XLA rounds differently; Python 3.12 runs it")
@@ -36,6 +43,6 @@ def worker() -> Iterator[Any]:
         yield cluster
 
 
-@each_port
+@each_port_once
 def test_a_port_on_a_cluster_reports_what_its_twin_does(port: ModuleType, worker: Any) -> None:
     assert_alike(port_metrics(port, worker, 1), twin_metrics(port, 1))

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from dflow.tracing.queue_settings import QueueKind
 from dflow.tracing.updates import KINDS as UPDATES
+from tests.choice import choice
 from tests.programs.machines import KINDS, MOST_TURNS
 from tests.programs.statements import (
     Apply,
@@ -102,24 +103,28 @@ class Place:
         ]
 
 
+_SOME_TYPES = st.lists(st.sampled_from(TYPES), min_size=1, max_size=3)
 _index = st.integers(0, 7)
+_WATCHED = st.none() | _index
+_OTHERS = st.lists(_index, max_size=2)
+_OPS = sorted(KINDS)
 
 
 @st.composite
 def _statement(draw: st.DrawFn, place: Place) -> Statement:
-    kind = draw(st.sampled_from(place.kinds()))
+    kind = choice(draw, place.kinds())
     match kind:
         case "op":
-            return Op(draw(st.sampled_from(sorted(KINDS))), draw(_index), draw(_index))
+            return Op(choice(draw, _OPS), draw(_index), draw(_index))
         case "read":
             return Read(draw(_index))
         case "gather":
             return Gather(draw(_index), draw(_index))
         case "write":
             if place.batched and draw(st.booleans()):
-                return Write(draw(_index), draw(_index), draw(st.sampled_from(["assign_add", "scatter_add"])), True)
+                return Write(draw(_index), draw(_index), choice(draw, ("assign_add", "scatter_add")), True)
             updates = [name for name in _METHODS if not (place.derived and name in _WITHOUT_DERIVATIVE)]
-            return Write(draw(_index), draw(_index), draw(st.sampled_from(updates)), draw(st.booleans()))
+            return Write(draw(_index), draw(_index), choice(draw, updates), draw(st.booleans()))
         case "log":
             return Log(draw(_index))
         case "put" | "take" | "size":
@@ -133,9 +138,9 @@ def _statement(draw: st.DrawFn, place: Place) -> Statement:
             place.held[-1] = 0
             return TakeSum(wanted)
         case "take sum" | "ask":
-            return Ask(draw(st.sampled_from(["step", "count", "dropped", "set_step"])))
+            return Ask(choice(draw, ("step", "count", "dropped", "set_step")))
         case "on":
-            return On(draw(st.sampled_from(place.devices)), draw(_statements(replace(place, depth=place.depth - 1))))
+            return On(choice(draw, place.devices), draw(_statements(replace(place, depth=place.depth - 1))))
     return draw(_nested(kind, replace(place, depth=place.depth - 1)))
 
 
@@ -149,7 +154,7 @@ def _queue_statement(draw: st.DrawFn, kind: str, place: Place) -> Statement:
     if kind == "take":
         count = draw(st.integers(0, min(2, place.can_take(queue))))
         place.held[queue] -= count
-        return Take(queue, count, draw(st.sampled_from(["one by one", "at once", "up to"])))
+        return Take(queue, count, choice(draw, ("one by one", "at once", "up to")))
     return Size(queue)
 
 
@@ -162,13 +167,13 @@ def _nested(draw: st.DrawFn, kind: str, place: Place) -> Statement:
         case "loop":
             # A while loop has no backward pass, and may not write under a batch.
             hows = ["scan", "map", "fori", "bounded"] + ["while"] * (not place.derived)
-            how = draw(st.sampled_from(hows))
+            how = choice(draw, hows)
             if how in ("while", "bounded"):
                 inside = replace(place, writes=place.writes and not place.batched)
             else:
                 inside = place
             body = draw(_body(inside))
-            watched = draw(st.none() | _index)
+            watched = draw(_WATCHED)
             return Loop(how, draw(_index), draw(st.integers(1, MOST_TURNS)), body, draw(st.booleans()), watched)
         case "cond":
             divided = place.batched and draw(st.booleans())
@@ -178,14 +183,14 @@ def _nested(draw: st.DrawFn, kind: str, place: Place) -> Statement:
         case "call":
             # JAX has no forward derivative of a function with a backward rule.
             hows = ["jit", "dflow.jit", "checkpoint", "custom_jvp"] + ["custom_vjp"] * (not place.forward)
-            how = draw(st.sampled_from(hows))
+            how = choice(draw, hows)
             inside = place if how.endswith("jit") else alone
             if how.startswith("custom"):
                 inside = replace(alone, writes=place.writes and not place.batched)
             return Call(how, draw(_index), draw(_body(inside)))
         case "batch":
             return Batch(draw(_index), draw(st.integers(1, 3)), draw(_body(replace(alone, batched=True))))
-    how = draw(st.sampled_from(["grad", "value_and_grad", "jvp", "vjp", "hvp"]))
+    how = choice(draw, ("grad", "value_and_grad", "jvp", "vjp", "hvp"))
     inside = replace(
         place,
         logs=False,
@@ -193,7 +198,7 @@ def _nested(draw: st.DrawFn, kind: str, place: Place) -> Statement:
         forward=place.forward or how in ("jvp", "hvp"),
         writes=place.writes and not place.batched,
     )
-    return Derive(how, draw(_index), tuple(draw(st.lists(_index, max_size=2))), draw(_body(inside)))
+    return Derive(how, draw(_index), tuple(draw(_OTHERS)), draw(_body(inside)))
 
 
 @st.composite
@@ -235,7 +240,7 @@ def programs(
     With `host_state`, "some" or "mostly", over up to two queues and perhaps an accumulator too; with `logs`, some show
     values to the world outside.
     """
-    types = tuple(draw(st.lists(st.sampled_from(TYPES), min_size=1, max_size=3)))
+    types = tuple(draw(_SOME_TYPES))
     mostly = host_state == "mostly"
     kinds: tuple[QueueKind, ...] = ()
     if host_state != "none":

@@ -5,6 +5,7 @@ import pytest
 from tests.simulation.mutations import MUTATIONS, Mutation, find
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.says)
 def test_a_planted_fault_is_found(mutation: Mutation, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("CRITICAL", "dflow")

@@ -23,8 +23,8 @@ from dflow.distributed.simulation.program import PROGRAMS, QUEUE, ROUNDS, STEPS,
 from dflow.distributed.simulation.world import Schedule, simulate
 from tests.effort import examples
 
-#: How many schedules there are of each program, and how much is done in one.
-SCHEDULES = {STEPS: 1000, ROUNDS: 800, QUEUE: 1200, VARIABLES: 400}
+#: Number of schedules of each program, more than find any planted fault (`mutations.SCHEDULES`), and work done in one.
+SCHEDULES = {STEPS: 400, ROUNDS: 300, QUEUE: 400, VARIABLES: 200}
 SHORT = {STEPS: 6, ROUNDS: 3, QUEUE: 3, VARIABLES: 3}
 PARTS = 10
 HOSTS = Schedule(0).hosts
@@ -78,6 +78,7 @@ def _young() -> Iterator[None]:
     gc.unfreeze()
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_whatever_goes_wrong_by_a_seed_what_must_hold_holds(part: int, program: str) -> None:

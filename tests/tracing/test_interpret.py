@@ -69,7 +69,7 @@ def assert_same(one: Any, other: Any) -> None:
 
 
 @given(programs())
-@settings(max_examples=examples(25))
+@settings(max_examples=examples(10))
 def test_discharged_eager_and_interpreted_programs_agree(program: Program) -> None:
     eager = run_eagerly(program)
     case = case_of(program)

@@ -20,7 +20,7 @@ def test_golden(case: GoldenCase) -> None:
     check_pass(case, Repeat())
 
 
-@settings(max_examples=examples(15))
+@settings(max_examples=examples(9))
 @given(case=cases(devices=TASKS))
 def test_a_traced_program_keeps_its_meaning(case: Case) -> None:
     placed = run_passes(case.graph, [Place(WORKER, TASKS)])
