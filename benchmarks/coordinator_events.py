@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._paired import options, publish
-from dflow.distributed.coordinator_events import Asked, Event, Persist, Reply, Started, Told
-from dflow.distributed.coordinator_state import CoordinatorSettings, CoordinatorState
-from dflow.distributed.coordinator_store import CoordinatorStore, MemoryStore, SqliteStore
-from dflow.distributed.messages import Claimed, ClaimSteps, Heartbeat, Join, PlaceVariable
+from dflow.distributed.coordinator.coordinator_events import Asked, Event, Persist, Reply, Started, Told
+from dflow.distributed.coordinator.coordinator_state import CoordinatorSettings, CoordinatorState
+from dflow.distributed.coordinator.coordinator_store import CoordinatorStore, MemoryStore, SqliteStore
+from dflow.distributed.wire.messages import Claimed, ClaimSteps, Heartbeat, Join, PlaceVariable
 
 STEPS = 10**9
 

@@ -17,13 +17,13 @@ from typing import Any
 
 from benchmarks._paired import in_turn, options, publish
 from dflow.certs import make_secret
-from dflow.distributed.messages import AnyMessage, Ok
 from dflow.distributed.transport.base import Limits, Listener, Peer, RefuseAll, Responder
 from dflow.distributed.transport.certificates import issue_certificate, make_authority
 from dflow.distributed.transport.identity import Identity
 from dflow.distributed.transport.security import SecurityPolicy
 from dflow.distributed.transport.sockets import SocketTransport
 from dflow.distributed.transport.tls_policies import MutualTls, SharedSecret
+from dflow.distributed.wire.messages import AnyMessage, Ok
 
 WAIT_S = 60.0
 LARGE = bytes(100_000_000)

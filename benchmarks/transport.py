@@ -25,11 +25,11 @@ import jax.numpy as jnp
 from benchmarks._paired import in_turn, median_ratio, options, publish, seconds_per_call
 from benchmarks._raw_sockets import receive
 from dflow.certs import make_secret
-from dflow.distributed.codec import decode_array, encode_array
-from dflow.distributed.messages import AnyMessage, Ok, Value
 from dflow.distributed.transport.base import Limits, Peer, RefuseAll, Responder
 from dflow.distributed.transport.sockets import SocketTransport
 from dflow.distributed.transport.tls_policies import SharedSecret
+from dflow.distributed.wire.codec import decode_array, encode_array
+from dflow.distributed.wire.messages import AnyMessage, Ok, Value
 
 WAIT_S = 60.0
 CALLS = 200

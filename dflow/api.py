@@ -3,7 +3,7 @@
 from dflow import data, distributed, lax, nn, numpy, random
 from dflow.cluster import connect
 from dflow.device_memory import configure
-from dflow.distributed.cluster import ClusterSettings
+from dflow.distributed.worker.cluster import ClusterSettings
 from dflow.eager_mode import eager
 from dflow.exporter import Exported, export, spec
 from dflow.function import Function, jit

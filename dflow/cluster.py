@@ -10,20 +10,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from dflow.distributed import lifeline
-from dflow.distributed.alone import Alone
-from dflow.distributed.cluster import Cluster, ClusterSettings
 from dflow.distributed.detection.cluster_file import VARIABLE
 from dflow.distributed.detection.cluster_spec import SCRIPT_JOB, ClusterSpec, Variables
 from dflow.distributed.detection.detect import detect, found_cluster
 from dflow.distributed.detection.this_host import listening_address, surroundings
 from dflow.distributed.detection.variables import task_index
-from dflow.distributed.dump_signal import dump_on_signal
 from dflow.distributed.launching.attendants import Attendants
-from dflow.distributed.metrics import VARIABLE as METRICS_VARIABLE
+from dflow.distributed.observe.metrics import VARIABLE as METRICS_VARIABLE
+from dflow.distributed.process import parent_watch as lifeline
+from dflow.distributed.process.dump_signal import dump_on_signal
 from dflow.distributed.transport.chosen_security import choose_security
 from dflow.distributed.transport.security import SecurityPolicy
 from dflow.distributed.transport.sockets import SocketTransport
+from dflow.distributed.worker.cluster import Cluster, ClusterSettings
+from dflow.distributed.worker.standalone import Alone
 from dflow.homes import LOCAL
 from dflow.lowering.timers import TIMERS
 from dflow.tracing.task_name import short_task_name

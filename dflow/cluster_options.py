@@ -91,6 +91,6 @@ def transport_of(options: argparse.Namespace) -> Transport:
 
 def metrics_place_of(options: argparse.Namespace) -> str:
     """Return the `[HOST:]PORT` to serve metrics at; empty to serve none."""
-    from dflow.distributed.metrics import VARIABLE
+    from dflow.distributed.observe.metrics import VARIABLE
 
     return str(options.metrics_port or os.environ.get(VARIABLE, ""))

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 from dflow.config import CONFIG
-from dflow.distributed.cluster import cluster_with
-from dflow.distributed.cluster_home import ClusterHome
+from dflow.distributed.worker.cluster import cluster_with
+from dflow.distributed.worker.cluster_home import ClusterHome
 from dflow.lowering.local import LocalHome
 from dflow.lowering.state_backend import StateBackend
 from dflow.tracing.context import set_default_home

@@ -21,8 +21,8 @@ from dflow.distributed.launching.ray_resources import RayResources
 from dflow.distributed.launching.restarts import RestartPolicy
 from dflow.distributed.launching.shares import Share, core_shares, gpu_shares, visible_gpus
 from dflow.distributed.launching.this_machine import ThisMachine
-from dflow.distributed.run_folder import RUN_FOLDER_VARIABLE
-from dflow.distributed.stop_signal import StopSignal
+from dflow.distributed.process.run_folder import RUN_FOLDER_VARIABLE
+from dflow.distributed.process.stop_signal import StopSignal
 from dflow.distributed.transport.chosen_security import CERTIFICATE_VARIABLES, SECRET_VARIABLE, choose_security
 from dflow.distributed.transport.security import SameMachine, SecurityPolicy
 from dflow.distributed.transport.sockets import SocketTransport
@@ -114,7 +114,7 @@ def _launch(options: argparse.Namespace) -> int:
         return 2
     # After Ray has started, because Ray installs its own SIGTERM handler.
     stop = StopSignal()
-    from dflow.distributed.launcher import launch
+    from dflow.distributed.launching.launcher import launch
     from dflow.distributed.launching.run_logs import RunLogs
     from dflow.status_view import LoggedView, make_console, make_view
 

@@ -16,9 +16,9 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from dflow.distributed.coordinator_client import CoordinatorClient
-from dflow.distributed.messages import EdgeTraffic, GetTaskState, Status, TaskHealth, TaskInfo, TaskState
+from dflow.distributed.client.coordinator_client import CoordinatorClient
 from dflow.distributed.transport.base import Peer, RefuseAll, Transport
+from dflow.distributed.wire.messages import EdgeTraffic, GetTaskState, Status, TaskHealth, TaskInfo, TaskState
 from dflow.observing import TOOL
 from dflow.status_view import grouped_traffic, make_table, progress_line, size_text
 from dflow.task_table import TaskLine, task_table

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
-from dflow.distributed.coordinator_client import CoordinatorClient
-from dflow.distributed.messages import Dumped, DumpEvents
-from dflow.distributed.tracer import Trace, Tracer
+from dflow.distributed.client.coordinator_client import CoordinatorClient
+from dflow.distributed.observe.tracer import Trace, Tracer
 from dflow.distributed.transport.base import Peer, RefuseAll, Transport
+from dflow.distributed.wire.messages import Dumped, DumpEvents
 from dflow.tracing.errors import DflowError
 from dflow.tracing.task_name import short_task_name, split_task_name
 

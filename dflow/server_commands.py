@@ -20,8 +20,8 @@ from dflow.cluster_options import (
     transport_of,
 )
 from dflow.command import Command
-from dflow.distributed.lifeline import watch
-from dflow.distributed.stop_signal import StopSignal
+from dflow.distributed.process.parent_watch import watch
+from dflow.distributed.process.stop_signal import StopSignal
 from dflow.option_types import count, job_count
 from dflow.tracing.errors import ConfigError
 from dflow.tracing.task_name import task_name
@@ -98,7 +98,7 @@ def _be_task(options: argparse.Namespace) -> int:
     from dflow.distributed.detection.cluster_spec import Variables
     from dflow.distributed.detection.this_host import listening_address
     from dflow.distributed.detection.variables import task_index
-    from dflow.distributed.stock_task import serve_task
+    from dflow.distributed.task.stock_task import serve_task
 
     index = task_index(Variables("dflow task", os.environ)) if options.index is None else options.index
     coordinator, listens = coordinator_of(options), options.address
@@ -114,9 +114,9 @@ def _be_task(options: argparse.Namespace) -> int:
 
 def _be_coordinator(options: argparse.Namespace) -> int:
     stop = _become_server()
-    from dflow.distributed.coordinator import serve_coordinator
-    from dflow.distributed.coordinator_state import CoordinatorSettings
-    from dflow.distributed.coordinator_store import MemoryStore, SqliteStore
+    from dflow.distributed.coordinator.coordinator import serve_coordinator
+    from dflow.distributed.coordinator.coordinator_state import CoordinatorSettings
+    from dflow.distributed.coordinator.coordinator_store import MemoryStore, SqliteStore
     from dflow.distributed.detection.this_host import with_port
 
     store = MemoryStore() if options.state is None else SqliteStore(options.state)

@@ -22,10 +22,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from dflow.distributed.launcher import LaunchView, TaskRow
+from dflow.distributed.coordinator.membership import FINISHED, NORMAL_ENDS
+from dflow.distributed.launching.launcher import LaunchView, TaskRow
 from dflow.distributed.launching.run_logs import RunLogs
-from dflow.distributed.membership import FINISHED, NORMAL_ENDS
-from dflow.distributed.messages import EdgeTraffic, Status, TaskHealth, TaskInfo, VariableInfo
+from dflow.distributed.wire.messages import EdgeTraffic, Status, TaskHealth, TaskInfo, VariableInfo
 from dflow.task_table import launch_table
 from dflow.tracing.errors import DeviceError
 from dflow.tracing.task_name import short_task_name, split_task_name

@@ -14,7 +14,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from dflow.distributed.launcher import TaskRow
+from dflow.distributed.launching.launcher import TaskRow
 
 _TROUBLE = "red"
 _STYLES = {"running": "green", "starting": "yellow", "ending": "yellow", "finished": "dim"}

@@ -17,15 +17,15 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 
-from dflow.distributed.child_process import ChildProcess, describe_end
-from dflow.distributed.coordinator_client import CoordinatorClient
+from dflow.distributed.client.coordinator_client import CoordinatorClient
 from dflow.distributed.detection.cluster_spec import COORDINATOR, STOCK_JOB, ClusterSpec, SecuritySource
 from dflow.distributed.launching.own_programs import coordinator_program, stock_program
 from dflow.distributed.launching.place import TaskProgram
 from dflow.distributed.launching.this_machine import ThisMachine
-from dflow.distributed.messages import Status
+from dflow.distributed.process.child_process import ChildProcess, describe_end
 from dflow.distributed.transport.addresses import TcpAddress, parse_address
 from dflow.distributed.transport.base import Transport
+from dflow.distributed.wire.messages import Status
 from dflow.tracing.errors import DflowError
 from dflow.tracing.task_name import short_task_name, split_task_name
 

@@ -24,11 +24,11 @@ from typing import Any
 
 import ray
 
-from dflow.distributed.child_process import TAIL_LINES, ChildProcess, describe_end
 from dflow.distributed.launching.place import TaskProgram
 from dflow.distributed.launching.ray_resources import RayResources, amounts_text
 from dflow.distributed.launching.restarts import NEVER, RestartPolicy
 from dflow.distributed.launching.this_machine import ThisMachine
+from dflow.distributed.process.child_process import TAIL_LINES, ChildProcess, describe_end
 from dflow.tracing.errors import ConfigError
 from dflow.tracing.task_name import short_task_name, split_task_name
 

@@ -6,10 +6,10 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 
-from dflow.distributed.child_process import ChildProcess
 from dflow.distributed.launching.place import TaskProgram
 from dflow.distributed.launching.shares import Share
-from dflow.distributed.lifeline import LIFELINE_VARIABLE
+from dflow.distributed.process.child_process import ChildProcess
+from dflow.distributed.process.parent_watch import LIFELINE_VARIABLE
 from dflow.tracing.task_name import short_task_name
 
 _WHOLE = Share()

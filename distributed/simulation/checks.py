@@ -23,11 +23,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dflow.distributed.event_log import LOG_EVENTS
-from dflow.distributed.membership import NORMAL_ENDS
-from dflow.distributed.messages import BarrierPassed, Roster, TaskInfo
-from dflow.distributed.rendezvous import WINDOW
-from dflow.distributed.task_server import TaskStatistics
+from dflow.distributed.coordinator.event_log import LOG_EVENTS
+from dflow.distributed.coordinator.membership import NORMAL_ENDS
+from dflow.distributed.steps.rendezvous import WINDOW
+from dflow.distributed.task.task_server import TaskStatistics
+from dflow.distributed.wire.messages import BarrierPassed, Roster, TaskInfo
 from dflow.tracing.task_name import task_name
 
 #: Reports on one invariant: whether it holds, its name, and the description of the violation.

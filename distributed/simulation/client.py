@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from dflow.distributed.coordinator_session import (
+from dflow.distributed.client.coordinator_session import (
     Answered,
     Asking,
     CoordinatorSession,
@@ -30,14 +30,14 @@ from dflow.distributed.coordinator_session import (
     Withdrawn,
     Woke,
 )
-from dflow.distributed.failures import error_from, failure_of
-from dflow.distributed.large_message import unpack
-from dflow.distributed.messages import AnyMessage, Failure, Heartbeat, Roster
 from dflow.distributed.simulation.events import EventQueue, Timer
 from dflow.distributed.simulation.link import SimulatedTransport
 from dflow.distributed.simulation.network import Process
 from dflow.distributed.simulation.script import Resolve, Wait
 from dflow.distributed.transport.base import Peer, RefuseAll, Reply
+from dflow.distributed.wire.failures import error_from, failure_of
+from dflow.distributed.wire.large_message import unpack
+from dflow.distributed.wire.messages import AnyMessage, Failure, Heartbeat, Roster
 from dflow.tracing.errors import DflowError, TransportClosed
 
 HEARTBEAT_S = 3.0

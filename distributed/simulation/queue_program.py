@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from dflow.distributed.array_lists import decode_arrays, encode_arrays
-from dflow.distributed.messages import CallResource, CancelStep, CreateResource, QueueInfo
 from dflow.distributed.simulation.checks import Require
 from dflow.distributed.simulation.script import Script, sleep
 from dflow.distributed.simulation.tasks import AGAIN_S, Member, Tasks
+from dflow.distributed.wire.array_lists import decode_arrays, encode_arrays
+from dflow.distributed.wire.messages import CallResource, CancelStep, CreateResource, QueueInfo
 from dflow.lowering.resource_use import Held, ResourceUse, Results
 from dflow.tracing.errors import DeadlineExceeded, DflowError, QueueClosed
 

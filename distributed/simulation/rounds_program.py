@@ -14,8 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from dflow.distributed.array_lists import decode_arrays, encode_arrays
-from dflow.distributed.messages import (
+from dflow.distributed.simulation.checks import Require, name_of
+from dflow.distributed.simulation.script import Script, sleep
+from dflow.distributed.simulation.tasks import AGAIN_S, Member, Tasks, programs
+from dflow.distributed.wire.array_lists import decode_arrays, encode_arrays
+from dflow.distributed.wire.messages import (
     AccumulatorInfo,
     AnyMessage,
     CallResource,
@@ -28,9 +31,6 @@ from dflow.distributed.messages import (
     RoundOpen,
     RoundsAgreed,
 )
-from dflow.distributed.simulation.checks import Require, name_of
-from dflow.distributed.simulation.script import Script, sleep
-from dflow.distributed.simulation.tasks import AGAIN_S, Member, Tasks, programs
 from dflow.lowering.plan import Call, Item, Plan, Recv, Send
 from dflow.lowering.program import Program
 from dflow.tracing.errors import DeadlineExceeded, DflowError

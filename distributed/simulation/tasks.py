@@ -14,10 +14,8 @@ from typing import Any, cast
 
 import numpy as np
 
-from dflow.distributed.codec import Payload
-from dflow.distributed.coordinator_session import SessionSettings
-from dflow.distributed.membership import FINISHED
-from dflow.distributed.messages import AnyMessage, Join, Leave, Roster
+from dflow.distributed.client.coordinator_session import SessionSettings
+from dflow.distributed.coordinator.membership import FINISHED
 from dflow.distributed.simulation.checks import Checks, name_of
 from dflow.distributed.simulation.client import Client
 from dflow.distributed.simulation.events import EventQueue
@@ -25,8 +23,10 @@ from dflow.distributed.simulation.link import Connections, SimulatedTransport
 from dflow.distributed.simulation.network import Network, Process
 from dflow.distributed.simulation.script import Resolve, Script, Wait, sleep
 from dflow.distributed.simulation.work import SimulatedPool, deadlines_of
-from dflow.distributed.task_server import TaskServer, TaskSettings, TaskStatistics
+from dflow.distributed.task.task_server import TaskServer, TaskSettings, TaskStatistics
 from dflow.distributed.transport.base import Reply
+from dflow.distributed.wire.codec import Payload
+from dflow.distributed.wire.messages import AnyMessage, Join, Leave, Roster
 from dflow.lowering.plan import Call, Item, Plan, Recv, Send
 from dflow.lowering.program import Program
 from dflow.lowering.resource_use import Held

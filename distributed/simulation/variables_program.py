@@ -11,9 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from dflow.distributed.codec import decode_array, encode_array
-from dflow.distributed.failures import error_from
-from dflow.distributed.messages import (
+from dflow.distributed.simulation.checks import Require
+from dflow.distributed.simulation.script import Script, sleep
+from dflow.distributed.simulation.tasks import AGAIN_S, ASK_S, Member, Tasks
+from dflow.distributed.wire.codec import decode_array, encode_array
+from dflow.distributed.wire.failures import error_from
+from dflow.distributed.wire.messages import (
     AnyMessage,
     ArrayInfo,
     CreateVariable,
@@ -23,9 +26,6 @@ from dflow.distributed.messages import (
     ReadVariables,
     WriteVariable,
 )
-from dflow.distributed.simulation.checks import Require
-from dflow.distributed.simulation.script import Script, sleep
-from dflow.distributed.simulation.tasks import AGAIN_S, ASK_S, Member, Tasks
 from dflow.tracing.errors import DflowError
 from dflow.tracing.task_name import short_task_name
 

@@ -7,9 +7,9 @@ from concurrent.futures import Executor, Future
 from functools import partial
 from typing import Any, TypeVar
 
-from dflow.distributed.deadlines import MakeDeadlines
 from dflow.distributed.simulation.events import EventQueue, Timer
 from dflow.distributed.simulation.network import Process
+from dflow.distributed.steps.deadlines import MakeDeadlines
 
 Result = TypeVar("Result")
 

@@ -7,7 +7,11 @@ from functools import partial
 
 import numpy as np
 
-from dflow.distributed.messages import (
+from dflow.distributed.simulation.checks import Attempt, Checks, name_of
+from dflow.distributed.simulation.script import Resolve, Script, Wait, sleep
+from dflow.distributed.simulation.tasks import AGAIN_S, ASK_S, Member, Tasks
+from dflow.distributed.transport.base import Peer
+from dflow.distributed.wire.messages import (
     AwaitBarrier,
     CancelStep,
     Claimed,
@@ -16,10 +20,6 @@ from dflow.distributed.messages import (
     ElectOnce,
     RunPlan,
 )
-from dflow.distributed.simulation.checks import Attempt, Checks, name_of
-from dflow.distributed.simulation.script import Resolve, Script, Wait, sleep
-from dflow.distributed.simulation.tasks import AGAIN_S, ASK_S, Member, Tasks
-from dflow.distributed.transport.base import Peer
 from dflow.lowering.channel import StepId
 from dflow.lowering.execute import Outcome
 from dflow.tracing.errors import DflowError, InternalError, TaskLost

@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
-from dflow.distributed.coordinator import Coordinator
-from dflow.distributed.coordinator_state import CoordinatorSettings
-from dflow.distributed.coordinator_store import MemoryStore
-from dflow.distributed.durable_records import Change
-from dflow.distributed.messages import AnyMessage, AwaitBarrier, BarrierPassed, Claimed, ClaimSteps, Elected, Roster
+from dflow.distributed.coordinator.coordinator import Coordinator
+from dflow.distributed.coordinator.coordinator_state import CoordinatorSettings
+from dflow.distributed.coordinator.coordinator_store import MemoryStore
+from dflow.distributed.coordinator.durable_records import Change
 from dflow.distributed.simulation.checks import Checks, Repeated, name_of
 from dflow.distributed.simulation.events import EventQueue, Timer
 from dflow.distributed.simulation.faults import COORDINATOR, Faults, check_hosts, drawn_faults
@@ -30,6 +29,15 @@ from dflow.distributed.simulation.script import Running
 from dflow.distributed.simulation.tasks import AGAIN_S, Member, Tasks
 from dflow.distributed.simulation.variables_program import VariableChecks, VariablesWorker
 from dflow.distributed.simulation.worker import Worker
+from dflow.distributed.wire.messages import (
+    AnyMessage,
+    AwaitBarrier,
+    BarrierPassed,
+    Claimed,
+    ClaimSteps,
+    Elected,
+    Roster,
+)
 from dflow.lowering.timers import timers_started_by
 
 ADDRESS = f"{COORDINATOR}#listens"

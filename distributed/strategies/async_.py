@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from dflow.distributed.messages import NotFinite
+from dflow.distributed.wire.messages import NotFinite
 from dflow.tracing.errors import DflowError, StrategyError
 from dflow.tracing.source import at, caller
 

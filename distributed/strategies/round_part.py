@@ -20,9 +20,11 @@ from weakref import WeakKeyDictionary
 import jax
 import jax.numpy as jnp
 
-from dflow.distributed.answers import expect
-from dflow.distributed.array_lists import encode_arrays
-from dflow.distributed.messages import (
+from dflow.distributed.strategies.applying import GivenOptimizer, applying, refuse_own_variables
+from dflow.distributed.transport.base import Reply
+from dflow.distributed.wire.answers import expect
+from dflow.distributed.wire.array_lists import encode_arrays
+from dflow.distributed.wire.messages import (
     AnyMessage,
     LeaveRounds,
     NextRound,
@@ -32,8 +34,6 @@ from dflow.distributed.messages import (
     RoundOpen,
     RoundsAgreed,
 )
-from dflow.distributed.strategies.applying import GivenOptimizer, applying, refuse_own_variables
-from dflow.distributed.transport.base import Reply
 from dflow.tracing.accumulators import ConditionalAccumulator
 from dflow.tracing.context import default_home, home
 from dflow.tracing.device import device

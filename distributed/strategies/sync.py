@@ -17,8 +17,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from dflow.distributed.messages import RoundOpen, RoundsDone
 from dflow.distributed.strategies.async_ import Async, StepSource, first_not_finite, real_scalars, refuse_negative
+from dflow.distributed.wire.messages import RoundOpen, RoundsDone
 
 _runs = itertools.count()
 #: Least time between a worker's reports of its progress.

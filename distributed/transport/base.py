@@ -23,8 +23,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from dflow.distributed.codec import Payload
-from dflow.distributed.messages import AnyMessage
+from dflow.distributed.wire.codec import Payload
+from dflow.distributed.wire.messages import AnyMessage
 
 
 class Reply(NamedTuple):

@@ -17,10 +17,10 @@ from typing import Protocol
 
 import msgspec
 
-from dflow.distributed.codec import Payload, decode_message, encode_message
-from dflow.distributed.failures import error_of, failure_of
-from dflow.distributed.messages import AnyMessage, Failure
 from dflow.distributed.transport.base import Handler, Limits, OnReleased, OnReply, Reply
+from dflow.distributed.wire.codec import Payload, decode_message, encode_message
+from dflow.distributed.wire.failures import error_of, failure_of
+from dflow.distributed.wire.messages import AnyMessage, Failure
 from dflow.tracing.errors import DeadlineExceeded, InternalError, TransportClosed, WireError
 
 LOGGER = logging.getLogger("dflow")

@@ -33,12 +33,12 @@ from typing import NamedTuple
 
 import msgspec
 
-from dflow.distributed.codec import Payload
 from dflow.distributed.transport.base import MIN_ALIGNED_BYTES, Limits
 from dflow.distributed.transport.buffers import RECEIVED
 from dflow.distributed.transport.exchange import Frame, Kind
 from dflow.distributed.transport.shared_memory import PLACE_BYTES, SharedView
 from dflow.distributed.transport.stream import Stream
+from dflow.distributed.wire.codec import Payload
 from dflow.tracing.errors import DeadlineExceeded, TransportClosed, WireError
 
 MAGIC = b"DFLW"

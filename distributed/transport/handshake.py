@@ -6,14 +6,14 @@ session is unknown: then that side has ended it, or has restarted.
 
 from __future__ import annotations
 
-from dflow.distributed.codec import decode_message, encode_message
-from dflow.distributed.failures import error_of
-from dflow.distributed.messages import PROTOCOL_VERSION, Failure, Hello
 from dflow.distributed.transport.base import Limits
 from dflow.distributed.transport.exchange import Frame, Kind
 from dflow.distributed.transport.framing import Deadline, pack_header, read_first
 from dflow.distributed.transport.security import Secured, SecurityPolicy
 from dflow.distributed.transport.stream import Stream, without
+from dflow.distributed.wire.codec import decode_message, encode_message
+from dflow.distributed.wire.failures import error_of
+from dflow.distributed.wire.messages import PROTOCOL_VERSION, Failure, Hello
 from dflow.tracing.errors import DeadlineExceeded, TransportClosed, WireError
 
 _LONGEST_NAME = 256

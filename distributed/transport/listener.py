@@ -16,8 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from dflow.distributed.failures import failure_of
-from dflow.distributed.messages import Hello
 from dflow.distributed.transport.addresses import Address, Endpoints, UnixAddress
 from dflow.distributed.transport.admission import Admission, Belief
 from dflow.distributed.transport.base import Handler, Limits
@@ -34,6 +32,8 @@ from dflow.distributed.transport.security import Secured, SecurityPolicy
 from dflow.distributed.transport.shared_memory import SharedMemory, may_share
 from dflow.distributed.transport.stream import Stream
 from dflow.distributed.transport.throttle import Throttle, on_one_line
+from dflow.distributed.wire.failures import failure_of
+from dflow.distributed.wire.messages import Hello
 from dflow.tracing.errors import DflowError, SecurityError, TransportClosed, WireError
 
 _AFTER_FAULT_S = 0.02

@@ -16,13 +16,13 @@ from collections.abc import Callable
 
 import msgspec
 
-from dflow.distributed.messages import Hello
 from dflow.distributed.transport.base import Limits
 from dflow.distributed.transport.connection import Renewed
 from dflow.distributed.transport.framing import Deadline
 from dflow.distributed.transport.handshake import say_hello
 from dflow.distributed.transport.process_identity import open_process
 from dflow.distributed.transport.stream import Stream
+from dflow.distributed.wire.messages import Hello
 from dflow.tracing.errors import DeadlineExceeded, DflowError, SecurityError, TransportClosed, WireError
 
 _FIRST_RETRY_S = 0.02

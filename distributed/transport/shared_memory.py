@@ -27,11 +27,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from dflow.distributed.codec import Payload
 from dflow.distributed.transport.addresses import Address, UnixAddress
 from dflow.distributed.transport.base import Limits
 from dflow.distributed.transport.blocks import GRAIN_BYTES, Blocks
 from dflow.distributed.transport.stream import SocketStream, Stream
+from dflow.distributed.wire.codec import Payload
 from dflow.tracing.errors import TransportClosed, WireError
 
 #: Smaller payloads go over the socket, which costs no more.

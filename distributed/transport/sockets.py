@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dflow.distributed.messages import Hello
 from dflow.distributed.transport.addresses import Address, Endpoints, UnixAddress, parse_endpoints
 from dflow.distributed.transport.base import Handler, Limits, always_wanted
 from dflow.distributed.transport.connection import Connection, Renewed
@@ -30,6 +29,7 @@ from dflow.distributed.transport.reactor import Reactor, give_way
 from dflow.distributed.transport.renewal import Redial, SessionUnknown
 from dflow.distributed.transport.security import SameMachine, Secured, SecurityPolicy
 from dflow.distributed.transport.shared_memory import SharedMemory, may_share
+from dflow.distributed.wire.messages import Hello
 from dflow.tracing.errors import DeadlineExceeded, SecurityError, TransportClosed, WireError
 
 _FIRST_RETRY_S = 0.02

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 import dflow
-from dflow.distributed import lifeline
-from dflow.distributed.alone import Alone
-from dflow.distributed.cluster import Cluster
-from dflow.distributed.coordinator import Coordinator
+from dflow.distributed.coordinator.coordinator import Coordinator
+from dflow.distributed.process import parent_watch as lifeline
 from dflow.distributed.transport.sockets import SocketTransport
+from dflow.distributed.worker.cluster import Cluster
+from dflow.distributed.worker.standalone import Alone
 from dflow.tracing.errors import ConfigError, DeadlineExceeded, SecurityError
 
 SETTINGS = dflow.ClusterSettings(join_timeout_s=0.2)

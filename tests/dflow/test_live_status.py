@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from rich.console import Console
 
 import dflow
-from dflow.distributed.messages import EdgeTraffic, ResourceDepth, Status, TaskHealth, TaskInfo, TaskState
+from dflow.distributed.wire.messages import EdgeTraffic, ResourceDepth, Status, TaskHealth, TaskInfo, TaskState
 from dflow.live_status import Look, live_view, show_status, stragglers
 from dflow.testing import memory_cluster
 

@@ -7,8 +7,8 @@ import pytest
 
 from dflow import __version__
 from dflow.__main__ import main
-from dflow.distributed.coordinator import LISTENING, Coordinator
-from dflow.distributed.coordinator_client import CoordinatorClient
+from dflow.distributed.client.coordinator_client import CoordinatorClient
+from dflow.distributed.coordinator.coordinator import LISTENING, Coordinator
 from dflow.distributed.transport.sockets import SocketTransport
 from tests.distributed.detection.recorded import indexed_job
 from tests.distributed.processes import Spawned

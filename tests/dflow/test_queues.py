@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import dflow
-from dflow.distributed.cluster import Cluster
+from dflow.distributed.worker.cluster import Cluster
 from dflow.homes import LOCAL
 from dflow.lowering import local
 from dflow.testing import memory_cluster

@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dflow
-from dflow.distributed.cluster import Cluster
-from dflow.distributed.messages import ReadCheckpoint, ReadVariables, SavedVariable, SaveVariables
-from dflow.distributed.task_checkpoints import TaskCheckpoints
+from dflow.distributed.task.task_checkpoints import TaskCheckpoints
+from dflow.distributed.wire.messages import ReadCheckpoint, ReadVariables, SavedVariable, SaveVariables
+from dflow.distributed.worker.cluster import Cluster
 from dflow.lowering.array_files import ArrayFiles, read_arrays, write_arrays
 from dflow.lowering.store import Store
 from dflow.testing import MemoryCluster, memory_cluster

@@ -3,7 +3,7 @@ import io
 import pytest
 from rich.console import Console
 
-from dflow.distributed.messages import EdgeTraffic, NotFinite, Status, TaskInfo, VariableInfo, WorkerProgress
+from dflow.distributed.wire.messages import EdgeTraffic, NotFinite, Status, TaskInfo, VariableInfo, WorkerProgress
 from dflow.status_view import (
     PlainView,
     StepRate,

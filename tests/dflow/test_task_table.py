@@ -4,8 +4,8 @@ import io
 
 from rich.console import Console
 
-from dflow.distributed.launcher import TaskRow
-from dflow.distributed.messages import Status, WorkerProgress
+from dflow.distributed.launching.launcher import TaskRow
+from dflow.distributed.wire.messages import Status, WorkerProgress
 from dflow.status_view import TerminalView
 from dflow.task_table import launch_table
 

@@ -16,9 +16,9 @@ import pytest
 from jax import lax
 
 import dflow
-from dflow.distributed.alone import Alone
-from dflow.distributed.cluster import Cluster
-from dflow.distributed.messages import RegisterPlan
+from dflow.distributed.wire.messages import RegisterPlan
+from dflow.distributed.worker.cluster import Cluster
+from dflow.distributed.worker.standalone import Alone
 from dflow.testing import MemoryCluster, memory_cluster
 from dflow.tracing.errors import RemoteError, TaskLost
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import dflow
-from dflow.distributed.cluster import Cluster, ClusterSettings
-from dflow.distributed.coordinator import Coordinator
-from dflow.distributed.coordinator_client import CoordinatorClient
-from dflow.distributed.stock_task import StockTask
+from dflow.distributed.client.coordinator_client import CoordinatorClient
+from dflow.distributed.coordinator.coordinator import Coordinator
+from dflow.distributed.task.stock_task import StockTask
 from dflow.distributed.transport.memory import MemoryNetwork
+from dflow.distributed.worker.cluster import Cluster, ClusterSettings
 from dflow.lowering.store import Store
 
 SOON_S = 30.0

@@ -17,14 +17,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from dflow.distributed.codec import encode_message
-from dflow.distributed.messages import AnyMessage, Hello, Ok, Placed, Registered
 from dflow.distributed.transport import listener as listener_module
 from dflow.distributed.transport.base import Limits, Listener, Peer, Responder
 from dflow.distributed.transport.exchange import Frame, Kind
 from dflow.distributed.transport.framing import pack_header
 from dflow.distributed.transport.process_identity import open_process, process_identity
 from dflow.distributed.transport.sockets import SocketTransport
+from dflow.distributed.wire.codec import encode_message
+from dflow.distributed.wire.messages import AnyMessage, Hello, Ok, Placed, Registered
 from dflow.tracing import errors
 from tests.distributed.proxy import Proxy
 from tests.distributed.transports import DEADLINE_S, Recorder, echo, reach
@@ -135,7 +135,7 @@ def test_a_peer_that_cannot_be_reached_again_is_given_up() -> None:
 
 CLIENT = """
 import sys, threading
-from dflow.distributed.messages import Placed
+from dflow.distributed.wire.messages import Placed
 from dflow.distributed.transport.base import RefuseAll
 from dflow.distributed.transport.sockets import SocketTransport
 peer = SocketTransport().connect(sys.argv[1], name="child", handler=RefuseAll(), who="server", timeout_s=60)

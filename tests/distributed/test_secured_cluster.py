@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dflow.__main__ import main
-from dflow.distributed.coordinator import LISTENING
+from dflow.distributed.coordinator.coordinator import LISTENING
 from tests.distributed.processes import Spawned
 from tests.distributed.test_strangers import own_address
 

@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from dflow.distributed.codec import encode_message
-from dflow.distributed.messages import Hello, Ok
 from dflow.distributed.transport.base import Limits
 from dflow.distributed.transport.chosen_security import choose_security
 from dflow.distributed.transport.exchange import Frame, Kind
@@ -21,6 +19,8 @@ from dflow.distributed.transport.framing import pack_header
 from dflow.distributed.transport.security import SameMachine, SecurityPolicy
 from dflow.distributed.transport.sockets import SocketListener, SocketTransport
 from dflow.distributed.transport.tls_policies import MutualTls, SharedSecret
+from dflow.distributed.wire.codec import encode_message
+from dflow.distributed.wire.messages import Hello, Ok
 from dflow.tracing.errors import ConfigError, DeadlineExceeded, SecurityError
 from tests.distributed.transports import DEADLINE_S, Recorder, certificates, echo, reach
 

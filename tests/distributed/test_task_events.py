@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import dflow
-from dflow.distributed.cluster import Cluster
+from dflow.distributed.worker.cluster import Cluster
 from dflow.lowering.recorder import (
     CONNECTED,
     CONNECTION_LOST,

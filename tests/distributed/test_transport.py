@@ -9,8 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from dflow.distributed.codec import ALIGNMENT_BYTES
-from dflow.distributed.messages import AnyMessage, Failure, Heartbeat, Ok, Placed, ReadVariables, Registered
 from dflow.distributed.transport.base import (
     MIN_ALIGNED_BYTES,
     Handler,
@@ -21,6 +19,8 @@ from dflow.distributed.transport.base import (
     Reply,
     Responder,
 )
+from dflow.distributed.wire.codec import ALIGNMENT_BYTES
+from dflow.distributed.wire.messages import AnyMessage, Failure, Heartbeat, Ok, Placed, ReadVariables, Registered
 from dflow.tracing import errors
 from tests.distributed.transports import DEADLINE_S, KINDS, Kind, Recorder, echo, hold, reach
 

@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import dflow
-from dflow.distributed.cluster import Cluster
+from dflow.distributed.worker.cluster import Cluster
 from dflow.testing import MemoryCluster, memory_cluster
 
 

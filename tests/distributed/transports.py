@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from dflow.distributed.messages import AnyMessage, Failure, Ok
 from dflow.distributed.transport.base import Handler, Limits, Peer, Responder, Transport
 from dflow.distributed.transport.certificates import issue_certificate, make_authority
 from dflow.distributed.transport.identity import Identity
 from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.distributed.transport.sockets import SocketTransport
 from dflow.distributed.transport.tls_policies import MutualTls
+from dflow.distributed.wire.messages import AnyMessage, Failure, Ok
 
 DEADLINE_S = 30.0
 

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 
-from dflow.distributed.codec import encode_message
-from dflow.distributed.messages import AnyMessage, Hello, Introduce
 from dflow.distributed.transport.exchange import Frame, Kind
 from dflow.distributed.transport.framing import HEADER, pack_header
+from dflow.distributed.wire.codec import encode_message
+from dflow.distributed.wire.messages import AnyMessage, Hello, Introduce
 from dflow.lowering.plan import Plan
 from dflow.lowering.program import export_program
 from dflow.tracing.types import ArrayType

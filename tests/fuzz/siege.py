@@ -19,7 +19,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dflow.distributed.messages import (
+from dflow.distributed.transport.addresses import TcpAddress, UnixAddress, parse_address
+from dflow.distributed.transport.base import RefuseAll
+from dflow.distributed.transport.sockets import SocketTransport
+from dflow.distributed.wire.messages import (
     ArrayInfo,
     Arrays,
     CreateVariable,
@@ -29,9 +32,6 @@ from dflow.distributed.messages import (
     ReadVariables,
     Status,
 )
-from dflow.distributed.transport.addresses import TcpAddress, UnixAddress, parse_address
-from dflow.distributed.transport.base import RefuseAll
-from dflow.distributed.transport.sockets import SocketTransport
 from tests.fuzz.scripts import TASK, WORKERS, Script, script
 
 ROOT = Path(__file__).resolve().parents[2]

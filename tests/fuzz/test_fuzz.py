@@ -13,8 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dflow.distributed.messages import AnyMessage
 from dflow.distributed.transport.exchange import Kind
+from dflow.distributed.wire.messages import AnyMessage
 from tests.effort import examples
 from tests.fuzz.__main__ import verdict
 from tests.fuzz.scripts import MESSAGES, Script, hello, packed, script

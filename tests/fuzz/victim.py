@@ -9,11 +9,11 @@ import faulthandler
 import logging
 import sys
 
-from dflow.distributed.coordinator import Coordinator
-from dflow.distributed.messages import Roster, TaskInfo
-from dflow.distributed.task_server import TaskServer, TaskSettings
+from dflow.distributed.coordinator.coordinator import Coordinator
+from dflow.distributed.task.task_server import TaskServer, TaskSettings
 from dflow.distributed.transport.base import Limits
 from dflow.distributed.transport.sockets import SocketTransport
+from dflow.distributed.wire.messages import Roster, TaskInfo
 from tests.fuzz.scripts import TASK, WORKERS
 
 LIMITS = Limits(max_payload_bytes=1 << 20, hello_timeout_s=2.0, stall_timeout_s=2.0)

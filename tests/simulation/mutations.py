@@ -15,25 +15,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from dflow.distributed import (
-    barriers,
-    coordinator_session,
-    coordinator_state,
-    elections,
-    member_gate,
-    membership,
-    rendezvous,
-    rounds,
-    step_ledger,
-    task_channel,
-    task_server,
-)
-from dflow.distributed.coordinator_events import Disconnect, Reply
-from dflow.distributed.messages import Claimed
+from dflow.distributed.client import coordinator_session
+from dflow.distributed.coordinator import barriers, coordinator_state, elections, membership, step_ledger
+from dflow.distributed.coordinator.coordinator_events import Disconnect, Reply
 from dflow.distributed.simulation.faults import parse_faults
 from dflow.distributed.simulation.program import QUEUE, ROUNDS, STEPS, VARIABLES
 from dflow.distributed.simulation.world import Ended, Schedule, simulate
+from dflow.distributed.steps import rendezvous, task_channel
+from dflow.distributed.task import member_gate, rounds, task_server
 from dflow.distributed.transport import session as transport_session
+from dflow.distributed.wire.messages import Claimed
 from dflow.lowering import accumulator_machine, accumulators, queue_machine
 from dflow.lowering.accumulator_machine import EnoughSet
 

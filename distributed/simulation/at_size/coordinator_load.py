@@ -10,12 +10,12 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from dflow.distributed.codec import decode_message, encode_message
-from dflow.distributed.coordinator import FEW
-from dflow.distributed.coordinator_events import Asked, Broadcast, Command, Reply, Started, Ticked, Told
-from dflow.distributed.coordinator_state import CoordinatorState
-from dflow.distributed.large_message import RosterPacker, pack
-from dflow.distributed.messages import AnyMessage, ClaimSteps, Heartbeat, Join, Roster
+from dflow.distributed.coordinator.coordinator import FEW
+from dflow.distributed.coordinator.coordinator_events import Asked, Broadcast, Command, Reply, Started, Ticked, Told
+from dflow.distributed.coordinator.coordinator_state import CoordinatorState
+from dflow.distributed.wire.codec import decode_message, encode_message
+from dflow.distributed.wire.large_message import RosterPacker, pack
+from dflow.distributed.wire.messages import AnyMessage, ClaimSteps, Heartbeat, Join, Roster
 from dflow.tracing.task_name import task_name
 
 HEARTBEAT_S = 1.0

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflow.distributed.alone import Alone
-from dflow.distributed.coordinator import Coordinator
-from dflow.distributed.coordinator_client import CoordinatorClient
+from dflow.distributed.client.coordinator_client import CoordinatorClient
+from dflow.distributed.coordinator.coordinator import Coordinator
 from dflow.distributed.strategies.async_ import Async
 from dflow.distributed.strategies.sync import Sync
 from dflow.distributed.transport.memory import MemoryNetwork
+from dflow.distributed.worker.standalone import Alone
 from dflow.tracing.errors import RemoteError, StrategyError, TransportClosed
 
 DEADLINE_S = 60.0

@@ -18,9 +18,9 @@ import optax
 import pytest
 
 import dflow
-from dflow.distributed.alone import Alone
-from dflow.distributed.cluster import Cluster, ClusterSettings
 from dflow.distributed.strategies import round_part
+from dflow.distributed.worker.cluster import Cluster, ClusterSettings
+from dflow.distributed.worker.standalone import Alone
 from dflow.lowering.channel import StepId
 from dflow.testing import MemoryCluster, memory_cluster
 from dflow.tracing.errors import DeadlineExceeded, DflowError, RemoteError, StrategyError, TaskLost, VariableError

@@ -15,7 +15,7 @@ import pytest
 from optax import contrib
 
 import dflow
-from dflow.distributed.cluster import Cluster, ClusterSettings
+from dflow.distributed.worker.cluster import Cluster, ClusterSettings
 from dflow.testing import memory_cluster
 from dflow.tracing.errors import GraphTypeError, StrategyError
 

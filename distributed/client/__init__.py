@@ -1,0 +1,1 @@
+"""A task's session with the coordinator."""

@@ -1,0 +1,465 @@
+"""A client's session with the coordinator as a state machine: its requests, its links, and recovery after a loss.
+
+No clock, no sockets, no threads: events carry the time, and actions are commands. A link is one connection, with a
+number that is never reused; the same holds for a request (`ask`).
+
+Invariants:
+- each Asking is settled by exactly one Settle, unless it is Withdrawn;
+- a request without an answer is sent again over the next link, in the original order, after the task has rejoined; the
+  coordinator executes none twice, since claims and arrivals have numbers and the others may be repeated;
+- a task rejoins as the same member: in the same incarnation, and never in another cluster;
+- a lost link is opened again after pauses that grow up to `longest_pause_s`, each shortened at random from `seed`; the
+  session ends with one GaveUp when that failed for `give_up_s`, or when the coordinator has declared the task dead;
+- each outage is logged when it begins and when it ends, in a process that is a task;
+- `roster` never gets older: of two rosters, the one with the greater version is shown last.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import msgspec
+
+from dflow.distributed.wire.messages import (
+    AnyMessage,
+    AwaitBarrier,
+    Claimed,
+    ClaimSteps,
+    Failure,
+    Join,
+    Leave,
+    Mark,
+    Marked,
+    Roster,
+    RosterChange,
+)
+from dflow.distributed.wire.roster_changes import changed_roster
+
+#: The request number of a rejoin; those of the program are greater.
+REJOIN = 0
+
+
+@dataclass(frozen=True)
+class SessionSettings:
+    """Timeouts and pauses after the loss of the coordinator, in s.
+
+    `first_pause_s`    pause before the first attempt to reconnect; each later pause is twice as long
+    `longest_pause_s`  limit of the pauses
+    `connect_s`        longest duration of each attempt
+    `join_s`           longest wait for the answer to a Join; then the link counts as dead
+    `give_up_s`        time after which the session gives the coordinator up
+    `rejoins_anew`     whether a task that was declared dead meanwhile joins as a new task of the same name. This suits
+                       one that holds variables and runs no program that would have to start again
+    """
+
+    first_pause_s: float = 0.05
+    longest_pause_s: float = 2.0
+    connect_s: float = 2.0
+    join_s: float = 10.0
+    give_up_s: float = 600.0
+    rejoins_anew: bool = False
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A link to the coordinator was opened."""
+
+    at_s: float
+    link: int
+
+
+@dataclass(frozen=True)
+class OpenFailed:
+    """An attempt to open a link failed."""
+
+    at_s: float
+    why: str
+
+
+@dataclass(frozen=True)
+class LinkEnded:
+    """A link has ended; nothing more arrives over it."""
+
+    at_s: float
+    link: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Asking:
+    """The program sends a request; `ask` is greater than all before."""
+
+    at_s: float
+    ask: int
+    message: AnyMessage
+
+
+@dataclass(frozen=True)
+class Withdrawn:
+    """The program no longer waits for the answer."""
+
+    at_s: float
+    ask: int
+
+
+@dataclass(frozen=True)
+class Answered:
+    """The answer to a request, possibly a `Failure`, arrived over a link."""
+
+    at_s: float
+    link: int
+    ask: int
+    message: AnyMessage
+
+
+@dataclass(frozen=True)
+class Heard:
+    """A notification arrived over a link."""
+
+    at_s: float
+    link: int
+    message: AnyMessage
+
+
+@dataclass(frozen=True)
+class Woke:
+    """The time `wake_at_s` has come."""
+
+    at_s: float
+
+
+@dataclass(frozen=True)
+class Ending:
+    """The program closes the session."""
+
+    at_s: float
+    reason: str
+
+
+SessionEvent = Opened | OpenFailed | LinkEnded | Asking | Withdrawn | Answered | Heard | Woke | Ending
+
+
+@dataclass(frozen=True)
+class OpenLink:
+    """Connect to the coordinator: an Opened or an OpenFailed must follow."""
+
+
+@dataclass(frozen=True)
+class Send:
+    """Send a request over the link; its answer must come back as Answered with the same `ask`."""
+
+    link: int
+    ask: int
+    message: AnyMessage
+
+
+@dataclass(frozen=True)
+class Tell:
+    """Send a notification over the link."""
+
+    link: int
+    message: AnyMessage
+
+
+@dataclass(frozen=True)
+class EndLink:
+    """Close the link; its LinkEnded is ignored."""
+
+    link: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Settle:
+    """Pass the program its answer."""
+
+    ask: int
+    message: AnyMessage
+
+
+@dataclass(frozen=True)
+class ShowRoster:
+    """Publish a newer roster."""
+
+    roster: Roster
+
+
+@dataclass(frozen=True)
+class GaveUp:
+    """Report that the coordinator is lost for good."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Warn:
+    """Log that the coordinator is lost or back: once each per outage."""
+
+    text: str
+
+
+SessionCommand = OpenLink | Send | Tell | EndLink | Settle | ShowRoster | GaveUp | Warn
+
+
+class CoordinatorSession:
+    """One client of the coordinator, starting with its first Opened.
+
+    `who`          name of the coordinator in errors, with its address
+    `incarnation`  id of this life of the process, different from all others
+    """
+
+    def __init__(self, *, who: str, incarnation: str, settings: SessionSettings | None = None, seed: int = 0) -> None:
+        self._who = who
+        self._settings = settings or SessionSettings()
+        self._random = random.Random(seed)
+        self._incarnation = incarnation
+        self._lives = 1
+        self._link: int | None = None
+        self._is_in = False
+        self._is_opening = True
+        self._pauses = 0
+        self._open_at_s = 0.0
+        self._down_since_s: float | None = None
+        self._down_reason = ""
+        self._member: Join | None = None
+        self._join_ask = REJOIN
+        self._join_by_s: float | None = None
+        self._asks: dict[int, AnyMessage] = {}
+        self._last_claims: dict[str, int] = {}
+        self._ended: Failure | None = None
+        self._mark = Mark()
+        self.roster = Roster((), ())
+
+    @property
+    def ended(self) -> str:
+        """Why the session has ended; empty while it has not."""
+        return self._ended.text if self._ended is not None else ""
+
+    @property
+    def joined_link(self) -> int | None:
+        """The link over which this client is a task of the cluster now; None if there is none."""
+        return self._link if self._is_in and self._member is not None else None
+
+    @property
+    def wake_at_s(self) -> float | None:
+        """Time when the driver must send Woke; None when no timeout is pending."""
+        if self._ended is not None or self._is_opening:
+            return None
+        return self._open_at_s if self._link is None else self._join_by_s
+
+    @property
+    def open_asks(self) -> int:
+        """Number of requests without an answer."""
+        return len(self._asks)
+
+    def outage(self, at_s: float) -> str:
+        """How long the connection has been down and why, as the end of a sentence; empty while there is one."""
+        if self._down_since_s is None:
+            return ""
+        return f"; there is no connection to it since {at_s - self._down_since_s:.1f} s: {self._down_reason}"
+
+    def handle(self, event: SessionEvent) -> list[SessionCommand]:
+        """Apply the event and return the commands, in order."""
+        if self._ended is not None:
+            return self._refuse(event)
+        match event:
+            case Opened(at_s, link):
+                return self._opened(at_s, link)
+            case OpenFailed(at_s, why):
+                self._is_opening = False
+                return self._lost(at_s, why)
+            case LinkEnded(at_s, link, reason) if link == self._link:
+                self._link, self._is_in = None, False
+                return self._lost(at_s, reason)
+            case Asking(at_s, ask, message):
+                return self._ask(at_s, ask, message)
+            case Withdrawn(at_s, ask):
+                self._asks.pop(ask, None)
+                return self._join_withdrawn(at_s) if self._member is not None and ask == self._join_ask else []
+            case Answered(at_s, link, ask, message) if link == self._link:
+                return self._answered(at_s, ask, message)
+            case Heard(at_s, link, message) if link == self._link:
+                return self._heard(at_s, message)
+            case Woke(at_s):
+                return self._wake(at_s)
+            case Ending(_, reason):
+                text = f"the connection to {self._who} was closed: {reason}"
+                return self._end(Failure("TransportClosed", text), reason)
+            case _:
+                return []
+
+    def _refuse(self, event: SessionEvent) -> list[SessionCommand]:
+        assert self._ended is not None
+        match event:
+            case Opened(_, link):
+                return [EndLink(link, self._ended.text)]
+            case Asking(_, ask, _):
+                return [Settle(ask, self._ended)]
+            case _:
+                return []
+
+    # Links.
+
+    def _opened(self, at_s: float, link: int) -> list[SessionCommand]:
+        self._is_opening = False
+        self._link = link
+        if self._member is not None:
+            self._join_by_s = at_s + self._settings.join_s
+            return [Send(link, self._join_ask, self._joining(self._member))]
+        return [*self._up(at_s), *self._send_all()]
+
+    def _joining(self, member: Join) -> Join:
+        """Return the Join to send now, with the newest known version and mark."""
+        return msgspec.structs.replace(member, since=self.roster.version, mark=self._mark)
+
+    def _drop_link(self, at_s: float, why: str) -> list[SessionCommand]:
+        assert self._link is not None
+        link, self._link, self._is_in = self._link, None, False
+        return [EndLink(link, why), *self._lost(at_s, why)]
+
+    def _lost(self, at_s: float, why: str) -> list[SessionCommand]:
+        self._join_by_s = None
+        settings = self._settings
+        warnings: list[SessionCommand] = []
+        if self._down_since_s is None:
+            self._down_since_s = at_s
+            if self._is_announced:
+                tried = f"it is tried again for {settings.give_up_s:g} s, and steps go on meanwhile"
+                warnings = [Warn(f"the connection to {self._who} has ended: {why}; {tried}")]
+        self._down_reason = why
+        pause_s = min(settings.longest_pause_s, settings.first_pause_s * 2.0 ** min(self._pauses, 60))
+        self._pauses += 1
+        self._open_at_s = at_s + pause_s * self._random.uniform(0.5, 1.0)
+        return [*warnings, *self._wake(at_s)]
+
+    def _wake(self, at_s: float) -> list[SessionCommand]:
+        if self._link is not None:
+            is_dead = self._join_by_s is not None and at_s >= self._join_by_s
+            return self._drop_link(at_s, "a Join was not answered") if is_dead else []
+        if self._is_opening:
+            return []
+        down_s = at_s - (self._down_since_s if self._down_since_s is not None else at_s)
+        if down_s >= self._settings.give_up_s:
+            text = f"{self._who} is lost: it could not be reached for {down_s:.1f} s: {self._down_reason}"
+            return self._give_up(Failure("TransportClosed", text))
+        if at_s < self._open_at_s:
+            return []
+        self._is_opening = True
+        return [OpenLink()]
+
+    @property
+    def _is_announced(self) -> bool:
+        """Whether to log outages: this client has joined, and is no tool that only sends requests."""
+        return self._member is not None and bool(self._member.cluster)
+
+    def _up(self, at_s: float) -> list[SessionCommand]:
+        since_s, self._down_since_s, self._down_reason = self._down_since_s, None, ""
+        self._is_in, self._join_by_s = True, None
+        if since_s is None or not self._is_announced:
+            return []
+        return [Warn(f"the connection to {self._who} is back after {at_s - since_s:.1f} s")]
+
+    def _send_all(self) -> list[SessionCommand]:
+        assert self._link is not None
+        return [Send(self._link, ask, message) for ask, message in self._asks.items()]
+
+    def _give_up(self, failure: Failure) -> list[SessionCommand]:
+        return [*self._end(failure, failure.text), GaveUp(failure.text)]
+
+    def _end(self, failure: Failure, reason: str) -> list[SessionCommand]:
+        self._ended = failure
+        commands: list[SessionCommand] = []
+        if self._link is not None:
+            if self._is_in and self._member is not None:
+                commands.append(Tell(self._link, Leave(self._member.task, reason)))
+            commands.append(EndLink(self._link, reason))
+        commands += [Settle(ask, failure) for ask in self._asks]
+        self._link, self._is_in = None, False
+        self._asks.clear()
+        return commands
+
+    # Asks.
+
+    def _ask(self, at_s: float, ask: int, message: AnyMessage) -> list[SessionCommand]:
+        match message:
+            case Join(task, address):
+                self._member, self._join_ask, self._is_in = Join(task, address, self._incarnation), ask, False
+                self._join_by_s = at_s + self._settings.join_s
+                message = self._member
+            case AwaitBarrier():
+                message = msgspec.structs.replace(message, number=ask)
+            case ClaimSteps(run=run):
+                message = msgspec.structs.replace(message, number=ask, last=self._last_claims.get(run, 0))
+        self._asks[ask] = message
+        may_go = self._link is not None and (self._is_in or isinstance(message, Join))
+        return [Send(self._link, ask, message)] if may_go and self._link is not None else []
+
+    def _answered(self, at_s: float, ask: int, message: AnyMessage) -> list[SessionCommand]:
+        # An answer resets the pauses; a connection alone does not.
+        self._pauses = 0
+        self._note_mark(message)
+        if self._member is not None and ask == self._join_ask:
+            return self._join_answered(at_s, ask, message, self._member)
+        asked = self._asks.pop(ask, None)
+        if asked is None:
+            return []
+        if isinstance(asked, ClaimSteps) and isinstance(message, Claimed):
+            self._last_claims[asked.run] = ask
+        elif isinstance(asked, Leave):
+            self._member = None
+        return [Settle(ask, message)]
+
+    def _join_withdrawn(self, at_s: float) -> list[SessionCommand]:
+        self._member = None
+        if self._link is None:
+            return []
+        return [*self._up(at_s), *self._send_all()]
+
+    def _join_answered(self, at_s: float, ask: int, message: AnyMessage, member: Join) -> list[SessionCommand]:
+        assert self._link is not None
+        is_first = self._asks.pop(ask, None) is not None
+        if isinstance(message, (Roster, RosterChange)):
+            roster = message if isinstance(message, Roster) else changed_roster(self.roster, message)
+            self._member = msgspec.structs.replace(member, cluster=roster.cluster)
+            self._join_ask = REJOIN
+            warnings = self._up(at_s)
+            shown = self._show(roster)
+            return [*warnings, *shown, *([Settle(ask, roster)] if is_first else []), *self._send_all()]
+        if is_first:
+            self._member = None
+            return [*self._up(at_s), Settle(ask, message), *self._send_all()]
+        why = message if isinstance(message, Failure) else Failure("WireError", f"{self._who} answered a Join wrongly")
+        if why.kind == "TaskLost" and self._settings.rejoins_anew:
+            self._lives += 1
+            self._member = msgspec.structs.replace(member, incarnation=f"{self._incarnation}.{self._lives}")
+            return [Send(self._link, REJOIN, self._joining(self._member))]
+        self._is_in = False
+        return self._give_up(Failure(why.kind, f"{self._who} did not take this task back: {why.text}"))
+
+    # Rosters.
+
+    def _note_mark(self, message: AnyMessage) -> None:
+        """Keep the newest mark; one of another start of the coordinator is newer."""
+        if isinstance(message, Marked) and message.mark.start:
+            is_newer = message.mark.start != self._mark.start or message.mark.revision > self._mark.revision
+            self._mark = message.mark if is_newer else self._mark
+
+    def _heard(self, at_s: float, message: AnyMessage) -> list[SessionCommand]:
+        self._note_mark(message)
+        match message:
+            case Roster():
+                return self._show(message)
+            case RosterChange(since, version) if since <= self.roster.version < version:
+                return self._show(changed_roster(self.roster, message))
+            case RosterChange(since, version) if self.roster.version < since and self._link is not None:
+                text = f"roster {self.roster.version} is here, and the changes since {since} came: some were lost"
+                return self._drop_link(at_s, text)
+            case _:
+                return []
+
+    def _show(self, roster: Roster) -> list[SessionCommand]:
+        if roster.version <= self.roster.version and self.roster.tasks:
+            return []
+        self.roster = roster
+        return [ShowRoster(roster)]

@@ -1,0 +1,404 @@
+"""The driver of a client's session with the coordinator: the connection, the clock and the thread.
+
+It decides nothing; `coordinator_session` decides what to do when the coordinator goes away and comes back.
+
+Invariants:
+- every request has a deadline, and waits until then even while the coordinator is away;
+- `roster` is the newest one that the coordinator sent, as soon as a Join is answered;
+- callbacks get the rosters in order, one at a time, on any thread: they must not block, and must not call `ask`;
+- `beat` is called every `HEARTBEAT_S` while the joined task has a connection, whatever the program does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from functools import partial
+from typing import TypeVar
+
+from dflow.distributed.client.coordinator_session import (
+    Answered,
+    Asking,
+    CoordinatorSession,
+    Ending,
+    EndLink,
+    GaveUp,
+    Heard,
+    LinkEnded,
+    Opened,
+    OpenFailed,
+    OpenLink,
+    Send,
+    SessionCommand,
+    SessionEvent,
+    SessionSettings,
+    Settle,
+    ShowRoster,
+    Tell,
+    Warn,
+    Withdrawn,
+    Woke,
+)
+from dflow.distributed.transport.base import Peer, RefuseAll, Reply, Transport
+from dflow.distributed.transport.exchange import on_reader_thread
+from dflow.distributed.wire.answers import expect
+from dflow.distributed.wire.failures import error_from, failure_of
+from dflow.distributed.wire.large_message import unpack
+from dflow.distributed.wire.messages import AnyMessage, DumpEvents, Failure, Message, Roster
+from dflow.tracing.errors import DeadlineExceeded, DflowError, InternalError, TransportClosed, WireError
+from dflow.tracing.task_name import short_task_name
+
+LOGGER = logging.getLogger("dflow")
+HEARTBEAT_S = 1.0
+
+_Answer = TypeVar("_Answer", bound=Message)
+
+
+class SessionDriver:
+    """A connection to the coordinator at `address`, as `name`, which is opened again after a loss.
+
+    `beat`         called every `HEARTBEAT_S` while the task has joined
+    `timeout_s`    longest attempt to open the first connection, in s
+    `settings`     how long and how often it reconnects
+    `is_threaded`  whether a new thread calls `tick`; without one, the owner has to call it repeatedly
+    `clock`        seconds since an arbitrary moment
+    raises         DeadlineExceeded naming the coordinator, the address and the time it tried; what `connect` raises
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        address: str,
+        beat: Callable[[], None],
+        *,
+        name: str,
+        timeout_s: float,
+        settings: SessionSettings | None,
+        is_threaded: bool,
+        clock: Callable[[], float],
+    ) -> None:
+        self.address = address
+        self._transport = transport
+        self._name = name
+        self._clock = clock
+        self._settings = settings or SessionSettings()
+        #: Identity of this process among all that join under the name.
+        self.process = secrets.token_hex(8)
+        self._session = CoordinatorSession(
+            who=f"the coordinator at {address}",
+            incarnation=self.process,
+            settings=self._settings,
+            seed=secrets.randbits(64),
+        )
+        self._changed = threading.Condition()
+        self._calling = threading.Lock()
+        self._roster = Roster((), ())
+        self._on_roster: list[Callable[[Roster], None]] = []
+        self._on_lost: list[Callable[[str], None]] = []
+        self._on_dump: list[Callable[[str], None]] = []
+        self._beat = beat
+        self._beat_at_s = 0.0
+        self._closed = False
+        self._todo: deque[SessionCommand] = deque()
+        self._is_carrying_out = False
+        self._must_open = False
+        self._links: dict[int, Peer] = {}
+        self._link_numbers = itertools.count(1)
+        self._ask_numbers = itertools.count(1)
+        self._answers: dict[int, Future[AnyMessage]] = {}
+        self._open(timeout_s)
+        if is_threaded:
+            threading.Thread(target=self._run, name="dflow coordinator link", daemon=True).start()
+
+    def close(self, reason: str) -> None:
+        """End the connection; a task that has joined then leaves with a fault. A second call does nothing."""
+        self._closed = True
+        self._handle(Ending(self._clock(), reason))
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    @property
+    def ended(self) -> str:
+        """Why the coordinator is lost for good, or the reason given to `close`; empty while neither is so."""
+        return self._session.ended
+
+    @property
+    def lost(self) -> str:
+        """Like `ended`, but empty after `close`."""
+        with self._changed:
+            return "" if self._closed else self._session.ended
+
+    @property
+    def outage(self) -> str:
+        """How long the connection has been down and why, as the end of a sentence; empty while there is one."""
+        with self._changed:
+            return self._session.outage(self._clock())
+
+    @property
+    def open_asks(self) -> int:
+        """Number of requests without an answer."""
+        with self._changed:
+            return self._session.open_asks
+
+    @property
+    def roster(self) -> Roster:
+        """The tasks that have joined, including any that have left, and the expected ones."""
+        with self._changed:
+            return self._roster
+
+    def wait_for_roster(self, condition: Callable[[Roster], bool], timeout_s: float) -> Roster:
+        """Wait for a roster that fulfils the condition; return the newest one, even if `timeout_s` has passed first.
+
+        raises  TransportClosed when the coordinator is lost for good meanwhile
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while not condition(self._roster):
+                if self._session.ended:
+                    raise TransportClosed(self._session.ended)
+                if not self._changed.wait(deadline - time.monotonic()):
+                    break
+            return self._roster
+
+    def call_on_roster(self, callback: Callable[[Roster], None]) -> None:
+        """Call back with each new roster, and immediately with the present one."""
+        with self._calling:
+            with self._changed:
+                self._on_roster.append(callback)
+                roster = self._roster
+            callback(roster)
+
+    def call_on_lost(self, callback: Callable[[str], None]) -> None:
+        """Call back once with the reason when the coordinator is lost for good, or now if it is; not after `close`."""
+        with self._changed:
+            lost = self.lost
+            if not lost:
+                self._on_lost.append(callback)
+        if lost:
+            callback(lost)
+
+    def call_on_dump(self, callback: Callable[[str], None]) -> None:
+        """Call back with the reason when this task must dump its newest events. The callback must not block."""
+        self._on_dump.append(callback)
+
+    def ask(self, message: AnyMessage, wanted: type[_Answer], timeout_s: float) -> _Answer:
+        """Send the coordinator a request, and wait for its answer.
+
+        raises  the error that it answers with; DeadlineExceeded, with the present outage if any; WireError for an
+                answer that is not of type `wanted`; InternalError on a reader thread, which must not wait
+        """
+        what = type(message).__name__
+        if on_reader_thread():
+            raise InternalError(f"a handler waits for the coordinator to answer {what}; hand that to another thread")
+        future: Future[AnyMessage] = Future()
+        with self._changed:
+            ask = next(self._ask_numbers)
+            self._answers[ask] = future
+            self._decide(Asking(self._clock(), ask, message))
+        self._carry_out_all()
+        try:
+            answer = future.result(timeout_s)
+        except BaseException as error:
+            self._answers.pop(ask, None)
+            self._handle(Withdrawn(self._clock(), ask))
+            if not isinstance(error, FutureTimeoutError):
+                raise
+            raise DeadlineExceeded(
+                f"the coordinator at {self.address} did not answer {what} of {self._name} within {timeout_s:g} s"
+                f"{self.outage}"
+            ) from None
+        if isinstance(answer, Failure):
+            raise error_from(answer)
+        return expect(answer, wanted, "the coordinator")
+
+    def tell(self, message: AnyMessage) -> None:
+        """Send a notification; dropped while there is no connection."""
+        link = self._session.joined_link
+        peer = self._links.get(link) if link is not None else None
+        if peer is not None:
+            with contextlib.suppress(DflowError):  # the link reports the end of its connection
+                peer.notify(message)
+
+    def beat_later(self) -> None:
+        """Put the next heartbeat off by `HEARTBEAT_S`."""
+        self._beat_at_s = self._clock() + HEARTBEAT_S
+
+    def tick(self) -> None:
+        """Send heartbeats and reconnect when due; only needed without a thread."""
+        now_s = self._clock()
+        if now_s >= self._beat_at_s and self._session.joined_link is not None:
+            self._beat_at_s = now_s + HEARTBEAT_S
+            self._beat()
+        self._handle(Woke(now_s))
+        if self._take_open():
+            self._try_to_open()
+
+    def _run(self) -> None:
+        while self._wait_until_due():
+            try:
+                self.tick()
+            except Exception:  # of a callback: without this thread the task would be declared dead
+                LOGGER.exception("%s: the connection to the coordinator goes on after a fault", self._name)
+
+    def _wait_until_due(self) -> bool:
+        """Wait until `tick` has work to do; False when the session has ended."""
+        with self._changed:
+            while not self._session.ended:
+                wake_at_s = self._session.wake_at_s
+                due_s = [self._beat_at_s] if self._session.joined_link is not None else []
+                due_s += [wake_at_s] if wake_at_s is not None else []
+                left_s = min(due_s) - self._clock() if due_s else None
+                if self._must_open or (left_s is not None and left_s <= 0):
+                    return True
+                self._changed.wait(left_s)
+            return False
+
+    def _take_open(self) -> bool:
+        with self._changed:
+            must_open, self._must_open = self._must_open, False
+            return must_open
+
+    def _try_to_open(self) -> None:
+        try:
+            self._open(self._settings.connect_s)
+        except Exception as error:  # any error: the session waits for the outcome
+            self._handle(OpenFailed(self._clock(), str(error) or type(error).__name__))
+
+    def _open(self, timeout_s: float) -> None:
+        link = next(self._link_numbers)
+        peer = self._transport.connect(
+            self.address, name=self._name, handler=_Link(self, link), who="the coordinator", timeout_s=timeout_s
+        )
+        self._links[link] = peer
+        self._handle(Opened(self._clock(), link))
+        if peer.closed:  # it may have ended before the session knew about it
+            self.link_ended(link, peer.closed)
+
+    def link_ended(self, link: int, reason: str) -> None:
+        """Handle the end of the connection `link`."""
+        self._links.pop(link, None)
+        self._handle(LinkEnded(self._clock(), link, reason))
+
+    def link_heard(self, link: int, message: AnyMessage, payload: memoryview) -> None:
+        """Handle a notification that came over the connection `link`."""
+        message = _unpacked(message, payload)
+        if isinstance(message, DumpEvents):
+            for callback in self._on_dump:
+                callback(message.why)
+            return
+        self._handle(Heard(self._clock(), link, message))
+
+    def _handle(self, event: SessionEvent) -> None:
+        with self._changed:
+            self._decide(event)
+        self._carry_out_all()
+
+    def _decide(self, event: SessionEvent) -> None:
+        self._todo.extend(self._session.handle(event))
+        self._changed.notify_all()
+
+    def _carry_out_all(self) -> None:
+        """Carry out queued commands in order. One thread at a time does; others leave their commands to it."""
+        while (command := self._next_command()) is not None:
+            try:
+                self._carry_out(command)
+            finally:
+                with self._changed:
+                    self._is_carrying_out = False
+
+    def _next_command(self) -> SessionCommand | None:
+        with self._changed:
+            if self._is_carrying_out or not self._todo:
+                return None
+            self._is_carrying_out = True
+            return self._todo.popleft()
+
+    def _carry_out(self, command: SessionCommand) -> None:
+        match command:
+            case OpenLink():
+                with self._changed:
+                    self._must_open = True
+                    self._changed.notify_all()
+            case Send(link, ask, message):
+                self._send(link, ask, message)
+            case Tell(link, message):
+                if (peer := self._links.get(link)) is not None:
+                    with contextlib.suppress(TransportClosed):
+                        peer.notify(message)
+            case EndLink(link, reason):
+                if (peer := self._links.pop(link, None)) is not None:
+                    peer.close(reason)
+            case Settle(ask, message):
+                answer = self._answers.pop(ask, None)
+                if answer is not None:
+                    answer.set_result(message)
+            case ShowRoster(roster):
+                self._show(roster)
+            case Warn(text):
+                LOGGER.warning("%s: %s", short_task_name(self._name), text)
+            case GaveUp(reason):
+                LOGGER.warning("%s: %s", short_task_name(self._name), reason)
+                with self._changed:
+                    callbacks = [] if self._closed else list(self._on_lost)
+                for callback in callbacks:
+                    callback(reason)
+
+    def _send(self, link: int, ask: int, message: AnyMessage) -> None:
+        peer = self._links.get(link)
+        if peer is None:
+            return
+        try:
+            peer.start(message, on_reply=partial(self._reply_came, link, ask))
+        except TransportClosed as error:
+            self.link_ended(link, str(error))
+        except DflowError as error:
+            self._reply_came(link, ask, error)
+
+    def _reply_came(self, link: int, ask: int, reply: Reply | BaseException) -> None:
+        if isinstance(reply, TransportClosed):
+            return  # the link reports its end
+        message = failure_of(reply) if isinstance(reply, BaseException) else _unpacked(*reply)
+        self._handle(Answered(self._clock(), link, ask, message))
+
+    def _show(self, roster: Roster) -> None:
+        with self._calling:
+            with self._changed:
+                self._roster = roster
+                callbacks = list(self._on_roster)
+                self._changed.notify_all()
+            for callback in callbacks:
+                callback(roster)
+
+
+class _Link(RefuseAll):
+    """Handler of the messages of one connection."""
+
+    def __init__(self, owner: SessionDriver, link: int) -> None:
+        self._owner = owner
+        self._link = link
+
+    def on_notify(self, peer: Peer, message: AnyMessage, payload: memoryview) -> None:
+        """Pass the notification to the driver."""
+        self._owner.link_heard(self._link, message, payload)
+
+    def on_close(self, peer: Peer, reason: str) -> None:
+        """Pass the end of the connection to the driver."""
+        self._owner.link_ended(self._link, reason)
+
+
+def _unpacked(message: AnyMessage, payload: memoryview) -> AnyMessage:
+    try:
+        return unpack(message, payload)
+    except WireError as error:
+        return failure_of(error)

@@ -1,0 +1,1 @@
+"""The coordinator: membership, places of variables, claims of steps, elections and barriers."""

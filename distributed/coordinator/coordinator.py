@@ -1,0 +1,288 @@
+"""The coordinator's shell: it makes events of messages, carries out commands, and ticks.
+
+It decides nothing; see `coordinator_state`.
+
+Invariants:
+- events are handled one at a time, and their commands are carried out in order, so that every task sees rosters
+  in the order of their versions;
+- the changes of an event are written to the store before its commands are carried out; events that arrive during a
+  write are written together;
+- when a write fails, or an event or command raises an unexpected error, the coordinator answers nothing more and ends,
+  so that the next one resumes from the last write;
+- carrying out a command never waits for a peer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from dflow.distributed.coordinator.coordinator_events import (
+    Asked,
+    Broadcast,
+    Command,
+    Disconnect,
+    Event,
+    Log,
+    PeerClosed,
+    Persist,
+    Reply,
+    Started,
+    Ticked,
+    Told,
+)
+from dflow.distributed.coordinator.coordinator_state import CoordinatorSettings, CoordinatorState
+from dflow.distributed.coordinator.coordinator_store import CoordinatorStore, MemoryStore
+from dflow.distributed.coordinator.durable_records import Change
+from dflow.distributed.observe.metrics import MetricsEndpoint, coordinator_metrics
+from dflow.distributed.process.stop_signal import StopSignal
+from dflow.distributed.transport.base import Listener, Peer, Responder, Transport
+from dflow.distributed.transport.exchange import become_reader
+from dflow.distributed.wire.large_message import RosterPacker, pack
+from dflow.distributed.wire.messages import AnyMessage, Join, Roster, Status
+from dflow.tracing.errors import InternalError, SecurityError, TransportClosed
+
+NAME = "coordinator"
+#: Prefix of the first line that the process prints; the address follows.
+LISTENING = "dflow coordinator listening on "
+LOGGER = logging.getLogger("dflow")
+#: A message to more tasks than these is encoded once for all.
+FEW = 8
+_FIRST_START = "shell/first start"
+
+
+class Coordinator:
+    """A coordinator that listens until it is closed.
+
+    `jobs`         number of expected tasks by job
+    `store`        holds its state across restarts; closed with the coordinator
+    `settings`     its timeouts
+    `tick_s`       interval between ticks, which detect silent tasks; None leaves them to calls of `tick`
+    `clock`        seconds since an arbitrary moment
+    `wall_clock`   seconds since a moment that is the same after a restart
+    `on_fault`     called once with the reason when a fault ends the coordinator
+    raises         what `transport.listen` raises
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        address: str,
+        jobs: Mapping[str, int],
+        *,
+        store: CoordinatorStore | None = None,
+        settings: CoordinatorSettings | None = None,
+        tick_s: float | None = 0.5,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+        on_fault: Callable[[str], None] = lambda fault: None,
+    ) -> None:
+        self._store = store or MemoryStore()
+        rows = self._store.load()
+        self._state = CoordinatorState(jobs, settings or CoordinatorSettings(), rows)
+        self._clock = clock
+        now_s = wall_clock()
+        first_s = msgspec.msgpack.decode(rows[_FIRST_START], type=float) if _FIRST_START in rows else now_s
+        # Times count from the first start. The wall clock may have been set back since.
+        self._started_s = clock() - max(now_s - first_s, 0.0)
+        self._on_fault = on_fault
+        self._handling = threading.RLock()
+        self._is_handling = False
+        self._arrived: deque[Callable[[float], Event]] = deque()
+        self._numbering = threading.Lock()
+        self._peers: dict[int, Peer] = {}
+        self._numbers: dict[Peer, int] = {}
+        self._asks: dict[int, Responder] = {}
+        self._last_number = 0
+        self._rosters = RosterPacker()
+        self._closed = threading.Event()
+        self._listener: Listener | None = None
+        try:
+            if _FIRST_START not in rows:
+                self._store.write([Change(_FIRST_START, msgspec.msgpack.encode(now_s))])
+            self._begin(transport, address)
+        except BaseException:
+            self._store.close()
+            raise
+        if tick_s is not None:
+            threading.Thread(target=self._tick_every, args=(tick_s,), name="dflow tick", daemon=True).start()
+
+    def _begin(self, transport: Transport, address: str) -> None:
+        # A fault before this coordinator listens is raised here; `on_fault` gets the later ones.
+        faults: list[str] = []
+        self._on_fault, on_fault = faults.append, self._on_fault
+        self._submit(lambda at_s: Started(at_s, secrets.token_hex(8)))
+        if faults:
+            raise OSError(faults[0])
+        self._on_fault = on_fault
+        self._listener = transport.listen(address, name=NAME, handler=self)
+
+    @property
+    def address(self) -> str:
+        """Address that tasks connect to."""
+        assert self._listener is not None
+        return self._listener.address
+
+    def status(self) -> Status:
+        """Return a snapshot for people and tools."""
+        with self._handling:
+            return self._state.status(self._clock() - self._started_s)
+
+    def log(self) -> tuple[Event, ...]:
+        """The newest events, oldest first."""
+        with self._handling:
+            return tuple(self._state.log)
+
+    def tick(self) -> None:
+        """Advance the state's time, so that deadlines take effect."""
+        self._submit(Ticked)
+
+    def close(self) -> None:
+        """Stop listening, close every connection and the store; a second call does nothing."""
+        self._closed.set()
+        if self._listener is not None:
+            self._listener.close()
+        with self._handling:
+            self._store.close()
+
+    def on_call(self, peer: Peer, message: AnyMessage, payload: memoryview, responder: Responder) -> None:
+        """Handle a request; see `transport.base.Handler`. A task may join only under its connection's name."""
+        if isinstance(message, Join) and message.task != peer.name:
+            raise SecurityError(f"{peer.name} asks to join as {message.task}; a task joins by its own name")
+        with self._numbering:
+            number, ask = self._number(peer), self._new_number()
+            self._asks[ask] = responder
+        self._submit(lambda at_s: Asked(at_s, number, ask, message))
+
+    def on_notify(self, peer: Peer, message: AnyMessage, payload: memoryview) -> None:
+        """Handle a notification."""
+        with self._numbering:
+            number = self._number(peer)
+        self._submit(lambda at_s: Told(at_s, number, message))
+
+    def on_close(self, peer: Peer, reason: str) -> None:
+        """Note that a connection has ended."""
+        with self._numbering:
+            number = self._number(peer)
+            self._peers.pop(self._numbers.pop(peer))
+        self._submit(lambda at_s: PeerClosed(at_s, number, reason))
+
+    def _number(self, peer: Peer) -> int:
+        if peer not in self._numbers:
+            number = self._new_number()
+            self._numbers[peer], self._peers[number] = number, peer
+        return self._numbers[peer]
+
+    def _new_number(self) -> int:
+        self._last_number += 1
+        return self._last_number
+
+    def _submit(self, event: Callable[[float], Event]) -> None:
+        """Handle the event before this returns, or after those in progress when a command of one caused it."""
+        self._arrived.append(event)
+        with self._handling:
+            if self._is_handling:
+                return
+            self._is_handling = True
+            try:
+                while self._arrived and not self._closed.is_set():
+                    self._handle_arrived()
+            finally:
+                self._is_handling = False
+
+    def _handle_arrived(self) -> None:
+        """Handle all queued events; an error ends the coordinator."""
+        try:
+            self._handle_all()
+        except OSError as error:
+            self._end_by_fault(str(error))
+        except Exception as error:
+            LOGGER.exception("the coordinator has failed")
+            self._end_by_fault(f"it has failed: {type(error).__name__}: {error}")
+
+    def _handle_all(self) -> None:
+        """Handle all queued events, with one write for all of them."""
+        changes: list[Change] = []
+        commands: list[Command] = []
+        # Only the events queued by now: events that keep arriving must not delay the write.
+        for _ in range(len(self._arrived)):
+            for command in self._state.handle(self._arrived.popleft()(self._clock() - self._started_s)):
+                if isinstance(command, Persist):
+                    changes += command.changes
+                else:
+                    commands.append(command)
+        if changes:
+            self._store.write(changes)
+        for command in commands:
+            self._carry_out(command)
+
+    def _end_by_fault(self, fault: str) -> None:
+        LOGGER.error("the coordinator ends: %s", fault)
+        self._closed.set()
+        if self._listener is not None:
+            self._listener.close()
+        self._on_fault(fault)
+
+    def _carry_out(self, command: Command) -> None:
+        match command:
+            case Persist():
+                raise InternalError("what has to last is written before all else")
+            case Log(text):
+                LOGGER.warning("%s", text)
+            case Reply(ask, message):
+                with self._numbering:
+                    responder = self._asks.pop(ask)
+                responder.reply(*(self._rosters.pack(message) if isinstance(message, Roster) else pack(message)))
+            case Broadcast(peers, message):
+                with self._numbering:
+                    there = [self._peers[number] for number in peers if number in self._peers]
+                small, payload = pack(message, goes_to_many=len(there) > FEW)
+                for peer in there:
+                    with contextlib.suppress(TransportClosed):  # its end is another event
+                        peer.notify(small, payload)
+            case Disconnect(number, reason):
+                with self._numbering:
+                    gone = self._peers.get(number)
+                if gone is not None:
+                    gone.close(reason)
+
+    def _tick_every(self, tick_s: float) -> None:
+        become_reader()
+        while not self._closed.wait(tick_s):
+            self.tick()
+
+
+def serve_coordinator(
+    stop: StopSignal,
+    transport: Transport,
+    address: str,
+    jobs: Mapping[str, int],
+    *,
+    store: CoordinatorStore,
+    settings: CoordinatorSettings,
+    metrics: str = "",
+) -> int:
+    """Run a coordinator until `stop`, with metrics served at `metrics` unless empty; return the exit status.
+
+    The first line that it prints has its address.
+    """
+    coordinator = Coordinator(transport, address, jobs, store=store, settings=settings, on_fault=stop.stop)
+    print(f"{LISTENING}{coordinator.address}", flush=True)
+    endpoint = MetricsEndpoint(coordinator_metrics(coordinator.status), metrics) if metrics else None
+    if endpoint is not None:
+        print(f"dflow coordinator: metrics are served at {endpoint.address}", flush=True)
+    status, fault = stop.wait_for_exit_status()
+    if fault:
+        print(f"dflow coordinator: {fault}", file=sys.stderr)
+    if endpoint is not None:
+        endpoint.close()
+    coordinator.close()
+    return status

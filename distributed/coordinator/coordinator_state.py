@@ -1,0 +1,352 @@
+"""The coordinator as a state machine: events in, commands out, no clock, no sockets, no threads.
+
+It routes messages to the parts that decide (membership, directory, step ledger, barriers, elections, traffic) and
+applies the consequences in the others: when a task fails, its steps return to the pool and its elections are void.
+
+Invariants:
+- every Asked is answered by exactly one Reply, immediately, or after a later event for a claim of steps or a barrier;
+- what must outlive the coordinator is in a Persist, before the commands that depend on it; a state made from the
+  Persists of another one answers, after Started, as that one would;
+- a message that names a task counts only from the connection over which that task joined;
+- the log keeps the newest events in order; while it is complete, replaying it gives the same commands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from dflow.distributed.coordinator.barriers import Barriers
+from dflow.distributed.coordinator.coordinator_events import (
+    Asked,
+    Broadcast,
+    Command,
+    Disconnect,
+    Event,
+    Log,
+    PeerClosed,
+    Persist,
+    Reply,
+    Started,
+    Ticked,
+    Told,
+)
+from dflow.distributed.coordinator.durable_records import DurableRecords
+from dflow.distributed.coordinator.elections import Elections
+from dflow.distributed.coordinator.event_log import EventLog
+from dflow.distributed.coordinator.membership import (
+    ConnectionLost,
+    EndConnection,
+    HeartbeatArrived,
+    Joined,
+    LeaveAsked,
+    Membership,
+    MembershipCommand,
+    PublishRoster,
+    RefuseJoin,
+    ReleaseTask,
+)
+from dflow.distributed.coordinator.progress_watch import ProgressWatch, StallBegan
+from dflow.distributed.coordinator.state_marks import StateMarks
+from dflow.distributed.coordinator.step_ledger import RoundsReported, StepLedger, StepsAsked, WorkerLeft
+from dflow.distributed.coordinator.task_description import describe_task
+from dflow.distributed.coordinator.traffic_totals import TrafficTotals, largest
+from dflow.distributed.coordinator.variable_directory import VariableDirectory
+from dflow.distributed.wire.messages import (
+    AwaitBarrier,
+    ClaimSteps,
+    DumpEvents,
+    Elected,
+    ElectOnce,
+    Failure,
+    GetHealth,
+    GetStatus,
+    Health,
+    Heartbeat,
+    Join,
+    Leave,
+    Marked,
+    Ok,
+    Placed,
+    PlacedAll,
+    PlaceVariable,
+    PlaceVariables,
+    Report,
+    RosterChange,
+    RoundsDone,
+    Status,
+    Unplace,
+)
+from dflow.tracing.errors import DeviceError
+from dflow.tracing.task_name import short_task_name, split_task_name
+
+#: Least time between two requests that all tasks dump their events, in s.
+DUMP_PAUSE_S = 5.0
+_RESULT = "result/"
+
+
+@dataclass(frozen=True)
+class CoordinatorSettings:
+    """Timeouts of a coordinator, in s.
+
+    `heartbeat_timeout_s`  a task without a heartbeat for this time has left; after a restart, the time to rejoin
+    `rejoin_s`             a task without a connection for this time has left
+    `stall_timeout_s`      a busy task that has ended no step for this time is stalled, despite its heartbeats
+    """
+
+    heartbeat_timeout_s: float = 10.0
+    rejoin_s: float = 1.0
+    stall_timeout_s: float = 60.0
+
+
+class _Result(msgspec.Struct, frozen=True):
+    value: float
+
+
+class CoordinatorState:
+    """The whole state of a cluster's coordinator.
+
+    `jobs`      number of expected tasks by job
+    `settings`  its timeouts
+    `rows`      the rows that the Persists of this cluster's earlier coordinator wrote
+    """
+
+    def __init__(
+        self,
+        jobs: Mapping[str, int],
+        settings: CoordinatorSettings = CoordinatorSettings(),
+        rows: Mapping[str, bytes] | None = None,
+    ) -> None:
+        self._records = records = DurableRecords(rows)
+        self._marks = StateMarks(records)
+        self._membership = Membership(jobs, settings.heartbeat_timeout_s, settings.rejoin_s, records)
+        self._directory = VariableDirectory(self._membership, records)
+        self._ledger = StepLedger(records)
+        self._elections = Elections(records)
+        self._traffic = TrafficTotals()
+        self._watch = ProgressWatch(settings.stall_timeout_s)
+        self._barriers = Barriers(self._present, self._describe, records)
+        self._results = {name: result.value for name, result in records.load(_RESULT, _Result)}
+        self._dumped_at_s: float | None = None
+        self._has_lost_state = False
+        self.log = EventLog()
+
+    def handle(self, event: Event) -> list[Command]:
+        """Apply the event and return the commands for the shell, in order."""
+        self.log.append(event)
+        commands = [*self._decide(event), *map(Log, self._ledger.take_news())]
+        # Before `take_changes`, since the revision is a record too.
+        if self._records.has_changed:
+            self._marks.written()
+        changes = self._records.take_changes()
+        marked = [self._marked(command) for command in commands]
+        return [Persist(changes), *marked] if changes else marked
+
+    def _marked(self, command: Command) -> Command:
+        if isinstance(command, (Reply, Broadcast)) and isinstance(command.message, Marked):
+            return replace(command, message=msgspec.structs.replace(command.message, mark=self._marks.newest))
+        return command
+
+    def _decide(self, event: Event) -> list[Command]:
+        match event:
+            case Started(_, name):
+                self._marks.started(name)
+                return self._follow(self._membership.handle(event))
+            case Asked():
+                return self._asked(event)
+            case Told(at_s, peer, Heartbeat() as heartbeat):
+                followed = self._follow(self._membership.handle(HeartbeatArrived(at_s, peer, heartbeat.task)))
+                is_its_own = self._membership.is_live(heartbeat.task, peer)
+                return followed + (self._hear(at_s, heartbeat) if is_its_own else [])
+            case Told(_, peer, RoundsDone() as report):
+                if self._membership.is_live(report.task, peer):
+                    self._ledger.handle(RoundsReported(report))
+                return []
+            case Told(_, peer, Report(name, value)):
+                if self._membership.is_of_a_task(peer):
+                    self._set_result(name, value)
+                return []
+            case Told(at_s, peer, Leave(task, reason)):
+                is_its_own = self._membership.is_live(task, peer)
+                return self._follow(self._membership.handle(LeaveAsked(at_s, peer, reason))) if is_its_own else []
+            case Told(at_s, peer, DumpEvents(why, task)):
+                return self._ask_for_dumps(at_s, why, peer) if self._membership.is_live(task, peer) else []
+            case Told():
+                return []
+            case PeerClosed(at_s, peer, reason):
+                return self._follow(self._membership.handle(ConnectionLost(at_s, peer, reason)))
+            case Ticked(at_s):
+                followed = self._follow(self._membership.handle(event))
+                return [*followed, *self._barriers.tick(at_s), *self._tell_stalls(at_s)]
+
+    def status(self, at_s: float) -> Status:
+        """Return a snapshot for people and tools."""
+        roster = self._membership.roster()
+        return Status(
+            now_s=at_s,
+            tasks=roster.tasks,
+            expected=roster.expected,
+            workers=self._ledger.workers(),
+            steps_done=self._ledger.steps_done,
+            steps_total=self._ledger.steps_total,
+            variables=tuple(one for one in self._directory.variables() if one.kind != "run"),
+            traffic=largest(self._traffic.totals()),
+            results=dict(self._results),
+            health=self._watch.all_health(),
+            away=self._membership.away(),
+            left=self._membership.left_in_all,
+            not_finite=self._ledger.not_finite,
+        )
+
+    def _arrive(self, event: Asked, request: AwaitBarrier) -> list[Command]:
+        job, _ = split_task_name(request.task)
+        return [*self._barriers.arrive(event.at_s, event.ask, self._membership.life(request.task), request, job)]
+
+    def _present(self, job: str) -> tuple[tuple[str, ...], int]:
+        return self._membership.available(job), self._membership.version
+
+    def _describe(self, task: str, at_s: float) -> str:
+        return describe_task(task, self._health(at_s, task))
+
+    def _hear(self, at_s: float, heartbeat: Heartbeat) -> list[Command]:
+        task, life = heartbeat.task, self._membership.life(heartbeat.task)
+        self._traffic.report(life, heartbeat.traffic)
+        is_busy = bool(heartbeat.doing) or self._ledger.holds(task)
+        ended = self._watch.hear(life, task, at_s, heartbeat.steps, heartbeat.doing, is_busy)
+        return [Log(f"{short_task_name(task)} goes on after {stall.lasted_s:.1f} s") for stall in ended]
+
+    def _tell_stalls(self, at_s: float) -> list[Command]:
+        texts = [
+            f"{short_task_name(stall.task)} is alive and has ended no step for {at_s - stall.since_s:.1f} s; "
+            f"it is at: {self._describe_work(stall)}"
+            for stall in self._watch.tick(at_s)
+        ]
+        return [*map(Log, texts), *(self._ask_for_dumps(at_s, texts[0]) if texts else [])]
+
+    def _describe_work(self, stall: StallBegan) -> str:
+        claims = self._ledger.describe_claims(stall.task)
+        if not stall.doing:
+            return claims
+        return f"{stall.doing}; it holds {claims}" if claims else stall.doing
+
+    def _ask_for_dumps(self, at_s: float, why: str, asker: int | None = None) -> list[Command]:
+        """Make all live tasks dump their newest events, once for a stall that many tasks report at the same time."""
+        if self._dumped_at_s is not None and at_s - self._dumped_at_s < DUMP_PAUSE_S:
+            return []
+        self._dumped_at_s = at_s
+        others = tuple(peer for peer in self._membership.live_peers() if peer != asker)
+        return [Broadcast(others, DumpEvents(why))]
+
+    def _health(self, at_s: float, task: str) -> Health:
+        if not self._membership.is_there(task):
+            return Health(at_s, None, self._membership.absence(task))
+        return Health(at_s, self._watch.health(self._membership.life(task)), "")
+
+    def _asked(self, event: Asked) -> list[Command]:
+        match event.message:
+            case Join() as join:
+                return self._join(event, join)
+            case Leave(task, reason):
+                return self._from_task(event, task) or self._leave(event, reason)
+            case ClaimSteps(_, task) as claim:
+                return self._from_task(event, task) or [*self._ledger.handle(StepsAsked(event.ask, claim))]
+            case ElectOnce(what, task):
+                return self._from_task(event, task) or [
+                    Reply(event.ask, Elected(self._elections.elect(what, task, self._membership.life(task))))
+                ]
+            case AwaitBarrier(task=task) as request:
+                return self._from_task(event, task) or self._arrive(event, request)
+            case PlaceVariable() | PlaceVariables() | Unplace() | Report() if not self._is_of_a_task(event):
+                text = f"{type(event.message).__name__} is taken from tasks alone, and this connection is of none"
+                return [Reply(event.ask, Failure("TaskLost", f"{text}; join first"))]
+            case PlaceVariable() as request:
+                return [Reply(event.ask, self._place(request))]
+            case PlaceVariables(requests):
+                return [Reply(event.ask, PlacedAll(tuple(map(self._place, requests))))]
+            case Unplace(name):
+                self._directory.give_up(name)
+                return [Reply(event.ask, Ok())]
+            case Report(name, value):
+                self._set_result(name, value)
+                return [Reply(event.ask, Ok())]
+            case GetHealth(task):
+                return [Reply(event.ask, self._health(event.at_s, task))]
+            case GetStatus():
+                return [Reply(event.ask, self.status(event.at_s))]
+            case other:
+                text = f"the coordinator answers no {type(other).__name__}; ask a task"
+                return [Reply(event.ask, Failure("RemoteError", text))]
+
+    def _is_of_a_task(self, event: Asked) -> bool:
+        return self._membership.is_of_a_task(event.peer)
+
+    def _place(self, request: PlaceVariable) -> Placed | Failure:
+        members = self._membership
+        return self._directory.place(request, members.available(request.job), members.jobs())
+
+    def _from_task(self, event: Asked, task: str) -> list[Command]:
+        """Return a refusal unless the message comes over the connection of the live task that it names."""
+        if self._membership.is_live(task, event.peer):
+            return []
+        why = self._membership.absence(task)
+        text = f"{type(event.message).__name__} came in the name of {short_task_name(task)} over a connection "
+        return [Reply(event.ask, Failure("TaskLost", text + f"that is not its own ({why}); join first"))]
+
+    def _set_result(self, name: str, value: float) -> None:
+        self._results[name] = value
+        self._records.put(_RESULT + name, _Result(value))
+
+    def _join(self, event: Asked, join: Join) -> list[Command]:
+        try:
+            split_task_name(join.task)
+        except DeviceError as error:
+            return [Reply(event.ask, Failure("DeviceError", str(error)))]
+        is_known = join.cluster == self._membership.cluster
+        if is_known and (missing := self._marks.missing(join.mark)):
+            return self._refuse_newer(event, join, missing)
+        decided = self._membership.handle(
+            Joined(event.at_s, event.peer, join.task, join.address, join.incarnation, join.cluster)
+        )
+        for command in decided:
+            if isinstance(command, RefuseJoin):
+                return [Reply(event.ask, Failure(command.kind, command.text))]
+        self._directory.joined(join.task)
+        change = self._membership.changes_since(join.since) if is_known and join.since else None
+        return [Reply(event.ask, change or self._membership.roster()), *self._follow(decided)]
+
+    def _refuse_newer(self, event: Asked, join: Join, missing: str) -> list[Command]:
+        """Refuse a task that has seen newer state than this coordinator has; log it once."""
+        text = (
+            f"the coordinator's state is older than what {short_task_name(join.task)} has seen of it: {missing}; the "
+            "file of its state was damaged or replaced, so end the run and start it again with a new one"
+        )
+        commands: list[Command] = [] if self._has_lost_state else [Log(text)]
+        self._has_lost_state = True
+        return [*commands, Reply(event.ask, Failure("RemoteError", text))]
+
+    def _leave(self, event: Asked, reason: str) -> list[Command]:
+        decided = self._membership.handle(LeaveAsked(event.at_s, event.peer, reason))
+        return [*self._follow(decided), Reply(event.ask, Ok())]
+
+    def _follow(self, decided: list[MembershipCommand]) -> list[Command]:
+        """Apply a change of the membership to the other parts, and return the commands."""
+        left = [WorkerLeft(command.task, command.reason) for command in decided if isinstance(command, ReleaseTask)]
+        commands: list[Command] = [*self._ledger.leave(left)] if left else []
+        for command in decided:
+            match command:
+                case ReleaseTask(task, life, reason):
+                    self._traffic.leave(life)
+                    self._watch.leave(life)
+                    self._elections.leave(life, reason)
+                    commands += self._barriers.leave(task, f"{short_task_name(task)} has left: {reason}")
+                case EndConnection(peer, reason):
+                    commands.append(Disconnect(peer, reason))
+                case PublishRoster(since, version, lives, dropped):
+                    entries = tuple(map(self._membership.entry, lives))
+                    change = RosterChange(since, version, entries, dropped, self._membership.epoch)
+                    commands.append(Broadcast(self._membership.live_peers(), change))
+                case RefuseJoin():
+                    pass
+        return commands

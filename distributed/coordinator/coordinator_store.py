@@ -1,0 +1,120 @@
+"""Storage for the durable state of a coordinator: in memory, or in an SQLite file.
+
+Invariants:
+- `write` is all or nothing: after a crash at any point the file holds the changes of the first calls, each complete;
+- when `write` has returned, no crash of the process or the machine loses its changes;
+- at most one process has a file open.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+from dflow.distributed.coordinator.durable_records import Change, apply_changes
+from dflow.tracing.errors import ConfigError
+
+#: Version of the tables in the file; a file of another version is refused.
+FORMAT = 2
+
+
+class CoordinatorStore(Protocol):
+    """Keeps the records of one coordinator."""
+
+    def load(self) -> Mapping[str, bytes]:
+        """Return all records."""
+        ...
+
+    def write(self, changes: Iterable[Change]) -> None:
+        """Apply the changes, all or none; raises OSError when it cannot."""
+        ...
+
+    def close(self) -> None:
+        """Release the file; a second call does nothing."""
+        ...
+
+
+class MemoryStore:
+    """Records that are lost with this object."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, bytes] = {}
+
+    def load(self) -> Mapping[str, bytes]:
+        """Return all records."""
+        return dict(self._rows)
+
+    def write(self, changes: Iterable[Change]) -> None:
+        """Apply the changes."""
+        apply_changes(self._rows, changes)
+
+    def close(self) -> None:
+        """Do nothing: the records stay."""
+
+
+class SqliteStore:
+    """Records in the SQLite file at `path`, created if it does not exist.
+
+    raises  ConfigError when another process has it open, or it is not a file of this format
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self._database = sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)
+        except sqlite3.Error as error:
+            raise ConfigError(
+                f"the coordinator's state cannot be kept in {path}: {error}; name another file"
+            ) from error
+        try:
+            self._open()
+        except sqlite3.Error as error:
+            self._database.close()
+            raise ConfigError(
+                f"the coordinator's state cannot be kept in {path}: {error}; end the other coordinator that uses it, "
+                "or name another file"
+            ) from error
+        except ConfigError:
+            self._database.close()
+            raise
+
+    def _open(self) -> None:
+        database = self._database
+        # Exclusive before the first use of the write-ahead log, which then needs no shared memory.
+        database.execute("PRAGMA locking_mode = EXCLUSIVE")
+        database.execute("PRAGMA journal_mode = WAL")
+        database.execute("PRAGMA synchronous = FULL")
+        database.execute("BEGIN IMMEDIATE")
+        [(version,)] = database.execute("PRAGMA user_version").fetchall()
+        [(tables,)] = database.execute("SELECT count(*) FROM sqlite_master").fetchall()
+        if version != (FORMAT if tables else 0):
+            raise ConfigError(
+                f"{self._path} is no coordinator's state of this version of dflow: its format is {version}, and "
+                f"{FORMAT} is needed; name another file"
+            )
+        database.execute("CREATE TABLE IF NOT EXISTS records (key TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID")
+        database.execute(f"PRAGMA user_version = {FORMAT}")
+        database.execute("COMMIT")
+
+    def load(self) -> Mapping[str, bytes]:
+        """Return all records."""
+        return dict(self._database.execute("SELECT key, value FROM records").fetchall())
+
+    def write(self, changes: Iterable[Change]) -> None:
+        """Apply the changes in one transaction; raises OSError when the file cannot be written."""
+        try:
+            self._database.execute("BEGIN IMMEDIATE")
+            for change in changes:
+                if change.value is None:
+                    self._database.execute("DELETE FROM records WHERE key = ?", (change.key,))
+                else:
+                    self._database.execute("REPLACE INTO records VALUES (?, ?)", (change.key, change.value))
+            self._database.execute("COMMIT")
+        except sqlite3.Error as error:
+            raise OSError(f"the coordinator's state could not be written to {self._path}: {error}") from error
+
+    def close(self) -> None:
+        """Close the file."""
+        self._database.close()

@@ -1,0 +1,393 @@
+"""Distribution of a run's steps over workers, such that each step is done although workers come and go.
+
+A run has `total_steps` steps. Workers claim consecutive ranges of them, large at first and small towards the end
+(guided self-scheduling), so that fast workers do more and all end at about the same time.
+
+Invariants, of each run:
+- each step is in the pool, in exactly one worker's claim, or done; it becomes done once;
+- the unreported steps of a claim return to the pool when its worker leaves the cluster or the run; the lowest numbers
+  are claimed first;
+- a request is answered exactly once; it waits only while the pool is empty and another worker holds a claim;
+- a repeated claim, by its number, gets the same steps and counts nothing twice; steps given to a claim whose answer
+  the worker never saw return to the pool with its next claim;
+- an answer without steps means that all steps are done, unless the claim had `more` false.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from dflow.distributed.coordinator.coordinator_events import Reply
+from dflow.distributed.coordinator.durable_records import DurableRecords
+from dflow.distributed.wire.messages import Claimed, ClaimSteps, Failure, NotFinite, RoundsDone, WorkerProgress
+from dflow.tracing.task_name import short_task_name
+
+LARGEST_CLAIM = 16
+#: A claim gets the worker's fair share of the remaining steps divided by this, so that a slow worker's last is small.
+SHARE_DIVISOR = 4
+
+
+@dataclass(frozen=True)
+class StepsAsked:
+    """A live worker claimed steps, and reported those of its last claim."""
+
+    ask: int
+    claim: ClaimSteps
+
+
+@dataclass(frozen=True)
+class WorkerLeft:
+    """A task left the cluster, whether or not it took part in a run."""
+
+    task: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class RoundsReported:
+    """A live worker reported the progress of a run of synchronous training."""
+
+    report: RoundsDone
+
+
+LedgerEvent = StepsAsked | WorkerLeft | RoundsReported
+
+
+class _Worker(msgspec.Struct, frozen=True):
+    """A live worker's state in a run.
+
+    `number`         number of its newest claim
+    `first`, `held`  first and number of the steps it holds, the answer to that claim
+    `answered`       whether that claim was answered; otherwise it waits
+    `takes_part`     whether the worker gets a share of the remaining steps
+    """
+
+    task: str
+    number: int
+    first: int = 0
+    held: int = 0
+    answered: bool = False
+    takes_part: bool = True
+
+
+class _RunRecord(msgspec.Struct, frozen=True):
+    """A run, without its workers."""
+
+    total_steps: int
+    done: int
+    pool: tuple[tuple[int, int], ...]
+
+
+class _WorkerRecord(msgspec.Struct, frozen=True):
+    run: str
+    worker: _Worker
+
+
+class StepLedger:
+    """The runs of one cluster, and each worker's progress in them, kept in `records`."""
+
+    def __init__(self, records: DurableRecords | None = None) -> None:
+        self._records = records or DurableRecords()
+        self._progress = dict(self._records.load(_PROGRESS, WorkerProgress))
+        self._runs = {
+            name: _Run(name, self._records, known.total_steps, known.done, [range(*part) for part in known.pool])
+            for name, known in self._records.load(_RUN, _RunRecord)
+        }
+        #: By run of synchronous training: rounds done, and rounds in all. Not kept: workers report them repeatedly.
+        self._rounds: dict[str, tuple[int, int]] = {}
+        self._not_finite = {(one.run, one.metric): one for _, one in self._records.load(_NOT_FINITE, NotFinite)}
+        #: By run, the number of steps done when it was last logged as abandoned.
+        self._announced: dict[str, int] = {}
+        self._news: list[str] = []
+        for _, found in self._records.load(_WORKER, _WorkerRecord):
+            self._runs[found.run].note(found.worker)
+
+    def handle(self, event: LedgerEvent) -> list[Reply]:
+        """Apply the event and answer every request that can be answered now."""
+        match event:
+            case StepsAsked(ask, claim):
+                return self._ask(ask, claim)
+            case RoundsReported(report):
+                return self._note_rounds(report)
+            case WorkerLeft():
+                return self.leave([event])
+
+    def leave(self, left: Sequence[WorkerLeft]) -> list[Reply]:
+        """Remove several workers that left together, so that none gets steps that another one returns."""
+        replies = [reply for run in self._runs.values() for one in left for reply in run.leave(one.task, one.reason)]
+        replies += [reply for run in self._runs.values() for reply in run.answer_waiting()]
+        for run in self._runs.values():
+            self._announce_end(run)
+        return replies
+
+    def take_news(self) -> list[str]:
+        """Return the texts for the log since the last call."""
+        news, self._news = self._news, []
+        return news
+
+    @property
+    def not_finite(self) -> tuple[NotFinite, ...]:
+        """The first non-finite loss of each run and name."""
+        return tuple(self._not_finite.values())
+
+    @property
+    def steps_done(self) -> int:
+        """Number of steps done in all runs."""
+        return sum(run.done for run in self._runs.values()) + sum(done for done, _ in self._rounds.values())
+
+    @property
+    def steps_total(self) -> int:
+        """Number of steps of all runs, done or not."""
+        totals = [run.total_steps for run in self._runs.values()]
+        return sum(totals) + sum(total for _, total in self._rounds.values())
+
+    def holds(self, task: str) -> bool:
+        """Whether the task has claimed steps that it has not reported."""
+        return any(task in run.holding for run in self._runs.values())
+
+    def describe_claims(self, task: str) -> str:
+        """Describe the steps that the task has claimed and not reported, and the workers that wait for them."""
+        return "; ".join(run.describe_claim(task) for run in self._runs.values() if task in run.holding)
+
+    def workers(self) -> tuple[WorkerProgress, ...]:
+        """Return the progress of each task that ever claimed steps, by name."""
+        return tuple(
+            msgspec.structs.replace(self._progress[task], held=sum(run.held_by(task) for run in self._runs.values()))
+            for task in sorted(self._progress)
+        )
+
+    def _ask(self, ask: int, claim: ClaimSteps) -> list[Reply]:
+        run = self._runs.get(claim.run)
+        if run is None:
+            run = _Run(claim.run, self._records, claim.total_steps, 0, [range(max(claim.total_steps, 0))])
+        refusal = run.refusal(claim)
+        if refusal:
+            return [Reply(ask, Failure("RemoteError", f"run {claim.run!r}: {refusal}"))]
+        # Only now, so that a refused claim creates no run.
+        self._runs[claim.run] = run
+        if run.is_repeated(claim):
+            return run.repeat(claim.task, ask)
+        self._note_progress(claim, run.settle(claim))
+        self._note_not_finite(claim.run, claim.task, claim.not_finite)
+        replies = run.ask(claim, ask)
+        self._announce_end(run)
+        return replies
+
+    def _announce_end(self, run: _Run) -> None:
+        if run.is_abandoned and self._announced.get(run.name) != run.done:
+            self._announced[run.name] = run.done
+            self._news.append(
+                f"run {run.name!r} has {run.done} of {run.total_steps} steps done, and no worker takes part in it any "
+                "more: give them more batches, or ask for fewer steps"
+            )
+
+    def _note_not_finite(self, run: str, task: str, found: NotFinite | None) -> None:
+        if found is None or (run, found.metric) in self._not_finite:
+            return
+        first = msgspec.structs.replace(found, run=run, task=task)
+        self._not_finite[run, found.metric] = first
+        self._records.put(f"{_NOT_FINITE}{run}/{found.metric}", first)
+        where = f"step {found.step} of run {run!r} on {short_task_name(task)}"
+        self._news.append(f"{found.metric} is {found.value} at {where}; later ones of this run are not announced")
+
+    def _note_progress(self, claim: ClaimSteps, done: int) -> None:
+        last = self._progress.get(claim.task, WorkerProgress(claim.task, 0, 0.0, {}))
+        now = WorkerProgress(
+            claim.task,
+            last.steps + done,
+            claim.step_s or last.step_s,
+            {**last.metrics, **claim.metrics},
+            last.dropped,
+        )
+        self._progress[claim.task] = now
+        self._records.put(_PROGRESS + claim.task, now)
+
+    def _note_rounds(self, report: RoundsDone) -> list[Reply]:
+        done, total = self._rounds.get(report.run, (0, 0))
+        self._rounds[report.run] = max(done, report.rounds), max(total, report.total_rounds)
+        self._note_not_finite(report.run, report.task, report.not_finite)
+        last = self._progress.get(report.task, WorkerProgress(report.task, 0, 0.0, {}))
+        self._progress[report.task] = WorkerProgress(
+            report.task,
+            last.steps + report.steps,
+            report.step_s or last.step_s,
+            {**last.metrics, **report.metrics},
+            last.dropped + report.dropped,
+        )
+        return []
+
+
+@dataclass
+class _Run:
+    """One run: the pool of unclaimed steps, its workers, and the waiting requests by task, in order of arrival."""
+
+    name: str
+    records: DurableRecords
+    total_steps: int
+    done: int
+    pool: list[range]
+    workers: dict[str, _Worker] = field(default_factory=dict)
+    waiting: dict[str, int] = field(default_factory=dict)
+    holding: set[str] = field(default_factory=set)
+    sharing: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.pool = [part for part in self.pool if part]
+
+    def note(self, worker: _Worker) -> None:
+        """Replace the state of a worker."""
+        self.workers[worker.task] = worker
+        (self.holding.add if worker.held else self.holding.discard)(worker.task)
+        (self.sharing.add if worker.takes_part else self.sharing.discard)(worker.task)
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether unclaimed steps remain and no worker takes part any more."""
+        return bool(self.pool) and not self.holding and not self.sharing
+
+    def held_by(self, task: str) -> int:
+        """Number of steps that the task has claimed and not reported."""
+        return self.workers[task].held if task in self.holding else 0
+
+    def describe_claim(self, task: str) -> str:
+        """Describe the steps that the task holds, and the workers that wait."""
+        worker = self.workers[task]
+        waiting = ", ".join(map(short_task_name, self.waiting))
+        text = f"{worker.held} claimed steps of run {self.name!r}, from {worker.first} on"
+        return f"{text} (waiting for them: {waiting})" if waiting else text
+
+    def refusal(self, claim: ClaimSteps) -> str:
+        """Why this claim contradicts the known state; empty if it does not."""
+        who = short_task_name(claim.task)
+        if claim.total_steps < 0:
+            return f"{who} asks for {claim.total_steps} steps in all; ask for 0 or more"
+        if claim.total_steps != self.total_steps:
+            return (
+                f"it has {self.total_steps} steps and {who} asks for {claim.total_steps}; "
+                "let all workers ask for the same number, or name another run"
+            )
+        worker = self.workers.get(claim.task)
+        newest = worker.number if worker is not None else 0
+        if claim.number < newest:
+            return f"claim {claim.number} of {who} came after its claim {newest}"
+        if not 0 <= claim.last < claim.number or (claim.done and claim.last > newest):
+            return f"{who} reports claim {claim.last} in claim {claim.number}, and its newest is {newest}"
+        held = worker.held if worker is not None and claim.last == newest else None
+        if claim.done < 0 or (held is not None and claim.number > newest and claim.done > held):
+            return f"{who} reports {claim.done} steps done of a claim of {held or 0}"
+        return ""
+
+    def is_repeated(self, claim: ClaimSteps) -> bool:
+        """Whether this is the worker's newest claim, sent again."""
+        worker = self.workers.get(claim.task)
+        return worker is not None and worker.number == claim.number
+
+    def repeat(self, task: str, ask: int) -> list[Reply]:
+        """Answer as the first time; a waiting request of the same claim is refused and replaced."""
+        worker = self.workers[task]
+        if worker.answered:
+            return [Reply(ask, Claimed(worker.first, worker.held))]
+        replies = []
+        if task in self.waiting:
+            text = f"{short_task_name(task)} has sent this claim again"
+            replies = [Reply(self.waiting[task], Failure("RemoteError", text))]
+        self.waiting[task] = ask
+        return replies + self.answer_waiting()
+
+    def settle(self, claim: ClaimSteps) -> int:
+        """End the worker's last claim: its first steps are done, the rest return to the pool. Return the number done.
+
+        No step counts as done when the worker has not seen the answer to its last claim.
+        """
+        worker = self.workers.get(claim.task)
+        if worker is None or not worker.held:
+            return 0
+        done = claim.done if claim.last == worker.number else 0
+        held = range(worker.first, worker.first + worker.held)
+        self.done += done
+        self._give_back(held[done:])
+        self._save(msgspec.structs.replace(worker, held=0))
+        return done
+
+    def ask(self, claim: ClaimSteps, ask: int) -> list[Reply]:
+        """Queue the worker's request for steps, or end its part if `more` is false; answer all that can be answered."""
+        replies = self._replace(claim.task)
+        self._save(_Worker(claim.task, claim.number, answered=not claim.more, takes_part=claim.more))
+        if claim.more:
+            self.waiting[claim.task] = ask
+        else:
+            replies.append(Reply(ask, Claimed(0, 0)))
+        return replies + self.answer_waiting()
+
+    def _replace(self, task: str) -> list[Reply]:
+        """Refuse the worker's waiting request, since a later one came."""
+        if task not in self.waiting:
+            return []
+        text = f"a later claim of {short_task_name(task)} has taken the place of this one"
+        return [Reply(self.waiting.pop(task), Failure("RemoteError", text))]
+
+    def leave(self, task: str, reason: str) -> list[Reply]:
+        """Return the worker's unreported steps to the pool. Callers waiting for them are answered later."""
+        replies = []
+        if task in self.waiting:
+            text = f"{short_task_name(task)} has left: {reason}"
+            replies.append(Reply(self.waiting.pop(task), Failure("TaskLost", text)))
+        worker = self.workers.pop(task, None)
+        if worker is not None:
+            self.holding.discard(task)
+            self.sharing.discard(task)
+            self._give_back(range(worker.first, worker.first + worker.held))
+            self.records.drop(self._key(task))
+            self._save()
+        return replies
+
+    def answer_waiting(self) -> list[Reply]:
+        """Answer all waiting requests that can be answered now."""
+        replies = []
+        for task, ask in list(self.waiting.items()):
+            # Claimed steps may still return to the pool.
+            if not self.pool and self.holding:
+                break
+            steps = self._take()
+            del self.waiting[task]
+            self._save(msgspec.structs.replace(self.workers[task], first=steps.start, held=len(steps), answered=True))
+            replies.append(Reply(ask, Claimed(steps.start, len(steps))))
+        return replies
+
+    def _take(self) -> range:
+        if not self.pool:
+            return range(self.total_steps, self.total_steps)
+        remaining = sum(map(len, self.pool))
+        count = max(1, min(LARGEST_CLAIM, remaining // (SHARE_DIVISOR * len(self.sharing))))
+        steps, rest = self.pool[0][:count], self.pool[0][count:]
+        self.pool[:1] = [rest] if rest else []
+        return steps
+
+    def _give_back(self, steps: range) -> None:
+        """Return steps to the pool, which stays sorted, with adjacent ranges merged."""
+        merged: list[range] = []
+        for part in sorted((part for part in (*self.pool, steps) if part), key=lambda part: part.start):
+            if merged and merged[-1].stop == part.start:
+                merged[-1] = range(merged[-1].start, part.stop)
+            else:
+                merged.append(part)
+        self.pool = merged
+
+    def _save(self, worker: _Worker | None = None) -> None:
+        pool = tuple((part.start, part.stop) for part in self.pool)
+        self.records.put(_RUN + self.name, _RunRecord(self.total_steps, self.done, pool))
+        if worker is not None:
+            self.note(worker)
+            self.records.put(self._key(worker.task), _WorkerRecord(self.name, worker))
+
+    def _key(self, task: str) -> str:
+        return f"{_WORKER}{task}\n{self.name}"
+
+
+_NOT_FINITE = "not finite/"
+_PROGRESS = "progress/"
+_RUN = "run/"
+_WORKER = "worker/"

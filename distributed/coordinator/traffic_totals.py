@@ -1,0 +1,64 @@
+"""Total traffic over each edge, from totals that each task reports repeatedly.
+
+Invariants: a newer report of a task replaces its last one. When a task leaves, its totals are kept and added to those
+of its successor of the same name, so the sum over all edges never shrinks. The entry of one edge may shrink: a task's
+last report decides which of its edges have an entry, and which are summed as `OTHERS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from dflow.distributed.wire.messages import EdgeTraffic
+
+#: Most edges in a message; a graph may have more than fit into one.
+EDGES_TOLD = 1000
+OTHERS = "all other edges"
+
+
+class TrafficTotals:
+    """The traffic of one cluster."""
+
+    def __init__(self) -> None:
+        self._newest: dict[int, tuple[EdgeTraffic, ...]] = {}
+        self._kept: tuple[EdgeTraffic, ...] = ()
+
+    def report(self, life: int, totals: tuple[EdgeTraffic, ...]) -> None:
+        """Replace a task's totals since it started; its `life` differs from earlier tasks of the same name."""
+        if totals:
+            self._newest[life] = totals
+
+    def leave(self, life: int) -> None:
+        """Keep the totals of a task that left, which reports no more."""
+        self._kept = _summed((*self._kept, *self._newest.pop(life, ())))
+
+    def totals(self) -> tuple[EdgeTraffic, ...]:
+        """Return one entry per edge and pair of tasks, in order of first report."""
+        return _summed((*self._kept, *(entry for totals in self._newest.values() for entry in totals)))
+
+
+def largest(traffic: Sequence[EdgeTraffic], count: int = EDGES_TOLD) -> tuple[EdgeTraffic, ...]:
+    """Return the `count` edges with the most bytes; the others as one entry for each pair of tasks."""
+    known = [entry for entry in traffic if entry.edge != OTHERS]
+    if len(known) <= count:
+        return tuple(traffic)
+    known.sort(key=lambda entry: entry.size_bytes, reverse=True)
+    rest = [entry for entry in traffic if entry.edge == OTHERS] + known[count:]
+    return (*known[:count], *_summed(msgspec.structs.replace(entry, edge=OTHERS) for entry in rest))
+
+
+def _summed(entries: Iterable[EdgeTraffic]) -> tuple[EdgeTraffic, ...]:
+    sums: dict[tuple[str, str, str], EdgeTraffic] = {}
+    for entry in entries:
+        key = (entry.edge, entry.source, entry.destination)
+        last = sums.get(key)
+        sums[key] = (
+            entry
+            if last is None
+            else msgspec.structs.replace(
+                last, values=last.values + entry.values, size_bytes=last.size_bytes + entry.size_bytes
+            )
+        )
+    return tuple(sums.values())

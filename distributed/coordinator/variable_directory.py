@@ -1,0 +1,181 @@
+"""The task that holds each variable, queue or accumulator, and the task's process, decided once per name.
+
+Invariants:
+- a name is placed once; every later request with the same dtype and shape gets the same task;
+- a variable goes to the task with the fewest bytes placed, and to the lowest index among equals, so the same
+  requests in the same order give the same placement;
+- `near` overrides this: the variable shares the task of the one named, and its bytes count there; so does an explicit
+  task;
+- an abandoned name is free;
+- the state of a process is lost when another process joins under its task's name: each later request for it is refused
+  until the name is abandoned, since the new process would create it from its initial value.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+from dflow.distributed.coordinator.durable_records import DurableRecords
+from dflow.distributed.wire.messages import Failure, Placed, PlaceVariable, VariableInfo
+from dflow.tracing.task_name import short_task_name
+
+
+class _Placement(msgspec.Struct, frozen=True):
+    """The `number`-th placement."""
+
+    number: int
+    info: VariableInfo
+
+
+class Processes(Protocol):
+    """The processes of the tasks; see `Membership`."""
+
+    def process(self, task: str) -> str:
+        """Return the process of a live task; empty when the task is not live."""
+        ...
+
+    def end_of_process(self, task: str, process: str) -> str:
+        """When and why that process of the task last left; empty if it is live, or its end is no longer known."""
+        ...
+
+
+class VariableDirectory:
+    """The placed variables of one cluster, kept in `records`."""
+
+    def __init__(self, processes: Processes, records: DurableRecords | None = None) -> None:
+        self._processes = processes
+        self._records = records or DurableRecords()
+        self._placements: dict[str, _Placement] = {}
+        self._load_bytes: Counter[str] = Counter()
+        #: Names placed on a task that has not joined yet, by task.
+        self._before_joining: defaultdict[str, list[str]] = defaultdict(list)
+        known = [placement for _, placement in self._records.load(_PLACED, _Placement)]
+        for placement in sorted(known, key=lambda placement: placement.number):
+            self._add(placement)
+        self._next_number = 1 + max((placement.number for placement in known), default=-1)
+
+    def place(self, request: PlaceVariable, tasks: Sequence[str], jobs: Sequence[str]) -> Placed | Failure:
+        """Find or decide the variable's task.
+
+        `tasks`  the tasks of `request.job` that may hold it, by index
+        `jobs`   the existing jobs, for the error
+        Returns a Failure of kind VariableError when the name has another type or `near` is unknown, of kind
+        DeviceError when there is no task to place it on, or it is on another task than `request.on`, and of kind
+        TaskLost when the process that held it, or the variable `near`, has left.
+        """
+        known = self._placements.get(request.name)
+        if known is not None:
+            return self._found(known.info, request)
+        near = self._placements.get(request.near)
+        if request.near and near is None:
+            return Failure("VariableError", _NEAR_UNKNOWN.format(what=_what(request), near=request.near))
+        if near is not None and (lost := self._loss(near.info)):
+            return Failure("TaskLost", lost)
+        if not request.near and not tasks:
+            there = ", ".join(jobs) if jobs else "none"
+            return Failure("DeviceError", _NO_TASKS.format(what=_what(request), job=request.job, jobs=there))
+        if request.on and request.on not in tasks:
+            there = ", ".join(tasks)
+            return Failure("DeviceError", _NOT_THERE.format(what=_what(request), task=request.on, tasks=there))
+        task = request.on or (near.info.task if near else "") or min(tasks, key=lambda t: self._load_bytes[t])
+        process = self._processes.process(task)
+        info = VariableInfo(request.name, request.dtype, request.shape, request.size_bytes, task, request.kind, process)
+        placement = _Placement(self._next_number, info)
+        self._records.put(_PLACED + info.name, placement)
+        self._next_number += 1
+        self._add(placement)
+        return Placed(task, process)
+
+    def joined(self, task: str) -> None:
+        """Note that a task has joined; its first process holds everything placed on the task before."""
+        for name in self._before_joining.pop(task, ()):
+            placement = self._placements.get(name)
+            if placement is not None and (placement.info.task, placement.info.process) == (task, ""):
+                info = msgspec.structs.replace(placement.info, process=self._processes.process(task))
+                self._placements[name] = bound = msgspec.structs.replace(placement, info=info)
+                self._records.put(_PLACED + name, bound)
+
+    def give_up(self, name: str) -> None:
+        """Free a name whose state no longer exists; does nothing if the name is free."""
+        placement = self._placements.pop(name, None)
+        if placement is not None:
+            self._load_bytes[placement.info.task] -= placement.info.size_bytes
+            self._records.drop(_PLACED + name)
+
+    def _add(self, placement: _Placement) -> None:
+        info = placement.info
+        self._placements[info.name] = placement
+        self._load_bytes[info.task] += info.size_bytes
+        if not info.process:
+            self._before_joining[info.task].append(info.name)
+
+    def variables(self) -> tuple[VariableInfo, ...]:
+        """Return every placed variable, in order of placement."""
+        return tuple(placement.info for placement in self._placements.values())
+
+    def _loss(self, known: VariableInfo) -> str:
+        """Return the error for a variable whose process has left; empty while the process is there."""
+        now = self._processes.process(known.task)
+        if known.process in ("", now):
+            return ""
+        end = self._processes.end_of_process(known.task, known.process)
+        return lost_text([_what(known)], known.task, end, is_replaced=bool(now))
+
+    def _found(self, known: VariableInfo, request: PlaceVariable) -> Placed | Failure:
+        if (known.kind, known.dtype, known.shape) != (request.kind, request.dtype, request.shape):
+            return Failure(
+                "VariableError",
+                f"{_what(known)} is {_type(known)} and was asked for as {_type(request)}; give one of the two another "
+                "name",
+            )
+        if request.on not in ("", known.task):
+            return Failure(
+                "DeviceError",
+                f"{_what(known)} is on {known.task} and was asked for on {request.on}; say the same place in each "
+                "process",
+            )
+        lost = self._loss(known)
+        return Failure("TaskLost", lost) if lost else Placed(known.task, known.process)
+
+
+def lost_text(names: Sequence[str], task: str, end: str, *, is_replaced: bool) -> str:
+    """Return the error for variables that a process of `task` held, which has left.
+
+    `end`          when and why it left, or empty
+    `is_replaced`  whether another process has joined as the task
+    """
+    holder, verb, them = short_task_name(task), *(("is", "it") if len(names) == 1 else ("are", "them"))
+    left = end or f"the process of {holder} that held {them} has left"
+    if not is_replaced:
+        return f"{_listed(names)} {verb} on {holder}, which is not there: {left}"
+    return (
+        f"{_listed(names)} {verb} lost: {left}, and {holder} has been started again without {them}\n"
+        "  start the whole cluster again: what a parameter task held is not restored yet"
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:MOST_NAMED]) + (f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else "")
+
+
+def _what(one: VariableInfo | PlaceVariable) -> str:
+    return f"{one.kind} {one.name!r}"
+
+
+def _type(one: VariableInfo | PlaceVariable) -> str:
+    """The type, as errors show it; the `dtype` of a queue or an accumulator is its whole type."""
+    return f"{one.dtype}{list(one.shape)}" if one.kind == "variable" else one.dtype
+
+
+#: An error names at most this many lost variables.
+MOST_NAMED = 5
+_PLACED = "placed/"
+_NEAR_UNKNOWN = "{what} was to share the task of {near!r}, which is not placed; place {near!r} first"
+_NO_TASKS = (
+    "{what} was to be placed on job {job!r}, which has no task that is live or expected; the jobs there are: {jobs}"
+)
+_NOT_THERE = "{what} was to be placed on {task}, which is none of the tasks there: {tasks}"

@@ -1,0 +1,318 @@
+"""Start and supervise a cluster of processes: a coordinator, task servers, and a script once per worker.
+
+Invariants:
+- whatever happens, each process that was started has ended and is reaped before `launch` returns;
+- when the launcher is killed instead, every child with a parent watch (`lifeline`) ends;
+- a task that fails is restarted by its job's policy, and has ended only when that does not restart it; a worker that
+  has ended does not end the run, while the coordinator or a task server that has ended does;
+- a restarted coordinator has the address and the state of the one before it;
+- task servers and the coordinator are stopped only after all workers have ended.
+
+The exit status is 0 when at least one worker finished, no worker failed, and all steps of all runs were done; it is
+130 after SIGINT or SIGTERM, else 1. A worker killed by a signal has not failed: others do its steps. A worker that
+never joined the cluster has failed.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from dflow.distributed.client.coordinator_client import CoordinatorClient
+from dflow.distributed.coordinator.coordinator import LISTENING
+from dflow.distributed.detection.cluster_spec import COORDINATOR
+from dflow.distributed.launching.launch_plan import LaunchPlan
+from dflow.distributed.launching.place import Place, Running
+from dflow.distributed.launching.restarts import Restarts
+from dflow.distributed.process.child_process import describe_end
+from dflow.distributed.process.stop_signal import StopSignal
+from dflow.distributed.transport.base import Transport
+from dflow.distributed.wire.messages import Status
+from dflow.tracing.errors import DeadlineExceeded, TransportClosed
+from dflow.tracing.task_name import short_task_name, split_task_name
+
+START_S = 60.0
+POLL_S = 0.2
+STATUS_S = 2.0
+#: Time between SIGTERM and SIGKILL, in s.
+GRACE_S = 5.0
+
+
+@dataclass(frozen=True)
+class TaskRow:
+    """A task as its launcher sees it: `task` is its short name, `restarts` the number of its restarts."""
+
+    task: str
+    state: str
+    restarts: int
+    last_line: str
+
+
+class LaunchView(Protocol):
+    """The launcher's output; `show_line` is called from any thread, the rest from one."""
+
+    def show_line(self, task: str, line: str) -> None:
+        """Show a line that a process printed; `task` is its short name."""
+        ...
+
+    def show_status(self, status: Status | None, rows: Sequence[TaskRow]) -> None:
+        """Show the run's progress, about five times a second; no status while the coordinator does not answer."""
+        ...
+
+    def show_event(self, text: str) -> None:
+        """Show an event of the launcher, which is not a line of any process."""
+        ...
+
+    def show_end(self, status: Status | None, ends: Mapping[str, str]) -> None:
+        """Show that the run is over, with the end of each task that has ended."""
+        ...
+
+
+def launch(stop: StopSignal, plan: LaunchPlan, place: Place, view: LaunchView, transport: Transport) -> int:
+    """Run the plan to its end, or until `stop`, and return the exit status; closes the place."""
+    launched = _Launch(stop, plan, place, view, transport)
+    try:
+        return launched.run()
+    except _Interrupted as interrupted:
+        view.show_event(f"{interrupted}: ending all processes")
+        return 130
+    except _Fault as fault:
+        view.show_event(str(fault))
+        return 1
+    finally:
+        launched.end()
+
+
+class _Interrupted(Exception):
+    """SIGINT or SIGTERM arrived."""
+
+
+class _Fault(Exception):
+    """The run cannot continue; the text says why."""
+
+
+class _Task:
+    """One task: its newest process, or the time of its next start, or its end."""
+
+    def __init__(self, task: str) -> None:
+        self.task = task
+        self.job = task if task == COORDINATOR else split_task_name(task)[0]
+        self.name = short_task_name(task)
+        self.running: Running | None = None
+        self.started_s = 0.0
+        self.due_s = 0.0
+        self.was_live = False
+        self.status: int | None = None
+        self.end = ""
+
+    @property
+    def is_over(self) -> bool:
+        return self.status is not None
+
+
+class _Launch:
+    def __init__(
+        self, stop: StopSignal, plan: LaunchPlan, place: Place, view: LaunchView, transport: Transport
+    ) -> None:
+        self._plan = plan
+        self._place = place
+        self._view = view
+        self._transport = transport
+        self._stop = stop
+        self._restarts = Restarts(plan.restarts)
+        self._coordinator = _Task(COORDINATOR)
+        self._servers = [_Task(task) for task in plan.servers]
+        self._workers = [_Task(task) for task in plan.workers]
+        self._address = ""
+        self._client: CoordinatorClient | None = None
+        self._status: Status | None = None
+
+    @property
+    def _everyone(self) -> list[_Task]:
+        return [self._coordinator, *self._servers, *self._workers]
+
+    def run(self) -> int:
+        """Start everything, wait for the workers, end the rest, and show the result."""
+        self._start_coordinator()
+        for task in (*self._servers, *self._workers):
+            self._start(task)
+        while not all(task.is_over for task in self._workers):
+            self._wait()
+            for task in self._everyone:
+                self._look_at(task)
+            self._poll_status()
+        self._poll_status()
+        self._end(self._servers)
+        self._poll_status()
+        self._view.show_end(self._status, {task.task: task.end for task in self._workers})
+        return self._verdict([task.status for task in self._workers if task.status is not None]) or self._shortfall()
+
+    def end(self) -> None:
+        """End every process that still runs."""
+        if self._client is not None:
+            self._client.close()
+        self._end(self._everyone)
+        self._place.close()
+
+    def _start_coordinator(self) -> None:
+        self._start(self._coordinator)
+        deadline = time.monotonic() + START_S
+        while not self._address:
+            self._wait()
+            self._look_at(self._coordinator)
+            if time.monotonic() > deadline:
+                raise _Fault(f"the coordinator did not say within {START_S:g} s where it listens; see its output above")
+        self._view.show_event(f"to watch: dflow status --watch --coordinator {self._address}")
+        self._client = CoordinatorClient(self._transport, self._address, name="launcher", timeout_s=START_S)
+
+    def _start(self, task: _Task) -> None:
+        program = self._plan.program(task.task, self._address)
+        on_line = (
+            self._take_coordinators_line if task is self._coordinator else partial(self._view.show_line, task.name)
+        )
+        task.running = self._place.start(program, on_line)
+        task.started_s, task.was_live = time.monotonic(), False
+
+    def _take_coordinators_line(self, line: str) -> None:
+        if line.startswith(LISTENING):
+            self._address = line.removeprefix(LISTENING)
+        else:
+            self._view.show_line(COORDINATOR, line)
+
+    def _wait(self) -> None:
+        """Wait `POLL_S`; raises when a signal arrived."""
+        which = self._stop.wait(POLL_S)
+        if which is not None:
+            raise _Interrupted(signal.Signals(which).name if which else "a fault")
+
+    def _look_at(self, task: _Task) -> None:
+        """Restart the task if its pause is over, or record that its process has ended."""
+        if task.is_over:
+            return
+        if task.running is None:
+            if time.monotonic() >= task.due_s:
+                self._start(task)
+                self._say_what_is_lost(task)
+            return
+        status = task.running.poll()
+        if status is None:
+            return
+        if task in self._workers:
+            self._worker_ended(task, status)
+        else:
+            self._server_ended(task, status, task.running.tail)
+
+    def _worker_ended(self, task: _Task, status: int) -> None:
+        if status == 0 and not self._has_joined(task):
+            task.status, task.end = 1, "it never joined the cluster"
+            self._view.show_event(
+                f"{task.name} finished and had never joined the cluster, so it worked alone: "
+                "its script has to call dflow.connect()"
+            )
+        elif not self._is_started_again(task, status):
+            task.status, task.end = status, describe_end(status)
+            running = sum(not worker.is_over for worker in self._workers)
+            if status != 0:
+                rest = f"; {running} of {len(self._workers)} workers go on" if running else ""
+                self._view.show_event(f"{task.name} ended: {task.end}{rest}")
+
+    def _server_ended(self, task: _Task, status: int, tail: Sequence[str]) -> None:
+        # The launcher did not stop it, so an end with status 0 is a failure too.
+        if not self._is_started_again(task, status or 1):
+            last = "".join(f"\n  {line}" for line in tail) or " none"
+            raise _Fault(
+                f"{task.name} ended ({describe_end(status)}) while workers needed it, so the run ends; "
+                f"its last lines:{last}"
+            )
+
+    def _is_started_again(self, task: _Task, status: int) -> bool:
+        now_s = time.monotonic()
+        pause_s = self._restarts.pause_s(task.task, task.job, status, now_s - task.started_s)
+        if pause_s is None:
+            return False
+        task.running, task.due_s = None, now_s + pause_s
+        self._view.show_event(
+            f"{task.name} ended: {describe_end(status)}; it is started again in {pause_s:g} s "
+            f"(restart {self._restarts.standing(task.task, task.job)})"
+        )
+        return True
+
+    def _say_what_is_lost(self, task: _Task) -> None:
+        if task in self._servers:
+            self._view.show_event(
+                f"{task.name} runs again and is empty: the variables that it held are lost, and a worker whose steps "
+                "use them fails, until it is started again and makes them anew"
+            )
+
+    def _has_joined(self, task: _Task) -> bool:
+        """Whether the task was ever in the cluster; true when the coordinator has never answered."""
+        self._poll_status()
+        return self._status is None or any(info.task == task.task for info in self._status.tasks)
+
+    def _poll_status(self) -> None:
+        answered = False
+        if self._client is not None:
+            try:
+                self._status = self._client.status(timeout_s=STATUS_S)
+                answered = True
+            except (DeadlineExceeded, TransportClosed):
+                pass  # busy, or dead, which `_look_at` finds
+        self._view.show_status(self._status if answered else None, self._rows())
+
+    def _rows(self) -> list[TaskRow]:
+        live = {info.task for info in self._status.tasks if info.left_at_s is None} if self._status else set()
+        live.add(COORDINATOR)
+        for task in self._everyone:
+            task.was_live |= task.running is not None and task.task in live
+        return [
+            TaskRow(task.name, _state(task, task.task in live), self._restarts.count(task.task), _last_line(task))
+            for task in self._everyone
+        ]
+
+    def _end(self, tasks: Iterable[_Task]) -> None:
+        """End the processes by SIGTERM; by SIGKILL after `GRACE_S`, or when a second signal arrives."""
+        running = [task.running for task in tasks if task.running is not None]
+        for each in running:
+            each.terminate()
+        deadline = time.monotonic() + GRACE_S
+        while running := [each for each in running if each.poll() is None]:
+            if time.monotonic() > deadline or self._stop.wait(POLL_S / 8) is not None:
+                break
+        for each in running:
+            each.kill()
+
+    def _verdict(self, statuses: list[int]) -> int:
+        if 0 not in statuses:
+            self._view.show_event(f"none of {len(statuses)} workers finished")
+            return 1
+        return 1 if any(status > 0 for status in statuses) else 0
+
+    def _shortfall(self) -> int:
+        """Exit status 1 when all workers finished but steps of a run were not done, else 0."""
+        status = self._status
+        if status is None or status.steps_done >= status.steps_total:
+            return 0
+        self._view.show_event(
+            f"the run ended short of its steps: {status.steps_done} of {status.steps_total} are done; give the workers "
+            "more batches, or ask for fewer steps"
+        )
+        return 1
+
+
+def _state(task: _Task, is_live: bool) -> str:
+    if task.is_over:
+        return task.end
+    if task.running is None:
+        return f"again in {max(task.due_s - time.monotonic(), 0):.0f} s"
+    if is_live:
+        return "running"
+    return "ending" if task.was_live else "starting"
+
+
+def _last_line(task: _Task) -> str:
+    tail = task.running.tail if task.running is not None else ()
+    return tail[-1] if tail else ""

@@ -1,0 +1,1 @@
+"""Events, traces and metrics of a running cluster."""

@@ -1,0 +1,83 @@
+"""A task's answers to tools that watch it: its clock, its state, and all events of some steps.
+
+Invariant: a trace that no tool stops ends after its deadline, so that a task whose tracer has died then keeps no more
+events than before, and waits for no more results.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import msgspec
+
+from dflow.distributed.wire.codec import Payload
+from dflow.distributed.wire.messages import (
+    AnyMessage,
+    ClockTold,
+    GetClock,
+    GetTaskState,
+    StartTrace,
+    StopTrace,
+    TaskState,
+    TraceTold,
+)
+from dflow.lowering.recorder import Recorder
+from dflow.tracing.errors import WireError
+
+#: Limits of a trace: number of events kept, and duration in s.
+MOST_EVENTS = 1_000_000
+LONGEST_S = 3600.0
+
+Observation = GetClock | StartTrace | StopTrace | GetTaskState
+
+
+class TaskObserver:
+    """Answers for the task whose events are in `recorder`; thread-safe."""
+
+    def __init__(self, recorder: Recorder, state: Callable[[], TaskState]) -> None:
+        self._recorder, self._state = recorder, state
+        self._lock = threading.Lock()
+        self._ends: threading.Timer | None = None
+
+    def answer(self, message: Observation) -> tuple[AnyMessage, Payload]:
+        """Return the answer with its payload; raises WireError for a trace over the limits."""
+        match message:
+            case GetClock():
+                return ClockTold(self._recorder.clock()), b""
+            case StartTrace():
+                return self._start(message), b""
+            case StopTrace(since_ns):
+                lost = self._recorder.is_full
+                self._end()
+                events = self._recorder.events(since_ns)
+                self._recorder.keep(0)
+                return TraceTold(lost), msgspec.msgpack.encode(events)
+            case GetTaskState():
+                return self._state(), b""
+
+    def _start(self, message: StartTrace) -> ClockTold:
+        if not (0 <= message.events <= MOST_EVENTS and 0 < message.longest_s <= LONGEST_S):
+            raise WireError(
+                f"a trace of {message.events} events within {message.longest_s:g} s was asked for; at most "
+                f"{MOST_EVENTS} within {LONGEST_S:g} s are kept"
+            )
+        self._end()
+        with self._lock:
+            self._recorder.keep(message.events)
+            self._recorder.watch()
+            self._ends = threading.Timer(message.longest_s, self._give_up)
+            self._ends.daemon = True
+            self._ends.start()
+        return ClockTold(self._recorder.clock())
+
+    def _give_up(self) -> None:
+        self._recorder.unwatch()
+        self._recorder.keep(0)
+
+    def _end(self) -> None:
+        with self._lock:
+            if self._ends is not None:
+                self._ends.cancel()
+                self._ends = None
+            self._recorder.unwatch()

@@ -1,0 +1,177 @@
+"""Collection of the events of some steps from all tasks of a cluster.
+
+Each task records its own events; the steps send nothing more than without a trace. The clocks are sampled before and
+after the steps, so that their offsets apply to the middle.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+
+from dflow.distributed.observe.clock_alignment import ClockSample, Offset, align
+from dflow.distributed.observe.task_observer import Observation, TaskObserver
+from dflow.distributed.observe.trace_file import crossings, first_steps, trace_of
+from dflow.distributed.process.atomic_file import write_whole_file
+from dflow.distributed.transport.base import Peer, Reply
+from dflow.distributed.wire.messages import (
+    AnyMessage,
+    ClockTold,
+    GetClock,
+    GetTaskState,
+    Message,
+    StartTrace,
+    StopTrace,
+    TaskState,
+    TraceTold,
+)
+from dflow.lowering.recorder import Event
+from dflow.tracing.errors import DeadlineExceeded, DflowError, WireError
+from dflow.tracing.task_name import short_task_name
+
+#: Events that a task keeps during a trace.
+EVENTS = 200_000
+#: Number of samples of each clock, before and after.
+TRIPS = 20
+ANSWER_S = 30.0
+POLL_S = 0.02
+
+_Answer = TypeVar("_Answer", bound=Message)
+
+
+class Here:
+    """The task of this process, with the answers of `observer`."""
+
+    def __init__(self, observer: TaskObserver) -> None:
+        self._observer = observer
+
+    def call(self, message: AnyMessage, *, timeout_s: float) -> Reply:
+        """Answer immediately."""
+        assert isinstance(message, Observation)
+        answer, payload = self._observer.answer(message)
+        return Reply(answer, memoryview(payload))
+
+
+class Observed(Protocol):
+    """A task that answers `Observation`s: a connection to it, or the task itself."""
+
+    def call(self, message: AnyMessage, *, timeout_s: float) -> Reply:
+        """See `Peer.call`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A finished trace.
+
+    `events`   by task, timed by its clock; `offsets` are those of these clocks
+    `lost`     tasks whose earliest events were overwritten
+    `missing`  errors of the tasks that did not answer
+    """
+
+    events: Mapping[str, list[Event]]
+    offsets: Mapping[str, Offset]
+    lost: tuple[str, ...]
+    missing: Mapping[str, str]
+
+    def json(self) -> bytes:
+        """Encode the trace in the Trace Event Format."""
+        return msgspec.json.encode(trace_of(self.events, self.offsets))
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Write the trace to a file, atomically."""
+        write_whole_file(path, self.json())
+
+    @property
+    def steps(self) -> int:
+        """Number of steps in the trace."""
+        return len({(event.origin, event.step) for own in self.events.values() for event in own if event.origin})
+
+
+class Tracer:
+    """Traces `tasks` from construction until `stop`; a task that does not answer, or refuses, is left out.
+
+    `clock`  clock of the trace, in ns since an arbitrary moment
+    """
+
+    def __init__(
+        self,
+        tasks: Mapping[str, Observed | Peer],
+        *,
+        longest_s: float = 600.0,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self._clock = clock
+        self._tasks = dict(tasks)
+        self._missing: dict[str, str] = {}
+        self._samples: dict[str, list[ClockSample]] = {}
+        self._ask_clocks()
+        self._began_ns = {
+            task: told.at_ns for task, told in self._ask_all(StartTrace(EVENTS, longest_s), ClockTold).items()
+        }
+        self._before = self._ask_all(GetTaskState(), TaskState)
+
+    def wait_for_steps(self, steps: int, timeout_s: float) -> None:
+        """Wait until each task that starts steps has ended more than `steps` of them.
+
+        raises  DeadlineExceeded when none has ended within `timeout_s`; with fewer than `steps` it returns
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            done = {
+                task: state.steps - self._before[task].steps
+                for task, state in self._ask_all(GetTaskState(), TaskState).items()
+                if state.steps > self._before[task].steps or (state.running and state.steps)
+            }
+            if done and min(done.values()) > steps:  # one may have begun before the trace
+                return
+            if time.monotonic() > deadline:
+                if any(done.values()):
+                    return
+                who = ", ".join(short_task_name(task) for task in self._tasks)
+                raise DeadlineExceeded(f"no step was ended within {timeout_s:g} s by any of {who}, so none is traced")
+            time.sleep(POLL_S)
+
+    def stop(self, steps: int | None = None) -> Trace:
+        """End the trace; return the first `steps` complete steps that each task started, or all steps."""
+        events: dict[str, list[Event]] = {}
+        lost = []
+        for task in tuple(self._tasks):
+            found = self._ask(task, StopTrace(self._began_ns[task]), TraceTold)
+            if found is not None:
+                told, payload = found
+                events[task] = msgspec.msgpack.decode(payload, type=list[Event])
+                lost += [task] if told.lost else []
+        self._ask_clocks()
+        events = first_steps({task: own for task, own in events.items() if task in self._samples}, steps)
+        offsets = align({task: self._samples[task] for task in events}, crossings(events))
+        return Trace(events, offsets, tuple(lost), dict(self._missing))
+
+    def _ask_clocks(self) -> None:
+        for task in tuple(self._tasks):
+            for _ in range(TRIPS):
+                asked_ns = self._clock()
+                found = self._ask(task, GetClock(), ClockTold)
+                if found is None:
+                    break
+                self._samples.setdefault(task, []).append(ClockSample(asked_ns, found[0].at_ns, self._clock()))
+
+    def _ask_all(self, message: AnyMessage, wanted: type[_Answer]) -> dict[str, _Answer]:
+        found = {task: self._ask(task, message, wanted) for task in tuple(self._tasks)}
+        return {task: answer[0] for task, answer in found.items() if answer is not None}
+
+    def _ask(self, task: str, message: AnyMessage, wanted: type[_Answer]) -> tuple[_Answer, Any] | None:
+        try:
+            answer, payload = self._tasks[task].call(message, timeout_s=ANSWER_S)
+            if not isinstance(answer, wanted):
+                raise WireError(f"it answered {type(message).__name__} by {type(answer).__name__}")
+        except DflowError as error:
+            del self._tasks[task]
+            self._missing[task] = str(error)
+            return None
+        return answer, payload

@@ -1,0 +1,176 @@
+"""Connections to the other tasks, by name.
+
+Why: plans and messages name tasks; only this file knows their addresses. Invariants: there is one connection per task,
+opened when it is first needed, or taken over from a task that opened it to run plans here. A connection that has ended
+is opened again when next needed. A task that is not in the address book is not tried, and an attempt stops when the
+task is removed. An unreachable task is a TaskLost, whatever the reason. The first message over a connection opened
+here, and the next one after this task has another life, is `Introduce`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from dflow.distributed.transport.base import Handler, Peer, Reply, Transport
+from dflow.distributed.wire.messages import Introduce
+from dflow.lowering.recorder import CONNECTED, Note, not_noted
+from dflow.tracing.errors import DeadlineExceeded, TaskLost, TransportClosed
+from dflow.tracing.source import at, caller
+
+_GONE = "the task has left or moved"
+
+
+@dataclass
+class _Place:
+    address: str
+    connecting: threading.Lock = field(default_factory=threading.Lock)
+    peer: Peer | None = None
+
+
+class Peers:
+    """Connections from the task `name` to the other tasks of the cluster; thread-safe."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        *,
+        name: str,
+        handler: Handler,
+        connect_timeout_s: float,
+        note: Note = not_noted,
+        on_opened: Callable[[Peer], None] = lambda peer: None,
+    ) -> None:
+        self._transport = transport
+        self._name = name
+        self._handler = handler
+        self._connect_timeout_s = connect_timeout_s
+        self._note = note
+        self._on_opened = on_opened
+        self._life: int | None = None
+        self._lock = threading.Lock()
+        self._places: dict[str, _Place] = {}
+        self._left: Mapping[str, str] = {}
+        self._is_closed = False
+
+    def set_addresses(self, addresses: Mapping[str, str], left: Mapping[str, str] = {}) -> None:
+        """Replace the address book, and close connections to tasks that left or moved; `left` has the reasons."""
+        with self._lock:
+            self._left = left
+            stale = [place for task, place in self._places.items() if addresses.get(task) != place.address]
+            kept = {task: place for task, place in self._places.items() if addresses.get(task) == place.address}
+            self._places = {task: kept.get(task) or _Place(address) for task, address in addresses.items()}
+        for place in stale:
+            if place.peer is not None:
+                place.peer.close(_GONE)
+
+    def set_life(self, life: int) -> None:
+        """Introduce this task with its life number, over open connections now and over later ones."""
+        with self._lock:
+            if life == self._life:
+                return
+            self._life = life
+            peers = [place.peer for place in self._places.values() if place.peer is not None]
+        for peer in peers:
+            with contextlib.suppress(TransportClosed):
+                peer.start(Introduce(life), on_reply=_need_no_reply)
+
+    def get(self, task: str) -> Peer:
+        """Return the connection to `task`, opened if needed.
+
+        raises  TaskLost if no such task is in the cluster, or it leaves or cannot be reached during the attempt;
+                WireError and SecurityError as `Transport.connect`
+        """
+        # Without the lock: the dict is replaced, never changed.
+        places = self._places
+        place = places.get(task)
+        if place is None and self._is_closed:
+            raise TaskLost(
+                f"{self._name} has left the cluster, since close was called, so it cannot reach {task}{at(caller())}\n"
+                "  do this before close, or join again by dflow.connect()"
+            )
+        if place is None:
+            raise self._not_there(task)
+        peer = place.peer
+        if peer is not None and not peer.closed:
+            return peer
+        with place.connecting:
+            if place.peer is None or place.peer.closed:
+                peer = self._introduce(place, self._connect(task, place))
+            else:
+                peer = place.peer
+        if self._places.get(task) is not place:
+            peer.close(_GONE)
+            raise self._gone_meanwhile(task, place)
+        return peer
+
+    def _not_there(self, task: str) -> TaskLost:
+        if task in self._left:
+            return TaskLost(f"{task} has left the cluster: {self._left[task]}")
+        return TaskLost(f"{task} is not in the cluster; these tasks are: {', '.join(sorted(self._places)) or 'none'}")
+
+    def _gone_meanwhile(self, task: str, place: _Place) -> TaskLost:
+        why = f": {self._left[task]}" if task in self._left else ""
+        return TaskLost(f"{task} at {place.address} has left or moved while a connection to it was made{why}")
+
+    def open_connections(self) -> int:
+        """Number of open connections."""
+        with self._lock:
+            places = list(self._places.values())
+        return sum(place.peer is not None and not place.peer.closed for place in places)
+
+    def adopt(self, peer: Peer) -> None:
+        """Use a connection that a task opened also for messages to that task, if there is none yet."""
+        with self._lock:
+            place = self._places.get(peer.name)
+        if place is not None and place.peer is None:
+            place.peer = peer
+            self._note(CONNECTED, None, peer.name, "by its own will")
+
+    def close(self) -> None:
+        """Close every connection and forget every address, for good."""
+        self._is_closed = True
+        self.set_addresses({})
+
+    def _connect(self, task: str, place: _Place) -> Peer:
+        def is_wanted() -> bool:
+            return self._places.get(task) is place
+
+        if not is_wanted():
+            raise self._gone_meanwhile(task, place)
+        try:
+            peer = self._transport.connect(
+                place.address,
+                name=self._name,
+                handler=self._handler,
+                who=task,
+                timeout_s=self._connect_timeout_s,
+                is_wanted=is_wanted,
+            )
+        except DeadlineExceeded as error:
+            raise (TaskLost(str(error)) if is_wanted() else self._gone_meanwhile(task, place)) from error
+        if peer.name != task:
+            peer.close("another was wanted there")
+            raise TaskLost(f"{task} is not at {place.address} any more, where {peer.name} answers")
+        self._on_opened(peer)
+        self._note(CONNECTED, None, task, place.address)
+        return peer
+
+    def _introduce(self, place: _Place, peer: Peer) -> Peer:
+        """Keep a new connection after this task has introduced itself over it; then other threads may use it."""
+        told = None
+        while place.peer is not peer or told != self._life:
+            told = self._life
+            if told is not None:
+                try:
+                    peer.start(Introduce(told), on_reply=_need_no_reply)
+                except TransportClosed as error:
+                    raise TaskLost(f"the connection to {peer.name} at {place.address} has ended: {error}") from error
+            place.peer = peer
+        return peer
+
+
+def _need_no_reply(reply: Reply | BaseException) -> None:
+    """Ignore the reply: if the introduction fails, the next message is refused or the connection ends."""

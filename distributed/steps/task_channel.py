@@ -1,0 +1,382 @@
+"""Send and Recv between tasks: the `Channel` of a task's executor.
+
+Why: the executor knows edges and tasks. This file sends a value for another task as a `Tensor` to its server, and
+receives values on reader threads. Invariants: the rendezvous is used under one lock, and its commands are carried out
+after the lock is released, so that a waiter may call back; every wait has a deadline. Values are pushed to a task
+until the untaken ones fill a window, and offered beyond; see `flow_control`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import jax
+import msgspec
+
+from dflow.distributed.steps.deadlines import Deadlines, EndOfWaits, MakeDeadlines
+from dflow.distributed.steps.flow_control import COST_BYTES, GiveCredit, Inflow, Offered, Outflow, Reaction
+from dflow.distributed.steps.peers import Peers
+from dflow.distributed.steps.rendezvous import EndWait, Rendezvous, RendezvousStatistics, describe
+from dflow.distributed.transport.base import Peer
+from dflow.distributed.wire.codec import Payload, decode_array, dtype_name, encode_array
+from dflow.distributed.wire.messages import Credit, EdgeTraffic, Offer, Pull, PulledTensor, Tensor
+from dflow.lowering.channel import Deliver, Sent, StepId, edge_alone
+from dflow.lowering.computed import wait_until_computed
+from dflow.lowering.host_values import stays_on_host
+from dflow.lowering.recorder import RECEIVED, SENT, WAIT_EXPIRED, Recorder
+from dflow.tracing.errors import DeadlineExceeded, DflowError, TransportClosed, WireError
+from dflow.tracing.task_name import short_task_name
+
+LOGGER = logging.getLogger("dflow")
+
+#: Limit of the untaken bytes at a task, for each other task.
+WINDOW_BYTES = 256 << 20
+
+_Wait = tuple[StepId, str]
+
+
+@dataclass
+class _Total:
+    values: int = 0
+    size_bytes: int = 0
+
+
+class _Receiver(msgspec.Struct, frozen=True, eq=False):
+    """A waiter of the rendezvous, with the data for an error about it."""
+
+    wait: _Wait
+    source: str
+    deliver: Deliver
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """An offered value, ready to be sent."""
+
+    message: Tensor
+    payload: Payload
+
+
+@dataclass(frozen=True)
+class FlowStatistics:
+    """Number of values kept here for other tasks, of their offers not requested here, and of values not taken."""
+
+    kept: int
+    offered: int
+    held: int
+
+
+class TaskChannel:
+    """The channel of the task `name`; see `lowering.channel.Channel`. Thread-safe."""
+
+    def __init__(
+        self,
+        name: str,
+        peers: Peers,
+        *,
+        wait_timeout_s: float,
+        deadlines: MakeDeadlines = Deadlines,
+        recorder: Recorder | None = None,
+        on_stall: Callable[[str], str] = lambda why: "",
+        described: Callable[[str], str] = short_task_name,
+        window_bytes: int = WINDOW_BYTES,
+    ) -> None:
+        self._name = name
+        self._recorder = recorder or Recorder()
+        self._on_stall = on_stall
+        self._peers = peers
+        self._described = described
+        self._lock = threading.Lock()
+        self._rendezvous: Rendezvous[_Receiver, Sent] = Rendezvous()
+        self._receivers: dict[_Wait, _Receiver] = {}
+        self._deadlines: EndOfWaits[_Wait] = deadlines(wait_timeout_s, self._expire)
+        self._traffic: dict[tuple[str, str], _Total] = {}
+        self._taken_in: dict[str, _Total] = {}
+        self._outflow: Outflow[_Kept] = Outflow(window_bytes)
+        self._inflow = Inflow(window_bytes)
+        self._offers: EndOfWaits[Offered] = deadlines(wait_timeout_s, self._expire_offer)
+        # The connection over which the newest value or offer of a task came.
+        self._senders: dict[str, Peer] = {}
+
+    def send(self, step: StepId, edge: str, destination: str, value: Sent) -> None:
+        """Send `value` to `destination`; returns when it is computed and the connection has taken it, or offered.
+
+        raises  TaskLost if the destination is not in the cluster; what connecting and sending raise
+        """
+        if destination == self._name:
+            self._put(step, edge, value)
+            return
+        wait_until_computed((value,))
+        payload = encode_array(value)
+        message = Tensor(step.origin, step.number, edge, dtype_name(value.dtype), value.shape)
+        peer = self._peers.get(destination)
+        size_bytes = len(payload)
+        with self._lock:
+            is_pushed = self._outflow.pushes(destination, size_bytes)
+            if not is_pushed:
+                offer = Offered(destination, step, edge)
+                self._outflow.keep(offer, _Kept(message, payload))
+                self._offers.add(offer)
+        if not is_pushed:
+            peer.notify(Offer(step.origin, step.number, edge, size_bytes))
+            return
+        began = self._recorder.clock()
+        try:
+            peer.notify(message, payload)
+        except BaseException:
+            # The receiver will not credit a value that was not sent.
+            with self._lock:
+                self._outflow.credit(destination, size_bytes + COST_BYTES)
+            raise
+        self._sent(step, edge, destination, size_bytes, began)
+
+    def _sent(self, step: StepId, edge: str, destination: str, size_bytes: int, began: int) -> None:
+        self._recorder.note(SENT, step, edge, destination, size_bytes, began)
+        with self._lock:
+            way = edge_alone(edge), destination
+            total = self._traffic.get(way)
+            if total is None:
+                total = self._traffic[way] = _Total()
+            total.values += 1
+            total.size_bytes += size_bytes
+
+    def receive(self, step: StepId, edge: str, source: str, deliver: Deliver) -> None:
+        """Call `deliver` once, with the value or with the error that ended the wait."""
+        receiver = _Receiver((step, edge), source, deliver)
+        with self._lock:
+            commands = self._rendezvous.take(step, edge, source, receiver)
+            if commands:
+                reactions = self._inflow.taken(step, edge)
+            else:
+                self._receivers[receiver.wait] = receiver
+                self._deadlines.add(receiver.wait)
+                reactions = self._inflow.awaited(step, edge)
+        if reactions:
+            self._react(reactions)
+        self._carry_out(commands)
+
+    def arrived(self, tensor: Tensor, payload: memoryview, peer: Peer) -> None:
+        """Handle a value from another task; raises WireError if it is malformed."""
+        step = StepId(tensor.origin, tensor.step)
+        source = peer.name
+        self._recorder.note(RECEIVED, step, tensor.edge, source, len(payload))
+        value: Sent
+        try:
+            value = decode_array(tensor.dtype, tensor.shape, payload)
+        except WireError as error:
+            raise WireError(f"the value of edge {tensor.edge!r} in {describe(step)} is malformed: {error}") from error
+        if not stays_on_host(value):
+            value = jax.device_put(value, may_alias=True)
+        with self._lock:
+            total = self._taken_in.get(source)
+            if total is None:
+                total = self._taken_in[source] = _Total()
+            total.values += 1
+            total.size_bytes += len(payload)
+            commands = self._rendezvous.put(step, tensor.edge, value)
+            reactions: list[Reaction] = []
+            # A requested value does not count in the window.
+            if not isinstance(tensor, PulledTensor):
+                self._senders[source] = peer
+                is_held = not commands and self._rendezvous.holds(step, tensor.edge)
+                reactions = self._inflow.came(source, step, tensor.edge, len(payload), is_held=is_held)
+        if reactions:
+            self._react(reactions)
+        self._carry_out(commands)
+
+    def offered(self, offer: Offer, peer: Peer) -> None:
+        """Handle an offer: another task keeps a value for this one."""
+        step = StepId(offer.origin, offer.step)
+        with self._lock:
+            self._senders[peer.name] = peer
+            is_awaited, is_open = (step, offer.edge) in self._receivers, self._rendezvous.is_open(step)
+            reactions = self._inflow.offer(peer.name, step, offer.edge, is_awaited=is_awaited, is_open=is_open)
+        if reactions:
+            self._react(reactions)
+
+    def pulled(self, pull: Pull, peer: Peer) -> None:
+        """Send an offered value that another task requests, or drop it if declined."""
+        step = StepId(pull.origin, pull.step)
+        offer = Offered(peer.name, step, pull.edge)
+        with self._lock:
+            kept = self._outflow.end(offer)
+            if kept is not None:
+                self._offers.discard(offer)
+        if kept is not None and pull.wanted:
+            began = self._recorder.clock()
+            message = kept.message
+            peer.notify(
+                PulledTensor(message.origin, message.step, message.edge, message.dtype, message.shape), kept.payload
+            )
+            self._sent(step, pull.edge, peer.name, len(kept.payload), began)
+
+    def credited(self, credit: Credit, peer: Peer) -> None:
+        """Handle credit: another task has taken values pushed to it."""
+        with self._lock:
+            self._outflow.credit(peer.name, credit.size_bytes)
+
+    def begin(self, step: StepId) -> None:
+        """See `Rendezvous.begin`."""
+        with self._lock:
+            self._rendezvous.begin(step)
+
+    def count_from(self, number: int) -> None:
+        """See `Rendezvous.count_from`, for this task's steps."""
+        with self._lock:
+            self._rendezvous.count_from(self._name, number)
+
+    def finish(self, step: StepId) -> None:
+        """End this task's part of the step."""
+        with self._lock:
+            commands = self._rendezvous.finish(step)
+            reactions = self._inflow.ended(step)
+        if reactions:
+            self._react(reactions)
+        self._carry_out(commands)
+
+    def abort(self, step: StepId, error: BaseException) -> None:
+        """Abort the step; its waits end with `error`."""
+        with self._lock:
+            commands = self._rendezvous.abort(step, error)
+            reactions = self._inflow.ended(step)
+            self._void(self._outflow.abort(lambda one: one == step))
+        if reactions:
+            self._react(reactions)
+        self._carry_out(commands)
+
+    def connection_lost(self, task: str, error: DflowError) -> None:
+        """End the waits for values of `task` with `error`, since these may be lost."""
+        with self._lock:
+            commands = self._rendezvous.stop_waiting_for(task, error)
+            self._inflow.forget(task)
+            self._void(self._outflow.forget(task))
+            self._senders.pop(task, None)
+        self._carry_out(commands)
+
+    def task_left(self, task: str, error: DflowError) -> tuple[StepId, ...]:
+        """End the waits for values of `task`, and the steps it started, with `error`; return these steps."""
+        with self._lock:
+            steps = self._rendezvous.open_steps(task)
+            commands = self._rendezvous.lose(task, error)
+            self._inflow.forget(task)
+            reactions = [one for step in self._inflow.steps_of(task) for one in self._inflow.ended(step)]
+            self._void(self._outflow.forget(task))
+            self._void(self._outflow.abort(lambda step: step.origin == task))
+            self._senders.pop(task, None)
+        if reactions:
+            self._react(reactions)
+        self._carry_out(commands)
+        return steps
+
+    def task_joined(self, task: str) -> None:
+        """Accept steps and values of a task of this name again."""
+        with self._lock:
+            self._rendezvous.welcome(task)
+
+    def has_left(self, task: str) -> bool:
+        """Whether a task has left, and no task of its name has joined since."""
+        with self._lock:
+            return self._rendezvous.is_lost(task)
+
+    def oldest_wait(self) -> str:
+        """Describe the longest wait; empty when there is none."""
+        with self._lock:
+            receiver = next(iter(self._receivers.values()), None)
+        if receiver is None:
+            return ""
+        step, edge = receiver.wait
+        return f"waits for {short_task_name(receiver.source)} to send the value {edge!r} in {describe(step)}"
+
+    def traffic(self) -> tuple[EdgeTraffic, ...]:
+        """Values and bytes sent since the start, per edge and destination."""
+        with self._lock:
+            return tuple(
+                EdgeTraffic(edge, self._name, destination, total.values, total.size_bytes)
+                for (edge, destination), total in self._traffic.items()
+            )
+
+    def taken_in(self) -> dict[str, int]:
+        """Bytes of values received since the start, by sending task."""
+        with self._lock:
+            return {task: total.size_bytes for task, total in self._taken_in.items()}
+
+    def statistics(self) -> RendezvousStatistics:
+        """Present contents and counters of the rendezvous."""
+        with self._lock:
+            return self._rendezvous.statistics()
+
+    def close(self) -> None:
+        """Stop all deadlines: no wait expires any more."""
+        self._deadlines.close()
+        self._offers.close()
+
+    def flow(self) -> FlowStatistics:
+        """Number of untaken values and offers on either side."""
+        with self._lock:
+            return FlowStatistics(self._outflow.offers, self._inflow.offered, self._inflow.held)
+
+    def _put(self, step: StepId, edge: str, value: Sent) -> None:
+        with self._lock:
+            commands = self._rendezvous.put(step, edge, value)
+        self._carry_out(commands)
+
+    def _expire(self, wait: _Wait) -> None:
+        step, edge = wait
+        with self._lock:
+            receiver = self._receivers.get(wait)
+        if receiver is None:
+            return
+        self._recorder.note(WAIT_EXPIRED, step, edge, receiver.source)
+        text = (
+            f"{short_task_name(self._name)} waited {self._deadlines.timeout_s:g} s in {describe(step)} for the value "
+            f"{edge!r}, which {self._described(receiver.source)} should have sent\n  look there for an error, or allow "
+            "a longer wait"
+        )
+        error = DeadlineExceeded(text + self._on_stall(text))
+        with self._lock:
+            commands = self._rendezvous.expire(step, edge, error)
+        self._carry_out(commands)
+
+    def _expire_offer(self, offer: Offered) -> None:
+        with self._lock:
+            kept = self._outflow.end(offer)
+        if kept is not None:
+            LOGGER.warning(
+                "%s kept edge %r of %s for %s, which did not ask for it within %g s; it is dropped",
+                *(self._name, offer.edge, describe(offer.step), offer.destination, self._offers.timeout_s),
+            )
+
+    def _void(self, offers: Iterable[Offered]) -> None:
+        for offer in offers:
+            self._offers.discard(offer)
+
+    def _react(self, reactions: Iterable[Reaction]) -> None:
+        """Send credit and answers to offers; skip tasks whose connection has ended, which need neither."""
+        for reaction in reactions:
+            peer = self._senders.get(reaction.to)
+            message = (
+                Credit(reaction.size_bytes)
+                if isinstance(reaction, GiveCredit)
+                else Pull(reaction.step.origin, reaction.step.number, reaction.edge, reaction.wanted)
+            )
+            if peer is not None:
+                with contextlib.suppress(TransportClosed):
+                    peer.notify(message)
+
+    def _carry_out(self, commands: Iterable[EndWait[_Receiver, Sent]]) -> None:
+        for command in commands:
+            self._forget(command.waiter)
+            try:
+                command.waiter.deliver(command.outcome)
+            except Exception:
+                LOGGER.exception("%s: a receiver of edge %r failed", self._name, command.waiter.wait[1])
+
+    def _forget(self, receiver: _Receiver) -> None:
+        with self._lock:
+            if self._receivers.get(receiver.wait) is receiver:
+                del self._receivers[receiver.wait]
+                self._deadlines.discard(receiver.wait)

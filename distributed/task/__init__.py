@@ -1,0 +1,1 @@
+"""A task: the process that holds variables and runs its partition of steps."""

@@ -1,0 +1,128 @@
+"""Admission of connections to a task: only members of the newest roster that the task has may use it.
+
+Why: any process that knows a task's address can send to it. A process that never joined, or that the coordinator
+declared dead, would change variables that others still use.
+
+Invariants:
+
+- a connection that this task opened, to an address of the roster, is a member's; any other is a member's once
+  `Introduce` has named its life, while the roster lists that life of the connection's task as live;
+- messages of a life that is newer than the roster are held, in order, until the roster lists that life or a later one,
+  or the connection ends: messages of a task that has just joined may overtake the roster;
+- each message of a connection that is no member's is delivered, refused or, with its connection, dropped.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from dflow.distributed.transport.base import Peer
+from dflow.distributed.wire.messages import Roster, TaskInfo
+from dflow.tracing.errors import TaskLost
+from dflow.tracing.task_name import short_task_name
+
+LOGGER = logging.getLogger("dflow")
+#: Limit of messages held for one connection; further ones are refused.
+MOST_HELD = 256
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """A message: `deliver` handles it, `refuse` answers it with an error."""
+
+    deliver: Callable[[], None]
+    refuse: Callable[[TaskLost], None]
+
+
+class MemberGate:
+    """The gate of the task `name`; thread-safe. Its methods call `deliver` and `refuse`."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        # Re-entrant: delivering a message may end its connection.
+        self._lock = threading.RLock()
+        self._newest: dict[str, TaskInfo] = {}
+        self._lives: dict[Peer, int] = {}
+        self._held: dict[Peer, list[Arrived]] = {}
+        #: The connections whose messages need not pass `take`.
+        self.members: frozenset[Peer] = frozenset()
+
+    def opened(self, peer: Peer) -> None:
+        """Admit a connection that this task opened."""
+        with self._lock:
+            self.members |= {peer}
+
+    def introduced(self, peer: Peer, life: int) -> None:
+        """Record the life that a connection belongs to."""
+        with self._lock:
+            self.members -= {peer}
+            self._lives[peer] = life
+            self._held.setdefault(peer, [])
+            self._decide(peer)
+
+    def closed(self, peer: Peer) -> None:
+        """Forget a connection that has ended."""
+        with self._lock:
+            self.members -= {peer}
+            self._lives.pop(peer, None)
+            self._held.pop(peer, None)
+
+    def take(self, peer: Peer, message: Arrived) -> None:
+        """Deliver, hold or refuse a message of a connection that is not in `members`."""
+        with self._lock:
+            if peer in self.members:
+                message.deliver()
+            elif (why := self._refusal(peer)) or len(self._held[peer]) >= MOST_HELD:
+                message.refuse(self._error(why or "too many messages came before the news that it has joined"))
+            else:
+                self._held[peer].append(message)
+
+    def roster_changed(self, roster: Roster) -> None:
+        """Apply a roster: connections of lives that it does not list as live are no longer members."""
+        # Of several lives of a task, the newest.
+        newest = {info.task: info for info in sorted(roster.tasks, key=lambda info: info.life)}
+        with self._lock:
+            self._newest = newest
+            for peer in [peer for peer in self.members if peer in self._lives and not self._is_live(peer)]:
+                self.members -= {peer}
+                self._held[peer] = []
+
+    def admit(self) -> None:
+        """Deliver or refuse the held messages, by the newest roster."""
+        with self._lock:
+            for peer in list(self._held):
+                self._decide(peer)
+
+    def _decide(self, peer: Peer) -> None:
+        why = self._refusal(peer)
+        if why or self._is_live(peer):
+            messages, self._held[peer] = self._held[peer], []
+            for message in messages:
+                try:
+                    message.refuse(self._error(why)) if why else message.deliver()
+                except Exception:
+                    LOGGER.exception("%s: a message of %s failed", self._name, peer.name)
+        if self._is_live(peer):
+            del self._held[peer]
+            self.members |= {peer}
+
+    def _is_live(self, peer: Peer) -> bool:
+        info = self._newest.get(peer.name)
+        return info is not None and info.life == self._lives[peer] and info.left_at_s is None
+
+    def _refusal(self, peer: Peer) -> str:
+        """Why a connection is not a member's; empty when it is, or when a later roster may list its life."""
+        life, info, task = self._lives.get(peer), self._newest.get(peer.name), short_task_name(peer.name)
+        if life is None:
+            return f"{task} has not joined it; join by dflow.connect()"
+        if info is None or info.life < life or self._is_live(peer):
+            return ""
+        if info.life > life:
+            return f"{task} has started again, and this is its earlier process; end it"
+        return f"{task} left at {info.left_at_s:.1f} s: {info.left}; join again by dflow.connect()"
+
+    def _error(self, why: str) -> TaskLost:
+        return TaskLost(f"{short_task_name(self._name)} serves only members of its cluster: {why}")

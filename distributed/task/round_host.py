@@ -1,0 +1,310 @@
+"""The step aggregator (round host): a task that applies the average gradients for workers, which may die at any time.
+
+Why: an update that a worker runs is left half done on some tasks when that worker dies. So a parameter task decides
+the rounds (`rounds.py`), takes the average from its accumulator, and starts the update itself. Invariants: the events
+of a run are handled one at a time and in order; the commands of one are carried out before the next. A run without a
+worker keeps only its numbers: a later worker resumes the run, or learns that it is over.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from dflow.distributed.steps.plan_checks import MAX_COUNT
+from dflow.distributed.task import rounds
+from dflow.distributed.task.task_resources import TaskResources
+from dflow.distributed.transport.base import Responder
+from dflow.distributed.wire.array_lists import decode_arrays
+from dflow.distributed.wire.failures import error_of
+from dflow.distributed.wire.messages import (
+    Failure,
+    LeaveRounds,
+    NextRound,
+    OpenRounds,
+    ProposeRounds,
+    RoundOpen,
+    RoundsAgreed,
+)
+from dflow.lowering.accumulators import HeldAccumulator
+from dflow.lowering.resource_use import ResourceUse, Results
+from dflow.lowering.timers import Stoppable, start_timer
+from dflow.lowering.waiters import Cancel
+from dflow.tracing.errors import DflowError, RemoteError, StepCancelled, TaskLost, TransportClosed, WireError
+
+#: Starts a step of this task: plan handles by task, feeds for this task's part, callback with the error or None.
+StartStep = Callable[[Mapping[str, int], Sequence[Any], Callable[[BaseException | None], None]], None]
+
+
+class RoundHost:
+    """The runs of synchronous training that the task `task` aggregates; thread-safe.
+
+    has_left  whether a task has left the cluster; `task_left` reports tasks that leave later
+    """
+
+    def __init__(
+        self,
+        task: str,
+        resources: TaskResources,
+        start: StartStep,
+        submit: Callable[..., object],
+        has_left: Callable[[str], bool],
+    ) -> None:
+        self._task, self._resources, self._start, self._submit = task, resources, start, submit
+        self._has_left = has_left
+        self._accumulators = _Accumulators(resources)
+        self._lock = threading.Lock()
+        self._runs: dict[str, _Run] = {}
+
+    def agree(self, message: ProposeRounds) -> RoundsAgreed:
+        """Add a worker to a run; the answer has the numbers that the first worker proposed.
+
+        raises  WireError for numbers out of range; TaskLost for a worker that has left the cluster; RemoteError when
+                the run has another number of rounds
+        """
+        if not (0 <= message.rounds <= MAX_COUNT and 1 <= message.wanted <= MAX_COUNT):
+            raise WireError(f"{message.rounds} rounds {message.name[:64]!r} of {message.wanted} gradients")
+        if self._has_left(message.worker):
+            raise TaskLost(f"{message.worker} has left the cluster, and cannot take part in a run")
+        return self._run(message.name).agree(message)
+
+    def open(self, message: OpenRounds, payload: memoryview) -> None:
+        """Become the aggregator of a run. Raises WireError for a malformed request, DflowError without accumulator."""
+        counts = message.rounds, message.wanted
+        if not (0 <= counts[0] <= MAX_COUNT and 1 <= counts[1] <= MAX_COUNT) or self._task not in message.handles:
+            raise WireError(f"rounds {message.name[:64]!r} with the counts {counts} and plans for {[*message.handles]}")
+        arrays = decode_arrays((*message.before, *message.after), payload)
+        update = _Update(
+            message.accumulator,
+            self._resources.accumulator(message.accumulator),
+            message.wanted,
+            message.handles,
+            arrays[: len(message.before)],
+            arrays[len(message.before) :],
+        )
+        # The sender may not know yet of all workers that have left.
+        workers = tuple(worker for worker in message.workers if not self._has_left(worker))
+        self._run(message.name).open(update, rounds.Opened(message.rounds, message.wanted, workers))
+
+    def ask(self, message: NextRound, responder: Responder) -> None:
+        """Answer when a round is open that the worker is not done with."""
+        self._run(message.name).ask(message, responder)
+
+    def leave(self, message: LeaveRounds) -> None:
+        """Remove a worker that stops taking part."""
+        self._run(message.name).handle(rounds.Left(message.worker, message.done))
+
+    def task_left(self, task: str) -> None:
+        """Remove a task that left the cluster, and gives no more gradients."""
+        with self._lock:
+            runs = list(self._runs.values())
+        for run in runs:
+            run.handle(rounds.Left(task))
+
+    def close(self, error: DflowError) -> None:
+        """Answer all waiting requests with `error`."""
+        with self._lock:
+            runs = list(self._runs.values())
+        for run in runs:
+            run.close(error)
+
+    def _run(self, name: str) -> _Run:
+        with self._lock:
+            if name not in self._runs:
+                self._runs[name] = _Run(name, self._start, self._submit, self._accumulators)
+            return self._runs[name]
+
+
+class _Accumulators:
+    """Names of accumulators in use; at most one run uses an accumulator."""
+
+    def __init__(self, resources: TaskResources) -> None:
+        self._resources = resources
+        self._lock = threading.Lock()
+        self._used: set[str] = set()
+
+    def use(self, name: str) -> str:
+        """Reserve the name and return it, with a number appended while another run uses it."""
+        with self._lock:
+            numbered = itertools.chain([name], (f"{name} {number}" for number in itertools.count(1)))
+            free = next(one for one in numbered if one not in self._used)
+            self._used.add(free)
+            return free
+
+    def release(self, name: str, key: str) -> None:
+        """Free the accumulator, which is held under `key`, and its name."""
+        self._resources.forget(key, f"the run that used accumulator {name!r} has ended", "run it again")
+        with self._lock:
+            self._used.discard(name)
+
+
+@dataclass(frozen=True)
+class _Update:
+    """How a run takes and applies its averages."""
+
+    key: str
+    accumulator: HeldAccumulator
+    wanted: int
+    handles: Mapping[str, int]
+    before: Sequence[Any]
+    after: Sequence[Any]
+
+
+@dataclass
+class _Run:
+    name: str
+    start: StartStep
+    submit: Callable[..., object]
+    accumulators: _Accumulators
+    update: _Update | None = None
+    #: Name of the accumulator, and the key under which it is held.
+    accumulator: str = ""
+    key: str = ""
+    _agreed: int | None = None
+    _cancel_take: Cancel | None = None
+    _asks: dict[int, tuple[Responder, Stoppable]] = field(default_factory=dict)
+    _numbers: itertools.count[int] = field(default_factory=itertools.count)
+    _arrived: deque[rounds.Event] = field(default_factory=deque)
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+    _is_handling: bool = False
+
+    def __post_init__(self) -> None:
+        self._rounds = rounds.Rounds(self.name)
+
+    def agree(self, message: ProposeRounds) -> RoundsAgreed:
+        """Add the worker to the run; the answer has the numbers that the first worker proposed."""
+        with self._lock:
+            self._refuse_other(message.rounds)
+            self._agreed = self._agreed or message.wanted
+            if not self._rounds.is_over:
+                self.accumulator = self.accumulator or self.accumulators.use(message.accumulator)
+                self.handle(rounds.Began(message.worker))
+            return RoundsAgreed(self._agreed, self.accumulator, self._rounds.is_over)
+
+    def open(self, update: _Update, opened: rounds.Opened) -> None:
+        """Set how averages are taken and applied; the first worker sets it for all, until an update fails."""
+        with self._lock:
+            self._refuse_other(opened.rounds)
+            if not self._rounds.is_over:
+                self.update, self.key = self.update or update, update.key
+            self.handle(opened)
+
+    def _refuse_other(self, number: int) -> None:
+        known = self._rounds.rounds
+        if known is not None and known != number:
+            raise RemoteError(
+                f"run {self.name!r} has {known} rounds and was asked for with {number}; let all workers ask for the "
+                "same number, or name another run"
+            )
+
+    def ask(self, message: NextRound, responder: Responder) -> None:
+        """Queue the worker's request; see `RoundHost.ask`."""
+        wait_s = message.timeout_s if math.isfinite(message.timeout_s) else math.inf
+        with self._lock:
+            ask = next(self._numbers)
+            self._asks[ask] = responder, start_timer(wait_s, lambda: self.handle(rounds.GaveUp(ask)))
+            self.handle(rounds.Came(ask, message.worker, message.done))
+
+    def close(self, error: DflowError) -> None:
+        """Answer all waiting requests with `error`; later answers to them are ignored."""
+        with self._lock:
+            responders = [self._answered(ask) for ask in list(self._asks)]
+        for responder in responders:
+            if responder is not None:
+                responder.fail(error)
+
+    def handle(self, event: rounds.Event) -> None:
+        """Handle the event now, or after the current one if a command of that one caused it."""
+        with self._lock:
+            self._arrived.append(event)
+            if self._is_handling:
+                return
+            self._is_handling = True
+            try:
+                while self._arrived:
+                    for command in self._rounds.handle(self._arrived.popleft()):
+                        self._carry_out(command)
+            finally:
+                self._is_handling = False
+            if not self._rounds.is_open:
+                # Free the feeds of its updates, which may be large.
+                self.update = None
+
+    def _carry_out(self, command: rounds.Command) -> None:
+        match command:
+            case rounds.OpenRound(number):
+                self._take(number)
+            case rounds.SetEnough(count):
+                assert self.update is not None
+                self.update.accumulator.set_enough(count)
+            case rounds.Tell(ask, number, done):
+                if (responder := self._answered(ask)) is not None:
+                    self.submit(responder.reply, RoundOpen(number, done))
+            case rounds.Refuse(ask, text, kind):
+                if (responder := self._answered(ask)) is not None:
+                    self.submit(responder.fail, error_of(Failure(kind, text), "rounds"))
+            case rounds.Rest():
+                self._rest()
+
+    def _answered(self, ask: int) -> Responder | None:
+        """Remove and return the responder of a request; None when it was answered as the task closed."""
+        waiting = self._asks.pop(ask, None)
+        if waiting is None:
+            return None
+        responder, timer = waiting
+        timer.stop()
+        return responder
+
+    def _take(self, number: int) -> None:
+        """Apply the average of the gradients with this number as soon as there are enough."""
+        assert self.update is not None
+        accumulator = self.update.accumulator
+        step = ResourceUse("accumulator.set_step")
+        use = ResourceUse("accumulator.take", self.update.wanted, math.inf)
+        try:
+            accumulator.start(step, (number,), lambda _: None)
+            self._cancel_take = accumulator.start(use, (), partial(self._taken, number))
+        except Exception as error:
+            self._updated(error)
+
+    def _taken(self, number: int, mean: Results) -> None:
+        """Handle the average, on the thread that brought the last gradient."""
+        with self._lock:
+            if not self._rounds.is_open or self._rounds.number != number:
+                return  # a Rest has ended the take
+            if isinstance(mean, BaseException):
+                self._updated(mean)
+                return
+            self.handle(rounds.Taken())
+            update = self.update
+        assert update is not None
+        self.submit(self._apply, update, mean)
+
+    def _apply(self, update: _Update, mean: Sequence[Any]) -> None:
+        try:
+            self.start(update.handles, [*update.before, *mean, *update.after], self._updated)
+        except Exception as error:
+            self._updated(error)
+
+    def _updated(self, error: BaseException | None) -> None:
+        if error is None:
+            self.handle(rounds.Updated())
+            return
+        is_lost = isinstance(error, TaskLost | TransportClosed)
+        text = f"{type(error).__name__}: {error}"
+        self.handle(rounds.Updated(text, "TaskLost" if is_lost else "RemoteError"))
+
+    def _rest(self) -> None:
+        """Free everything but the numbers of the run."""
+        cancel, self._cancel_take = self._cancel_take, None
+        if cancel is not None:
+            cancel(StepCancelled(f"no worker takes part in {self.name!r}"))
+        name, self.accumulator = self.accumulator, ""
+        if name:
+            self.accumulators.release(name, self.key or name)

@@ -1,0 +1,103 @@
+"""The task server process: it runs no user code, holds variables, and runs the plans sent to it until it is stopped.
+
+Invariant: it outlives the coordinator, whose successor finds it unchanged. It ends when there was no coordinator for
+`give_up_s`, since no process could find or stop it any more, and when its launcher has ended.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from dflow.distributed.client.coordinator_client import CoordinatorClient
+from dflow.distributed.client.coordinator_session import SessionSettings
+from dflow.distributed.coordinator.membership import STOPPED
+from dflow.distributed.observe.flight_recorder import FlightRecorder
+from dflow.distributed.observe.metrics import MetricsEndpoint
+from dflow.distributed.process.dump_signal import dump_on_signal
+from dflow.distributed.process.run_folder import run_folder
+from dflow.distributed.process.stop_signal import StopSignal
+from dflow.distributed.task.task_metrics import task_metrics
+from dflow.distributed.task.task_server import TaskServer
+from dflow.distributed.transport.addresses import LOCAL_ADDRESS
+from dflow.distributed.transport.base import Transport
+from dflow.lowering.recorder import Recorder
+from dflow.tracing.task_name import short_task_name
+
+#: Longest wait of a stopping task for the coordinator to confirm that it leaves, in s.
+LEAVE_S = 1.0
+
+
+class StockTask:
+    """The task `task` of the cluster whose coordinator is at `coordinator`, listening at `address`.
+
+    `give_up_s`  longest attempt to reach a lost coordinator, in s
+    raises       DeadlineExceeded when the coordinator does not answer; RemoteError when a live task has the name
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        task: str,
+        coordinator: str,
+        address: str = LOCAL_ADDRESS,
+        *,
+        give_up_s: float = SessionSettings.give_up_s,
+    ) -> None:
+        settings = SessionSettings(give_up_s=give_up_s, rejoins_anew=True)
+        self.client = CoordinatorClient(transport, coordinator, name=task, settings=settings)
+        recorder = Recorder()
+        self.flights = FlightRecorder(task, recorder, run_folder(os.environ))
+        self.client.call_on_dump(self.flights.dump_soon)
+        self.server = TaskServer(
+            task,
+            transport,
+            process=self.client.process,
+            address=address,
+            recorder=recorder,
+            flights=self.flights,
+            on_stall=self.client.ask_for_dumps,
+            described=self.client.describe,
+        )
+        self.client.call_on_roster(self.server.roster_changed)
+        server = self.server
+        try:
+            self.client.join(task, server.address, traffic=server.traffic, steps=server.steps_ended, doing=server.doing)
+        except BaseException:
+            server.close()
+            self.client.close("could not join")
+            raise
+
+    def close(self) -> None:
+        """Leave the cluster and cancel running parts; waits only briefly for a coordinator that is stopping too."""
+        self.client.leave(STOPPED, timeout_s=LEAVE_S)
+        self.server.close()
+
+
+def serve_task(
+    stop: StopSignal,
+    transport: Transport,
+    task: str,
+    coordinator: str,
+    address: str = LOCAL_ADDRESS,
+    *,
+    give_up_s: float = SessionSettings.give_up_s,
+    metrics: str = "",
+) -> int:
+    """Run a task server until `stop`, with metrics served at `metrics` unless empty; return the exit status.
+
+    raises  what `StockTask` and `MetricsEndpoint` raise
+    """
+    stock = StockTask(transport, task, coordinator, address, give_up_s=give_up_s)
+    endpoint = MetricsEndpoint(task_metrics(stock.server), metrics) if metrics else None
+    if endpoint is not None:
+        print(f"dflow task {short_task_name(task)}: metrics are served at {endpoint.address}", flush=True)
+    dump_on_signal(stock.flights.dump_soon)
+    stock.client.call_on_lost(stop.stop)
+    status, fault = stop.wait_for_exit_status()
+    if fault:
+        print(f"dflow task {short_task_name(task)}: {fault}", file=sys.stderr)
+    if endpoint is not None:
+        endpoint.close()
+    stock.close()
+    return status

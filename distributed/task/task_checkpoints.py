@@ -1,0 +1,83 @@
+"""What a task does when the variables that it holds are saved or restored.
+
+Each task writes and reads its own variables, in storage that all of the cluster share. A restore has two requests: the
+task reads and checks all values, and sets them when every other task has read its own too. Invariant: a task writes
+only into the folder of a save that is under way.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+
+from dflow.distributed.wire.messages import EndRestore, ReadCheckpoint, SaveVariables
+from dflow.lowering.array_files import read_arrays
+from dflow.lowering.array_manifest import is_inside
+from dflow.lowering.state_files import read_variables, write_variables
+from dflow.lowering.store import Store
+from dflow.lowering.whole_folder import flush, is_of_an_attempt
+from dflow.tracing.errors import CheckpointError, TaskLost
+from dflow.tracing.task_name import short_task_name
+
+#: The task that restores, and its number for the restore.
+_Restore = tuple[str, int]
+
+
+class TaskCheckpoints:
+    """The parts of the task `name` in saves and restores; for any thread.
+
+    `has_left`  whether another task has left the cluster
+    """
+
+    def __init__(self, name: str, store: Store, has_left: Callable[[str], bool]) -> None:
+        self._name, self._store, self._has_left = short_task_name(name), store, has_left
+        self._lock = threading.Lock()
+        self._read: dict[_Restore, dict[str, jax.Array]] = {}
+
+    def save(self, message: SaveVariables) -> None:
+        """Write variables into the folder of a save; they are on the disk when it returns. Raises CheckpointError."""
+        folder = Path(message.folder)
+        places = {one.name: one.place for one in message.variables}
+        if not (folder.is_absolute() and is_of_an_attempt(folder.name) and all(map(is_inside, places.values()))):
+            raise CheckpointError(f"{self._name} writes only into a folder that dflow.save has begun, not {folder}")
+        if not folder.is_dir():
+            raise CheckpointError(
+                f"{self._name} sees no folder {folder.parent}, or not what was begun in it\n"
+                "  save where all tasks of the cluster read and write the same files"
+            )
+        write_variables(self._store, folder, {one.name: one.key for one in message.variables}, places)
+        for place in places.values():
+            flush(folder / place)
+
+    def read(self, message: ReadCheckpoint) -> None:
+        """Read values from a checkpoint and keep them until the restore ends. Raises CheckpointError."""
+        files = read_arrays(message.path)
+        if files.id != message.id:
+            raise CheckpointError(
+                f"{self._name} finds another checkpoint at {message.path} than the task that restores it\n"
+                "  save where all tasks of the cluster read and write the same files"
+            )
+        values = read_variables(self._store, files, message.variables)
+        restore = message.origin, message.number
+        with self._lock:
+            self._read[restore] = values
+        if self._has_left(message.origin):  # and was not told so before the values were kept
+            self.task_left(message.origin)
+
+    def end(self, message: EndRestore) -> None:
+        """Set the variables to what was read for a restore, or let go of it."""
+        with self._lock:
+            values = self._read.pop((message.origin, message.number), None)
+        if not message.is_set:
+            return
+        if values is None:
+            raise TaskLost(f"{self._name} has not read what {short_task_name(message.origin)} restores")
+        self._store.replace(values)
+
+    def task_left(self, task: str) -> None:
+        """Let go of what was read for restores that a task began, and will not end."""
+        with self._lock:
+            self._read = {restore: values for restore, values in self._read.items() if restore[0] != task}

@@ -1,0 +1,212 @@
+"""The queues and accumulators that a task holds for peers.
+
+Why: peers request by messages what to create and which ops to run, and this file checks them. Invariants: a name is
+one resource, with the type and settings it was first created with, until it is forgotten; an op reaches a resource
+only with operands that match it, whichever peer sent the plan.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dflow.distributed.steps.plan_checks import COUNTED, MAX_COUNT, MAX_TEXT, check_use
+from dflow.distributed.steps.plan_registry import Registration
+from dflow.distributed.wire.codec import parse_dtype
+from dflow.distributed.wire.messages import AccumulatorInfo, CallResource, CreateResource, QueueInfo, ResourceDepth
+from dflow.lowering.accumulators import HeldAccumulator
+from dflow.lowering.plan import Plan, UseResource
+from dflow.lowering.queue_ops import HeldQueue
+from dflow.lowering.resource_use import OnResults, ResourceUse
+from dflow.lowering.store import Store
+from dflow.lowering.waiters import Cancel
+from dflow.lowering.waits import Schedule
+from dflow.tracing import ops
+from dflow.tracing.accumulator_settings import AccumulatorSettings, Reduction
+from dflow.tracing.errors import AccumulatorError, DflowError, ParseError, QueueError, WireError
+from dflow.tracing.queue_settings import QueueKind, QueueSettings
+from dflow.tracing.types import AccumulatorType, ArrayType, HostType, QueueType, RowsType, array_type_of, parse_type
+
+
+class TaskResources:
+    """The queues and accumulators in `store` that were made for peers; thread-safe."""
+
+    def __init__(self, task: str, store: Store) -> None:
+        self._task, self._store = task, store
+        self._lock = threading.Lock()
+        self._made: dict[str, _Checked] = {}
+
+    def create(self, message: CreateResource) -> bool:
+        """Create the resource unless it exists; return whether it was created.
+
+        raises  WireError for a malformed request; QueueError or AccumulatorError when the name has another type or
+                other settings
+        """
+        made = _made(message)
+        with self._lock:
+            known = self._made.get(message.name)
+            if known is None:
+                self._made[message.name] = made
+                self._store.create_resource(message.name, made)
+                return True
+        if known.said != made.said:
+            error = AccumulatorError if isinstance(made.type, AccumulatorType) else QueueError
+            raise error(
+                f"{message.name!r} is {known.said} on {self._task} and was asked for as {made.said}; give one of the "
+                "two another name"
+            )
+        return False
+
+    def registration(self, message: CallResource) -> Registration:
+        """Return a plan of one op: its feeds are the operands, its fetches the results.
+
+        raises  DflowError when no such resource is held here; WireError and GraphTypeError when the op or its operands
+                do not match the resource
+        """
+        held = self._store.resource(message.key)
+        if not isinstance(held, _Checked):
+            raise DflowError(f"{message.key!r} is no resource that {self._task} holds for others")
+        types = [ArrayType(parse_dtype(info.dtype), info.shape) for info in message.operands]
+        use = ResourceUse(message.op, message.count, message.timeout_s, message.cancel_pending, message.line)
+        check_use(use)
+        takes, results = tuple(range(len(types))), held.results(use, types)
+        gives = tuple(range(len(takes), len(takes) + results))
+        item = UseResource(message.key, use.op, takes, gives, use.count, use.timeout_s, use.cancel_pending, use.where)
+        return Registration(Schedule(Plan(self._task, len(takes) + results, (item,), takes, gives)), ())
+
+    def accumulator(self, name: str) -> HeldAccumulator:
+        """Return an accumulator that is held here; raises DflowError if there is none of this name."""
+        held = self._store.resource(name)
+        if not isinstance(held, _Checked) or not isinstance(held.held, HeldAccumulator):
+            raise DflowError(f"{name!r} is no accumulator that {self._task} holds for others")
+        return held.held
+
+    def depths(self) -> tuple[ResourceDepth, ...]:
+        """Size and capacity of each resource, sorted by name."""
+        with self._lock:
+            made = sorted(self._made.items())
+        return tuple(ResourceDepth(name, *checked.held.depth()) for name, checked in made)
+
+    def forget(self, name: str, reason: str, remedy: str) -> None:
+        """Free a resource's contents and its name; does nothing if there is none of this name."""
+        with self._lock:
+            held = self._made.pop(name, None)
+        if held is not None:
+            held.forget(reason, remedy)
+
+
+#: At most this many checked kinds of ops are remembered, since peers decide how many there are.
+_MOST_KINDS = 256
+
+
+@dataclass(frozen=True)
+class _Checked:
+    """A resource that checks each op, since peers send them.
+
+    `said` describes its type and settings; `fitting` remembers ops that passed, with the types of their operands.
+    """
+
+    held: HeldQueue | HeldAccumulator
+    type: HostType
+    said: str
+    fitting: set[tuple[Any, ...]] = field(default_factory=set)
+
+    def start(self, use: ResourceUse, operands: Sequence[Any], on_results: OnResults) -> Cancel:
+        """Run an op after checking it; see `HeldQueue.start`."""
+        kind = (use.op, use.count, *((operand.dtype, operand.shape) for operand in operands))
+        if kind not in self.fitting:
+            self.results(use, [array_type_of(operand).strong for operand in operands])
+            if len(self.fitting) < _MOST_KINDS:
+                self.fitting.add(kind)
+        return self.held.start(use, operands, on_results)
+
+    def forget(self, reason: str, remedy: str) -> None:
+        """See `HeldQueue.forget`."""
+        self.held.forget(reason, remedy)
+
+    def results(self, use: ResourceUse, operands: Sequence[ArrayType]) -> int:
+        """Number of arrays that the op returns for operands of these types; raises if they do not match."""
+        counted = {"count": use.count} if use.op in COUNTED else {}
+        try:
+            given = ops.RESOURCE_OPS[use.op].rule(self._type_for(use), *operands, **counted)  # type: ignore[misc]
+        except (TypeError, IndexError) as error:
+            raise WireError(f"{use.op} on {self.said} was sent {len(operands)} operands: {error}") from error
+        return sum(isinstance(type, ArrayType) for type in given)
+
+    def _type_for(self, use: ResourceUse) -> HostType:
+        """The type to check an op with: for a dequeue, unknown dimensions are 0, so that its results have a shape."""
+        if not isinstance(self.type, QueueType) or not use.op.startswith("queue.dequeue"):
+            return self.type
+        shapes = [tuple(dim or 0 for dim in component.shape) for component in self.type.components]
+        parts = zip(self.type.components, shapes, strict=True)
+        return QueueType(tuple(ArrayType(component.dtype, shape) for component, shape in parts))
+
+
+def _made(message: CreateResource) -> _Checked:
+    if not 0 < len(message.name) <= MAX_TEXT:
+        raise WireError(f"a resource with a name of {len(message.name)} characters; 1 to {MAX_TEXT} are taken")
+    try:
+        type = parse_type(message.handle)
+    except (ParseError, ValueError) as error:
+        raise WireError(f"{message.handle[:MAX_TEXT]!r} is not the type of a queue or an accumulator") from error
+    if not isinstance(type, QueueType | AccumulatorType) or not type.components:
+        raise WireError(f"a resource of the type {message.handle}")
+    match type, message.settings:
+        case QueueType(components), QueueInfo() as info if all(map(_is_array, components)):
+            held: HeldQueue | HeldAccumulator = HeldQueue(message.name, _queue_settings(info, type), type)
+        case AccumulatorType(components), AccumulatorInfo() as info if all(map(_is_gradient, components)):
+            held = HeldAccumulator(message.name, _accumulator_settings(info, type), type)
+        case _:
+            raise WireError(f"a resource of the type {message.handle} with {message.settings}")
+    return _Checked(held, type, described(type, message.settings))
+
+
+def described(type: HostType, settings: QueueInfo | AccumulatorInfo) -> str:
+    """Describe a resource's type and settings, except the seed of a shuffle queue, which may be random."""
+    if isinstance(settings, AccumulatorInfo):
+        return f"{type}, {settings.reduction}" + (f" of at most {settings.limit}" if settings.limit else "")
+    least = f", {settings.min_after_dequeue} held back" if settings.min_after_dequeue else ""
+    return f"{settings.kind} {type}, capacity {settings.capacity}{least}"
+
+
+def _queue_settings(info: QueueInfo, type: QueueType) -> QueueSettings:
+    kinds = [kind.value for kind in QueueKind]
+    if info.kind not in kinds or not 1 <= info.capacity <= MAX_COUNT:
+        raise WireError(f"a {info.kind!r} queue of capacity {info.capacity}; kinds are {', '.join(kinds)}")
+    if not 0 <= info.min_after_dequeue < info.capacity:
+        raise WireError(f"a queue of capacity {info.capacity} that holds {info.min_after_dequeue} back")
+    if len(info.seed) > 64 or not info.seed.isdecimal():
+        raise WireError(f"a queue with the seed {info.seed[:64]!r}; a whole number is taken")
+    kind, first = QueueKind(info.kind), type.components[0]
+    if kind is QueueKind.PRIORITY and (first.shape != () or first.dtype.name not in ("int32", "int64")):
+        raise WireError(f"a priority queue whose first component is {first}; its priority is an int32 or int64 scalar")
+    return QueueSettings(kind, info.capacity, info.min_after_dequeue, int(info.seed))
+
+
+def _accumulator_settings(info: AccumulatorInfo, type: AccumulatorType) -> AccumulatorSettings:
+    reductions = [reduction.value for reduction in Reduction]
+    if info.reduction not in reductions:
+        raise WireError(
+            f"an accumulator with the reduction {info.reduction[:64]!r}; these are: {', '.join(reductions)}"
+        )
+    reduction = Reduction(info.reduction)
+    if reduction is Reduction.MEAN and not all(jnp.issubdtype(part.dtype, jnp.inexact) for part in type.components):
+        raise WireError(f"an accumulator of the mean of {type}, which has whole numbers")
+    if not 0 <= info.limit <= MAX_COUNT:
+        raise WireError(f"an accumulator of at most {info.limit} gradients")
+    return AccumulatorSettings(reduction, info.limit or None)
+
+
+def _is_array(part: ArrayType) -> bool:
+    """Whether this is the type of an array that can be sent."""
+    return not part.weak and not jnp.issubdtype(part.dtype, jax.dtypes.extended)
+
+
+def _is_gradient(part: ArrayType | RowsType) -> bool:
+    whole = part.of if isinstance(part, RowsType) else part
+    return _is_array(whole) and None not in whole.shape and (whole is part or len(whole.shape) > 0)

@@ -1,0 +1,93 @@
+"""Creation of variables on a task, many per message.
+
+Why: a model has hundreds of variables, most of them small, and a message and its answer take longer than creating one.
+Invariants: the first process to send a variable's value creates it, and the others find it; a variable that cannot be
+created does not prevent the others of its message.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from dflow.distributed.wire.array_lists import decode_arrays
+from dflow.distributed.wire.codec import parse_dtype
+from dflow.distributed.wire.failures import failure_of
+from dflow.distributed.wire.messages import CreateVariable, CreateVariables, Failure, VariablesCreated
+from dflow.lowering.program import Program
+from dflow.lowering.store import Store
+from dflow.tracing.errors import DflowError, VariableError, WireError
+from dflow.tracing.types import ArrayType
+
+
+class VariableCreation:
+    """Creates variables in `store`; thread-safe.
+
+    `compiled`  loads the program of an export
+    `check`     raises for a variable that another process must hold; called with its name and process
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        compiled: Callable[[memoryview], Program],
+        check: Callable[[str, str], None] = lambda name, process: None,
+    ) -> None:
+        self._store, self._compiled, self._check = store, compiled, check
+
+    def create(self, message: CreateVariables, payload: memoryview) -> VariablesCreated:
+        """Carry out the message. Raises WireError when its parts do not match."""
+        arrays, programs = _parts(message, payload)
+        ends = itertools.accumulate(variable.arrays for variable in message.variables)
+        missing: list[int] = []
+        failures: dict[int, Failure] = {}
+        for place, (variable, end) in enumerate(zip(message.variables, ends, strict=True)):
+            values = arrays[end - variable.arrays : end]
+            try:
+                self._check(variable.name, variable.process)
+                if not values and not variable.calls and variable.name not in self._store:
+                    missing.append(place)
+                else:
+                    self._create(variable, partial(self._first_value, variable, values, programs))
+            except Exception as error:
+                failures[place] = failure_of(error)
+        return VariablesCreated(tuple(missing), failures)
+
+    def _create(self, variable: CreateVariable, make: Callable[[], Any]) -> None:
+        self._store.create(variable.name, ArrayType(parse_dtype(variable.dtype), variable.shape), make)
+
+    def _first_value(self, variable: CreateVariable, arrays: Sequence[Any], programs: Sequence[memoryview]) -> Any:
+        values = list(arrays)
+        try:
+            for call in variable.calls:
+                operands = [_numbered(values, number, "value") for number in call.takes]
+                values += self._compiled(_numbered(programs, call.program, "program"))(*operands)
+            return _numbered(values, variable.result, "value")
+        except DflowError:
+            raise
+        except Exception as error:
+            raise VariableError(f"the initialiser of variable {variable.name!r} cannot be run here: {error}") from error
+
+
+def _parts(message: CreateVariables, payload: memoryview) -> tuple[Sequence[Any], Sequence[memoryview]]:
+    """Split the payload into the arrays and the exported programs."""
+    taken = [variable.arrays for variable in message.variables]
+    if min((*taken, *message.program_sizes), default=0) < 0 or sum(taken) != len(message.arrays):
+        raise WireError(
+            f"variables that take {taken} arrays and programs of {list(message.program_sizes)} bytes "
+            f"were sent {len(message.arrays)} arrays"
+        )
+    border = len(payload) - sum(message.program_sizes)
+    if border < 0:
+        raise WireError(f"programs of {list(message.program_sizes)} bytes in a payload of {len(payload)} bytes")
+    ends = list(itertools.accumulate(message.program_sizes, initial=border))
+    programs = [payload[start:end] for start, end in itertools.pairwise(ends)]
+    return decode_arrays(message.arrays, payload[:border]), programs
+
+
+def _numbered(things: Sequence[Any], number: int, what: str) -> Any:
+    if not 0 <= number < len(things):
+        raise WireError(f"an initialiser names {what} {number}, of {len(things)}")
+    return things[number]

@@ -1,0 +1,1 @@
+"""Messages and arrays as bytes: what crosses the border between processes."""

@@ -1,0 +1,155 @@
+"""Encoding of messages and arrays as bytes, and decoding.
+
+Why: everything that crosses a process border passes here, so this one file decides what bytes from a peer may become.
+
+Invariants: nothing is pickled and no bytes name code. A message is msgpack of one struct of `messages.AnyMessage`,
+checked against its types. An array is its elements in row-major order, little-endian, without a header: the message
+has its dtype and shape, and the payload's size must match both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from dflow.distributed.wire.messages import AnyMessage
+from dflow.tracing.errors import WireError
+
+if TYPE_CHECKING:
+    # The coordinator and the launcher send no arrays, and start in half the time without JAX.
+    import jax
+
+#: Bytes after a message: any of these types when sent, a memoryview when received.
+Payload = bytes | bytearray | memoryview
+
+#: Received payloads start at a multiple of this, so that XLA's CPU client may use them without a copy.
+ALIGNMENT_BYTES = 64
+
+#: Most dimensions of a NumPy array.
+MAX_RANK = 64
+MAX_ARRAY_BYTES = 1 << 62
+
+_NUMPY_DTYPES = (
+    "bool",
+    *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)),
+    *("float16", "float32", "float64", "complex64", "complex128"),
+)
+_ML_DTYPES = (
+    *("bfloat16", "int4", "uint4", "float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fn"),
+    *("float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+)
+
+#: Every dtype that can be sent, by its name.
+DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
+    {name: np.dtype(name).newbyteorder("<") for name in _NUMPY_DTYPES}
+    | {name: np.dtype(getattr(ml_dtypes, name)) for name in _ML_DTYPES}
+)
+
+#: Up to this many bytes, a copy takes less time than making a view.
+_COPIED_BYTES = 1 << 10
+
+#: The dtypes whose elements have the same layout in memory as when sent.
+_AS_THEY_ARE = frozenset(dtype for dtype in DTYPES.values() if dtype.isnative)
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def encode_message(message: AnyMessage) -> bytes:
+    """Encode the message as msgpack.
+
+    raises  WireError if a field holds a value of a type that cannot be sent
+    """
+    try:
+        return _ENCODER.encode(message)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise WireError(f"{type(message).__name__} cannot be sent: {error}") from error
+
+
+def decode_message(data: Payload) -> AnyMessage:
+    """Decode a message.
+
+    raises  WireError if `data` is not msgpack, or not a message of this protocol with fields of the declared types
+    """
+    try:
+        return _DECODER.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError(f"{len(data)} bytes are no message of this protocol: {error}") from error
+
+
+def encode_array(value: jax.Array | npt.NDArray[Any]) -> memoryview:
+    """Return the elements of `value` as bytes; a view if it is large, on the host, contiguous and little-endian.
+
+    Waits until a `jax.Array` is computed.
+
+    raises  WireError for PRNG key arrays, for dtypes that cannot be sent, and for arrays spread over processes
+    """
+    if type(value) is np.ndarray and value.nbytes <= _COPIED_BYTES and value.dtype in _AS_THEY_ARE:
+        return memoryview(value.tobytes())
+    if value.dtype in _AS_THEY_ARE and getattr(value, "is_fully_addressable", True):
+        host = np.asarray(value, order="C")
+    else:
+        host = np.ascontiguousarray(_host_array(value), dtype=parse_dtype(value.dtype.name))
+    return host.reshape(-1).view(np.uint8).data
+
+
+def decode_array(dtype: str, shape: Sequence[int], payload: Payload) -> npt.NDArray[Any]:
+    """Return the array with the elements `payload`, without a copy.
+
+    raises  WireError if `dtype` cannot be sent, or if the size of `payload` does not match dtype and shape
+    """
+    known = parse_dtype(dtype)
+    shape = tuple(shape)
+    wanted = array_bytes(dtype, shape)
+    if len(payload) != wanted:
+        raise WireError(f"{dtype}{list(shape)} takes {wanted} bytes but the payload has {len(payload)}")
+    return np.frombuffer(payload, dtype=known).reshape(shape)
+
+
+@lru_cache(maxsize=4096)
+def array_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """Size of an array in bytes, at bounded cost for any shape a peer sends; raises WireError for an invalid type."""
+    if len(shape) > MAX_RANK:
+        raise WireError(f"a shape of {len(shape)} extents; at most {MAX_RANK} are taken")
+    if any(extent < 0 for extent in shape):
+        raise WireError(f"shape {shape} has a negative extent; extents are 0 or more")
+    itemsize = parse_dtype(dtype).itemsize
+    # An array without elements has dimensions too, and NumPy multiplies the nonzero ones.
+    if math.prod(extent or 1 for extent in shape) * itemsize > MAX_ARRAY_BYTES:
+        raise WireError(f"{dtype}{list(shape)} is larger than any array; at most {MAX_ARRAY_BYTES} bytes are taken")
+    return math.prod(shape) * itemsize
+
+
+@lru_cache(maxsize=256)
+def dtype_name(dtype: np.dtype[Any]) -> str:
+    """Name of a dtype, cached because NumPy builds the string each time."""
+    return dtype.name
+
+
+def parse_dtype(name: str) -> np.dtype[Any]:
+    """Return the dtype called `name`; raises WireError if it cannot be sent."""
+    try:
+        return DTYPES[name]
+    except KeyError:
+        raise WireError(f"dtype {name!r} does not travel; these do: {', '.join(sorted(DTYPES))}") from None
+
+
+def _host_array(value: jax.Array | npt.NDArray[Any]) -> npt.NDArray[Any]:
+    if str(value.dtype).startswith("key<"):
+        raise WireError(
+            f"an array of PRNG keys ({value.dtype}) cannot be sent; send `jax.random.key_data(keys)` and call "
+            "`jax.random.wrap_key_data` on the other side"
+        )
+    if not getattr(value, "is_fully_addressable", True):
+        raise WireError(
+            f"an array of shape {value.shape} is spread over several processes; send the shards of each process"
+        )
+    return np.asarray(value)

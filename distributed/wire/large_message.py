@@ -1,0 +1,77 @@
+"""Messages that grow with the cluster, sent as a compressed payload when they are large: a message alone has a limit
+that ten thousand tasks would exceed. A message to many tasks is encoded once, and so is a roster for many joins.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+from dflow.distributed.wire.codec import Payload, decode_message, encode_message
+from dflow.distributed.wire.messages import AnyMessage, Packed, PackedRoster, Roster, RosterChange, Status
+from dflow.distributed.wire.roster_changes import change_between, changed_roster
+from dflow.tracing.errors import WireError
+
+LARGE_BYTES = 1 << 16
+#: Limit of an unpacked payload.
+MOST_BYTES = 64 << 20
+#: Rosters with fewer tasks are packed individually.
+LARGE_ROSTER = 256
+#: When more than this fraction of the tasks has changed, the roster is encoded again.
+_CHANGED_PART = 1 / 16
+
+
+def pack(message: AnyMessage, *, goes_to_many: bool = False) -> tuple[AnyMessage, bytes]:
+    """Return the message to send and its payload: `message` itself, or a `Packed`."""
+    if not isinstance(message, (Roster, RosterChange, Status)):
+        return message, b""
+    data = encode_message(message)
+    if len(data) <= LARGE_BYTES:
+        return (Packed(), _compressed(data)) if goes_to_many else (message, b"")
+    return Packed(), _compressed(data)
+
+
+class RosterPacker:
+    """Packs the rosters of one coordinator process, each as an earlier roster, encoded once, and the change since."""
+
+    def __init__(self) -> None:
+        self._base = Roster((), ())
+        self._payload = b""
+
+    def pack(self, roster: Roster) -> tuple[AnyMessage, bytes]:
+        """Return the message to send and its payload."""
+        if len(roster.tasks) + len(roster.expected) < LARGE_ROSTER:
+            return pack(roster)
+        change = change_between(self._base, roster)
+        if not self._payload or len(change.entries) + len(change.dropped) > _CHANGED_PART * len(roster.tasks):
+            self._base, self._payload = roster, _compressed(encode_message(roster))
+            change = change_between(roster, roster)
+        return PackedRoster(change), self._payload
+
+
+def unpack(message: AnyMessage, payload: Payload) -> AnyMessage:
+    """Return the message that was packed; raises WireError if the payload is not one."""
+    match message:
+        case Packed():
+            return decode_message(_decompressed(payload))
+        case PackedRoster(change):
+            base = decode_message(_decompressed(payload))
+            if isinstance(base, Roster):
+                return changed_roster(base, change)
+            raise WireError(f"the payload of a PackedRoster is a {type(base).__name__}; expected a Roster")
+        case _:
+            return message
+
+
+def _compressed(data: bytes) -> bytes:
+    return zlib.compress(data, 1)
+
+
+def _decompressed(payload: Payload) -> bytes:
+    unpacker = zlib.decompressobj()
+    try:
+        data = unpacker.decompress(payload, MOST_BYTES)
+    except zlib.error as error:
+        raise WireError(f"a packed message cannot be decompressed: {error}") from None
+    if not unpacker.eof:
+        raise WireError(f"a packed message ends early or is of more than {MOST_BYTES} bytes")
+    return data

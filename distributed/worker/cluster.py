@@ -1,0 +1,555 @@
+"""A worker's view of the cluster: variables on other tasks, and steps that run on several tasks.
+
+A step starts with one small message to each task that has a part in it. Values then travel directly from task to
+task; the worker waits for its own part and for each task's answer that its part has ended. Every wait has a deadline,
+and its error names the missing task. An error anywhere cancels the step everywhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import msgspec
+from jax.sharding import AbstractMesh, Mesh
+
+from dflow.distributed.client.coordinator_client import CoordinatorClient
+from dflow.distributed.observe.flight_recorder import FlightRecorder
+from dflow.distributed.observe.metrics import MetricsEndpoint
+from dflow.distributed.observe.tracer import Here, Observed, Tracer
+from dflow.distributed.process.run_folder import run_folder
+from dflow.distributed.steps.plan_registration import PlanRegistration
+from dflow.distributed.steps.rendezvous import describe
+from dflow.distributed.steps.step_numbers import first_of_a_life
+from dflow.distributed.steps.step_parts import StepParts, cancel_elsewhere
+from dflow.distributed.steps.unused_plans import UnusedPlans
+from dflow.distributed.strategies.applying import shared_step
+from dflow.distributed.strategies.backup_workers import without_backups
+from dflow.distributed.strategies.round_part import Part
+from dflow.distributed.task.task_metrics import task_metrics
+from dflow.distributed.task.task_server import TaskServer, TaskSettings
+from dflow.distributed.transport.addresses import LOCAL_ADDRESS
+from dflow.distributed.transport.base import Peer, PendingReply, Reply, Transport
+from dflow.distributed.wire.messages import (
+    AnyMessage,
+    EdgeTraffic,
+    Failure,
+    NotFinite,
+    Placed,
+    PlaceVariable,
+    RoundsDone,
+    RunPlan,
+)
+from dflow.distributed.worker.cluster_home import ClusterHome
+from dflow.distributed.worker.used_state import UsedState
+from dflow.lowering.channel import StepId
+from dflow.lowering.compile import Compiled, TaskPlan, make_plans
+from dflow.lowering.devices import devices_in_order
+from dflow.lowering.execute import Outcome
+from dflow.lowering.local import fetched, lower_programs, refuse_spread
+from dflow.lowering.passes.base import Observer, run_passes
+from dflow.lowering.pipeline import pipeline
+from dflow.lowering.recorder import STEP_BEGAN, STEP_ENDED, Recorder, described_end
+from dflow.lowering.shared_exports import SharedExports
+from dflow.lowering.state_backend import Runner
+from dflow.lowering.store import Store
+from dflow.tracing.context import home
+from dflow.tracing.errors import (
+    DeadlineExceeded,
+    DflowError,
+    TaskLost,
+    TransportClosed,
+    VariableError,
+)
+from dflow.tracing.source import at, caller
+from dflow.tracing.task_name import short_task_name, split_task_name, task_name
+from dflow.tracing.trace import Traced
+
+#: Time for the report of a step's end or error to travel from task to task, in s.
+WORD_S = 5.0
+
+LOGGER = logging.getLogger("dflow")
+#: Least similarity of two job names to suspect a typo, such as wroker for worker.
+_ALIKE = 0.83
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+#: The clusters that this process is a task of now.
+_joined: weakref.WeakSet[Cluster] = weakref.WeakSet()
+
+
+def cluster_with(tasks: Collection[str]) -> Cluster | None:
+    """Return the joined cluster that has all of these tasks, else any joined cluster; None if there is none."""
+    return next((cluster for cluster in _joined if {*tasks} <= {*cluster.tasks}), next(iter(_joined), None))
+
+
+@dataclass(frozen=True)
+class ClusterSettings:
+    """Timeouts of a cluster, in s.
+
+    `join_timeout_s`     until the coordinator answers, and then until the parameter tasks have joined
+    `request_timeout_s`  a read, a write, the creation of a variable, the compilation of a plan on a task
+    `step_timeout_s`     one step, from its start until every task has ended its part
+    """
+
+    join_timeout_s: float = 60.0
+    request_timeout_s: float = 300.0
+    step_timeout_s: float = 600.0
+
+
+class Cluster:
+    """This process as the task `/job:<job>/task:<index>` of the cluster whose coordinator is at `coordinator`.
+
+    store    holds the variables of this task
+    address  address that this task listens at
+    raises   DeadlineExceeded when the coordinator or a parameter task does not answer: it names the role, the address
+             and the time waited
+    """
+
+    def __init__(
+        self,
+        coordinator: str,
+        transport: Transport,
+        *,
+        job: str,
+        index: int,
+        store: Store,
+        address: str = LOCAL_ADDRESS,
+        settings: ClusterSettings = ClusterSettings(),
+    ) -> None:
+        self.task = task_name(job, index)
+        self.index = index
+        self._settings = settings
+        self._endpoints: list[MetricsEndpoint] = []
+        first = first_of_a_life()
+        self._steps = itertools.count(first + 1)
+        name = self.task
+        self._client = CoordinatorClient(transport, coordinator, name=name, timeout_s=settings.join_timeout_s)
+        self._unused_plans = UnusedPlans()
+        self._used = UsedState(name, lambda: self._client.roster)
+        waits = TaskSettings(wait_timeout_s=settings.step_timeout_s)
+        recorder = Recorder()
+        #: Writes the newest events to a file when something is stuck.
+        self.flights = FlightRecorder(name, recorder, run_folder(os.environ))
+        self._client.call_on_dump(self.flights.dump_soon)
+        self._server = TaskServer(
+            name,
+            transport,
+            process=self._client.process,
+            store=store,
+            address=address,
+            settings=waits,
+            recorder=recorder,
+            flights=self.flights,
+            on_stall=self._client.ask_for_dumps,
+            described=self._client.describe,
+        )
+        self._server.count_steps_from(first)
+        try:
+            self._join()
+        except BaseException:
+            self._server.close()
+            self._client.close("could not join")
+            raise
+        _joined.add(self)
+
+    def _join(self) -> None:
+        self._client.call_on_roster(self._server.roster_changed)
+        server = self._server
+        roster = self._client.join(
+            self.task, server.address, traffic=server.traffic, steps=server.steps_ended, doing=server.doing
+        )
+        job, _ = split_task_name(self.task)
+        tasks = {*roster.expected, *(info.task for info in roster.tasks)} - {self.task}
+        jobs = {split_task_name(task)[0] for task in tasks}
+        # A numbered job, such as worker2 beside worker, is no typo.
+        for meant in () if job.rstrip("0123456789") in jobs else get_close_matches(job, jobs, 1, _ALIKE):
+            LOGGER.warning("%s has joined as the first of job %r, was %r meant?", self.task, job, meant)
+        others = [task for task in roster.expected if split_task_name(task)[0] != job]
+        self._client.wait_for_tasks(others, timeout_s=self._settings.join_timeout_s)
+
+    @property
+    def recorder(self) -> Recorder:
+        """The newest events of this task."""
+        return self._server.recorder
+
+    @property
+    def step_timeout_s(self) -> float:
+        """Longest duration of one step, in s."""
+        return self._settings.step_timeout_s
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """The live tasks, including this one."""
+        return tuple(info.task for info in self._client.roster.tasks if info.left_at_s is None)
+
+    @property
+    def server(self) -> TaskServer:
+        """The server that runs this task's parts of steps."""
+        return self._server
+
+    def traffic(self) -> tuple[EdgeTraffic, ...]:
+        """Values and bytes that this task has sent since its start, per edge."""
+        return self._server.traffic()
+
+    @contextmanager
+    def parameter_servers(self, job: str = "ps") -> Iterator[None]:
+        """Spread the variables made inside over the tasks of `job`, by size.
+
+        The coordinator chooses the task of each, the same for every worker; the first worker to ask creates it. All
+        are created together when the block ends, or earlier when one of them is used. An error names the line on
+        which its variable was made.
+        """
+        variables = ClusterHome(self, job)
+        with home(variables), variables.together():
+            yield
+
+    def claim(
+        self,
+        run: str,
+        total_steps: int,
+        *,
+        done: int = 0,
+        step_s: float = 0.0,
+        metrics: Mapping[str, float] = {},
+        more: bool = True,
+        not_finite: NotFinite | None = None,
+    ) -> range:
+        """Report the last claimed steps and get the next; see `CoordinatorClient.claim`."""
+        return self._client.claim(
+            run, total_steps, done=done, step_s=step_s, metrics=metrics, more=more, not_finite=not_finite
+        )
+
+    def shared_step(self) -> AbstractContextManager[None]:
+        """Run a step inside that other workers run too; see `applying.shared_step`."""
+        return shared_step()
+
+    def take_part(self, run: str, job: str) -> Part:
+        """Return this worker's part in a run of synchronous training, whose gradients go to a task of `job`."""
+        return Part(self, run, job)
+
+    def wanted_gradients(self, backup_workers: int) -> int:
+        """Number of gradients per synchronous step. Raises StrategyError if all workers would be backups."""
+        return without_backups(self.colleagues()[1], backup_workers)
+
+    def colleagues(self) -> tuple[tuple[str, ...], int]:
+        """Return the live and expected tasks of this task's job, and their number including tasks that left."""
+        roster, (job, _) = self._client.roster, split_task_name(self.task)
+        here = {info.task: info for info in roster.tasks if split_task_name(info.task)[0] == job}
+        coming = {task for task in roster.expected if split_task_name(task)[0] == job}
+        live = {task for task, info in here.items() if info.left_at_s is None}
+        return tuple(sorted(live | coming)), len({*here} | coming)
+
+    def elect(self, what: str) -> bool:
+        """Return whether this task is the one that does `what`: the first live task that asks."""
+        return self._client.elect(what)
+
+    def barrier(self, name: str, *, timeout_s: float = 600.0, fails_on_leave: bool = False) -> tuple[str, ...]:
+        """Wait until all members have come to the barrier `name`; return the tasks that passed it.
+
+        Members are the tasks of this one's job that are live or expected at the first arrival. The barrier goes on
+        without a member that leaves, or fails if any waiting task set `fails_on_leave`. A task that joins later is
+        a member of the next generation.
+        raises  DeadlineExceeded naming the missing tasks; TaskLost when the barrier has failed
+        """
+        return self._client.barrier(name, timeout_s=timeout_s, fails_on_leave=fails_on_leave).members
+
+    def tell_rounds(self, report: RoundsDone) -> None:
+        """Report the progress of a run of synchronous training, for the status of the cluster."""
+        self._client.tell_rounds(report)
+
+    def report(self, name: str, value: float) -> None:
+        """Add a result to the closing table of the run."""
+        self._client.report(name, float(value))
+
+    @contextmanager
+    def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
+        """Write the events of all tasks, for steps begun and ended inside, to `path`, for Perfetto or chrome://tracing.
+
+        It has every worker's steps. Tasks that cannot be reached are left out, with a warning.
+        raises  OSError when the file cannot be written
+        """
+        reached: dict[str, Observed] = {self.task: Here(self._server.observer)}
+        for task in self.tasks:
+            if task != self.task:
+                with contextlib.suppress(DflowError):
+                    reached[task] = self._server.peer(task)
+        tracer = Tracer(reached)
+        try:
+            yield
+        finally:
+            found = tracer.stop()
+            for task in sorted({*self.tasks} - {*found.events}):
+                LOGGER.warning("the trace is without %s, which did not answer", short_task_name(task))
+            found.write(path)
+
+    def serve_metrics(self, place: str | int) -> str:
+        """Serve this task's metrics for Prometheus until `close`; return the address. See `MetricsEndpoint`."""
+        endpoint = MetricsEndpoint(task_metrics(self._server), place)
+        self._endpoints.append(endpoint)
+        return endpoint.address
+
+    def close(self) -> None:
+        """Leave the cluster; a second call does nothing."""
+        while self._endpoints:
+            self._endpoints.pop().close()
+        _joined.discard(self)
+        self._client.leave()
+        self._server.close()
+
+    # Variables on other tasks.
+
+    def request(self, task: str, message: Any, payload: Any = b"") -> Reply:
+        """Send another task a request, and wait for its answer.
+
+        raises  TaskLost when the task left, or lost state that this one uses on it; DeadlineExceeded, with a
+                description of the task
+        """
+        try:
+            return self._call(task, message, payload, 0.0)
+        except DeadlineExceeded as error:
+            raise DeadlineExceeded(f"{error}; {self._client.describe(task)}") from error
+
+    def request_for(self, task: str, message: AnyMessage, wait_s: float) -> Reply:
+        """Like `request`, when the task may wait `wait_s` before it answers."""
+        return self._call(task, message, b"", wait_s)
+
+    def _call(self, task: str, message: AnyMessage, payload: Any, wait_s: float) -> Reply:
+        with self._used.explained([task]):
+            return self._server.peer(task).call(message, payload, timeout_s=wait_s + self._settings.request_timeout_s)
+
+    def request_all(self, requests: Sequence[tuple[str, AnyMessage, Any]]) -> list[Reply | DflowError]:
+        """Send requests to tasks concurrently; return the answer or the error of each, in order."""
+        started = [self._started(*request) for request in requests]
+        return [self._answer(task, wait) for (task, _, _), wait in zip(requests, started, strict=True)]
+
+    def _started(self, task: str, message: AnyMessage, payload: Any) -> PendingReply | DflowError:
+        try:
+            with self._used.explained([task]):
+                return self._server.peer(task).start(message, payload)
+        except DflowError as error:
+            return error
+
+    def _answer(self, task: str, started: PendingReply | DflowError) -> Reply | DflowError:
+        if isinstance(started, DflowError):
+            return started
+        try:
+            with self._used.explained([task]):
+                return started.wait(self._settings.request_timeout_s)
+        except DeadlineExceeded as error:
+            return DeadlineExceeded(f"{error}; {self._client.describe(task)}")
+        except DflowError as error:
+            return error
+
+    def place_all(self, requests: Sequence[PlaceVariable]) -> list[Placed | Failure]:
+        """Return the task of each variable, where it is or must be created, or the failure, in order."""
+        answers = self._client.place_all(requests)
+        for request, answer in zip(requests, answers, strict=True):
+            if isinstance(answer, Placed):
+                self._used.note(request.name, answer)
+        return answers
+
+    def place_resource(self, name: str, kind: str, said: str, size_bytes: int, *, job: str, on: str) -> Placed:
+        """Return the task where a queue or an accumulator is or must be created; see `CoordinatorClient.place`."""
+        placed = self._client.place(name, said, (), size_bytes, job=job, kind=kind, on=on)
+        if kind != "run":  # there may be many runs; a run's accumulator, on the same task, is noted
+            self._used.note(name, placed)
+        return placed
+
+    def unplace(self, name: str) -> None:
+        """Free a name whose state no longer exists."""
+        self._client.unplace(name)
+        self._used.forget(name)
+
+    def request_step(self, task: str, message: Callable[[StepId], AnyMessage], payload: Any, timeout_s: float) -> Reply:
+        """Send another task a request that runs as a step there, and wait; cancel that step when this wait fails.
+
+        raises  the error that the step ended with; TaskLost when the task left
+        """
+        step = StepId(self.task, next(self._steps))
+        with self._used.explained([task]):
+            peer = self._server.peer(task)
+            try:
+                # The step's own deadline on that task ends it first.
+                left_s = min(timeout_s + self._settings.request_timeout_s, threading.TIMEOUT_MAX)
+                return peer.start(message(step), payload).wait(left_s)
+            except BaseException as error:
+                self._cancel(step, [peer], error)
+                raise
+
+    # Steps.
+
+    def runner(self, traced: Traced, *, check: bool, observe: Observer | None) -> Runner:
+        """Place, partition and register a traced function; calling the result runs one step of it."""
+        _refuse_two_handles(traced.variables)
+        if traced.compiler_options:
+            raise DflowError(
+                f"{traced.name} has variables on other tasks, which compile for themselves, so it takes no "
+                f"compiler_options{at(caller())}\n  set XLA_FLAGS where the tasks are started"
+            )
+        passes = pipeline(self.task, self.tasks, devices_in_order())
+        graph = run_passes(traced.graph, passes, check=check, observe=observe)
+        refuse_spread(graph, traced, self._server.store)
+        keys = {ref: variable.key for ref, variable in zip(graph.refs, traced.variables, strict=True)}
+        compiled = make_plans(graph, self.task, keys)
+        given_up = [len(traced.constants) + leaf for leaf in traced.donated]
+        handles = self._register(compiled, given_up, traced.meshes)
+        step = _Step(self, handles, traced.constants, compiled)
+        self._unused_plans.release_after(step, handles)
+        return step
+
+    def _register(
+        self, compiled: Compiled, given_up: Sequence[int], meshes: Mapping[AbstractMesh, Mesh]
+    ) -> Mapping[str, int]:
+        self._unused_plans.release(self._server, self.tasks)
+        lowered = lower_programs(compiled.local, self._server.store, given_up, meshes=meshes)
+        # XLA compiles without the GIL, while other tasks' programs are exported and compiled.
+        compiling = ThreadPoolExecutor(1, "dflow-compile")
+        try:
+            programs = compiling.submit(lambda: [program.compile() for program in lowered])
+            handles = self._handles(self._registrations(compiled.remote))
+            return {**handles, self.task: self._server.register(compiled.local.plan, programs.result())}
+        finally:
+            compiling.shutdown(wait=False)
+
+    def _registrations(self, parts: Mapping[str, TaskPlan]) -> dict[str, PlanRegistration]:
+        exports = SharedExports()
+        with self._used.explained([*parts]):
+            return {task: PlanRegistration(self._server.peer(task), part, exports) for task, part in parts.items()}
+
+    def _handles(self, asked: Mapping[str, PlanRegistration]) -> dict[str, int]:
+        found = {}
+        for task, registration in asked.items():
+            try:
+                with self._used.explained([task]):
+                    found[task] = registration.handle(self._settings.request_timeout_s)
+            except DeadlineExceeded as error:
+                raise DeadlineExceeded(f"{error}; {self._client.describe(task)}") from error
+        return found
+
+    def register_hosted(self, traced: Traced, host: str) -> tuple[Mapping[str, int], Sequence[Any], Sequence[Any]]:
+        """Register a traced function that the task `host` will run as a step of `host`.
+
+        Returns the plan handles by task, and the arrays to feed `host`'s part before and after the arguments.
+        """
+        graph = run_passes(traced.graph, pipeline(host, self.tasks), check=False, observe=None)
+        keys = {ref: variable.key for ref, variable in zip(graph.refs, traced.variables, strict=True)}
+        compiled = make_plans(graph, host, keys)
+        parts = {**compiled.remote, host: compiled.local}
+        handles = self._handles(self._registrations(parts))
+        return handles, traced.constants, [literal.array for literal in compiled.literals]
+
+    def run_step(self, handles: Mapping[str, int], feeds: Sequence[Any]) -> tuple[jax.Array, ...]:
+        """Run one step on every task that has a part in it; return this task's fetches.
+
+        raises  the first error of any task, whose text names it; TaskLost when a task left
+        """
+        step = StepId(self.task, next(self._steps))
+        began_ns = self._server.recorder.note(STEP_BEGAN, step)
+        try:
+            with self._used.explained(handles):
+                fetches = self._run_step(step, handles, feeds)
+        except BaseException as error:
+            self._step_ended(step, began_ns, error)
+            raise
+        self._step_ended(step, began_ns, None)
+        return fetches
+
+    def _step_ended(self, step: StepId, began_ns: int, error: BaseException | None) -> None:
+        ended_ns = self._server.recorder.note(STEP_ENDED, step, "", described_end(error))
+        self._server.steps.ended((ended_ns - began_ns) / 1e9, error)
+
+    def _run_step(self, step: StepId, handles: Mapping[str, int], feeds: Sequence[Any]) -> tuple[jax.Array, ...]:
+        others = {task: self._server.peer(task) for task in handles if task != self.task}
+        end = _Waited()
+        parts = StepParts((self.task, *others), end.over)
+        try:
+            for task, peer in others.items():
+                peer.start(RunPlan(handles[task], step.origin, step.number), on_reply=partial(parts.ended, task))
+            self._server.run(handles[self.task], step, feeds, partial(parts.ended, self.task))
+            timeout_s = self._settings.step_timeout_s
+            # Slightly longer than the receives' own timeout, whose error says more than this one.
+            if not end.wait(timeout_s + min(WORD_S, timeout_s)):
+                whose = "; ".join(map(self._client.describe, parts.running))
+                text = f"{describe(step)} did not end within {timeout_s:g} s; still at it: {whose}"
+                raise DeadlineExceeded(text + self._server.stalled(text))
+            fetches = end.fetches()
+        except TransportClosed as error:
+            gone = [short_task_name(task) for task, peer in others.items() if peer.closed]
+            lost = TaskLost(
+                f"{' and '.join(gone) or 'a task'} was lost in {describe(step)}: {error}{at(caller())}\n"
+                "  see its output; if its process has ended, its variables are lost: start the whole cluster again"
+            )
+            self._cancel(step, others.values(), lost)
+            raise lost from None
+        except BaseException as error:
+            self._cancel(step, others.values(), error)
+            raise
+        return fetches
+
+    def _cancel(self, step: StepId, others: Iterable[Peer], error: BaseException) -> None:
+        self._server.cancel(step, error)
+        cancel_elsewhere(step, others, error)
+
+
+class _Waited:
+    """The end of a step's parts, for one waiting thread, which wakes once."""
+
+    def __init__(self) -> None:
+        self._outcome: Outcome = ()
+        self._is_over = threading.Lock()
+        self._is_over.acquire()
+
+    def over(self, outcome: Outcome) -> None:
+        """Record the step's outcome and wake the waiting thread."""
+        self._outcome = outcome
+        self._is_over.release()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait at most `timeout_s`; return whether the step has ended."""
+        return self._is_over.acquire(timeout=timeout_s)
+
+    def fetches(self) -> tuple[jax.Array, ...]:
+        """Return the fetches of this task's part; raises the error that ended the step."""
+        return fetched(self._outcome)
+
+
+class _Step:
+    """One traced function, registered on every task that has a part in it."""
+
+    def __init__(
+        self, cluster: Cluster, handles: Mapping[str, int], constants: Sequence[Any], compiled: Compiled
+    ) -> None:
+        self._cluster = cluster
+        self._handles = handles
+        self._constants = list(constants)
+        self._literals = [literal.array for literal in compiled.literals]
+
+    def __call__(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        arrays = [leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf) for leaf in leaves]
+        return self._cluster.run_step(self._handles, [*self._constants, *arrays, *self._literals])
+
+
+def _refuse_two_handles(variables: Sequence[Any]) -> None:
+    """Raise VariableError for two handles of one variable: each would get its buffer, and its updates no order."""
+    held: dict[tuple[str | None, str], Any] = {}
+    for variable in variables:
+        other = held.setdefault((variable.device, variable.key), variable)
+        if other is not variable:
+            raise VariableError(
+                f"a function uses variable {variable.name!r} by two handles, made{at(other.loc)}\n  and"
+                f"{at(variable.loc)}\n  use one of the two, or give the other another name or `prefix=`"
+            )

@@ -1,0 +1,217 @@
+"""Variables, queues and accumulators that live on the tasks of a cluster, as code outside of steps uses them.
+
+The coordinator says which task holds a name, and says the same to every worker; whoever asks first creates it there. A
+read or a write is one message and its answer; another op on a variable is a step of its own. Tasks save and restore the
+variables that they hold themselves.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from dflow.distributed.transport.base import Reply
+from dflow.distributed.wire.answers import expect
+from dflow.distributed.wire.array_lists import decode_arrays
+from dflow.distributed.wire.codec import encode_array
+from dflow.distributed.wire.messages import (
+    AnyMessage,
+    Arrays,
+    EndRestore,
+    ReadCheckpoint,
+    ReadVariables,
+    SavedVariable,
+    SaveVariables,
+    WriteVariable,
+)
+from dflow.distributed.worker.cluster_resources import ClusterResources, Tasks, task_of_resource
+from dflow.distributed.worker.variable_batch import CreatingTasks, Wanted, create, created_together, settle
+from dflow.lowering.array_files import ArrayFiles
+from dflow.lowering.initial_ops import InitialOps
+from dflow.lowering.passes.base import Observer
+from dflow.lowering.state_backend import Runner
+from dflow.tracing.context import Slot
+from dflow.tracing.device import scope_here
+from dflow.tracing.errors import DeviceError, DflowError, VariableError
+from dflow.tracing.host_resource import HostResource
+from dflow.tracing.initial_value import Initial, TypedInitial
+from dflow.tracing.resources import Variable
+from dflow.tracing.source import at
+from dflow.tracing.state_primitives import record_update
+from dflow.tracing.task_name import short_task_name
+from dflow.tracing.trace import Traced, trace
+from dflow.tracing.types import array_type_of
+
+#: Numbers of this process's restores, by which tasks tell them apart.
+_restores = itertools.count()
+
+
+class HomeTasks(Tasks, CreatingTasks, Protocol):
+    """What is needed of a cluster."""
+
+    #: The name of this task.
+    task: str
+
+    def runner(self, traced: Traced, *, check: bool, observe: Observer | None) -> Runner:
+        """Place, cut and register a traced function; the result runs one step of it."""
+        ...
+
+
+class ClusterHome:
+    """The home of variables spread over the tasks of one job; equal for one cluster, where functions run alike."""
+
+    shares_names = True
+
+    def __init__(self, cluster: HomeTasks, job: str = "ps") -> None:
+        self._cluster = cluster
+        self._job = job
+        self._resources = ClusterResources(cluster, job)
+        self._ops: dict[tuple[Any, ...], Runner] = {}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ClusterHome) and other._cluster is self._cluster
+
+    def __hash__(self) -> int:
+        return hash(id(self._cluster))
+
+    def create(self, variable: Variable, initial: Initial, near: Variable | None) -> None:
+        if not variable.is_named:
+            raise VariableError(
+                f"a variable of {variable.type} is created among the parameter servers without a name, by which the "
+                f"other processes would find it{at(variable.loc)}\n  give it one, name='...', the same in each process"
+            )
+        if variable.sharding is not None or (scope_here() is not None and near is None):
+            said = "a sharding" if variable.sharding is not None else "a device scope"
+            raise DeviceError(
+                f"variable {variable.name!r} is created among the parameter servers with {said}, but there the "
+                f"coordinator says where a variable lives{at(variable.loc)}\n  leave one of the two out"
+            )
+        if jnp.issubdtype(variable.dtype, jax.dtypes.extended):
+            raise VariableError(
+                f"variable {variable.name!r} holds {variable.type}, and keys do not travel between tasks yet"
+                f"{at(variable.loc)}\n  hold jax.random.key_data(key), and wrap what you read with wrap_key_data"
+            )
+        create(self._cluster, Wanted(variable, self._job, near, _first_value(variable, initial)))
+
+    def prepared(self, initial: Initial, name: str | None) -> Initial:
+        is_ready = isinstance(initial, TypedInitial) or not callable(initial)
+        return initial if is_ready else InitialOps(initial, name)
+
+    def settle(self, variable: Variable) -> None:
+        settle(variable)
+
+    def together(self) -> AbstractContextManager[None]:
+        return created_together(self._cluster)
+
+    def read(self, variable: Variable) -> jax.Array:
+        (value,) = self.snapshot([variable])
+        return value
+
+    def snapshot(self, variables: Sequence[Variable]) -> list[jax.Array]:
+        """The values; those of one task are of one moment."""
+        by_task = _by_task({variable.key: variable for variable in variables})
+        answers = self._ask({task: ReadVariables(tuple(held)) for task, held in by_task.items()})
+        values: dict[str, jax.Array] = {}
+        for (task, held), (answer, payload) in zip(by_task.items(), answers, strict=True):
+            arrays = decode_arrays(expect(answer, Arrays, short_task_name(task)).arrays, payload)
+            values.update(zip(held, map(jax.device_put, arrays), strict=True))
+        return [values[variable.key] for variable in variables]
+
+    def save(self, folder: Path, variables: Mapping[str, Variable], places: Mapping[str, str]) -> None:
+        """Have each task write its variables; those of one task as of one moment."""
+        messages = {}
+        for task, held in _by_task(variables).items():
+            saved = (SavedVariable(variable.key, name, places[name]) for name, variable in held.items())
+            messages[task] = SaveVariables(str(folder), tuple(saved))
+        self._ask(messages)
+
+    @contextmanager
+    def restoring(self, files: ArrayFiles, variables: Mapping[str, Variable]) -> Iterator[Callable[[], None]]:
+        """Have each task read its arrays; what is entered has each set them, its own in one moment."""
+        restore, messages = (self._cluster.task, next(_restores)), {}
+        for task, held in _by_task(variables).items():
+            keys = {name: variable.key for name, variable in held.items()}
+            messages[task] = ReadCheckpoint(*restore, str(files.path), files.id, keys)
+        try:
+            self._ask(messages)
+            yield functools.partial(self._end, messages, EndRestore(*restore, is_set=True))
+        finally:
+            with suppress(DflowError):  # a task that is gone has let go too
+                self._end(messages, EndRestore(*restore, is_set=False))
+
+    def _end(self, tasks: Iterable[str], message: EndRestore) -> None:
+        self._ask(dict.fromkeys(tasks, message))
+
+    def _ask(self, messages: Mapping[str, AnyMessage]) -> list[Reply]:
+        """The answers of tasks, all asked at once. Raises what the first of them failed with, if any did."""
+        answers = self._cluster.request_all([(task, message, b"") for task, message in messages.items()])
+        found = []
+        for answer in answers:
+            if isinstance(answer, DflowError):
+                raise answer
+            found.append(answer)
+        return found
+
+    def gather(self, variable: Variable, indices: Any) -> jax.Array:
+        rows: jax.Array = self._run_op(variable, "gather", variable.gather, indices)[0]
+        return rows
+
+    def update(self, variable: Variable, kind: str, *operands: Any) -> None:
+        if kind != "assign":
+            self._run_op(variable, kind, functools.partial(record_update, variable, kind), *operands)
+            return
+        dtype = jnp.dtype(variable.dtype).name
+        message = WriteVariable(variable.key, dtype, variable.shape)
+        self._cluster.request(task_of_resource(variable), message, encode_array(jnp.asarray(operands[0])))
+
+    def _run_op(self, variable: Variable, name: str, op: Callable[..., Any], *operands: Any) -> Sequence[Any]:
+        """Run one op on the variable as a step of its own; its plan is kept for operands of the same types."""
+        key = (variable.key, name, *map(array_type_of, operands))
+        step = self._ops.get(key)
+        if step is None:
+            traced = trace(op, operands, {})
+            step = self._ops[key] = self.runner(traced, check=False, observe=None)
+        return step(operands)
+
+    def create_resource(self, resource: HostResource) -> Slot:
+        return self._resources.create(resource)
+
+    def use_resource(
+        self, resource: HostResource, op: str, operands: Sequence[Any], attributes: Mapping[str, Any]
+    ) -> Sequence[jax.Array]:
+        return self._resources.use(resource, op, operands, attributes)
+
+    def forget(self, variable: Variable, reason: str, remedy: str) -> None:
+        """Let go of the value on its task; whoever uses it afterwards gets a VariableError that says these two."""
+        self._resources.forget_state(task_of_resource(variable), variable.key, True, reason, remedy)
+
+    def forget_resource(self, resource: HostResource, reason: str, remedy: str) -> None:
+        """Let go of the contents; whoever uses the resource from now on, or waits, gets an error that says these."""
+        self._resources.forget(resource, reason, remedy)
+
+    def runner(self, traced: Traced, *, check: bool, observe: Observer | None) -> Runner:
+        return self._cluster.runner(traced, check=check, observe=observe)
+
+
+def _by_task(variables: Mapping[str, Variable]) -> dict[str, dict[str, Variable]]:
+    found: dict[str, dict[str, Variable]] = defaultdict(dict)
+    for name, variable in variables.items():
+        found[task_of_resource(variable)][name] = variable
+    return found
+
+
+def _first_value(variable: Variable, initial: Initial) -> TypedInitial | npt.NDArray[Any]:
+    """An initialiser that can run later; the value of one that reads variables, whose values it is to have now."""
+    if isinstance(initial, TypedInitial) and not (isinstance(initial, InitialOps) and initial.reads_state):
+        return initial
+    return np.array(jnp.asarray(initial() if callable(initial) else initial, variable.dtype))

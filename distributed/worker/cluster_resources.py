@@ -1,0 +1,157 @@
+"""Queues and accumulators on other tasks, as a worker uses them.
+
+The coordinator decides which task holds each name, the same for every worker; the first worker to ask creates the
+resource there. An op outside of traced code is one request and its answer; when the caller stops waiting, so does the
+op on the task.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from dflow.distributed.task.task_resources import described
+from dflow.distributed.transport.base import Reply
+from dflow.distributed.wire.answers import expect
+from dflow.distributed.wire.array_lists import decode_arrays, encode_arrays
+from dflow.distributed.wire.messages import (
+    AccumulatorInfo,
+    AnyMessage,
+    Arrays,
+    CallResource,
+    CreateResource,
+    ForgetState,
+    Placed,
+    QueueInfo,
+)
+from dflow.lowering.channel import StepId
+from dflow.tracing.context import Slot
+from dflow.tracing.device import scope_here
+from dflow.tracing.device_name import short_device_name, split_device_name
+from dflow.tracing.errors import DeviceError, TaskLost, VariableError
+from dflow.tracing.host_resource import HostResource
+from dflow.tracing.queue_settings import DEFAULT_TIMEOUT_S
+from dflow.tracing.resources import Variable
+from dflow.tracing.source import at, caller
+from dflow.tracing.task_name import short_task_name
+from dflow.tracing.types import AccumulatorType, HostType, RowsType
+
+
+class Tasks(Protocol):
+    """The methods of a cluster that this file needs."""
+
+    def place_resource(self, name: str, kind: str, said: str, size_bytes: int, *, job: str, on: str) -> Placed:
+        """Return the task that holds the resource `name`, described by `said`, or that must create it."""
+        ...
+
+    def unplace(self, name: str) -> None:
+        """Free a name whose state no longer exists."""
+        ...
+
+    def request(self, task: str, message: AnyMessage, payload: Any = b"") -> Reply:
+        """Send another task a request, and wait for its answer."""
+        ...
+
+    def request_step(self, task: str, message: Callable[[StepId], AnyMessage], payload: Any, timeout_s: float) -> Reply:
+        """Send another task a request that runs as a step there, and wait for its answer."""
+        ...
+
+
+class ClusterResources:
+    """The queues and accumulators on the tasks of one job."""
+
+    def __init__(self, tasks: Tasks, job: str) -> None:
+        self._tasks, self._job = tasks, job
+
+    def create(self, resource: HostResource) -> Slot:
+        """Create the resource on its task, or find it there; return its location.
+
+        raises  the resource's error without a name, and when another one has the name; DeviceError when the scope
+                names no task, or another task than the one that holds it
+        """
+        if not resource.is_named:
+            raise resource.error(
+                f"{resource.title} is created among the parameter servers without a name, by which the other processes "
+                f"would find it{at(resource.loc)}\n  give it one, name='...', the same in each process"
+            )
+        type: HostType = resource.type
+        settings = _settings(resource)
+        said = described(type, settings)
+        try:
+            placed = self._tasks.place_resource(
+                resource.name, resource.kind, said, _size_bytes(type, settings), job=self._job, on=_stated(resource)
+            )
+            self._tasks.request(placed.task, CreateResource(resource.name, str(type), settings, placed.process))
+        except DeviceError as error:
+            raise DeviceError(f"{error}{at(resource.loc)}") from None
+        except TaskLost as error:
+            raise TaskLost(f"{error}{at(resource.loc)}") from None
+        except (VariableError, resource.error) as error:
+            raise resource.error(f"{error}{at(resource.loc)}") from None
+        return Slot(placed.task, resource.name)
+
+    def use(
+        self, resource: HostResource, op: str, operands: Sequence[Any], attributes: Mapping[str, Any]
+    ) -> Sequence[jax.Array]:
+        """Run an op now and wait for it; see `Home.use_resource`."""
+        task = task_of_resource(resource)
+        infos, payload = encode_arrays([jnp.asarray(operand) for operand in operands])
+        where, key = at(caller()), resource.key
+
+        def message(step: StepId) -> CallResource:
+            return CallResource(key, op, step.origin, step.number, infos, line=where, **attributes)
+
+        waits_s = attributes.get("timeout_s", DEFAULT_TIMEOUT_S)
+        answer, data = self._tasks.request_step(task, message, payload, waits_s)
+        arrays = expect(answer, Arrays, short_task_name(task)).arrays
+        return [jax.device_put(array) for array in decode_arrays(arrays, data)]
+
+    def forget(self, resource: HostResource, reason: str, remedy: str) -> None:
+        """Free the contents of a queue or an accumulator, and its name."""
+        self.forget_state(task_of_resource(resource), resource.key, False, reason, remedy)
+
+    def forget_state(self, task: str, key: str, is_variable: bool, reason: str, remedy: str) -> None:
+        """Free the state that a task holds under a key, and its name."""
+        self._tasks.request(task, ForgetState(key, is_variable, reason, remedy))
+        self._tasks.unplace(key)
+
+
+def task_of_resource(resource: HostResource | Variable) -> str:
+    """Return the task that holds the resource."""
+    assert resource.device is not None
+    return resource.device
+
+
+def _stated(resource: HostResource) -> str:
+    """The task that the scope names; empty without a scope."""
+    scope = scope_here()
+    if scope is None:
+        return ""
+    try:
+        task, device = split_device_name(scope)
+    except DeviceError:
+        task, device = "", scope
+    if not task or device:
+        raise DeviceError(
+            f"{resource.title} is created among the parameter servers under dflow.device({short_device_name(scope)!r})"
+            f"{at(resource.loc)}\n  name a task, such as ps:0, or leave it out, and the coordinator says which"
+        )
+    return task
+
+
+def _settings(resource: HostResource) -> QueueInfo | AccumulatorInfo:
+    settings = resource.settings
+    if isinstance(resource.type, AccumulatorType):
+        return AccumulatorInfo(settings.reduction.value, settings.limit or 0)
+    return QueueInfo(settings.kind.value, int(settings.capacity), settings.min_after_dequeue, str(settings.seed))
+
+
+def _size_bytes(type: HostType, settings: QueueInfo | AccumulatorInfo) -> int:
+    """Estimate of the bytes it may hold; unknown dimensions count as 1."""
+    arrays = [array for part in type.components for array in (part.arrays() if isinstance(part, RowsType) else (part,))]
+    count: int = settings.capacity if isinstance(settings, QueueInfo) else 1
+    return count * sum(int(math.prod(dim or 1 for dim in array.shape) * array.dtype.itemsize) for array in arrays)

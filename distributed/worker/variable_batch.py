@@ -1,0 +1,295 @@
+"""Creation of many variables of parameter servers together: one request to the coordinator, then few to each task.
+
+Why: a request and its answer take longer than creating a small variable. Variables made within one
+`parameter_servers()` are created when the block ends, or when one of them is used, whichever is first.
+
+Invariants: tasks are first asked which variables they have, so that a process that joins late computes and sends
+nothing; a variable that a task cannot create does not prevent any other; each use of a variable that is not created
+tries again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+from msgspec.structs import replace
+
+from dflow.distributed.transport.base import Reply
+from dflow.distributed.wire.answers import expect
+from dflow.distributed.wire.array_lists import encode_arrays
+from dflow.distributed.wire.codec import Payload
+from dflow.distributed.wire.failures import error_from, error_of
+from dflow.distributed.wire.messages import (
+    AnyMessage,
+    CreateVariable,
+    CreateVariables,
+    Failure,
+    Placed,
+    PlaceVariable,
+    ProgramCall,
+    VariablesCreated,
+)
+from dflow.lowering.initial_ops import Exports, InitialOps, Recipe
+from dflow.tracing.errors import DflowError
+from dflow.tracing.initial_value import TypedInitial
+from dflow.tracing.resources import Variable
+from dflow.tracing.source import at
+from dflow.tracing.task_name import short_task_name
+
+#: Most variables, and most bytes of values, that one message creates.
+MOST_VARIABLES = 256
+MOST_BYTES = 16 << 20
+#: A batch with more bytes than this to send is created before its block ends.
+FULL_BYTES = 64 << 20
+
+
+class CreatingTasks(Protocol):
+    """The methods of a cluster that this file needs."""
+
+    def place_all(self, requests: Sequence[PlaceVariable]) -> Sequence[Placed | Failure]:
+        """Return the task of each variable, where it is or must be created, or the failure, in order."""
+        ...
+
+    def request_all(self, requests: Sequence[tuple[str, AnyMessage, Any]]) -> Sequence[Reply | DflowError]:
+        """Send requests to tasks concurrently; return the answer or the error of each, in order."""
+        ...
+
+
+class Wanted:
+    """A variable to create on a task of `job`, or on the task of `near`; `first` returns or is its initial value."""
+
+    def __init__(
+        self, variable: Variable, job: str, near: Variable | None, first: TypedInitial | npt.NDArray[Any]
+    ) -> None:
+        self.variable, self.job, self.near = variable, job, near
+        self._first = first
+        #: The coordinator's answer; empty before it.
+        self.placed = Placed("")
+        #: Whether its task makes the initial value by ops; otherwise the value is sent there.
+        self.is_made_there = False
+        #: Bytes kept in memory until it is created, or sent then.
+        self.size_bytes = variable.type.size_bytes
+        if isinstance(first, InitialOps) and first.are_sent:
+            self.is_made_there, self.size_bytes = True, first.size_bytes
+
+    def placing(self) -> PlaceVariable:
+        """Return the request for its task."""
+        type = self.variable.type
+        near = self.near.name if self.near is not None else ""
+        return PlaceVariable(
+            self.variable.name, jnp.dtype(type.dtype).name, type.shape, type.size_bytes, self.job, near
+        )
+
+    def asked(self) -> CreateVariable:
+        """Return the request without an initial value, which finds out if the variable exists."""
+        type = self.variable.type
+        return CreateVariable(self.variable.name, jnp.dtype(type.dtype).name, type.shape, process=self.placed.process)
+
+    def value(self, computed: dict[int, npt.NDArray[Any]]) -> npt.NDArray[Any]:
+        """Return the initial value. Results of initialisers are cached in `computed`, by their identity."""
+        if not isinstance(self._first, TypedInitial):
+            return self._first
+        try:
+            if id(self._first) not in computed:
+                computed[id(self._first)] = np.asarray(jnp.asarray(self._first(), self.variable.dtype))
+            return computed[id(self._first)]
+        except Exception as error:
+            error.add_note(f"in the initialiser of variable {self.variable.name!r}{at(self.variable.loc)}")
+            raise
+
+    def recipe(self, exports: Exports) -> Recipe:
+        """Return the programs and arrays that make the initial value on its task."""
+        assert isinstance(self._first, InitialOps)
+        return self._first.recipe(exports)
+
+
+class VariableBatch:
+    """Variables that are created together on the tasks of one cluster; thread-safe."""
+
+    def __init__(self, tasks: CreatingTasks) -> None:
+        self.tasks = tasks
+        self._lock = threading.RLock()
+        self._wanted: list[Wanted] = []
+        self._size_bytes = 0
+        self._failed: dict[Variable, Wanted] = {}
+
+    def add(self, wanted: Wanted) -> None:
+        """Add a variable; create the whole batch now if it is full."""
+        with self._lock:
+            self._wanted.append(wanted)
+            _batches[wanted.variable] = self
+            self._size_bytes += wanted.size_bytes
+            is_full = self._size_bytes > FULL_BYTES
+        if is_full:
+            self.create()
+
+    def create(self) -> None:
+        """Create the variables that are not created yet; raises the error of the first that fails, with its line."""
+        with self._lock:
+            wanted, self._wanted, self._size_bytes = self._wanted, [], 0
+            try:
+                failed = _Creation(self.tasks).create(wanted)
+            finally:
+                # Also after an error: the next use of a variable without a location creates it.
+                self._failed.update((each.variable, each) for each in wanted if "device" not in vars(each.variable))
+            for variable, error in failed.items():
+                raise type(error)(f"{error}{at(variable.loc)}") from None
+
+    def create_again(self, variable: Variable) -> None:
+        """Like `create`, and also retry a variable that failed before."""
+        with self._lock:
+            failed = self._failed.pop(variable, None)
+            self._wanted += [] if failed is None else [failed]
+            self.create()
+
+
+_batches: WeakKeyDictionary[Variable, VariableBatch] = WeakKeyDictionary()
+_current: ContextVar[VariableBatch | None] = ContextVar("dflow_variable_batch", default=None)
+
+
+@contextmanager
+def created_together(tasks: CreatingTasks) -> Iterator[None]:
+    """Create the variables made inside on `tasks` together, at the latest when the block ends."""
+    batch = _batch_of(tasks)
+    token = _current.set(batch)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+    batch.create()
+
+
+def create(tasks: CreatingTasks, wanted: Wanted) -> None:
+    """Create a variable, together with the batch that is open in this context, if any."""
+    batch = _batch_of(tasks)
+    if wanted.near is not None and _batches[wanted.near] is not batch:
+        settle(wanted.near)
+    batch.add(wanted)
+    if batch is not _current.get():
+        batch.create()
+
+
+def settle(variable: Variable) -> None:
+    """Create a variable that waits for its batch, with the whole batch."""
+    if "device" not in vars(variable):
+        _batches[variable].create_again(variable)
+
+
+def _batch_of(tasks: CreatingTasks) -> VariableBatch:
+    open_one = _current.get()
+    return open_one if open_one is not None and open_one.tasks is tasks else VariableBatch(tasks)
+
+
+class _Creation:
+    """One creation of many variables."""
+
+    def __init__(self, tasks: CreatingTasks) -> None:
+        self._tasks = tasks
+        self._exports = Exports()
+        #: Results of initialisers that several variables share, by the initialiser's identity.
+        self._computed: dict[int, npt.NDArray[Any]] = {}
+        self._failed: dict[Variable, DflowError] = {}
+
+    def create(self, wanted: Sequence[Wanted]) -> dict[Variable, DflowError]:
+        """Create all of these; return the errors by failed variable."""
+        placed = self._placed(wanted)
+        questions = [
+            _Parcel(task, CreateVariables(tuple(each.asked() for each in part)), part)
+            for task, there in placed.items()
+            for part in _parts(there)
+        ]
+        missing = self._send(questions)
+        self._send([parcel for task, there in _by_task(missing).items() for parcel in self._parcels(task, there)])
+        return self._failed
+
+    def _placed(self, wanted: Sequence[Wanted]) -> dict[str, list[Wanted]]:
+        """Ask the coordinator for the task of each variable; return them by task."""
+        answers = self._tasks.place_all([each.placing() for each in wanted]) if wanted else ()
+        for each, answer in zip(wanted, answers, strict=True):
+            if isinstance(answer, Failure):
+                self._failed[each.variable] = error_from(answer)
+            else:
+                each.placed = answer
+        return _by_task(each for each in wanted if each.variable not in self._failed)
+
+    def _parcels(self, task: str, missing: Sequence[Wanted]) -> Iterator[_Parcel]:
+        """Yield messages that create variables: one each for those made there, which may take long, else many each."""
+        for part in _parts([each for each in missing if not each.is_made_there]):
+            values = [each.value(self._computed) for each in part]
+            arrays, payload = encode_arrays(values)
+            variables = tuple(replace(each.asked(), arrays=1) for each in part)
+            yield _Parcel(task, CreateVariables(variables, arrays), part, payload)
+        for each in missing:
+            if each.is_made_there:
+                yield self._recipe(task, each)
+
+    def _recipe(self, task: str, wanted: Wanted) -> _Parcel:
+        recipe = wanted.recipe(self._exports)
+        arrays, payload = encode_arrays(recipe.arrays)
+        used = list(dict.fromkeys(program for program, _ in recipe.calls))
+        calls = tuple(ProgramCall(used.index(program), takes) for program, takes in recipe.calls)
+        variable = replace(wanted.asked(), arrays=len(arrays), calls=calls, result=recipe.result)
+        blobs = [self._exports.blobs[program] for program in used]
+        message = CreateVariables((variable,), arrays, tuple(map(len, blobs)))
+        return _Parcel(task, message, [wanted], b"".join((payload, *blobs)))
+
+    def _send(self, parcels: Sequence[_Parcel]) -> list[Wanted]:
+        """Send all messages; return the variables that the tasks lack and got no initial value for."""
+        missing: list[Wanted] = []
+        answers = self._tasks.request_all([(parcel.task, parcel.message, parcel.payload) for parcel in parcels])
+        for parcel, answer in zip(parcels, answers, strict=True):
+            if isinstance(answer, DflowError):
+                self._failed.update((each.variable, answer) for each in parcel.wanted)
+            else:
+                missing += self._take(parcel, answer.message)
+        return missing
+
+    def _take(self, parcel: _Parcel, message: Any) -> list[Wanted]:
+        answer = expect(message, VariablesCreated, short_task_name(parcel.task))
+        for place, each in enumerate(parcel.wanted):
+            if place in answer.failures:
+                self._failed[each.variable] = error_of(answer.failures[place], parcel.task)
+            elif place not in answer.missing:
+                each.variable.key, each.variable.device = each.variable.name, parcel.task
+        return [parcel.wanted[place] for place in answer.missing]
+
+
+@dataclass(frozen=True)
+class _Parcel:
+    """A message to a task about the variables `wanted`."""
+
+    task: str
+    message: CreateVariables
+    wanted: Sequence[Wanted]
+    payload: Payload = b""
+
+
+def _by_task(wanted: Iterable[Wanted]) -> dict[str, list[Wanted]]:
+    found: dict[str, list[Wanted]] = defaultdict(list)
+    for each in wanted:
+        found[each.placed.task].append(each)
+    return found
+
+
+def _parts(wanted: Sequence[Wanted]) -> Iterator[Sequence[Wanted]]:
+    """Split into groups that each fit one message."""
+    part: list[Wanted] = []
+    size_bytes = 0
+    for each in wanted:
+        size_bytes += each.size_bytes
+        if part and (len(part) == MOST_VARIABLES or size_bytes > MOST_BYTES):
+            yield part
+            part, size_bytes = [], each.size_bytes
+        part.append(each)
+    if part:
+        yield part

@@ -1,0 +1,420 @@
+"""The shell and its client over both transports; what is decided is tested in test_coordinator_state.py."""
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+
+from dflow.distributed.client.coordinator_client import CoordinatorClient
+from dflow.distributed.client.coordinator_session import SessionSettings
+from dflow.distributed.coordinator.coordinator import Coordinator
+from dflow.distributed.coordinator.coordinator_events import Asked, Started, Ticked, Told
+from dflow.distributed.coordinator.coordinator_store import MemoryStore
+from dflow.distributed.coordinator.traffic_totals import EDGES_TOLD
+from dflow.distributed.transport.base import Handler, Peer, Transport
+from dflow.distributed.transport.memory import MemoryNetwork
+from dflow.distributed.transport.sockets import SocketTransport
+from dflow.distributed.wire.messages import AnyMessage, ClaimSteps, EdgeTraffic, Heartbeat, Roster
+from dflow.tracing.errors import (
+    DeadlineExceeded,
+    InternalError,
+    RemoteError,
+    SecurityError,
+    TaskLost,
+    TransportClosed,
+    VariableError,
+)
+from tests.distributed import waiting
+
+PS0, WORKER0, WORKER1 = "/job:ps/task:0", "/job:worker/task:0", "/job:worker/task:1"
+SOON_S = 20.0
+
+
+class Cluster:
+    """A coordinator whose time is set by hand, and the way to connect to it."""
+
+    def __init__(self, transport: Transport, address: str) -> None:
+        self.now_s = 100.0
+        self.transport = transport
+        self.clients: list[CoordinatorClient] = []
+        self.store = MemoryStore()
+        self.start(address)
+
+    def start(self, address: str, store: MemoryStore | None = None) -> None:
+        self.coordinator = Coordinator(
+            self.transport,
+            address,
+            {"ps": 1, "worker": 2},
+            store=store or self.store,
+            tick_s=None,
+            clock=lambda: self.now_s,
+        )
+
+    def client(self, name: str = "tool", give_up_s: float = 600.0) -> CoordinatorClient:
+        settings = SessionSettings(longest_pause_s=0.05, give_up_s=give_up_s)
+        address = self.coordinator.address
+        client = CoordinatorClient(self.transport, address, name=name, timeout_s=SOON_S, settings=settings)
+        self.clients.append(client)
+        return client
+
+    def task(self, task: str, give_up_s: float = 600.0) -> CoordinatorClient:
+        client = self.client(task, give_up_s)
+        client.join(task, f"at {task}")
+        return client
+
+    def close(self) -> None:
+        for client in self.clients:
+            client.close()
+        self.coordinator.close()
+
+
+@pytest.fixture(params=["memory", "tcp"])
+def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    made = Cluster(MemoryNetwork(), "") if request.param == "memory" else Cluster(SocketTransport(), "127.0.0.1:0")
+    yield made
+    made.close()
+
+
+def roster_event(client: CoordinatorClient, condition: Callable[[Roster], bool]) -> threading.Event:
+    """Set once the client has seen a roster that fulfils the condition."""
+    event = threading.Event()
+    client.call_on_roster(lambda roster: event.set() if condition(roster) else None)
+    return event
+
+
+def test_tasks_learn_of_each_other(cluster: Cluster) -> None:
+    first = cluster.task(WORKER0)
+    assert first.roster.expected == (PS0, WORKER1)
+    cluster.task(PS0)
+    roster = first.wait_for_tasks([WORKER0, PS0], timeout_s=SOON_S)
+    assert [info.address for info in roster.tasks] == [f"at {WORKER0}", f"at {PS0}"]
+    assert first.live(PS0) is not None
+    assert first.live(WORKER1) is None
+
+
+def test_a_wait_names_who_is_missing_and_why(cluster: Cluster) -> None:
+    first, second = cluster.task(WORKER0), cluster.task(WORKER1)
+    seen = roster_event(first, lambda roster: any(info.left for info in roster.tasks))
+    cluster.now_s += 3
+    second.leave("had enough")
+    assert seen.wait(SOON_S)
+    with pytest.raises(DeadlineExceeded, match=r"2 are missing: ps:0, worker:1 \(left at 3.0 s: had enough\)"):
+        first.wait_for_tasks([WORKER0, PS0, WORKER1], timeout_s=0.01)
+
+
+def test_a_second_task_of_one_name_gets_both_addresses(cluster: Cluster) -> None:
+    cluster.task(WORKER0)
+    with pytest.raises(RemoteError, match="already live at at /job:worker/task:0, so the one at elsewhere"):
+        cluster.client(WORKER0).join(WORKER0, "elsewhere")
+
+
+def test_placement_and_its_errors_reach_the_asker(cluster: Cluster) -> None:
+    first, second = cluster.task(WORKER0), cluster.task(WORKER1)
+    assert first.place("w", "float32", (2,), 8).task == PS0
+    assert second.place("w", "float32", (2,), 8).task == PS0
+    with pytest.raises(VariableError, match=r"'w' is float32\[2\] and was asked for as float32\[3\]"):
+        second.place("w", "float32", (3,), 12)
+
+
+def test_a_claim_waits_until_another_worker_has_gone(cluster: Cluster) -> None:
+    first, second = cluster.task(WORKER0), cluster.task(WORKER1)
+    assert first.claim("run", 1) == range(1)
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(second.claim, "run", 1, timeout_s=SOON_S)
+        first.close("killed")
+        assert waiting.result(SOON_S) == range(1)
+    assert second.claim("run", 1, done=1, metrics={"loss": 0.5}) == range(1, 1)
+    status = cluster.client().status()
+    assert (status.steps_done, status.steps_total) == (1, 1)
+    assert [(worker.task, worker.metrics) for worker in status.workers] == [(WORKER0, {}), (WORKER1, {"loss": 0.5})]
+
+
+def test_silence_ends_the_connection_of_a_task(cluster: Cluster) -> None:
+    client = cluster.task(WORKER0)
+    lost: list[str] = []
+    gone = threading.Event()
+    client.call_on_lost(lambda reason: (lost.append(reason), gone.set())[1])
+    cluster.now_s += 1000
+    cluster.coordinator.tick()
+    assert gone.wait(SOON_S)
+    assert client.lost
+    with pytest.raises(TaskLost, match=r"did not take this task back: coordinator: worker:0 left at 1000.0 s"):
+        client.status()
+    [task] = cluster.client().status().tasks
+    assert task.left == "no heartbeat for 10.0 s"
+    late: list[str] = []
+    client.call_on_lost(late.append)
+    assert late == lost
+
+
+def test_traffic_of_the_last_moment_is_told_before_leaving(cluster: Cluster) -> None:
+    client = cluster.client(WORKER0)
+    sent = (EdgeTraffic("w", WORKER0, PS0, 3, 12),)
+    client.join(WORKER0, "here", traffic=lambda: sent)
+    client.leave()
+    client.leave()
+    status = cluster.client().status()
+    assert status.traffic == sent
+    assert status.tasks[0].left == "finished"
+
+
+def test_one_is_elected_and_results_are_kept(cluster: Cluster) -> None:
+    first, second = cluster.task(WORKER0), cluster.task(WORKER1)
+    assert second.elect("init")
+    assert not first.elect("init")
+    first.report("accuracy", 0.75)
+    assert first.status().results == {"accuracy": 0.75}
+
+
+def test_what_only_a_task_may_ask_is_refused_before_it_is_sent(cluster: Cluster) -> None:
+    with pytest.raises(InternalError, match="join first"):
+        cluster.client().claim("run", 1)
+
+
+def test_the_coordinators_end_for_longer_than_is_borne_wakes_those_who_wait(cluster: Cluster) -> None:
+    client = cluster.task(WORKER0, give_up_s=0.0)
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(client.wait_for_tasks, [PS0], timeout_s=SOON_S)
+        cluster.coordinator.close()
+        with pytest.raises(TransportClosed, match=r"coordinator at .* is lost: it could not be reached for 0.0 s"):
+            waiting.result(SOON_S)
+    client.leave()
+
+
+def test_a_coordinator_started_again_takes_its_tasks_back_and_nobody_sees_a_change(cluster: Cluster) -> None:
+    first, second = cluster.task(WORKER0), cluster.task(WORKER1)
+    assert second.wait_for_tasks([WORKER0, WORKER1], timeout_s=SOON_S).version == 2
+    claimed = first.claim("run", 40)
+    assert first.elect("init")
+    rosters: list[Roster] = []
+    first.call_on_roster(rosters.append)
+    lost: list[str] = []
+    first.call_on_lost(lost.append)
+    address, before = cluster.coordinator.address, cluster.coordinator.status()
+    cluster.coordinator.close()
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(second.claim, "run", 40, timeout_s=SOON_S)
+        cluster.start(address)
+        assert waiting.result(SOON_S).start == claimed.stop
+    assert first.claim("run", 40, done=len(claimed)).start > claimed.stop
+    assert not second.elect("init")
+    after = cluster.client().status()
+    assert after.tasks == before.tasks
+    assert after.steps_done == len(claimed)
+    assert (len(rosters), lost) == (1, [])
+
+
+def test_a_coordinator_without_the_state_of_the_first_takes_none_of_its_tasks(cluster: Cluster) -> None:
+    client = cluster.task(WORKER0)
+    lost, gone = list[str](), threading.Event()
+    client.call_on_lost(lambda reason: (lost.append(reason), gone.set())[1])
+    cluster.coordinator.close()
+    cluster.start(cluster.coordinator.address, MemoryStore())
+    assert gone.wait(SOON_S)
+    assert "worker:0 is a task of cluster" in lost[0]
+    assert "it was started without the state of the first, which `--state FILE` keeps" in lost[0]
+
+
+def test_a_claim_in_vain_names_the_worker_that_holds_the_steps(cluster: Cluster) -> None:
+    first, second = cluster.task(WORKER0), cluster.task(WORKER1)
+    assert first.claim("run", 1) == range(1)
+    held = r"; of the claimed steps, worker:0 \(.*\) holds 1: see its output, or end it, and others do them"
+    with pytest.raises(DeadlineExceeded, match=held):
+        second.claim("run", 1, timeout_s=0.2)
+
+
+def test_a_claim_that_waits_long_says_in_the_waiting_worker_who_holds_the_steps(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, waits = cluster.task(WORKER0), itertools.count(0.0, 100.0)
+    assert first.claim("run", 1) == range(1)
+    second = CoordinatorClient(
+        cluster.transport, cluster.coordinator.address, name=WORKER1, is_threaded=False, clock=lambda: next(waits)
+    )
+    cluster.clients.append(second)
+    second.join(WORKER1, "h:1")
+    with ThreadPoolExecutor() as pool:
+        claim = pool.submit(second.claim, "run", 1)
+
+        def is_announced() -> bool:
+            second.tick()
+            return "worker:1 has waited 60 s for steps; of the claimed steps, worker:0 (" in caplog.text
+
+        waiting.until(is_announced)
+        assert first.claim("run", 1, done=1) == range(1, 1)
+        assert claim.result(SOON_S) == range(1, 1)
+    assert caplog.text.count("has waited 60 s") == 1
+
+
+def test_what_is_asked_in_vain_says_since_when_there_is_no_coordinator(cluster: Cluster) -> None:
+    client = cluster.task(WORKER0)
+    cluster.coordinator.close()
+    with pytest.raises(DeadlineExceeded, match=r"did not answer GetStatus of .* there is no connection to it since"):
+        client.status(timeout_s=0.5)
+    with pytest.raises(DeadlineExceeded, match=r"1 are missing: ps:0; .* there is no connection to it since"):
+        client.wait_for_tasks([PS0], timeout_s=0.01)
+    assert "there is no connection" in client.outage
+
+
+def test_a_client_without_a_thread_does_in_a_tick_what_is_due(cluster: Cluster) -> None:
+    client = CoordinatorClient(
+        cluster.transport,
+        cluster.coordinator.address,
+        name=WORKER0,
+        is_threaded=False,
+        clock=lambda: cluster.now_s,
+    )
+    cluster.clients.append(client)
+    client.join(WORKER0, "here")
+    client.tick()
+    assert not beats(cluster)
+    cluster.now_s += 1.0
+    client.tick()
+    client.status()
+    assert beats(cluster) == [Heartbeat(WORKER0)]
+
+
+def test_a_task_is_described_for_errors_about_it(cluster: Cluster) -> None:
+    first, second = cluster.task(WORKER0), cluster.client(WORKER1)
+    second.join(WORKER1, "here", steps=lambda: 12, doing=lambda: "step 13: waits for edge 'w'")
+    first.wait_for_tasks([WORKER1], timeout_s=SOON_S)
+    assert first.describe(WORKER1) == "worker:1 (just joined)"
+    assert first.describe(PS0) == "ps:0 (has not joined)"
+    cluster.now_s += 5.0
+    second._beat()
+    second.status()
+    cluster.now_s += 2.5
+    heard = "worker:1 (last heard 2.5 s ago, 12 steps ended, now at: step 13: waits for edge 'w')"
+    assert first.describe(WORKER1) == heard
+    second.leave()
+    assert first.describe(WORKER1) == "worker:1 (left at 7.5 s: finished)"
+    cluster.coordinator.close()
+    first.call_on_lost(lambda reason: None)
+    with pytest.raises(DeadlineExceeded):
+        first.status(timeout_s=0.5)
+    assert first.describe(WORKER0).startswith("worker:0 (there is no connection to it since")
+
+
+def beats(cluster: Cluster) -> list[AnyMessage]:
+    return [event.message for event in cluster.coordinator.log() if isinstance(event, Told)]
+
+
+def test_a_stranger_cannot_claim_in_the_name_of_a_task(cluster: Cluster) -> None:
+    cluster.task(WORKER0)
+    stranger = cluster.transport.connect(
+        cluster.coordinator.address, name="x", handler=cluster.client(), who="the coordinator", timeout_s=SOON_S
+    )
+    with pytest.raises(TaskLost, match="ClaimSteps came in the name of worker:0"):
+        stranger.call(ClaimSteps("run", WORKER0, 1, 1), timeout_s=SOON_S)
+    stranger.close()
+
+
+def test_traffic_over_more_edges_than_fit_into_a_message_is_told_in_sum(cluster: Cluster) -> None:
+    client = cluster.client(WORKER0)
+    sent = tuple(EdgeTraffic(f"edge {n} {'x' * 200}", WORKER0, PS0, 1, n) for n in range(10_000))
+    client.join(WORKER0, "here", traffic=lambda: sent)
+    client.leave()
+    status = cluster.client().status()
+    assert status.tasks[0].left == "finished"
+    assert status.traffic[0] == sent[-1]
+    assert len(status.traffic) == EDGES_TOLD + 1
+    assert sum(edge.size_bytes for edge in status.traffic) == sum(edge.size_bytes for edge in sent)
+    assert [event.message for event in cluster.coordinator.log() if isinstance(event, Told)] == [Heartbeat(WORKER0)]
+
+
+def test_a_roster_of_more_than_fits_into_a_message_reaches_all(cluster: Cluster) -> None:
+    first = cluster.task(WORKER0)
+    for index in range(1, 12):
+        cluster.task(f"/job:worker/task:{index}")
+    place = "x" * 200_000
+    for index in range(8):
+        cluster.client(f"/job:big/task:{index}").join(f"/job:big/task:{index}", place)
+    cluster.client("/job:big/task:8").join("/job:big/task:8", place)
+    first.wait_for_tasks([f"/job:big/task:{index}" for index in range(9)], timeout_s=SOON_S)
+    assert len(first.status().tasks) == len(first.roster.tasks) == 21
+
+
+def test_the_log_has_every_event_with_its_time(cluster: Cluster) -> None:
+    cluster.task(WORKER0)
+    cluster.now_s += 2
+    cluster.coordinator.tick()
+    started, joined, ticked = cluster.coordinator.log()
+    assert isinstance(started, Started)
+    assert isinstance(joined, Asked)
+    assert joined.at_s == 0.0
+    assert ticked == Ticked(2.0)
+
+
+def test_no_coordinator_is_named_with_its_address_and_the_time_tried() -> None:
+    with pytest.raises(DeadlineExceeded, match=r"the coordinator at nowhere could not be reached within 0.01 s"):
+        CoordinatorClient(MemoryNetwork(), "nowhere", name="tool", timeout_s=0.01)
+
+
+def test_no_one_joins_by_the_name_of_another(cluster: Cluster) -> None:
+    client = CoordinatorClient(cluster.transport, cluster.coordinator.address, name=WORKER1, timeout_s=SOON_S)
+    with pytest.raises(SecurityError, match=f"{WORKER1} asks to join as {WORKER0}; a task joins by its own name"):
+        client.join(WORKER0, "here")
+    client.close()
+
+
+def test_a_connection_that_ends_before_the_session_knows_of_it_is_made_again() -> None:
+    network, broken, ticks = MemoryNetwork(), list[str](), itertools.count()
+    coordinator = Coordinator(network, "", {}, tick_s=None)
+    made: list[Peer] = []
+
+    class Watched:
+        listen = staticmethod(network.listen)
+
+        def connect(self, address: str, *, name: str, handler: Handler, who: str, timeout_s: float) -> Peer:
+            made.append(network.connect(address, name=name, handler=handler, who=who, timeout_s=timeout_s))
+            return made[-1]
+
+    def clock() -> float:
+        if len(made) == 1 and not broken:  # it is asked for the time at which the connection was made
+            broken.append("at once")
+            made[0].close("it broke")
+        return 0.1 * next(ticks)
+
+    client = CoordinatorClient(Watched(), coordinator.address, name="tool", clock=clock, is_threaded=False)
+    with ThreadPoolExecutor() as pool:
+        status = pool.submit(client.status, timeout_s=SOON_S)
+        until(status.done, client.tick)
+    assert status.result().tasks == ()
+    client.close()
+    coordinator.close()
+
+
+def until(condition: Callable[[], bool], do: Callable[[], None]) -> None:
+    deadline = time.monotonic() + SOON_S
+    while not condition() and time.monotonic() < deadline:
+        do()
+
+
+def test_a_callback_that_fails_does_not_end_the_heartbeats(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("dflow.distributed.client.session_driver.HEARTBEAT_S", 0.01)
+    again, times = threading.Event(), itertools.count()
+
+    def steps() -> int:
+        if next(times) == 0:
+            raise RuntimeError("a callback of ours")
+        again.set()
+        return 1
+
+    cluster.client(WORKER0).join(WORKER0, "here", steps=steps)
+    assert again.wait(SOON_S)
+    assert "a callback of ours" in caplog.text
+
+
+def test_a_call_that_is_interrupted_is_withdrawn(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, other = cluster.task(WORKER0), cluster.task(WORKER1)
+    assert other.claim("run", 1) == range(1)
+    with monkeypatch.context() as patched:
+        patched.setattr(Future, "result", lambda future, timeout_s=None: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            client.claim("run", 1)
+    assert client.open_asks == 0

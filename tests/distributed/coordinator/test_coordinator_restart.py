@@ -1,0 +1,245 @@
+"""A coordinator that is started again from what it wrote down answers as one that was never gone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflow.distributed.coordinator.coordinator_events import (
+    Asked,
+    Event,
+    PeerClosed,
+    Persist,
+    Reply,
+    Started,
+    Ticked,
+    Told,
+)
+from dflow.distributed.coordinator.coordinator_state import CoordinatorSettings, CoordinatorState
+from dflow.distributed.coordinator.durable_records import apply_changes
+from dflow.distributed.wire.messages import (
+    AnyMessage,
+    Claimed,
+    ClaimSteps,
+    ElectOnce,
+    Heartbeat,
+    Join,
+    Leave,
+    Mark,
+    Marked,
+    Ok,
+    PlaceVariable,
+    Report,
+    Roster,
+    Status,
+    TaskInfo,
+)
+from tests.effort import examples
+
+#: With these, one that is dead is given up in the same tick whether the coordinator was started again or not.
+SETTINGS = CoordinatorSettings(heartbeat_timeout_s=10.0, rejoin_s=10.0)
+JOBS = {"ps": 2, "worker": 3}
+TASKS = ("/job:ps/task:0", "/job:worker/task:0", "/job:worker/task:1", "/job:worker/task:2", "/job:worker/task:3")
+#: When the coordinator dies: it does not, or in between two events, or with an event before or after the write.
+STAYS, QUIET, BEFORE_WRITE, AFTER_WRITE = "stays", "quiet", "before the write", "after the write"
+
+
+@dataclass
+class Client:
+    """One life of a task, which asks again what was not answered."""
+
+    task: str
+    incarnation: str
+    peer: int
+    claim: ClaimSteps
+    open: dict[int, AnyMessage] = field(default_factory=dict)
+    held: int = 0
+
+
+class World:
+    """A coordinator and its clients, whose messages are not lost unless it dies."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, bytes] = {}
+        self.now_s = 0.0
+        self.numbers = 0
+        self.clients: dict[str, Client] = {}
+        self.answers: dict[int, AnyMessage] = {}
+        self.connections = self.starts = 0
+        self.start()
+
+    def number(self) -> int:
+        self.numbers += 1
+        return self.numbers
+
+    def start(self) -> None:
+        self.state = CoordinatorState(JOBS, SETTINGS, self.rows)
+        self.starts += 1
+        self.carry_out(Started(self.now_s, "blue" if self.starts == 1 else f"start {self.starts}"))
+
+    def carry_out(self, event: Event, death: str = STAYS) -> None:
+        commands = self.state.handle(event)
+        for command in commands:
+            if isinstance(command, Persist):
+                assert command is commands[0]
+                if death != BEFORE_WRITE:
+                    apply_changes(self.rows, command.changes)
+            elif isinstance(command, Reply) and death not in (BEFORE_WRITE, AFTER_WRITE):
+                self.answered(command)
+        if death != STAYS:
+            self.restart()
+
+    def answered(self, reply: Reply) -> None:
+        for client in self.clients.values():
+            if reply.ask in client.open:
+                asked = client.open.pop(reply.ask)
+                self.answers[reply.ask] = reply.message
+                if isinstance(asked, ClaimSteps):
+                    assert isinstance(reply.message, Claimed), reply.message
+                    client.claim, client.held = asked, reply.message.count
+
+    def restart(self) -> None:
+        """The process dies, another starts at once, and all come back and ask again, in the order of before."""
+        self.start()
+        for client in list(self.clients.values()):
+            client.peer = self.number_of_connection()
+            join = Join(client.task, "h:1", client.incarnation, "blue")
+            commands = self.state.handle(Asked(self.now_s, client.peer, -1, join))
+            for command in commands:
+                if isinstance(command, Persist):
+                    apply_changes(self.rows, command.changes)
+        unanswered = {ask: client for client in self.clients.values() for ask in client.open}
+        for ask in sorted(unanswered):
+            self.carry_out(Asked(self.now_s, unanswered[ask].peer, ask, unanswered[ask].open[ask]))
+
+    def number_of_connection(self) -> int:
+        self.connections += 1
+        return self.connections
+
+    def ask(self, client: Client, message: AnyMessage, death: str) -> None:
+        ask = self.number()
+        client.open[ask] = message
+        self.carry_out(Asked(self.now_s, client.peer, ask, message), death)
+
+    def heartbeats(self) -> None:
+        for client in self.clients.values():
+            self.carry_out(Told(self.now_s, client.peer, Heartbeat(client.task)))
+        self.carry_out(Ticked(self.now_s))
+
+    def act(self, what: str, task: str, part: float, death: str) -> None:
+        """Let one thing happen; the same things are possible whether the coordinator dies or not."""
+        self.heartbeats()
+        self.now_s += 1.0
+        client = self.clients.get(task)
+        if death == QUIET:
+            self.restart()
+            death = STAYS
+        if client is None:
+            if what == "join":
+                self.clients[task] = client = Client(
+                    task, f"{self.number()}", self.number_of_connection(), ClaimSteps("run", task, 30, 0)
+                )
+                self.ask(client, Join(task, "h:1", client.incarnation, "blue"), death)
+            return
+        match what:
+            case "claim" if not any(isinstance(message, ClaimSteps) for message in client.open.values()):
+                last = client.claim.number
+                claim = ClaimSteps("run", task, 30, self.number(), last, round(part * client.held), more=part != 0.5)
+                self.ask(client, claim, death)
+            case "elect":
+                self.ask(client, ElectOnce("init" if part < 0.5 else "summary", task), death)
+            case "place":
+                self.ask(client, PlaceVariable(f"v{int(part * 5)}", "f32", (), 4, "ps"), death)
+            case "report":
+                self.ask(client, Report("loss", part), death)
+            case "finish":
+                # Once that is written, whether it hears of it or not, the client has gone.
+                self.ask(client, Leave(task, "finished"), STAYS if death == AFTER_WRITE else death)
+                del self.clients[task]
+            case "die":
+                self.carry_out(PeerClosed(self.now_s, self.clients.pop(task).peer, "reset"), death)
+                for _ in range(10):
+                    self.now_s += 2.0
+                    self.heartbeats()
+
+    def outcome(self) -> tuple[dict[int, AnyMessage], Status]:
+        """All answers, and what the coordinator knows in the end, without what tells how often it died."""
+        status = self.state.status(self.now_s)
+        tasks = tuple(_without_reason(info) for info in status.tasks)
+        answers = {
+            ask: Roster(tuple(map(_without_reason, answer.tasks)), answer.expected, answer.version)
+            if isinstance(answer, Roster)
+            else _without_mark(answer)
+            for ask, answer in self.answers.items()
+        }
+        return answers, msgspec.structs.replace(status, tasks=tasks, health=())
+
+
+def _without_mark(answer: AnyMessage) -> AnyMessage:
+    return msgspec.structs.replace(answer, mark=Mark()) if isinstance(answer, Marked) else answer
+
+
+def _without_reason(info: TaskInfo) -> TaskInfo:
+    return msgspec.structs.replace(info, left="finished" if info.left == "finished" else "failed" if info.left else "")
+
+
+ACTS = st.lists(
+    st.tuples(
+        st.sampled_from(["join", "join", "claim", "claim", "claim", "elect", "place", "report", "finish", "die"]),
+        st.sampled_from(TASKS),
+        st.sampled_from([0.0, 0.3, 0.5, 0.7, 1.0]),
+        st.sampled_from([STAYS, STAYS, QUIET, BEFORE_WRITE, AFTER_WRITE]),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=examples(300), deadline=None)
+@given(ACTS)
+def test_restarts_at_any_moment_give_the_answers_that_no_restart_gives(
+    acts: list[tuple[str, str, float, str]],
+) -> None:
+    steady, mortal = World(), World()
+    for what, task, part, death in acts:
+        steady.act(what, task, part, STAYS)
+        mortal.act(what, task, part, death)
+    assert mortal.outcome() == steady.outcome()
+
+
+@pytest.mark.parametrize("death", [QUIET, BEFORE_WRITE, AFTER_WRITE])
+def test_a_worker_that_waits_for_steps_gets_those_of_one_that_dies_with_the_coordinator(death: str) -> None:
+    world = World()
+    for task in TASKS[1:3]:
+        world.act("join", task, 0.0, STAYS)
+    while (client := world.clients[TASKS[1]]) and not client.open:
+        world.act("claim", TASKS[1], 1.0, STAYS)
+        if len(world.clients[TASKS[2]].open) == 0 and world.clients[TASKS[2]].held == 0:
+            world.act("claim", TASKS[2], 0.0, STAYS)
+    assert world.clients[TASKS[2]].held
+    world.act("die", TASKS[2], 0.0, death)
+    assert client.held
+    assert not client.open
+
+
+def test_the_roster_says_which_cluster_it_is_and_how_often_its_coordinator_started() -> None:
+    world = World()
+    world.act("join", TASKS[0], 0.0, STAYS)
+    world.restart()
+    world.act("join", TASKS[1], 0.0, STAYS)
+    roster = list(world.answers.values())[-1]
+    assert isinstance(roster, Roster)
+    assert (roster.cluster, roster.epoch, roster.version) == ("blue", 2, 2)
+
+
+def test_an_answer_that_was_written_and_lost_is_given_again() -> None:
+    world = World()
+    world.act("join", TASKS[1], 0.0, STAYS)
+    world.act("claim", TASKS[1], 0.0, AFTER_WRITE)
+    world.act("report", TASKS[1], 0.25, AFTER_WRITE)
+    answers = [_without_mark(answer) for answer in world.answers.values() if not isinstance(answer, Roster)]
+    assert answers == [Claimed(0, 7), Ok()]
+    assert world.state.status(0.0).results == {"loss": 0.25}

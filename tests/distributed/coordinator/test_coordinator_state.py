@@ -1,0 +1,365 @@
+import math
+from collections.abc import Iterable
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dflow.distributed.coordinator.coordinator_events import (
+    Asked,
+    Broadcast,
+    Command,
+    Disconnect,
+    Event,
+    Log,
+    PeerClosed,
+    Persist,
+    Reply,
+    Ticked,
+    Told,
+)
+from dflow.distributed.coordinator.coordinator_state import CoordinatorSettings, CoordinatorState
+from dflow.distributed.wire.messages import (
+    AnyMessage,
+    Claimed,
+    ClaimSteps,
+    DumpEvents,
+    EdgeTraffic,
+    Elected,
+    ElectOnce,
+    Failure,
+    GetHealth,
+    GetStatus,
+    Health,
+    Heartbeat,
+    Join,
+    Leave,
+    NotFinite,
+    Ok,
+    Placed,
+    PlaceVariable,
+    ReadVariables,
+    Report,
+    Roster,
+    RosterChange,
+    RoundsDone,
+    Status,
+    Unplace,
+)
+
+PS0, WORKER0, WORKER1 = "/job:ps/task:0", "/job:worker/task:0", "/job:worker/task:1"
+
+
+def cluster() -> CoordinatorState:
+    """One expected ps, which has not joined, and two workers that joined over the connections 10 and 11."""
+    state = CoordinatorState({"ps": 1, "worker": 2})
+    state.handle(Asked(0.0, 10, 0, Join(WORKER0, "h:0")))
+    state.handle(Asked(0.0, 11, 1, Join(WORKER1, "h:1")))
+    return state
+
+
+def replies(commands: Iterable[Command]) -> list[Reply]:
+    return [command for command in commands if isinstance(command, Reply)]
+
+
+def answer(commands: Iterable[Command], ask: int) -> AnyMessage:
+    [message] = [command.message for command in commands if isinstance(command, Reply) and command.ask == ask]
+    return message
+
+
+def status(state: CoordinatorState, at_s: float = 50.0) -> Status:
+    message = answer(state.handle(Asked(at_s, 99, 999, GetStatus())), 999)
+    assert isinstance(message, Status)
+    return message
+
+
+def test_a_join_is_answered_by_the_roster_and_told_to_all() -> None:
+    state = cluster()
+    commands = state.handle(Asked(1.0, 12, 2, Join(PS0, "h:2")))
+    roster = answer(commands, 2)
+    assert isinstance(roster, Roster)
+    assert [info.task for info in roster.tasks] == [WORKER0, WORKER1, PS0]
+    assert Broadcast((10, 11, 12), RosterChange(2, 3, (roster.tasks[2],))) in commands
+
+
+def test_a_join_that_is_refused_is_told_to_nobody() -> None:
+    state = cluster()
+    [reply] = state.handle(Asked(1.0, 12, 2, Join(WORKER0, "h:9")))
+    assert isinstance(reply, Reply)
+    assert isinstance(reply.message, Failure)
+    assert "already live at h:0" in reply.message.text
+    refusal = answer(state.handle(Asked(1.0, 12, 3, Join("worker0", "h:9"))), 3)
+    assert isinstance(refusal, Failure)
+    assert "'worker0' is not the name of a task" in refusal.text
+
+
+def test_a_silent_task_is_disconnected_and_its_steps_go_to_another() -> None:
+    state = cluster()
+    state.handle(Asked(0.0, 10, 2, ClaimSteps("run", WORKER0, 1, 1)))
+    assert replies(state.handle(Asked(0.0, 11, 3, ClaimSteps("run", WORKER1, 1, 1)))) == []
+    state.handle(Told(9.0, 11, Heartbeat(WORKER1)))
+    commands = state.handle(Ticked(10.0))
+    assert answer(commands, 3) == Claimed(0, 1)
+    assert Disconnect(10, "no heartbeat for 10.0 s") in commands
+    assert any(isinstance(command, Broadcast) and command.peers == (11,) for command in commands)
+
+
+def test_a_leave_is_answered_and_told_to_the_others() -> None:
+    state = cluster()
+    commands = state.handle(Asked(2.0, 10, 2, Leave(WORKER0, "finished")))
+    assert answer(commands, 2) == Ok()
+    assert status(state).tasks[0].left == "finished"
+    assert state.handle(PeerClosed(2.1, 10, "closed")) == []
+
+
+def test_nobody_speaks_for_a_task_that_has_left_or_that_is_another() -> None:
+    state = cluster()
+    state.handle(PeerClosed(3.0, 10, "reset"))
+    refusal = answer(state.handle(Asked(3.5, 99, 2, ClaimSteps("run", WORKER0, 1, 1))), 2)
+    assert isinstance(refusal, Failure)
+    assert "worker:0 is away since its connection ended: reset" in refusal.text
+    state.handle(Ticked(4.0))
+    refusal = answer(state.handle(Asked(4.0, 99, 2, ClaimSteps("run", WORKER0, 1, 1))), 2)
+    assert isinstance(refusal, Failure)
+    assert refusal.kind == "TaskLost"
+    assert "worker:0 left at 4.0 s: reset" in refusal.text
+    refusal = answer(state.handle(Asked(4.0, 10, 3, ElectOnce("init", WORKER1))), 3)
+    assert isinstance(refusal, Failure)
+    assert "ElectOnce came in the name of worker:1" in refusal.text
+
+
+def test_variables_are_placed_before_the_task_that_holds_them_joins() -> None:
+    state = cluster()
+    request = PlaceVariable("w", "float32", (2,), 8, "ps")
+    assert answer(state.handle(Asked(1.0, 10, 2, request)), 2) == Placed(PS0)
+    assert status(state).variables[0].task == PS0
+
+
+def test_who_is_no_task_places_nothing_and_reports_nothing() -> None:
+    state = cluster()
+    state.handle(Asked(1.0, 10, 2, PlaceVariable("w", "float32", (2,), 8, "ps")))
+    for message in (PlaceVariable("v", "float32", (2,), 8, "ps"), Unplace("w"), Report("accuracy", 0.5)):
+        state.handle(Told(1.0, 77, message))
+        refusal = answer(state.handle(Asked(1.0, 77, 3, message)), 3)
+        assert isinstance(refusal, Failure)
+        assert f"{type(message).__name__} is taken from tasks alone" in refusal.text
+    now = status(state)
+    assert [variable.name for variable in now.variables] == ["w"]
+    assert now.results == {}
+
+
+def test_an_office_goes_on_after_a_failure_and_not_after_a_normal_end() -> None:
+    state = cluster()
+    assert answer(state.handle(Asked(1.0, 10, 2, ElectOnce("init", WORKER0))), 2) == Elected(True)
+    assert answer(state.handle(Asked(1.0, 11, 3, ElectOnce("init", WORKER1))), 3) == Elected(False)
+    state.handle(PeerClosed(2.0, 10, "reset"))
+    state.handle(Ticked(3.0))
+    assert answer(state.handle(Asked(3.0, 11, 4, ElectOnce("init", WORKER1))), 4) == Elected(True)
+
+
+def test_traffic_and_results_are_in_the_status_after_the_task_has_left() -> None:
+    state = cluster()
+    sent = EdgeTraffic("w", PS0, WORKER0, 3, 24)
+    state.handle(Told(1.0, 10, Heartbeat(WORKER0, (sent,))))
+    state.handle(Told(1.0, 77, Heartbeat(WORKER0, (EdgeTraffic("w", PS0, WORKER0, 9, 99),))))
+    state.handle(Told(1.0, 10, Report("accuracy", 0.5)))
+    assert answer(state.handle(Asked(1.0, 10, 2, Report("accuracy", 0.75))), 2) == Ok()
+    state.handle(PeerClosed(2.0, 10, "reset"))
+    now = status(state, 7.0)
+    assert (now.now_s, now.traffic, now.results) == (7.0, (sent,), {"accuracy": 0.75})
+
+
+def test_one_that_closes_says_so_without_waiting_for_an_answer() -> None:
+    state = cluster()
+    state.handle(Told(2.0, 11, Leave(WORKER0, "finished")))
+    assert status(state).tasks[0].left == "", "it was said over a connection of another"
+    state.handle(Told(2.0, 10, Leave(WORKER0, "finished")))
+    assert status(state).tasks[0].left == "finished"
+
+
+def test_what_has_to_last_comes_before_all_that_follows_from_it() -> None:
+    state = CoordinatorState({"worker": 2})
+    commands = state.handle(Asked(0.0, 10, 0, Join(WORKER0, "h:0")))
+    assert [type(command) for command in commands] == [Persist, Reply, Broadcast]
+
+
+def test_nothing_is_written_for_heartbeats_traffic_ticks_and_questions() -> None:
+    state = cluster()
+    sent = (EdgeTraffic("w", PS0, WORKER0, 3, 24),)
+    events: list[Event] = [Told(1.0, 10, Heartbeat(WORKER0, sent)), Ticked(2.0), Asked(3.0, 10, 2, GetStatus())]
+    assert not [command for event in events for command in state.handle(event) if isinstance(command, Persist)]
+
+
+def test_a_task_that_is_heard_and_ends_no_step_is_stalled_and_the_log_says_so_once() -> None:
+    state = cluster()
+    for at_s in range(0, 64, 4):
+        state.handle(Told(at_s, 10, Heartbeat(WORKER0, (), 12, "step 13: waits for edge 'w'")))
+        state.handle(Told(at_s, 11, Heartbeat(WORKER1, (), at_s, "step")))
+    text = "worker:0 is alive and has ended no step for 60.5 s; it is at: step 13: waits for edge 'w'"
+    assert state.handle(Ticked(60.5)) == [Log(text), Broadcast((10, 11), DumpEvents(text))]
+    assert state.handle(Ticked(61.0)) == []
+    first, second = status(state, 61.0).health
+    assert (first.heard_at_s, first.stalled_since_s, second.stalled_since_s) == (60, 0, None)
+    assert answer(state.handle(Asked(61.0, 99, 2, GetHealth(WORKER0))), 2) == Health(61.0, first, "")
+    assert state.handle(Told(62.0, 10, Heartbeat(WORKER0, (), 13, "step 14"))) == [Log("worker:0 goes on after 62.0 s")]
+
+
+def test_a_task_that_holds_claimed_steps_is_at_work_though_it_runs_none() -> None:
+    state = cluster()
+    state.handle(Asked(0.0, 10, 2, ClaimSteps("run", WORKER0, 1, 1)))
+    for at_s in range(0, 64, 4):
+        state.handle(Told(at_s, 10, Heartbeat(WORKER0)))
+        state.handle(Told(at_s, 11, Heartbeat(WORKER1)))
+    state.handle(Asked(59.0, 11, 3, ClaimSteps("run", WORKER1, 1, 1)))
+    log, _ = state.handle(Ticked(60.0))
+    assert log == Log(
+        "worker:0 is alive and has ended no step for 60.0 s; it is at: 1 claimed steps of run 'run', from 0 on "
+        "(waiting for them: worker:1)"
+    )
+    assert [(one.task, one.held) for one in status(state).workers] == [(WORKER0, 1), (WORKER1, 0)]
+
+
+def test_a_loss_that_is_not_finite_is_announced_once_and_stays_in_the_status() -> None:
+    state = cluster()
+    for peer, task in ((10, WORKER0), (11, WORKER1)):
+        state.handle(Asked(0.0, peer, peer, ClaimSteps("run", task, 100, 1)))
+    bad = NotFinite(7, "loss", math.inf)
+    commands = state.handle(Asked(1.0, 11, 20, ClaimSteps("run", WORKER1, 100, 2, 1, 9, not_finite=bad)))
+    news = [command for command in commands if isinstance(command, Log)]
+    assert news == [Log("loss is inf at step 7 of run 'run' on worker:1; later ones of this run are not announced")]
+    later = state.handle(Asked(2.0, 10, 21, ClaimSteps("run", WORKER0, 100, 2, 1, 2, not_finite=bad)))
+    later += state.handle(Told(2.0, 10, RoundsDone("run", WORKER0, 3, 9, 1, not_finite=bad)))
+    assert not [command for command in later if isinstance(command, Log)]
+    other = state.handle(Told(2.0, 10, RoundsDone("sync", WORKER0, 3, 9, 1, not_finite=bad)))
+    assert other[-1] == Log(news[0].text.replace("'run' on worker:1", "'sync' on worker:0"))
+    assert [(one.run, one.task) for one in status(state).not_finite] == [("run", WORKER1), ("sync", WORKER0)]
+
+
+def test_a_run_that_every_worker_left_short_of_its_steps_is_announced_once() -> None:
+    state = cluster()
+    for peer, task in ((10, WORKER0), (11, WORKER1)):
+        state.handle(Asked(0.0, peer, peer, ClaimSteps("run", task, 100, 1)))
+    first = state.handle(Asked(1.0, 10, 20, ClaimSteps("run", WORKER0, 100, 2, 1, 8, more=False)))
+    assert not [command for command in first if isinstance(command, Log)]
+    last = state.handle(Asked(1.0, 11, 21, ClaimSteps("run", WORKER1, 100, 2, 1, 3, more=False)))
+    assert last[-1] == Log(
+        "run 'run' has 11 of 100 steps done, and no worker takes part in it any more: give them more batches, or ask "
+        "for fewer steps"
+    )
+    for peer, task in ((10, WORKER0), (11, WORKER1)):
+        gone = state.handle(Asked(2.0, peer, peer + 20, Leave(task, "finished")))
+        assert not [command for command in gone if isinstance(command, Log)]
+
+
+def test_the_health_of_a_task_that_is_not_there_says_why() -> None:
+    state = cluster()
+    assert answer(state.handle(Asked(1.0, 99, 2, GetHealth(PS0))), 2) == Health(1.0, None, "ps:0 has not joined")
+    assert answer(state.handle(Asked(1.0, 99, 3, GetHealth(WORKER0))), 3) == Health(1.0, None, "")
+    state.handle(Told(1.0, 10, Heartbeat(WORKER0)))
+    state.handle(Asked(2.0, 10, 4, Leave(WORKER0, "finished")))
+    left = Health(3.0, None, "worker:0 left at 2.0 s: finished")
+    assert answer(state.handle(Asked(3.0, 99, 5, GetHealth(WORKER0))), 5) == left
+    assert status(state).health == ()
+
+
+def test_a_message_meant_for_a_task_is_refused() -> None:
+    refusal = answer(cluster().handle(Asked(1.0, 10, 2, ReadVariables(("w",)))), 2)
+    assert isinstance(refusal, Failure)
+    assert "answers no ReadVariables" in refusal.text
+
+
+MESSAGES = st.one_of(
+    st.builds(Join, st.sampled_from([PS0, WORKER0, WORKER1]), st.just("h:1")),
+    st.builds(Leave, st.sampled_from([PS0, WORKER0, WORKER1]), st.just("finished")),
+    st.builds(
+        ClaimSteps,
+        st.just("run"),
+        st.sampled_from([WORKER0, WORKER1]),
+        st.just(9),
+        st.integers(1, 9),
+        st.integers(0, 9),
+        st.integers(0, 2),
+    ),
+    st.builds(ElectOnce, st.just("init"), st.sampled_from([WORKER0, WORKER1])),
+    st.builds(PlaceVariable, st.sampled_from("uvw"), st.just("f32"), st.just(()), st.just(4), st.just("ps")),
+)
+PEERS = st.integers(0, 3)
+HAPPENINGS = st.lists(
+    st.one_of(
+        st.tuples(st.just("asked"), PEERS, MESSAGES),
+        st.tuples(st.just("closed"), PEERS, st.none()),
+        st.tuples(st.just("ticked"), PEERS, st.none()),
+    ),
+    max_size=60,
+)
+
+
+def events(happenings: list[tuple[str, int, AnyMessage | None]]) -> list[Event]:
+    made: list[Event] = []
+    for number, (what, peer, message) in enumerate(happenings):
+        at_s = number * 1.5
+        if message is not None:
+            made.append(Asked(at_s, peer, number, message))
+        else:
+            made.append(PeerClosed(at_s, peer, "reset") if what == "closed" else Ticked(at_s))
+    return made
+
+
+@given(HAPPENINGS)
+def test_each_ask_is_answered_once_and_none_is_left_when_all_have_gone(
+    happenings: list[tuple[str, int, AnyMessage | None]],
+) -> None:
+    state = CoordinatorState({"ps": 1, "worker": 2})
+    script = [*events(happenings), Ticked(1000.0)]
+    commands = [command for event in script for command in state.handle(event)]
+    answered = sorted(command.ask for command in commands if isinstance(command, Reply))
+    assert answered == [event.ask for event in script if isinstance(event, Asked)]
+
+
+@given(HAPPENINGS)
+def test_the_log_handled_again_gives_the_same_commands(happenings: list[tuple[str, int, AnyMessage | None]]) -> None:
+    state = CoordinatorState({"ps": 1, "worker": 2})
+    commands = [command for event in events(happenings) for command in state.handle(event)]
+    replay = CoordinatorState({"ps": 1, "worker": 2})
+    assert [command for event in list(state.log) for command in replay.handle(event)] == commands
+
+
+# Last events.
+
+
+def dumps(commands: Iterable[Command]) -> list[tuple[int, ...]]:
+    """To whom each request for the last events goes."""
+    return [c.peers for c in commands if isinstance(c, Broadcast) and isinstance(c.message, DumpEvents)]
+
+
+def test_a_stall_that_a_task_tells_is_passed_on_to_the_others() -> None:
+    state = cluster()
+    assert dumps(state.handle(Told(1.0, 10, DumpEvents("x did not come", WORKER0)))) == [(11,)]
+
+
+def test_many_who_tell_of_a_stall_at_once_have_it_passed_on_once() -> None:
+    state = cluster()
+    passed_on = [
+        dumps(state.handle(Told(at_s, peer, DumpEvents("x did not come", task))))
+        for at_s, peer, task in ((1.0, 10, WORKER0), (1.1, 11, WORKER1), (5.9, 11, WORKER1), (6.0, 11, WORKER1))
+    ]
+    assert passed_on == [[(11,)], [], [], [(10,)]]
+
+
+def test_a_stall_told_by_no_task_or_in_anothers_name_is_passed_over() -> None:
+    state = cluster()
+    assert dumps(state.handle(Told(1.0, 12, DumpEvents("x", WORKER0)))) == []
+    assert dumps(state.handle(Told(1.0, 11, DumpEvents("x", WORKER0)))) == []
+    assert dumps(state.handle(Told(1.0, 12, DumpEvents("x")))) == []
+
+
+def test_a_task_that_makes_no_progress_has_all_write_down_their_last_events() -> None:
+    state = CoordinatorState({"worker": 2}, CoordinatorSettings(heartbeat_timeout_s=1e9, stall_timeout_s=30.0))
+    state.handle(Asked(0.0, 10, 0, Join(WORKER0, "h:0")))
+    state.handle(Asked(0.0, 11, 1, Join(WORKER1, "h:1")))
+    state.handle(Told(1.0, 10, Heartbeat(WORKER0, (), 3, "step 4 of worker:0")))
+    assert dumps(state.handle(Ticked(30.9))) == []
+    commands = state.handle(Ticked(31.0))
+    assert dumps(commands) == [(10, 11)]
+    (told,) = (c.message for c in commands if isinstance(c, Broadcast) and isinstance(c.message, DumpEvents))
+    assert told.why.startswith("worker:0 is alive and has ended no step for 30.0 s")
+    assert dumps(state.handle(Ticked(32.0))) == []

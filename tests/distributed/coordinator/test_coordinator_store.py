@@ -1,0 +1,244 @@
+"""Where a coordinator's state is kept: what both places promise, and what a file does at a crash."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import sqlite3
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflow.distributed.client.coordinator_client import CoordinatorClient
+from dflow.distributed.coordinator.coordinator import Coordinator
+from dflow.distributed.coordinator.coordinator_state import CoordinatorState
+from dflow.distributed.coordinator.coordinator_store import CoordinatorStore, MemoryStore, SqliteStore
+from dflow.distributed.coordinator.durable_records import Change, DurableRecords, apply_changes
+from dflow.distributed.transport.memory import MemoryNetwork
+from dflow.distributed.wire.messages import WorkerProgress
+from dflow.tracing.errors import ConfigError, DflowError, InternalError
+from tests.effort import examples
+
+WRITES: list[list[Change]] = [
+    [Change("a", b"1"), Change("b", b"2")],
+    [Change("a", b"3"), Change("b", None), Change("c", b"4")],
+    [Change("c", None), Change("unknown", None)],
+    [Change("b", b"5"), Change("a", None), Change("c", b"6"), Change("d", b"")],
+]
+
+
+@pytest.fixture(params=["memory", "file"])
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], CoordinatorStore]:
+    memory = MemoryStore()
+    return (lambda: memory) if request.param == "memory" else lambda: SqliteStore(tmp_path / "state")
+
+
+def states() -> list[dict[str, bytes]]:
+    """What is there after each number of whole writes."""
+    rows: dict[str, bytes] = {}
+    found = [dict(rows)]
+    for changes in WRITES:
+        apply_changes(rows, changes)
+        found.append(dict(rows))
+    return found
+
+
+def test_what_was_written_is_there_when_it_is_opened_again(make: Callable[[], CoordinatorStore]) -> None:
+    for changes, rows in zip(WRITES, states()[1:], strict=True):
+        store = make()
+        store.write(changes)
+        store.close()
+        store.close()
+        again = make()
+        assert again.load() == rows
+        again.close()
+
+
+def test_a_crash_at_any_moment_leaves_whole_writes_and_all_that_had_returned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files are copied before each statement, as a kill there would leave them."""
+    copies: list[tuple[int, Path]] = []
+    returned = 0
+    numbers = itertools.count()
+
+    def copy(statement: str) -> None:
+        place = tmp_path / f"copy{next(numbers)}"
+        place.mkdir()
+        for file in tmp_path.glob("state*"):
+            shutil.copy(file, place)
+        copies.append((returned, place / "state"))
+
+    class Traced(sqlite3.Connection):
+        def execute(self, sql: str, *rest: object) -> sqlite3.Cursor:
+            copy(sql)
+            return super().execute(sql, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(sqlite3, "connect", Traced)
+    store = SqliteStore(tmp_path / "state")
+    copies.clear()
+    for changes in WRITES:
+        store.write(changes)
+        returned += 1
+    copy("at the end")
+    monkeypatch.undo()
+    store.close()
+    assert len(copies) > 2 * len(WRITES) + sum(map(len, WRITES))
+    for number, path in copies:
+        survivor = SqliteStore(path)
+        assert survivor.load() == states()[number]
+        survivor.close()
+
+
+def test_a_log_of_which_only_a_part_reached_the_disk_holds_the_first_whole_writes(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "state")
+    for changes in WRITES:
+        store.write(changes)
+    database, log = (tmp_path / "state").read_bytes(), (tmp_path / "state-wal").read_bytes()
+    store.close()
+    found = []
+    for size in [*range(0, len(log), 1021), len(log)]:
+        place = tmp_path / f"first{size}"
+        place.mkdir()
+        (place / "state").write_bytes(database)
+        (place / "state-wal").write_bytes(log[:size])
+        survivor = SqliteStore(place / "state")
+        found.append(states().index(dict(survivor.load())))
+        survivor.close()
+    assert found == sorted(found)
+    assert set(found) == set(range(len(WRITES) + 1))
+
+
+def test_a_write_is_on_the_disk_when_it_has_returned(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "state")
+    assert store._database.execute("PRAGMA synchronous").fetchone() == (2,)
+    assert store._database.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+    store.close()
+
+
+def test_a_file_that_another_coordinator_has_open_is_refused(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "state")
+    with pytest.raises(ConfigError, match=r"cannot be kept in .*state: database is locked; end the other coordinator"):
+        SqliteStore(tmp_path / "state")
+    store.close()
+    SqliteStore(tmp_path / "state").close()
+
+
+def test_a_file_that_is_something_else_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    text, other = tmp_path / "text", tmp_path / "other"
+    text.write_text("no database " * 100)
+    with pytest.raises(ConfigError, match="file is not a database"):
+        SqliteStore(text)
+    assert text.read_text() == "no database " * 100
+    with sqlite3.connect(other) as database:
+        database.execute("CREATE TABLE things (name TEXT)")
+    database.close()
+    with pytest.raises(ConfigError, match="no coordinator's state of this version of dflow: its format is 0, and 2"):
+        SqliteStore(other)
+    with pytest.raises(ConfigError, match="unable to open database file"):
+        SqliteStore(tmp_path / "no such folder" / "state")
+
+
+def test_a_record_of_another_form_is_named() -> None:
+    with pytest.raises(InternalError, match="record 'progress/x' is not a WorkerProgress of this version of dflow"):
+        list(DurableRecords({"progress/x": b"\x93"}).load("progress/", WorkerProgress))
+
+
+@settings(max_examples=examples(50), deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("abcd"), st.none() | st.integers(0, 9)), max_size=20))
+def test_the_changes_applied_in_order_are_the_records(puts: list[tuple[str, int | None]]) -> None:
+    records, rows, expected = DurableRecords(), dict[str, bytes](), dict[str, int]()
+    for number, (key, steps) in enumerate(puts):
+        if steps is None:
+            records.drop(key)
+            expected.pop(key, None)
+        else:
+            records.put(key, WorkerProgress(key, steps, 0.0, {}))
+            expected[key] = steps
+        if number % 3 == 0:
+            apply_changes(rows, records.take_changes())
+    apply_changes(rows, records.take_changes())
+    assert records.take_changes() == ()
+    assert {key: found.steps for key, found in DurableRecords(rows).load("", WorkerProgress)} == expected
+
+
+class Recording:
+    """A store that says what was written before which answer, and fails when told to."""
+
+    def __init__(self) -> None:
+        self.writes = 0
+        self.is_full = False
+        self.is_closed = False
+
+    def load(self) -> Mapping[str, bytes]:
+        return {}
+
+    def write(self, changes: Iterable[Change]) -> None:
+        if self.is_full:
+            raise OSError("the coordinator's state could not be written: no space left")
+        self.writes += 1
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_a_coordinator_that_cannot_write_answers_no_more_and_says_why() -> None:
+    network, store, faults = MemoryNetwork(), Recording(), list[str]()
+    coordinator = Coordinator(network, "", {}, store=store, tick_s=None, on_fault=faults.append)
+    client = CoordinatorClient(network, coordinator.address, name="/job:worker/task:0")
+    client.join("/job:worker/task:0", "here")
+    before = store.writes
+    client.status()
+    assert store.writes == before, "a question writes nothing"
+    store.is_full = True
+    with pytest.raises(DflowError):
+        client.report("accuracy", 1.0, timeout_s=1.0)
+    assert faults == ["the coordinator's state could not be written: no space left"]
+    coordinator.close()
+    assert store.is_closed
+    client.close()
+
+
+def test_a_coordinator_that_fails_ends_with_the_reason_and_writes_nothing_of_what_it_was_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    network, store, faults = MemoryNetwork(), Recording(), list[str]()
+    coordinator = Coordinator(network, "", {}, store=store, tick_s=None, on_fault=faults.append)
+    client = CoordinatorClient(network, coordinator.address, name="/job:worker/task:0")
+    client.join("/job:worker/task:0", "here")
+    client.report("accuracy", 1.0)
+    before = store.writes
+    monkeypatch.setattr(CoordinatorState, "status", lambda state, at_s: 1 // 0)
+    with pytest.raises(DflowError):
+        client.status(timeout_s=1.0)
+    coordinator.tick()
+    assert faults == ["it has failed: ZeroDivisionError: integer division or modulo by zero"]
+    assert store.writes == before
+    coordinator.close()
+    client.close()
+
+
+def test_a_coordinator_that_cannot_write_at_its_start_does_not_start() -> None:
+    store = Recording()
+    store.is_full = True
+    with pytest.raises(OSError, match="no space left"):
+        Coordinator(MemoryNetwork(), "", {}, store=store, tick_s=None)
+    assert store.is_closed
+
+
+def test_the_time_of_a_coordinator_goes_on_after_a_restart(tmp_path: Path) -> None:
+    for wall_s, expected_s in ((1000.0, 0.0), (1060.0, 60.0), (900.0, 0.0)):
+        coordinator = Coordinator(
+            MemoryNetwork(),
+            "",
+            {},
+            store=SqliteStore(tmp_path / "state"),
+            tick_s=None,
+            clock=lambda: 5.0,
+            wall_clock=lambda wall_s=wall_s: wall_s,  # type: ignore[misc]
+        )
+        assert coordinator.status().now_s == expected_s
+        coordinator.close()

@@ -1,0 +1,62 @@
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflow.distributed.coordinator.progress_watch import ProgressWatch, StallBegan, StallEnded
+from dflow.distributed.wire.messages import TaskHealth
+from tests.effort import examples
+
+TASK = "/job:ps/task:0"
+
+
+def test_busy_without_progress_for_the_time_is_a_stall_that_is_told_once() -> None:
+    watch = ProgressWatch(60.0)
+    watch.hear(0, TASK, 10.0, 5, "step 6", True)
+    watch.hear(0, TASK, 69.0, 5, "step 6: waits", True)
+    assert watch.tick(69.9) == []
+    assert watch.tick(70.0) == [StallBegan(TASK, 10.0, "step 6: waits")]
+    assert watch.tick(80.0) == []
+    assert watch.health(0) == TaskHealth(TASK, 69.0, 5, "step 6: waits", 10.0)
+    assert watch.hear(0, TASK, 90.0, 6, "step 7", True) == [StallEnded(TASK, 80.0)]
+    assert watch.hear(0, TASK, 91.0, 6, "step 7", True) == []
+    assert watch.tick(149.9) == []
+    assert watch.tick(150.0) == [StallBegan(TASK, 90.0, "step 7")]
+
+
+def test_one_that_is_idle_is_not_stuck_however_long() -> None:
+    watch = ProgressWatch(60.0)
+    watch.hear(0, TASK, 0.0, 5, "", False)
+    assert watch.tick(100.0) == []
+    watch.hear(0, TASK, 999.0, 5, "", False)
+    assert watch.tick(1000.0) == []
+    watch.hear(0, TASK, 1000.0, 5, "step 6", True)
+    assert watch.tick(1059.0) == [], "it is busy since 1000"
+    watch.tick(1060.0)
+    assert watch.hear(0, TASK, 1061.0, 5, "", False) == [StallEnded(TASK, 61.0)]
+
+
+def test_one_that_has_left_stalls_no_more() -> None:
+    watch = ProgressWatch(60.0)
+    watch.hear(0, TASK, 0.0, 5, "step", True)
+    watch.leave(0)
+    watch.leave(0)
+    assert watch.tick(100.0) == []
+    assert watch.health(0) is None
+    assert watch.all_health() == ()
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 2), st.booleans(), st.integers(0, 80)), max_size=60))
+def test_stalls_begin_and_end_in_turn_and_only_without_progress(acts: list[tuple[int, bool, int]]) -> None:
+    watch, at_s, steps, since_s, is_stalled = ProgressWatch(60.0), 0.0, 0, 0.0, False
+    was_busy = False
+    for more, is_busy, pause_s in acts:
+        at_s += pause_s
+        [*began] = watch.tick(at_s)
+        assert bool(began) == (was_busy and not is_stalled and at_s - since_s >= 60.0)
+        is_stalled = is_stalled or bool(began)
+        steps += more
+        moves = more > 0 or not is_busy or not was_busy
+        assert bool(watch.hear(7, TASK, at_s, steps, "", is_busy)) == (is_stalled and moves)
+        if moves:
+            since_s, is_stalled = at_s, False
+        was_busy = is_busy

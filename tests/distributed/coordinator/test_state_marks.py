@@ -1,0 +1,125 @@
+"""A coordinator whose state lost its newest changes is detected by the tasks that saw them."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from pathlib import Path
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflow.distributed.client.coordinator_client import CoordinatorClient
+from dflow.distributed.client.coordinator_session import SessionSettings
+from dflow.distributed.coordinator.coordinator import Coordinator
+from dflow.distributed.coordinator.coordinator_events import Asked, Command, Log, Persist, Reply, Started
+from dflow.distributed.coordinator.coordinator_state import CoordinatorState
+from dflow.distributed.coordinator.coordinator_store import SqliteStore
+from dflow.distributed.coordinator.durable_records import Change, DurableRecords, apply_changes
+from dflow.distributed.coordinator.state_marks import StateMarks
+from dflow.distributed.transport.memory import MemoryNetwork
+from dflow.distributed.wire.messages import AnyMessage, Failure, Join, Mark, PlaceVariable, Roster
+from tests.effort import examples
+
+WORKER0, WORKER1 = "/job:worker/task:0", "/job:worker/task:1"
+SOON_S = 20.0
+
+
+@settings(max_examples=examples(200))
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3)), min_size=1, max_size=5))
+def test_a_mark_is_missing_exactly_when_a_write_up_to_it_was_lost(lives: list[tuple[int, int]]) -> None:
+    """Each life of the coordinator writes `more` times, and then loses its newest writes."""
+    writes: list[tuple[Change, ...]] = []
+    given_marks: list[tuple[Mark, int]] = []
+    for number, (more, lost) in enumerate(lives):
+        rows: dict[str, bytes] = {}
+        for write in writes:
+            apply_changes(rows, write)
+        records = DurableRecords(rows)
+        marks = StateMarks(records)
+        # Of the marks given in earlier lives, those of writes that are still there, and no others, are known.
+        marks.started(f"start {number}")
+        for place in range(1 + more):
+            if place:
+                records.put("something", Mark("", place))
+            marks.written()
+            writes.append(records.take_changes())
+            given_marks.append((marks.newest, len(writes)))
+        for mark, size in given_marks:
+            assert bool(marks.missing(mark)) == (size > len(writes)), mark
+        kept = max(len(writes) - lost, 0)
+        del writes[kept:]
+        given_marks = [(mark, size if size <= kept else 1_000_000) for mark, size in given_marks]
+
+
+def place(name: str) -> PlaceVariable:
+    return PlaceVariable(name, "float32", (), 4, "ps")
+
+
+class Disk:
+    """A coordinator whose writes are kept one by one."""
+
+    def __init__(self) -> None:
+        self.writes: list[tuple[Change, ...]] = []
+        self.starts = 0
+        self.start()
+
+    def start(self) -> None:
+        rows: dict[str, bytes] = {}
+        for changes in self.writes:
+            apply_changes(rows, changes)
+        self.state, self.starts = CoordinatorState({"ps": 1, "worker": 2}, rows=rows), self.starts + 1
+        self.handle(Started(0.0, "blue" if self.starts == 1 else f"start {self.starts}"))
+
+    def handle(self, event: Started | Asked) -> list[Command]:
+        commands = self.state.handle(event)
+        self.writes += [command.changes for command in commands if isinstance(command, Persist)]
+        return commands
+
+    def ask(self, peer: int, message: AnyMessage) -> AnyMessage:
+        [answer] = [
+            command.message for command in self.handle(Asked(0.0, peer, 1, message)) if isinstance(command, Reply)
+        ]
+        return answer
+
+
+def test_a_coordinator_that_lost_its_newest_write_takes_back_only_tasks_that_saw_nothing_of_it() -> None:
+    disk = Disk()
+    rosters = [disk.ask(peer, Join(task, "h:1", f"life {peer}")) for peer, task in ((1, WORKER0), (2, WORKER1))]
+    assert all(isinstance(roster, Roster) for roster in rosters)
+    placed = disk.ask(1, place("w"))
+    disk.writes.pop()
+    disk.start()
+    back = Join(WORKER0, "h:1", "life 1", "blue", 1, placed.mark)  # type: ignore[union-attr]
+    refusal = disk.ask(11, back)
+    assert isinstance(refusal, Failure)
+    assert refusal.text == (
+        "the coordinator's state is older than what worker:0 has seen of it: of the changes up to 4 it has those up to "
+        "3; the file of its state was damaged or replaced, so end the run and start it again with a new one"
+    )
+    again = disk.handle(Asked(0.0, 12, 1, back))
+    assert not any(isinstance(command, Log) for command in again), "logged once"
+    assert not isinstance(disk.ask(13, Join(WORKER1, "h:1", "life 2", "blue", 2, rosters[1].mark)), Failure)  # type: ignore[union-attr]
+
+
+def test_a_flipped_bit_in_the_write_ahead_log_is_found_out(tmp_path: Path) -> None:
+    network, lost, gone = MemoryNetwork(), list[str](), threading.Event()
+    first = Coordinator(network, "", {"ps": 1, "worker": 1}, store=SqliteStore(tmp_path / "state"), tick_s=None)
+    client = CoordinatorClient(network, first.address, name=WORKER0, settings=SessionSettings(longest_pause_s=0.05))
+    client.join(WORKER0, "h:1")
+    client.call_on_lost(lambda reason: (lost.append(reason), gone.set())[1])
+    client.place("w", "float32", (), 4)
+    (tmp_path / "damaged").mkdir()
+    for file in tmp_path.glob("state*"):
+        shutil.copy(file, tmp_path / "damaged")
+    log = tmp_path / "damaged/state-wal"
+    data = bytearray(log.read_bytes())
+    data[-100] ^= 1
+    log.write_bytes(data)
+    first.close()
+    store = SqliteStore(tmp_path / "damaged/state")
+    second = Coordinator(network, first.address, {"ps": 1, "worker": 1}, store=store, tick_s=None)
+    assert gone.wait(SOON_S)
+    assert "the coordinator's state is older than what worker:0 has seen of it: of the changes up to" in lost[0]
+    client.close()
+    second.close()

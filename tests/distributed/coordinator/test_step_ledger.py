@@ -1,0 +1,320 @@
+import msgspec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from dflow.distributed.coordinator.coordinator_events import Reply
+from dflow.distributed.coordinator.step_ledger import LedgerEvent, StepLedger, StepsAsked, WorkerLeft
+from dflow.distributed.wire.messages import Claimed, ClaimSteps, Failure
+from tests.effort import examples
+
+A, B, C = (f"/job:worker/task:{index}" for index in range(3))
+
+
+def asked(ask: int, task: str, done: int = 0, total: int = 100, **rest: object) -> StepsAsked:
+    return StepsAsked(ask, ClaimSteps("run", task, total, 0, 0, done, **rest))  # type: ignore[arg-type]
+
+
+class Numbered:
+    """A ledger whose workers number their claims and see every answer."""
+
+    def __init__(self) -> None:
+        self.ledger = StepLedger()
+        self.number = 0
+        self.open: dict[int, tuple[str, int]] = {}
+        self.seen: dict[str, int] = {}
+
+    def handle(self, event: LedgerEvent) -> list[Reply]:
+        if isinstance(event, StepsAsked):
+            self.number += 1
+            task = event.claim.task
+            self.open[event.ask] = task, self.number
+            numbered = msgspec.structs.replace(event.claim, number=self.number, last=self.seen.get(task, 0))
+            event = StepsAsked(event.ask, numbered)
+        else:
+            self.seen.pop(event.task, None)
+        replies = self.ledger.handle(event)
+        for reply in replies:
+            task, number = self.open.pop(reply.ask)
+            if isinstance(reply.message, Claimed):
+                self.seen[task] = number
+        return replies
+
+
+def test_one_worker_gets_the_steps_in_order() -> None:
+    ledger, first, sizes = Numbered(), 0, []
+    while True:
+        [reply] = ledger.handle(asked(0, A, done=sizes[-1] if sizes else 0))
+        assert isinstance(reply.message, Claimed)
+        assert reply.message.first == first
+        if reply.message.count == 0:
+            break
+        sizes.append(reply.message.count)
+        first += reply.message.count
+    assert first == ledger.ledger.steps_done == ledger.ledger.steps_total == 100
+    assert sizes[:4] == [16, 16, 16, 13]
+    assert sizes[-1] == 1
+
+
+def test_claims_are_smaller_with_more_workers() -> None:
+    ledger = Numbered()
+    assert ledger.handle(asked(1, A)) == [Reply(1, Claimed(0, 16))]
+    assert ledger.handle(asked(2, B)) == [Reply(2, Claimed(16, 84 // 8))]
+    assert ledger.handle(asked(3, C)) == [Reply(3, Claimed(26, 74 // 12))]
+
+
+def test_the_unreported_steps_of_a_lost_worker_are_handed_out_again() -> None:
+    ledger = Numbered()
+    ledger.handle(asked(1, A))
+    ledger.handle(asked(2, B))
+    ledger.handle(WorkerLeft(A, "killed"))
+    assert ledger.handle(asked(3, B, done=10)) == [Reply(3, Claimed(0, 16))]
+
+
+def test_steps_not_done_by_a_live_worker_go_back_too() -> None:
+    ledger = Numbered()
+    ledger.handle(asked(1, A))
+    assert ledger.handle(asked(2, A, done=5)) == [Reply(2, Claimed(5, 16))]
+
+
+def test_an_asker_waits_while_others_may_give_steps_back_and_gets_them() -> None:
+    ledger = Numbered()
+    ledger.handle(asked(1, A, total=1))
+    assert ledger.handle(asked(2, B, total=1)) == []
+    assert ledger.handle(WorkerLeft(A, "killed")) == [Reply(2, Claimed(0, 1))]
+
+
+def test_all_who_wait_are_told_when_the_run_is_complete() -> None:
+    ledger = Numbered()
+    ledger.handle(asked(1, A, total=1))
+    ledger.handle(asked(2, B, total=1))
+    ledger.handle(asked(3, C, total=1))
+    replies = ledger.handle(asked(4, A, done=1, total=1))
+    assert replies == [Reply(ask, Claimed(1, 0)) for ask in (2, 3, 4)]
+
+
+def test_a_worker_that_leaves_while_it_waits_is_answered() -> None:
+    ledger = Numbered()
+    ledger.handle(asked(1, A, total=1))
+    ledger.handle(asked(2, B, total=1))
+    assert ledger.handle(WorkerLeft(B, "reset")) == [Reply(2, Failure("TaskLost", "worker:1 has left: reset"))]
+
+
+def test_of_those_that_leave_together_none_is_given_what_another_gives_back() -> None:
+    ledger = Numbered()
+    ledger.handle(asked(1, A, total=1))
+    ledger.handle(asked(2, B, total=1))
+    ledger.handle(asked(3, C, total=1))
+    replies = ledger.ledger.leave([WorkerLeft(A, "killed"), WorkerLeft(B, "killed")])
+    assert replies == [Reply(2, Failure("TaskLost", "worker:1 has left: killed")), Reply(3, Claimed(0, 1))]
+
+
+def numbered(ask: int, task: str, number: int, last: int = 0, done: int = 0, total: int = 100) -> StepsAsked:
+    return StepsAsked(ask, ClaimSteps("run", task, total, number, last, done))
+
+
+def test_a_claim_asked_again_gives_the_same_steps_though_lower_ones_have_come_back() -> None:
+    ledger = StepLedger()
+    ledger.handle(numbered(1, A, 1))
+    given = ledger.handle(numbered(2, B, 1))
+    ledger.handle(WorkerLeft(A, "killed"))
+    again = ledger.handle(numbered(3, B, 1))
+    assert [reply.message for reply in again] == [reply.message for reply in given] == [Claimed(16, 10)]
+    assert ledger.handle(numbered(4, B, 2, 1, 10)) == [Reply(4, Claimed(0, 16))]
+    assert ledger.handle(numbered(5, B, 2, 1, 10)) == [Reply(5, Claimed(0, 16))]
+    assert ledger.steps_done == ledger.workers()[1].steps == 10
+
+
+def test_a_claim_that_waits_and_is_asked_again_waits_on_in_the_place_of_the_first() -> None:
+    ledger = StepLedger()
+    ledger.handle(numbered(1, A, 1, total=1))
+    ledger.handle(numbered(2, B, 1, total=1))
+    [first] = ledger.handle(numbered(3, B, 1, total=1))
+    assert isinstance(first.message, Failure)
+    assert (first.ask, first.message.text) == (2, "worker:1 has sent this claim again")
+    assert ledger.handle(WorkerLeft(A, "killed")) == [Reply(3, Claimed(0, 1))]
+
+
+def test_steps_given_to_a_claim_whose_answer_was_never_seen_go_back_and_none_counts_as_done() -> None:
+    ledger = StepLedger()
+    ledger.handle(numbered(1, A, 1))
+    ledger.handle(numbered(2, A, 2, 1, 16))
+    assert ledger.handle(numbered(3, A, 3, 1, 16)) == [Reply(3, Claimed(16, 16))]
+    assert ledger.steps_done == 16
+
+
+def test_a_claim_that_comes_after_a_later_one_or_reports_one_that_is_not_known_is_refused() -> None:
+    ledger = StepLedger()
+    ledger.handle(numbered(1, A, 5))
+    [late] = ledger.handle(numbered(2, A, 4))
+    assert isinstance(late.message, Failure)
+    assert "claim 4 of worker:0 came after its claim 5" in late.message.text
+    [unknown] = ledger.handle(numbered(3, B, 3, last=2, done=1))
+    assert isinstance(unknown.message, Failure)
+    assert "worker:1 reports claim 2 in claim 3, and its newest is 0" in unknown.message.text
+
+
+def test_a_second_ask_takes_the_place_of_one_that_waits() -> None:
+    ledger = Numbered()
+    ledger.handle(asked(1, A, total=1))
+    ledger.handle(asked(2, B, total=1))
+    [reply] = ledger.handle(asked(3, B, total=1))
+    assert reply.ask == 2
+    assert isinstance(reply.message, Failure)
+    assert "a later claim of worker:1 has taken the place" in reply.message.text
+
+
+def test_another_number_of_steps_is_refused_with_both_numbers() -> None:
+    ledger = Numbered()
+    ledger.handle(asked(1, A, total=100))
+    [reply] = ledger.handle(asked(2, B, total=50))
+    assert isinstance(reply.message, Failure)
+    assert "it has 100 steps and worker:1 asks for 50" in reply.message.text
+    [reply] = ledger.handle(StepsAsked(3, ClaimSteps("other", B, -1, 1)))
+    assert isinstance(reply.message, Failure)
+    assert "asks for -1 steps" in reply.message.text
+    assert ledger.ledger.steps_total == 100
+
+
+def test_more_done_than_claimed_is_refused() -> None:
+    ledger = Numbered()
+    ledger.handle(asked(1, A))
+    [reply] = ledger.handle(asked(2, A, done=17))
+    assert isinstance(reply.message, Failure)
+    assert "worker:0 reports 17 steps done of a claim of 16" in reply.message.text
+
+
+def test_a_worker_that_wants_no_more_is_answered_at_once_and_the_others_get_its_rest() -> None:
+    ledger = Numbered()
+    ledger.handle(asked(1, A, total=3))
+    ledger.handle(asked(2, B, total=3))
+    assert ledger.handle(asked(3, C, total=3)) == [Reply(3, Claimed(2, 1))]
+    assert ledger.handle(asked(4, C, total=3, done=1)) == []
+    replies = ledger.handle(asked(5, A, total=3, more=False))
+    assert replies == [Reply(5, Claimed(0, 0)), Reply(4, Claimed(0, 1))]
+    assert ledger.ledger.steps_done == 1
+
+
+def test_a_worker_that_wants_no_more_reports_what_it_did_and_no_longer_has_a_share() -> None:
+    ledger = Numbered()
+    ledger.handle(asked(1, A))
+    ledger.handle(asked(2, B))
+    assert ledger.handle(asked(3, A, done=5, more=False)) == [Reply(3, Claimed(0, 0))]
+    assert ledger.ledger.steps_done == ledger.ledger.workers()[0].steps == 5
+    assert ledger.handle(asked(4, B, done=10)) == [Reply(4, Claimed(5, 11))]
+    assert ledger.handle(asked(5, B, done=11)) == [Reply(5, Claimed(26, 16))]
+
+
+def test_one_that_wants_no_more_never_waits_and_may_come_back() -> None:
+    ledger = Numbered()
+    ledger.handle(asked(1, A, total=1))
+    assert ledger.handle(asked(2, B, total=1)) == []
+    [refused, stopped] = ledger.handle(asked(3, B, total=1, more=False))
+    assert refused.ask == 2
+    assert isinstance(refused.message, Failure)
+    assert stopped == Reply(3, Claimed(0, 0))
+    assert ledger.handle(asked(4, A, total=1, more=False)) == [Reply(4, Claimed(0, 0))]
+    assert ledger.handle(asked(5, B, total=1)) == [Reply(5, Claimed(0, 1))]
+
+
+def test_progress_keeps_the_newest_of_each_worker() -> None:
+    ledger = Numbered()
+    ledger.handle(asked(1, A))
+    ledger.handle(asked(2, A, done=16, step_s=0.5, metrics={"loss": 2.0}))
+    ledger.handle(asked(3, A, done=4))
+    [worker] = ledger.ledger.workers()
+    assert (worker.steps, worker.step_s, worker.metrics) == (20, 0.5, {"loss": 2.0})
+
+
+class RandomRun(RuleBasedStateMachine):
+    """Workers that claim, do part of a claim, want no more, die and come back in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = Numbered()
+        self.total = 0
+        self.claims: dict[str, range] = {}
+        self.asks: dict[int, str] = {}
+        self.answered: set[int] = set()
+        self.done: list[int] = []
+        self.next_ask = 0
+
+    def take(self, replies: list[Reply]) -> None:
+        for reply in replies:
+            assert reply.ask not in self.answered
+            self.answered.add(reply.ask)
+            task = self.asks.pop(reply.ask)
+            if isinstance(reply.message, Claimed):
+                self.claims[task] = range(reply.message.first, reply.message.first + reply.message.count)
+
+    def ask(self, task: str, done: int, *, more: bool = True) -> None:
+        held = self.claims.pop(task, range(0))
+        self.done += held[:done]
+        self.asks[self.next_ask] = task
+        self.take(self.ledger.handle(asked(self.next_ask, task, done, self.total, more=more)))
+        self.next_ask += 1
+
+    @precondition(lambda self: self.next_ask == 0)
+    @rule(total=st.integers(0, 60))
+    def choose_total(self, total: int) -> None:
+        self.total = total
+
+    @rule(task=st.sampled_from([A, B, C]), part=st.floats(0, 1))
+    def claim(self, task: str, part: float) -> None:
+        if task not in self.asks.values():
+            self.ask(task, round(part * len(self.claims.get(task, ()))))
+
+    @rule(task=st.sampled_from([A, B, C]), part=st.floats(0, 1))
+    def want_no_more(self, task: str, part: float) -> None:
+        if task not in self.asks.values():
+            self.ask(task, round(part * len(self.claims.get(task, ()))), more=False)
+            assert task not in self.asks.values(), "one that wants no more is answered at once"
+            assert not self.claims[task]
+
+    @rule(task=st.sampled_from([A, B, C]))
+    def die(self, task: str) -> None:
+        self.claims.pop(task, None)
+        self.take(self.ledger.handle(WorkerLeft(task, "killed")))
+        assert task not in self.asks.values(), "a dead worker's ask is answered too"
+
+    @invariant()
+    def no_step_is_held_twice(self) -> None:
+        held = [*self.done, *(step for claim in self.claims.values() for step in claim)]
+        assert len(held) == len(set(held))
+        assert all(0 <= step < self.total for step in held)
+        assert self.ledger.ledger.steps_done == len(self.done)
+
+    @invariant()
+    def an_ask_waits_only_for_another_workers_claim(self) -> None:
+        assert not self.asks or any(self.claims.values())
+
+    def teardown(self) -> None:
+        """Whatever happened, the workers that remain end the run and nobody is left waiting."""
+        for task in (A, B, C):
+            if task not in self.asks.values():
+                self.ask(task, len(self.claims.get(task, ())))
+        while holders := [task for task, claim in self.claims.items() if claim]:
+            self.ask(holders[0], len(self.claims[holders[0]]))
+        assert not self.asks
+        assert sorted(self.done) == list(range(self.total))
+        assert self.ledger.ledger.steps_done == self.total
+
+
+TestRandomRun = RandomRun.TestCase
+TestRandomRun.settings = settings(max_examples=examples(200), stateful_step_count=40, deadline=None)
+
+
+@given(st.integers(0, 300), st.integers(1, 5))
+def test_workers_in_turn_do_every_step_once(total: int, workers: int) -> None:
+    ledger, done, claims = Numbered(), [], {}
+    tasks = [f"/job:worker/task:{index}" for index in range(workers)]
+    active = set(range(workers))
+    while active:
+        for index in sorted(active):
+            held = claims.pop(index, range(0))
+            done += held
+            for reply in ledger.handle(asked(index, tasks[index], len(held), total)):
+                assert isinstance(reply.message, Claimed)
+                claims[reply.ask] = range(reply.message.first, reply.message.first + reply.message.count)
+        active = {index for index in active if claims.get(index)}
+    assert sorted(done) == list(range(total))

@@ -1,0 +1,363 @@
+"""The launcher as a user runs it, with scripts that use no JAX."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.processes import Spawned, exists, wait_for_end
+
+CONNECT = """
+import os, signal, subprocess, sys, threading
+from dflow.distributed.client.coordinator_client import CoordinatorClient
+from dflow.distributed.process.parent_watch import watch
+from dflow.distributed.transport.sockets import SocketTransport
+watch()
+index = int(os.environ["DFLOW_INDEX"])
+task = f"/job:{os.environ['DFLOW_JOB']}/task:{index}"
+client = CoordinatorClient(SocketTransport(), os.environ["DFLOW_COORDINATOR"], name=task)
+client.join(task, f"nowhere:{index}")
+"""
+WAIT = (
+    CONNECT
+    + """
+print("pid", os.getpid())
+threading.Event().wait()
+"""
+)
+
+
+def launch(
+    tmp_path: Path, script: str, workers: int = 1, *arguments: str, ps: int = 0, options: Sequence[str] = ()
+) -> Spawned:
+    (tmp_path / "script.py").write_text(textwrap.dedent(script))
+    words = ("--ps", str(ps), "--workers", str(workers), "--logs", str(tmp_path / "logs"), *options)
+    return Spawned("-m", "dflow", "launch", *words, "script.py", *arguments, cwd=tmp_path)
+
+
+def pids(launched: Spawned, count: int) -> list[int]:
+    return [int(line.split()[-1]) for line in launched.read_until("] pid ", count)]
+
+
+def children_of(pid: int) -> list[int]:
+    """The children that the launcher has now."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_scripts_that_finish_give_0_and_their_lines_a_prefix(tmp_path: Path) -> None:
+    script = (
+        CONNECT
+        + """
+print("hello from", os.environ["DFLOW_JOB"], index, sys.argv[1:])
+print("events go to", os.environ["DFLOW_RUN_DIR"])
+print("[bold]not markup[/bold]", file=sys.stderr)
+client.leave()
+"""
+    )
+    with launch(tmp_path, script, 2, "--lr", "3") as launched:
+        status, output = launched.finish()
+    assert status == 0, output
+    assert "[worker:0] hello from worker 0 ['--lr', '3']\n" in output
+    assert "[worker:1] hello from worker 1 ['--lr', '3']\n" in output
+    assert "[worker:1] [bold]not markup[/bold]\n" in output
+    assert f"[worker:1] events go to {tmp_path / 'logs'}\n" in output
+    assert "dflow coordinator listening" not in output
+    assert "dflow: to watch: dflow status --watch --coordinator 127.0.0.1:" in output.splitlines()[1]
+
+
+def test_a_full_disk_under_the_logs_does_not_end_the_run(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    for name in ("launcher", "worker-0"):
+        (tmp_path / "logs" / f"{name}.log").symlink_to("/dev/full")
+    with launch(tmp_path, CONNECT + "print('hello')\nclient.leave()") as launched:
+        status, output = launched.finish()
+    assert status == 0, output
+    assert "[worker:0] hello\n" in output
+    for name in ("launcher", "worker-0"):
+        assert output.count(f"{name}.log cannot be written: No space left on device") == 1
+
+
+def test_a_full_disk_under_the_output_does_not_end_the_run(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(CONNECT + "print('hello')\nclient.leave()\nopen('done', 'w').close()")
+    words = ("-m", "dflow", "launch", "--ps", "0", "--logs", str(tmp_path / "logs"), "script.py")
+    with open("/dev/full", "w") as full:
+        subprocess.run(
+            [sys.executable, *words], cwd=tmp_path, stdout=full, stderr=subprocess.DEVNULL, timeout=60, check=False
+        )
+    assert (tmp_path / "done").exists()
+    assert (tmp_path / "logs/worker-0.log").read_text().endswith("hello\n")
+    launcher = (tmp_path / "logs/launcher.log").read_text()
+    assert launcher.count("the output cannot be shown: No space left on device; the logs have it") == 1
+
+
+@pytest.mark.once
+def test_a_run_that_ends_short_of_its_steps_says_so_and_gives_1(tmp_path: Path) -> None:
+    script = """
+import dflow, math
+cluster = dflow.connect()
+for loss in dflow.distributed.Async(cluster).run(lambda x: math.nan if x == 7 else 0.5, range(10), steps=100):
+    pass
+cluster.close()
+"""
+    with launch(tmp_path, script, 2) as launched:
+        status, output = launched.finish()
+    assert status == 1, output
+    short = "20 of 100 are done; give the workers more batches, or ask for fewer steps"
+    assert output.count(f"dflow: the run ended short of its steps: {short}") == 1
+    assert output.count("run 'run_0' has 20 of 100 steps done, and no worker takes part in it any more") == 1
+    assert len(re.findall(r"\[coordinator\] loss is nan at step \d+ of run 'run_0' on worker:[01]; later", output)) == 1
+    assert "Not finite" in output
+    assert re.search(r"run_0 +loss +nan +\d+ +worker:[01]", output), output
+
+
+def test_a_script_that_never_joins_has_not_done_its_part(tmp_path: Path) -> None:
+    with launch(tmp_path, "print('done, alone')") as launched:
+        status, output = launched.finish()
+    assert status == 1, output
+    assert "[worker:0] done, alone" in output
+    assert "dflow: worker:0 finished and had never joined the cluster" in output
+    assert "its script has to call dflow.connect()" in output
+
+
+def test_a_crash_lets_the_others_end_and_gives_1(tmp_path: Path) -> None:
+    script = (
+        CONNECT
+        + """
+if index == 0:
+    raise RuntimeError("no more")
+left = threading.Event()
+client.call_on_roster(lambda roster: left.set() if any(info.left for info in roster.tasks) else None)
+assert left.wait(60)
+print("went on")
+client.leave()
+"""
+    )
+    with launch(tmp_path, script, 2) as launched:
+        status, output = launched.finish()
+    assert status == 1, output
+    assert "[worker:0] RuntimeError: no more" in output
+    assert "dflow: worker:0 ended: exit status 1; 1 of 2 workers go on" in output
+    assert "[worker:1] went on" in output
+
+
+def test_a_killed_worker_is_reported_and_the_run_is_good(tmp_path: Path) -> None:
+    script = (
+        CONNECT
+        + """
+steps = client.claim("run", 1) if index == 0 else range(0)
+client.report(f"claimed {index}", 1.0)
+if index == 0:
+    assert steps == range(1)
+    os.kill(os.getpid(), signal.SIGKILL)
+seen = threading.Event()
+client.call_on_roster(lambda roster: seen.set() if any(info.left for info in roster.tasks) else None)
+assert seen.wait(60)
+assert client.claim("run", 1) == range(1)
+assert client.claim("run", 1, done=1, step_s=0.25, metrics={"loss": 0.5}) == range(1, 1)
+client.report("accuracy", 0.9375)
+client.leave()
+"""
+    )
+    with launch(tmp_path, script, 2) as launched:
+        status, output = launched.finish()
+    assert status == 0, output
+    assert "dflow: worker:0 ended: killed by SIGKILL; 1 of 2 workers go on" in output
+    assert "0.9375" in output
+    assert "Steps: 1 of 1" in output
+    assert "killed by SIGKILL (" in output
+
+
+def test_all_workers_dead_is_an_error(tmp_path: Path) -> None:
+    with launch(tmp_path, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)", 2) as launched:
+        status, output = launched.finish()
+    assert status == 1, output
+    assert "none of 2 workers finished" in output
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_every_process_and_gives_130(tmp_path: Path, number: signal.Signals) -> None:
+    with launch(tmp_path, WAIT, 2) as launched:
+        workers = pids(launched, 2)
+        everyone = children_of(launched.process.pid)
+        assert len(everyone) == 3
+        assert set(workers) < set(everyone)
+        launched.process.send_signal(number)
+        status, output = launched.finish()
+    assert status == 130, output
+    assert f"dflow: {number.name}: ending all processes" in output
+    assert not any(exists(pid) for pid in everyone)
+
+
+def test_a_worker_deaf_to_sigterm_is_killed_with_all_it_started(tmp_path: Path) -> None:
+    script = (
+        CONNECT
+        + """
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+sleeper = subprocess.Popen([sys.executable, "-c", "import threading; threading.Event().wait()"])
+print("pid", sleeper.pid)
+print("pid", os.getpid())
+sleeper.wait()
+"""
+    )
+    with launch(tmp_path, script) as launched:
+        started = pids(launched, 2)
+        launched.process.send_signal(signal.SIGINT)
+        launched.process.send_signal(signal.SIGINT)
+        status, output = launched.finish()
+    assert status == 130, output
+    wait_for_end(started)
+
+
+def test_a_killed_launcher_takes_all_with_it(tmp_path: Path) -> None:
+    with launch(tmp_path, WAIT, 2) as launched:
+        pids(launched, 2)
+        everyone = children_of(launched.process.pid)
+        assert len(everyone) == 3
+        launched.process.kill()
+        wait_for_end(everyone)
+
+
+def test_a_coordinator_that_is_started_again_goes_on_and_the_workers_with_it(tmp_path: Path) -> None:
+    script = (
+        CONNECT
+        + """
+steps = client.claim("run", 3)
+siblings = open(f"/proc/{os.getppid()}/task/{os.getppid()}/children").read().split()
+[pid] = [pid for pid in siblings if b"coordinator" in open(f"/proc/{pid}/cmdline", "rb").read().split(bytes(1))]
+os.kill(int(pid), signal.SIGKILL)
+done = len(steps)
+while steps := client.claim("run", 3, done=len(steps)):
+    done += len(steps)
+client.report("done", done)
+client.leave()
+"""
+    )
+    with launch(tmp_path, script, options=["--restart", "on-failure"]) as launched:
+        status, output = launched.finish()
+    assert status == 0, output
+    assert "coordinator ended: killed by SIGKILL; it is started again in 1 s (restart 1 of 3)" in output
+    assert "Steps: 3 of 3" in output
+    assert re.search(r"\n done +3 ", output), output
+
+
+def test_a_dead_coordinator_ends_the_run(tmp_path: Path) -> None:
+    with launch(tmp_path, WAIT, 2) as launched:
+        workers = pids(launched, 2)
+        [coordinator] = set(children_of(launched.process.pid)) - set(workers)
+        os.kill(coordinator, signal.SIGKILL)
+        status, output = launched.finish()
+    assert status == 1, output
+    assert "coordinator ended (killed by SIGKILL) while workers needed it" in output
+    assert not any(exists(pid) for pid in workers)
+
+
+def test_a_missing_script_is_said_before_anything_starts(tmp_path: Path) -> None:
+    with Spawned("-m", "dflow", "launch", "nothing.py", cwd=tmp_path) as launched:
+        status, output = launched.finish()
+    assert status == 2
+    assert "there is no script 'nothing.py' in" in output
+
+
+def test_a_worker_that_fails_is_started_again_and_its_end_is_what_counts(tmp_path: Path) -> None:
+    script = (
+        CONNECT
+        + """
+from pathlib import Path
+if not Path("been here").exists():
+    Path("been here").touch()
+    print("the first time")
+    os.kill(os.getpid(), signal.SIGKILL)
+print("the second time")
+client.leave()
+"""
+    )
+    with launch(tmp_path, script, options=["--restart", "on-failure:2"]) as launched:
+        status, output = launched.finish()
+    assert status == 0, output
+    assert "dflow: worker:0 ended: killed by SIGKILL; it is started again in 1 s (restart 1 of 2)" in output
+    assert "[worker:0] the second time" in output
+    assert (tmp_path / "logs/worker-0.log").read_text() == "the first time\nthe second time\n"
+    assert "it is started again in 1 s (restart 1 of 2)" in (tmp_path / "logs/launcher.log").read_text()
+
+
+def test_restarts_come_to_an_end(tmp_path: Path) -> None:
+    with launch(tmp_path, "raise SystemExit(3)", options=["--restart", "on-failure:1"]) as launched:
+        status, output = launched.finish()
+    assert status == 1, output
+    assert output.count("is started again") == 1
+    assert "dflow: worker:0 ended: exit status 3\n" in output
+    assert "none of 1 workers finished" in output
+
+
+def test_a_signal_comes_through_while_a_restart_is_due(tmp_path: Path) -> None:
+    with launch(tmp_path, "raise SystemExit(3)", options=["--restart", "on-failure:9"]) as launched:
+        launched.read_until("restart 2 of 9")
+        launched.process.send_signal(signal.SIGTERM)
+        status, output = launched.finish()
+    assert status == 130, output
+
+
+@pytest.mark.once
+def test_a_dead_ps_task_ends_the_run_unless_it_may_come_back_empty(tmp_path: Path) -> None:
+    script = (
+        CONNECT
+        + """
+lives = []
+both = threading.Event()
+def note(roster):
+    lives[:] = [info for info in roster.tasks if info.task == "/job:ps/task:0"]
+    if len(lives) == 2:
+        both.set()
+client.call_on_roster(note)
+roster = client.wait_for_tasks(["/job:ps/task:0"], timeout_s=60)
+siblings = open(f"/proc/{os.getppid()}/task/{os.getppid()}/children").read().split()
+[ps] = [pid for pid in siblings if b"task" in open(f"/proc/{pid}/cmdline", "rb").read().split(bytes(1))]
+os.kill(int(ps), signal.SIGKILL)
+assert both.wait(60)
+client.leave()
+""".replace("import os,", "from pathlib import Path\nimport os,")
+    ).replace("import os,", "from pathlib import Path\nimport os,", 1)
+    with launch(tmp_path, script, ps=1) as launched:
+        status, output = launched.finish()
+    assert status == 1, output
+    assert "ps:0 ended (killed by SIGKILL) while workers needed it, so the run ends" in output
+    assert "AssertionError" not in output, "the worker waited for its own deadline"
+    with launch(tmp_path, script, ps=1, options=["--restart", "ps=on-failure"]) as launched:
+        status, output = launched.finish()
+    assert status == 0, output
+    assert "ps:0 ended: killed by SIGKILL; it is started again in 1 s (restart 1 of 3)" in output
+    assert "ps:0 runs again and is empty: the variables that it held are lost" in output
+
+
+def test_other_jobs_run_the_script_too_each_in_its_environment(tmp_path: Path) -> None:
+    script = CONNECT + "print(os.environ['DFLOW_JOB'], index, 'has', os.environ.get('A'))\nclient.leave()"
+    options = ["--job", "evaluator=1", "--env", "A=some", "--env", "worker:1:A=more"]
+    with launch(tmp_path, script, 2, options=options) as launched:
+        status, output = launched.finish()
+    assert status == 0, output
+    for line in ("[worker:0] worker 0 has some", "[worker:1] worker 1 has more", "[evaluator:0] evaluator 0 has some"):
+        assert line in output
+
+
+def test_a_worker_can_be_kept_on_its_own_cores(tmp_path: Path) -> None:
+    cores = os.sched_getaffinity(0)
+    script = CONNECT + "print('cores', os.sched_getaffinity(0), os.environ['NPROC'])\nclient.leave()"
+    with launch(tmp_path, script, len(cores), options=["--cpus-per-worker", "1"]) as launched:
+        status, output = launched.finish()
+    assert status == 0, output
+    for index, core in enumerate(sorted(cores)):
+        assert f"[worker:{index}] cores {{{core}}} 1\n" in output
+
+
+def test_more_than_the_machine_has_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with launch(tmp_path, "", 2, options=["--cpus-per-worker", "4096"]) as launched:
+        status, output = launched.finish()
+    assert status == 2
+    assert "2 tasks with 4096 cores each need 8192, but this process may use" in output
+    assert not (tmp_path / "logs").exists()

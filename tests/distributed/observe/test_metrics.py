@@ -1,0 +1,172 @@
+"""What Prometheus scrapes from a task and from the coordinator, over HTTP."""
+
+from __future__ import annotations
+
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+import dflow
+from dflow.distributed.coordinator.coordinator import Coordinator
+from dflow.distributed.observe.metrics import (
+    MOST_NAMED,
+    MetricsEndpoint,
+    bounded,
+    coordinator_metrics,
+    metrics_place,
+)
+from dflow.distributed.task.task_metrics import task_metrics
+from dflow.distributed.transport.sockets import SocketTransport
+from dflow.testing import MemoryCluster, memory_cluster
+from dflow.tracing.errors import ConfigError, VariableError
+from tests.distributed.processes import Spawned
+
+
+@pytest.fixture
+def memory() -> Iterator[MemoryCluster]:
+    with memory_cluster(ps=1) as cluster:
+        yield cluster
+
+
+def scrape(endpoint: MetricsEndpoint) -> dict[tuple[str, ...], float]:
+    """The samples by name and labels."""
+    with urllib.request.urlopen(endpoint.address, timeout=30) as answer:
+        text = answer.read().decode()
+    return {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def make_step(worker: Any) -> Any:
+    with worker.parameter_servers():
+        w = dflow.Variable(lambda: jnp.zeros(8), name="w")
+
+    @dflow.jit
+    def step(x: Any) -> Any:
+        w.assign_add(x)
+        return w.read().sum()
+
+    return step
+
+
+def test_a_worker_and_a_ps_tell_their_steps_bytes_and_errors(memory: MemoryCluster) -> None:
+    server = memory.tasks["ps:0"].server
+    with (
+        closing(memory.worker()) as worker,
+        closing(MetricsEndpoint(task_metrics(worker.server), 0)) as of_worker,
+        closing(MetricsEndpoint(task_metrics(server), 0)) as of_ps,
+    ):
+        assert of_ps.address.startswith("http://127.0.0.1:")
+        step = make_step(worker)
+        for _ in range(3):
+            step(jnp.ones(8))
+        server.store.forget("w", "it was dropped", "make it again")
+        with pytest.raises(VariableError):
+            step(jnp.ones(8))
+        own, ps = scrape(of_worker), scrape(of_ps)
+    assert own["dflow_task_info", "worker:0"] == ps["dflow_task_info", "ps:0"] == 1
+    assert own["dflow_steps_total", "ok"] == own["dflow_step_seconds_count",] == 3
+    assert own["dflow_steps_total", "error"] == own["dflow_step_errors_total", "VariableError"] == 1
+    assert own["dflow_step_seconds_bucket", "+Inf"] == 3
+    assert own["dflow_step_seconds_sum",] > 0
+    assert ps["dflow_parts_total", "ok"] == 3
+    assert own["dflow_sent_bytes_total", "ps:0"] == ps["dflow_received_bytes_total", "worker:0"] == 4 * 32
+    assert own["dflow_received_bytes_total", "ps:0"] == ps["dflow_sent_bytes_total", "worker:0"] >= 3 * 4
+    assert own["dflow_connections",] == 1
+    assert own["dflow_running_parts",] == own["dflow_values_waited_for",] == 0
+
+
+def test_queues_are_told_by_how_many_elements_they_hold(memory: MemoryCluster) -> None:
+    with closing(memory.worker()) as worker:
+        with worker.parameter_servers():
+            queue = dflow.FIFOQueue(5, jnp.zeros(()), name="ready")
+        for number in range(3):
+            queue.enqueue(jnp.float32(number))
+        with closing(MetricsEndpoint(task_metrics(memory.tasks["ps:0"].server), 0)) as endpoint:
+            assert scrape(endpoint)["dflow_resource_depth", "ready"] == 3
+
+
+def test_the_coordinator_tells_of_its_tasks(memory: MemoryCluster) -> None:
+    with (
+        closing(memory.worker()) as worker,
+        closing(MetricsEndpoint(coordinator_metrics(memory.coordinator.status), 0)) as endpoint,
+    ):
+        make_step(worker)
+        found = scrape(endpoint)
+    tasks = {key[1]: number for key, number in found.items() if key[0] == "dflow_tasks"}
+    assert tasks == {"live": 2, "stalled": 0, "expected": 0}
+    assert (found["dflow_variables",], found["dflow_variables_bytes",]) == (1, 32)
+
+
+def test_labels_are_bounded_and_what_is_beyond_is_one_sum() -> None:
+    values = {str(number): 1 for number in range(MOST_NAMED + 7)}
+    found = bounded(values)
+    assert len(found) == MOST_NAMED + 1
+    assert found["others"] == 7
+    assert bounded({"a": 2}) == {"a": 2}
+
+
+@pytest.mark.parametrize(
+    ("place", "found"),
+    [
+        (9100, ("127.0.0.1", 9100)),
+        ("0", ("127.0.0.1", 0)),
+        ("0.0.0.0:9100", ("0.0.0.0", 9100)),
+        ("[::1]:1", ("::1", 1)),
+    ],
+)
+def test_a_port_is_of_this_machine_alone_unless_a_host_is_said(place: str | int, found: tuple[str, int]) -> None:
+    assert metrics_place(place) == found
+
+
+@pytest.mark.parametrize("place", ["", "nine", "host:", "70000", "-1"])
+def test_what_is_no_place_is_refused(place: str) -> None:
+    with pytest.raises(ConfigError, match="give a port, or host:port, such as 9100"):
+        metrics_place(place)
+
+
+def test_a_port_that_is_taken_is_told(memory: MemoryCluster) -> None:
+    collect = coordinator_metrics(memory.coordinator.status)
+    with closing(MetricsEndpoint(collect, 0)) as first:
+        port = int(first.address.rsplit(":", 1)[1].split("/")[0])
+        with pytest.raises(OSError, match=rf"cannot be served at 127.0.0.1:{port}: .*; 0 is any free port"):
+            MetricsEndpoint(collect, port)
+
+
+def test_without_the_package_the_remedy_is_said(memory: MemoryCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(ConfigError, match=r"pip install 'dflow\[metrics\]'"):
+        MetricsEndpoint(coordinator_metrics(memory.coordinator.status), 0)
+
+
+def test_the_commands_serve_them_where_they_are_told_to(tmp_path: Path) -> None:
+    words = ("-m", "dflow", "coordinator", "--job", "ps=1", "--metrics-port", "0")
+    with Spawned(*words, cwd=tmp_path) as coordinator:
+        (listening,) = coordinator.read_until("listening on")
+        (line,) = coordinator.read_until("metrics are served at")
+        address = listening.split()[-1]
+        environment = {"JAX_PLATFORMS": "cpu", "DFLOW_METRICS_PORT": "0"}
+        task_words = ("-m", "dflow", "task", "--index", "0", "--coordinator", address)
+        with Spawned(*task_words, cwd=tmp_path, **environment) as task:
+            (of_task,) = task.read_until("metrics are served at")
+            for said, name in ((line, b"dflow_tasks{"), (of_task, b'dflow_task_info{task="ps:0"} 1.0')):
+                with urllib.request.urlopen(said.split()[-1], timeout=30) as answer:
+                    assert name in answer.read()
+
+
+def test_a_script_says_where_it_serves_them(capsys: pytest.CaptureFixture[str]) -> None:
+    coordinator = Coordinator(SocketTransport(), "127.0.0.1:0", {"worker": 1})
+    with closing(coordinator), closing(dflow.connect(coordinator.address, index=0, metrics_port=0)):
+        said = capsys.readouterr().err
+        assert said.startswith("dflow task worker:0: metrics are served at http://127.0.0.1:")
+        with urllib.request.urlopen(said.split()[-1], timeout=30) as answer:
+            assert b'dflow_task_info{task="worker:0"} 1.0' in answer.read()

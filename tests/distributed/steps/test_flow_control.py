@@ -1,0 +1,286 @@
+"""Values that are not taken: memory stays bounded, and every wait ends, in whatever order values are wanted."""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflow.distributed.steps.flow_control import COST_BYTES, Answer, GiveCredit, Inflow, Offered, Outflow, Reaction
+from dflow.distributed.task.task_server import TaskServer, TaskSettings
+from dflow.distributed.wire.messages import CancelStep
+from dflow.lowering.channel import StepId
+from dflow.lowering.computed import before_waiting
+from dflow.tracing.errors import StepCancelled
+from tests.distributed.task.test_task_server import roster
+from tests.distributed.transports import DEADLINE_S, KINDS, Kind
+from tests.effort import examples
+
+WINDOW = 10_000
+PS, WORKER = "/job:ps/task:0", "/job:worker/task:0"
+STEP = StepId(WORKER, 1)
+
+
+@dataclass
+class Model:
+    """A sender and a receiver, messages on the way between them, and what was sent, wanted and got."""
+
+    outflow: Outflow[int] = field(default_factory=lambda: Outflow(WINDOW))
+    inflow: Inflow = field(default_factory=lambda: Inflow(WINDOW))
+    to_receiver: deque[tuple[str, str, int]] = field(default_factory=deque)
+    to_sender: deque[Reaction] = field(default_factory=deque)
+    lying: dict[str, int] = field(default_factory=dict)
+    wanted: set[str] = field(default_factory=set)
+    got: list[str] = field(default_factory=list)
+    is_ended: bool = False
+
+    def send(self, edge: str, size: int) -> None:
+        if self.outflow.pushes("receiver", size):
+            self.to_receiver.append(("value", edge, size))
+        else:
+            self.outflow.keep(Offered("receiver", STEP, edge), size)
+            self.to_receiver.append(("offer", edge, size))
+
+    def want(self, edge: str) -> None:
+        if self.is_ended:
+            return
+        if edge in self.lying:
+            del self.lying[edge]
+            self.got.append(edge)
+            self.to_sender.extend(self.inflow.taken(STEP, edge))
+        else:
+            self.wanted.add(edge)
+            self.to_sender.extend(self.inflow.awaited(STEP, edge))
+
+    def end(self) -> None:
+        self.is_ended = True
+        self.lying.clear()
+        self.wanted.clear()
+        self.to_sender.extend(self.inflow.ended(STEP))
+
+    def deliver_to_receiver(self) -> None:
+        kind, edge, size = self.to_receiver.popleft()
+        is_awaited = edge in self.wanted
+        if kind == "offer":
+            self.to_sender.extend(
+                self.inflow.offer("sender", STEP, edge, is_awaited=is_awaited, is_open=not self.is_ended)
+            )
+            return
+        self.wanted.discard(edge)
+        if is_awaited:
+            self.got.append(edge)
+        elif not self.is_ended:
+            self.lying[edge] = size
+        if kind == "value":
+            is_held = edge in self.lying
+            self.to_sender.extend(self.inflow.came("sender", STEP, edge, size, is_held=is_held))
+
+    def deliver_to_sender(self) -> None:
+        match self.to_sender.popleft():
+            case GiveCredit(_, size_bytes):
+                self.outflow.credit("receiver", size_bytes)
+            case Answer(_, step, edge, wanted):
+                size = self.outflow.end(Offered("receiver", step, edge))
+                assert size is not None
+                if wanted:
+                    self.to_receiver.append(("pulled", edge, size))
+
+    def check(self) -> None:
+        lying = sum(self.lying.values()) + COST_BYTES * len(self.lying)
+        assert lying <= WINDOW or len(self.lying) == 1
+        assert len(self.got) == len(set(self.got))
+
+    def settle(self) -> None:
+        while self.to_receiver or self.to_sender:
+            if self.to_receiver:
+                self.deliver_to_receiver()
+            if self.to_sender:
+                self.deliver_to_sender()
+            self.check()
+
+
+@settings(max_examples=examples(150), deadline=None)
+@given(
+    sizes=st.lists(st.sampled_from([0, 10, 2000, WINDOW // 2, WINDOW, 3 * WINDOW]), min_size=1, max_size=30),
+    seed=st.integers(0, 1 << 30),
+    ends=st.booleans(),
+)
+def test_whatever_the_order_each_wanted_value_comes_once_and_no_more_than_the_window_lies_untaken(
+    sizes: list[int], seed: int, ends: bool
+) -> None:
+    draw = random.Random(seed)
+    model = Model()
+    edges = [f"edge {number}" for number in range(len(sizes))]
+    sending = list(zip(edges, sizes, strict=True))
+    wanting = list(edges)
+    draw.shuffle(wanting)
+    while sending or wanting:
+        ways = [model.deliver_to_receiver] * bool(model.to_receiver) + [model.deliver_to_sender] * bool(model.to_sender)
+        if sending:
+            ways.append(lambda: model.send(*sending.pop(0)))
+        if wanting and not (ends and len(wanting) <= 3):
+            ways.append(lambda: model.want(wanting.pop()))
+        elif not sending:
+            break
+        draw.choice(ways)()
+        model.check()
+    if ends:
+        model.end()
+    model.settle()
+    if not ends:
+        assert sorted(model.got) == sorted(edges)
+    assert model.outflow.offers == model.inflow.offered == model.inflow.held == 0
+    assert model.outflow.untaken_bytes("receiver") < WINDOW // 4 + max(sizes) + COST_BYTES
+
+
+def test_a_task_that_is_lost_leaves_nothing() -> None:
+    outflow: Outflow[str] = Outflow(WINDOW)
+    assert outflow.pushes("ps", WINDOW)
+    assert not outflow.pushes("ps", 1)
+    assert outflow.pushes("other", 1)
+    outflow.keep(Offered("ps", STEP, "e"), "kept")
+    assert outflow.forget("ps") == [Offered("ps", STEP, "e")]
+    assert outflow.end(Offered("ps", STEP, "e")) is None
+    assert outflow.pushes("ps", 1)
+    inflow = Inflow(WINDOW)
+    inflow.came("ps", STEP, "held", WINDOW, is_held=True)
+    inflow.offer("ps", STEP, "offered", is_awaited=False, is_open=True)
+    inflow.forget("ps")
+    assert inflow.ended(STEP) == []
+
+
+def test_a_step_that_is_given_up_has_no_offers() -> None:
+    outflow: Outflow[str] = Outflow(WINDOW)
+    outflow.keep(Offered("ps", STEP, "e"), "kept")
+    outflow.keep(Offered("ps", StepId(WORKER, 2), "e"), "kept")
+    assert outflow.abort(lambda step: step == STEP) == [Offered("ps", STEP, "e")]
+    assert outflow.offers == 1
+
+
+# Between tasks.
+
+SIZE = 1 << 16
+
+
+@pytest.fixture(params=sorted(KINDS))
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[TaskServer, TaskServer]]:
+    """A worker that sends, and a ps that takes, with a window of four values."""
+    kind: Kind = KINDS[request.param]
+    transport = kind.make(None)
+    chosen = TaskSettings(threads=2, window_bytes=4 * (SIZE + COST_BYTES))
+    made = tuple(TaskServer(name, transport, address=kind.free, settings=chosen) for name in (WORKER, PS))
+    for server in made:
+        server.roster_changed(roster(*made))
+    yield made[0], made[1]
+    for server in made:
+        server.close()
+
+
+def value(number: int) -> np.ndarray[Any, Any]:
+    return np.full(SIZE // 4, number, np.int32)
+
+
+def got(taker: TaskServer, step: StepId, edge: str) -> queue.SimpleQueue[object]:
+    """Wait at `taker` for the value of an edge."""
+    box: queue.SimpleQueue[object] = queue.SimpleQueue()
+    taker.channel.receive(step, edge, WORKER, box.put)
+    return box
+
+
+@pytest.mark.parametrize("order", ["as sent", "reversed", "shuffled"])
+def test_values_in_any_order_come_to_a_slow_task_whose_memory_stays_bounded(
+    pair: tuple[TaskServer, TaskServer], order: str
+) -> None:
+    worker, ps = pair
+    edges = [f"edge {number}" for number in range(40)]
+    for number, edge in enumerate(edges):
+        worker.channel.send(STEP, edge, PS, value(number))
+    flow = worker.channel.flow()
+    assert flow.kept == 36
+    wanted = list(enumerate(edges))
+    if order == "reversed":
+        wanted.reverse()
+    elif order == "shuffled":
+        random.Random(0).shuffle(wanted)
+    for number, edge in wanted:
+        taken = got(ps, STEP, edge).get(timeout=DEADLINE_S)
+        assert ps.channel.flow().held <= 4
+        np.testing.assert_array_equal(np.asarray(taken), value(number))
+    # The thread that sent the last value notes it before it hears the next answer.
+    reach_and_ask(worker)
+    assert worker.channel.flow().kept == 0
+    assert sum(one.values for one in worker.channel.traffic()) == 40
+
+
+def test_who_waits_for_a_value_to_be_computed_lets_others_read(
+    pair: tuple[TaskServer, TaskServer],
+) -> None:
+    worker, ps = pair
+    ways: list[bool] = []
+    multiply = jax.jit(lambda x: jax.lax.fori_loop(0, 20, lambda _, y: x @ y, x)[0, 0])
+    identity = jnp.eye(1000)
+    jax.block_until_ready(multiply(identity))
+    slow = multiply(identity)
+
+    def send_as_reader() -> None:
+        before_waiting(lambda: ways.append(slow.is_ready()))
+        worker.channel.send(STEP, "slow", PS, slow)
+        worker.channel.send(STEP, "there", PS, slow)
+
+    reader = threading.Thread(target=send_as_reader)
+    reader.start()
+    assert got(ps, STEP, "slow").get(timeout=DEADLINE_S) == 1
+    reader.join(DEADLINE_S)
+    assert ways == [False]
+
+
+def test_room_is_given_back_as_values_are_taken(pair: tuple[TaskServer, TaskServer]) -> None:
+    worker, ps = pair
+    for number in range(40):
+        box = got(ps, STEP, f"edge {number}")
+        worker.channel.send(STEP, f"edge {number}", PS, value(number))
+        box.get(timeout=DEADLINE_S)
+        # What the ps said before its answer is heard before it.
+        reach_and_ask(worker)
+    assert worker.channel.flow().kept == 0
+
+
+def reach_and_ask(worker: TaskServer) -> None:
+    worker.peer(PS).call(CancelStep(worker.name, 1, "nothing"), timeout_s=DEADLINE_S)
+
+
+@pytest.mark.parametrize("by", ["sender", "receiver"])
+def test_offers_of_a_cancelled_step_are_dropped(pair: tuple[TaskServer, TaskServer], by: str) -> None:
+    worker, ps = pair
+    for number in range(10):
+        worker.channel.send(STEP, f"edge {number}", PS, value(number))
+    assert worker.channel.flow().kept == 6
+    reach_and_ask(worker)
+    if by == "sender":
+        worker.cancel(STEP, StepCancelled("given up"))
+    else:
+        ps.cancel(STEP, StepCancelled("given up"))
+        reach_and_ask(worker)
+        assert ps.channel.flow().offered == ps.channel.flow().held == 0
+    assert worker.channel.flow().kept == 0
+
+
+def test_a_value_for_a_step_that_has_ended_is_declined(pair: tuple[TaskServer, TaskServer]) -> None:
+    worker, ps = pair
+    ps.cancel(STEP, StepCancelled("given up"))
+    for number in range(10):
+        worker.channel.send(STEP, f"edge {number}", PS, value(number))
+    reach_and_ask(worker)
+    assert worker.channel.flow().kept == 0
+    assert ps.channel.flow().offered == 0

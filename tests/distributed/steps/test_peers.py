@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from dflow.distributed.steps.peers import Peers
+from dflow.distributed.transport.addresses import LOCAL_ADDRESS
+from dflow.distributed.transport.base import Peer, Transport
+from dflow.distributed.transport.memory import MemoryNetwork
+from dflow.distributed.transport.sockets import SocketTransport
+from dflow.tracing.errors import TaskLost
+from tests.distributed.transports import DEADLINE_S, Recorder
+
+PS0 = "/job:ps/task:0"
+
+
+def test_whoever_answers_at_a_tasks_address_is_that_task_or_not_spoken_to() -> None:
+    network, other = MemoryNetwork(), Recorder()
+    listener = network.listen("", name="/job:ps/task:1", handler=other)
+    peers = Peers(network, name="/job:worker/task:0", handler=Recorder(), connect_timeout_s=DEADLINE_S)
+    peers.set_addresses({"/job:ps/task:0": listener.address, "/job:ps/task:1": listener.address})
+    with pytest.raises(TaskLost, match="/job:ps/task:0 is not at memory:1 any more, where /job:ps/task:1 answers"):
+        peers.get("/job:ps/task:0")
+    assert other.closed.get(timeout=DEADLINE_S)
+    assert peers.get("/job:ps/task:1").name == "/job:ps/task:1"
+    peers.close()
+    listener.close()
+
+
+def test_a_connection_to_a_task_that_leaves_while_it_is_made_is_not_kept() -> None:
+    network, other, made = MemoryNetwork(), Recorder(), list[Peer]()
+    listener = network.listen("", name=PS0, handler=other)
+
+    class Leaving:
+        listen = staticmethod(network.listen)
+
+        def connect(self, address: str, **settings: Any) -> Peer:
+            made.append(network.connect(address, **settings))
+            peers.set_addresses({})
+            return made[-1]
+
+    peers = Peers(Leaving(), name="/job:worker/task:0", handler=Recorder(), connect_timeout_s=DEADLINE_S)
+    peers.set_addresses({PS0: listener.address})
+    with pytest.raises(TaskLost, match="/job:ps/task:0 at memory:1 has left or moved while a connection to it was"):
+        peers.get(PS0)
+    assert made[0].closed
+    listener.close()
+
+
+def test_after_close_nobody_is_missing_but_this_task_itself() -> None:
+    peers = Peers(MemoryNetwork(), name="/job:worker/task:0", handler=Recorder(), connect_timeout_s=DEADLINE_S)
+    peers.set_addresses({PS0: "memory:1"})
+    peers.close()
+    with pytest.raises(TaskLost, match="worker/task:0 has left the cluster, since close was called") as caught:
+        peers.get(PS0)
+    assert f"at {__file__}:" in str(caught.value)
+    assert "dflow.connect()" in str(caught.value)
+
+
+@pytest.mark.parametrize("make", [MemoryNetwork, SocketTransport])
+def test_a_task_that_is_dead_is_dialled_until_it_is_known_to_have_left(make: Callable[[], Transport]) -> None:
+    transport, dialling = make(), threading.Event()
+    listener = transport.listen("" if make is MemoryNetwork else LOCAL_ADDRESS, name=PS0, handler=Recorder())
+    address = listener.address
+    listener.close()
+
+    class Watched:
+        listen = staticmethod(transport.listen)
+
+        def connect(self, address: str, **settings: Any) -> Peer:
+            dialling.set()
+            return transport.connect(address, **settings)
+
+    peers = Peers(Watched(), name="/job:worker/task:0", handler=Recorder(), connect_timeout_s=1e6)
+    peers.set_addresses({PS0: address})
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(peers.get, PS0) for _ in range(2)]
+        assert dialling.wait(DEADLINE_S)
+        peers.set_addresses({}, {PS0: "killed"})
+        for each in waiting:
+            with pytest.raises(TaskLost, match=r"/job:ps/task:0 at .* has left or moved while .* was made: killed"):
+                each.result(DEADLINE_S)
+    with pytest.raises(TaskLost, match="/job:ps/task:0 has left the cluster: killed"):
+        peers.get(PS0)
+
+
+def test_a_task_that_cannot_be_reached_for_all_the_time_there_is_counts_as_lost() -> None:
+    peers = Peers(MemoryNetwork(), name="/job:worker/task:0", handler=Recorder(), connect_timeout_s=0.01)
+    peers.set_addresses({PS0: "memory:1"})
+    with pytest.raises(TaskLost, match=f"{PS0} at memory:1 could not be reached within 0.01 s: nothing listens there"):
+        peers.get(PS0)

@@ -1,0 +1,144 @@
+"""Plans go to all tasks at a time, with the programs that each lacks, and an error of one says whose it is."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dflow
+from dflow.distributed.steps.plan_registry import PlanRegistry
+from dflow.distributed.worker.cluster import Cluster, ClusterSettings
+from dflow.lowering import shared_exports
+from dflow.lowering.program import LoweredProgram
+from dflow.testing import MemoryCluster, memory_cluster
+from dflow.tracing.errors import DeadlineExceeded, DflowError, WireError
+
+DEADLINE_S = 60.0
+
+
+@pytest.fixture
+def memory() -> Iterator[MemoryCluster]:
+    with memory_cluster(ps=2, workers=2) as cluster:
+        yield cluster
+
+
+def made(worker: Cluster, here: Callable[[Any], Any] = lambda x: x) -> tuple[list[dflow.Variable], Any]:
+    """A variable on each task, and a step that adds to both what `here` makes on the worker."""
+    with worker.parameter_servers():
+        variables = [dflow.Variable(jnp.zeros(3), name=name) for name in "ab"]
+
+    @dflow.jit
+    def step(x: Any) -> None:
+        added = here(x)
+        for variable in variables:
+            variable.assign_add(added)
+
+    return variables, step
+
+
+def test_all_tasks_compile_at_a_time(memory: MemoryCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    both = threading.Barrier(2, timeout=DEADLINE_S)
+    add = PlanRegistry.add_encoded
+
+    def together(self: PlanRegistry, *given: Any) -> int:
+        both.wait()
+        return add(self, *given)
+
+    monkeypatch.setattr(PlanRegistry, "add_encoded", together)
+    with closing(memory.worker(0)) as worker:
+        variables, step = made(worker)
+        step(jnp.ones(3))
+        np.testing.assert_array_equal([variable.read() for variable in variables], np.ones((2, 3)))
+
+
+def test_the_worker_compiles_while_the_tasks_do(memory: MemoryCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    all_three = threading.Barrier(3, timeout=DEADLINE_S)
+    for owner, name in ((PlanRegistry, "add_encoded"), (LoweredProgram, "compile")):
+        done: Any = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *given, done=done: (all_three.wait(), done(*given))[1])
+    with closing(memory.worker(0)) as worker:
+        variables, step = made(worker, lambda x: x * 2)
+        step(jnp.ones(3))
+        np.testing.assert_array_equal([variable.read() for variable in variables], np.full((2, 3), 2))
+
+
+def test_programs_that_compute_the_same_are_exported_once(
+    memory: MemoryCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exported: list[Any] = []
+    export = shared_exports.export_program
+    monkeypatch.setattr(shared_exports, "export_program", lambda *given: (exported.append(given), export(*given))[1])
+    with closing(memory.worker(0)) as worker:
+        variables, step = made(worker)
+        step(jnp.ones(3))
+        np.testing.assert_array_equal([variable.read() for variable in variables], np.ones((2, 3)))
+    assert len(exported) == 1
+
+
+def test_what_compiling_here_raises_is_raised(memory: MemoryCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise ValueError("no such instruction")
+
+    monkeypatch.setattr(LoweredProgram, "compile", fail)
+    with closing(memory.worker(0)) as worker:
+        _, step = made(worker, lambda x: x * 2)
+        with pytest.raises(ValueError, match="no such instruction"):
+            step(jnp.ones(3))
+
+
+def test_a_program_that_a_task_has_is_not_sent_again(memory: MemoryCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[tuple[int, ...]] = []
+    add = PlanRegistry.add_encoded
+
+    def noted(self: PlanRegistry, message: Any, payload: Any) -> int:
+        sizes.append(message.program_sizes)
+        return add(self, message, payload)
+
+    monkeypatch.setattr(PlanRegistry, "add_encoded", noted)
+    with closing(memory.worker(0)) as first, closing(memory.worker(1)) as second:
+        for worker in (first, second):
+            variables, step = made(worker)
+            step(jnp.ones(3))
+        np.testing.assert_array_equal(variables[0], [2, 2, 2])
+    assert [min(each) > 0 for each in sizes] == [True, True, False, False]
+
+
+def test_what_a_task_answers_is_raised(memory: MemoryCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: PlanRegistry, *_: Any) -> int:
+        raise WireError("no such plan")
+
+    monkeypatch.setattr(PlanRegistry, "add_encoded", refuse)
+    with closing(memory.worker(0)) as worker:
+        _, step = made(worker)
+        with pytest.raises(WireError, match="/job:ps/task:0: no such plan"):
+            step(jnp.ones(3))
+
+
+def test_a_task_that_does_not_answer_is_named(memory: MemoryCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    released = threading.Event()
+    monkeypatch.setattr(PlanRegistry, "add_encoded", lambda *_: released.wait(DEADLINE_S))
+    with closing(memory.worker(0)) as worker:
+        _, step = made(worker)
+        worker._settings = ClusterSettings(request_timeout_s=0.2)
+        with pytest.raises(DeadlineExceeded, match=r"ps:0 did not register a plan within 0\.2 s; ps:0"):
+            step(jnp.ones(3))
+        released.set()
+
+
+def test_a_task_that_goes_meanwhile(memory: MemoryCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    def close(self: PlanRegistry, *_: Any) -> int:
+        memory.tasks["ps:0"].close()
+        memory.tasks["ps:1"].close()
+        return 0
+
+    monkeypatch.setattr(PlanRegistry, "wanted", close)
+    with closing(memory.worker(0)) as worker:
+        _, step = made(worker)
+        with pytest.raises(DflowError, match=r"/job:ps/task:[01] has ended"):
+            step(jnp.ones(3))

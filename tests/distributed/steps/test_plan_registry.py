@@ -1,0 +1,237 @@
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import jax
+import msgspec
+import numpy as np
+import pytest
+
+from dflow.distributed.steps.plan_registry import MOST_UNUSED, PlanRegistry
+from dflow.distributed.wire.messages import RegisterPlan
+from dflow.lowering.plan import Branch, Call, Item, Plan, Scalar, Scan, Send, UseResource, While
+from dflow.lowering.program import Program, export_program, lower_program
+from dflow.tracing import errors
+from dflow.tracing.types import ArrayType
+
+PS, WORKER = "/job:ps/task:0", "/job:worker/task:0"
+F32 = ArrayType(np.dtype("float32"), (3,))
+CALL = Call(0, writes=("w",), reads=(), takes=(0,), gives=(1,))
+
+
+#: A body from one value to the same.
+ONE = Plan(PS, 1, (), (0,), (0,))
+
+
+def nested(depth: int) -> Plan:
+    """A body in a body in a body."""
+    return Plan(PS, 0, (), bodies=(nested(depth - 1),) if depth else ())
+
+
+def add_in_place(state: jax.Array, delta: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return state + delta, state + delta
+
+
+def add(
+    registry: PlanRegistry,
+    *items: Item,
+    slots: int = 4,
+    programs: tuple[bytes, ...] = (),
+    task: str = PS,
+    **fields: Any,
+) -> int:
+    plan = msgspec.msgpack.encode(Plan(task, slots, items, **fields))
+    message = RegisterPlan(plan, tuple(len(program) for program in programs))
+    return registry.add_encoded(message, memoryview(b"".join(programs)))
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bytes, int]]:
+    """Which programs were loaded, donating how many arguments; they all compute the same."""
+    loaded: list[tuple[bytes, int]] = []
+
+    def load(blob: memoryview, writes: int) -> Program:
+        loaded.append((bytes(blob), writes))
+        return lower_program(add_in_place, (F32, F32), writes).compile()
+
+    monkeypatch.setattr("dflow.distributed.steps.plan_registry.load_program", load)
+    return loaded
+
+
+def test_equal_plans_share_a_handle_and_equal_programs_one_compilation(loaded: list[tuple[bytes, int]]) -> None:
+    registry = PlanRegistry(PS)
+    first = add(registry, CALL, programs=(b"add",))
+    assert add(registry, CALL, programs=(b"add",)) == first
+    assert add(registry, CALL, slots=5, programs=(b"add",)) == first + 1
+    assert add(registry, Call(0, (), ("w",), (0,), (1, 2)), programs=(b"add",)) == first + 2
+    assert loaded == [(b"add", 1), (b"add", 0)]
+    assert len(registry) == 3
+
+
+def test_programs_are_told_apart_by_their_sizes(loaded: list[tuple[bytes, int]]) -> None:
+    registry = PlanRegistry(PS)
+    add(registry, CALL, Call(1, ("v",), (), (0,), (2,)), programs=(b"first", b"2nd"))
+    assert loaded == [(b"first", 1), (b"2nd", 1)]
+
+
+def test_a_program_that_travelled_runs_and_donates() -> None:
+    registry = PlanRegistry(PS)
+    handle = add(registry, CALL, programs=(export_program(add_in_place, (F32, F32)),))
+    state = jax.numpy.ones(3)
+    new, result = registry.get(handle).programs[0](state, jax.numpy.ones(3))
+    assert new.tolist() == result.tolist() == [2, 2, 2]
+    assert state.is_deleted()
+
+
+def test_a_program_that_cannot_be_loaded_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry, tried = PlanRegistry(PS), []
+
+    def fail(blob: memoryview, writes: int) -> Program:
+        tried.append(writes)
+        raise ValueError("out of memory")
+
+    monkeypatch.setattr("dflow.distributed.steps.plan_registry.load_program", fail)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="out of memory"):
+            add(registry, CALL, programs=(b"add",))
+    assert tried == [1, 1]
+    assert len(registry) == 0
+
+
+@pytest.mark.parametrize("handle", [-1, 0, 7])
+def test_a_handle_that_names_no_plan_is_refused(handle: int) -> None:
+    with pytest.raises(errors.TaskLost, match=f"ps:0 was asked for plan {handle}, which is none of its 0"):
+        PlanRegistry(PS).get(handle)
+
+
+TWO_WAYS = (Call(0, ("w",), (), (), ()), Call(0, (), (), (), ()))
+MALFORMED: dict[str, tuple[tuple[Item, ...], dict[str, Any], str]] = {
+    "another task's": ((), {"task": WORKER}, f"a plan for {WORKER} was sent to {PS}"),
+    "slots": ((), {"slots": 1 << 40}, "a plan of 1099511627776 slots; 0 to 1048576 are taken"),
+    "feed": ((), {"feeds": (4,)}, "a plan with 4 slots names slot 4"),
+    "fetch": ((), {"fetches": (-1,)}, "a plan with 4 slots names slot -1"),
+    "take": ((Send("e", WORKER, 9),), {}, "a plan with 4 slots names slot 9"),
+    "after": ((Send("e", WORKER, 0, after=(1,)),), {}, "a plan with 1 items names item 1"),
+    "program": ((Call(1, (), (), (), ()),), {"programs": (b"x",)}, "a plan with 1 programs names program 1"),
+    "number's slot": ((), {"scalars": (Scalar(7, "i32", bytes(4)),)}, "a plan with 4 slots names slot 7"),
+    "number": ((), {"scalars": (Scalar(0, "i32", bytes(3)),)}, "slot 0 holds a number of 3 bytes as i32"),
+    "number's dtype": ((), {"scalars": (Scalar(0, "u13", b""),)}, "slot 0 holds a number of no dtype"),
+    "key": ((), {"scalars": (Scalar(0, "key<fry>", bytes(8)),)}, "slot 0 holds a number of 8 bytes as key<fry>"),
+    "names": ((Send("e", WORKER, 0),), {"names": ("a", "b")}, "a plan of 1 items has names for 2"),
+    "op": ((UseResource("q", "queue.peek"),), {}, "'queue.peek' is no op on a queue or an accumulator"),
+    "count": ((UseResource("q", "accumulator.take", count=0),), {}, "accumulator.take of 0; 1 to "),
+    "many": (
+        (UseResource("q", "queue.dequeue_many", count=1 << 40),),
+        {},
+        "queue.dequeue_many of 1099511627776",
+    ),
+    "timeout": ((UseResource("q", "queue.size", timeout_s=float("nan")),), {}, "timeout of nan s, which is no number"),
+    "line": ((UseResource("q", "queue.size", line="x" * 9999),), {}, "queue.size with a line of 9999 characters"),
+    "filled twice": (
+        (UseResource("q", "queue.size", gives=(1,)),),
+        {"feeds": (1,)},
+        "slot 1 of a plan is filled",
+    ),
+    "circle": ((Send("a", WORKER, 0, (1,)), Send("b", WORKER, 0, (0,))), {}, "item 0 of a plan waits for itself"),
+    "no body": ((Branch((), (0,), ()),), {}, "branch of 1 values to 0 does not fit its bodies"),
+    "body's number": ((Branch((1,), (0,), ()),), {"bodies": (ONE,)}, "a plan with 1 inner plans names inner plan 1"),
+    "branch": ((Branch((0,), (0,), ()),), {"bodies": (ONE,)}, "branch of 1 values to 0 does not fit its bodies"),
+    "while": ((While(0, 0, 2, (0,), (1,)),), {"bodies": (ONE,)}, "while of 1 values to 1 does not fit its bodies"),
+    "scan": ((Scan(0, 3, False, 0, 1, ("?",), (0,), (1,)),), {"bodies": (ONE,)}, "stacks what is of no type"),
+    "turns": ((Scan(0, -3, False, 0, 1, ("f32[]",), (0,), (1,)),), {"bodies": (ONE,)}, "a loop of -3 turns"),
+    "at once": ((While(0, 0, 1, (0,), (1,), (), 0),), {"bodies": (ONE,)}, "a loop with 0 turns at once"),
+    "body": ((), {"bodies": (Plan(PS, 1, (), (3,)),)}, "a plan with 1 slots names slot 3"),
+    "another's body": ((), {"bodies": (Plan(WORKER, 0, ()),)}, f"a plan for {WORKER} was sent to {PS}"),
+    "a body's number": ((), {"bodies": (Plan(PS, 1, (), scalars=(Scalar(0, "i32", b""),)),)}, "a number of 0 bytes"),
+    "depth": ((), {"bodies": (nested(80),)}, "bodies within bodies more than 64 deep"),
+    "donation": (TWO_WAYS, {"programs": (b"x",)}, "program 0 is called with 1 and with 0 variables to write"),
+}
+
+
+@pytest.mark.parametrize(("items", "fields", "text"), MALFORMED.values(), ids=MALFORMED)
+def test_a_plan_that_cannot_run_is_refused(items: tuple[Item, ...], fields: dict[str, Any], text: str) -> None:
+    with pytest.raises(errors.WireError, match=text):
+        add(PlanRegistry(PS), *items, **fields)
+
+
+def test_bytes_that_are_no_plan_are_refused() -> None:
+    with pytest.raises(errors.WireError, match="4 bytes are no plan"):
+        PlanRegistry(PS).add_encoded(RegisterPlan(b"junk", ()), memoryview(b""))
+
+
+def test_programs_that_do_not_fill_the_payload_are_refused() -> None:
+    message = RegisterPlan(msgspec.msgpack.encode(Plan(PS, 0, ())), (3, -1))
+    with pytest.raises(errors.WireError, match=r"programs of \[3, -1\] bytes do not fill a payload of 2 bytes"):
+        PlanRegistry(PS).add_encoded(message, memoryview(bytes(2)))
+
+
+def test_a_handle_of_a_registry_that_is_gone_names_no_plan_of_another() -> None:
+    old, new = PlanRegistry(PS), PlanRegistry(PS)
+    stale = old.add(Plan(PS, 0, ()), ())
+    assert new.add(Plan(PS, 0, ()), ()) != stale
+    with pytest.raises(errors.TaskLost, match="it has been started again since, and what it held before is lost"):
+        new.get(stale)
+
+
+def named(blobs: tuple[bytes, ...], sizes: tuple[int, ...], calls: int = 1) -> RegisterPlan:
+    """A plan of some calls whose programs are named; those of size 0 are not sent."""
+    items = tuple(Call(n, ("w",), (), (0,), (n + 1,)) for n in range(calls))
+    plan = msgspec.msgpack.encode(Plan(PS, 4, items))
+    return RegisterPlan(plan, sizes, tuple(hashlib.sha256(blob).digest() for blob in blobs))
+
+
+def test_a_program_that_is_here_need_not_be_sent_again(loaded: list[tuple[bytes, int]]) -> None:
+    registry = PlanRegistry(PS)
+    offer = named((b"one", b"two"), (0, 0), calls=2)
+    assert registry.wanted(offer) == (0, 1)
+    add(registry, Call(0, ("w",), (), (0,), (1,)), programs=(b"one",))
+    assert registry.wanted(offer) == (1,)
+    assert registry.wanted(named((b"one", b"two"), (0, 3), calls=2)) == ()
+    handle = registry.add_encoded(named((b"one", b"two"), (0, 3), calls=2), memoryview(b"two"))
+    assert registry.wanted(offer) == ()
+    assert registry.add_encoded(offer, memoryview(b"")) == handle
+    assert loaded == [(b"one", 1), (b"two", 1)]
+
+
+def test_a_program_of_another_donation_is_another(loaded: list[tuple[bytes, int]]) -> None:
+    registry = PlanRegistry(PS)
+    add(registry, Call(0, (), ("w",), (0,), (1, 2)), programs=(b"one",))
+    assert registry.wanted(named((b"one",), (0,))) == (0,)
+
+
+@pytest.mark.parametrize(
+    ("message", "payload", "text"),
+    [
+        (named((b"one",), (0,)), b"", "named by its fingerprint, .* and is not on /job:ps/task:0"),
+        (named((b"one",), (3,)), b"two", "program 0 has the fingerprint .* and was said to have"),
+        (named((), (0,)), b"", "a plan of 1 programs that are not all sent has 0 fingerprints"),
+        (named((b"one", b"two"), (3,)), b"one", "a plan of 1 programs .* has 2 fingerprints"),
+    ],
+    ids=["not here", "another", "not named", "too many"],
+)
+def test_fingerprints_that_do_not_fit_are_refused(message: RegisterPlan, payload: bytes, text: str) -> None:
+    with pytest.raises(errors.WireError, match=text):
+        PlanRegistry(PS).add_encoded(message, memoryview(payload))
+
+
+def test_a_plan_is_gone_when_it_was_released_as_often_as_it_was_registered(loaded: list[tuple[bytes, int]]) -> None:
+    registry = PlanRegistry(PS)
+    call = Call(0, ("w",), (), (0,), (1,))
+    handle = add(registry, call, programs=(b"one",))
+    assert add(registry, call, programs=(b"one",)) == handle
+    for left in (1, 0):
+        registry.get(handle)
+        registry.release(handle)
+        assert len(registry) == left
+    with pytest.raises(errors.InternalError, match=f"asked for plan {handle} after that had been released"):
+        registry.get(handle)
+    registry.release(handle)
+    assert registry.wanted(named((b"one",), (0,))) == (), "another plan may need it soon"
+    again = add(registry, call, programs=(b"one",))
+    assert again != handle
+    registry.release(again)
+    for number in range(MOST_UNUSED):
+        registry.release(add(registry, call, programs=(b"%d" % number,)))
+    assert registry.wanted(named((b"one",), (0,))) == (0,), "only the newest are kept"
+    assert len(loaded) == 1 + MOST_UNUSED

@@ -1,0 +1,121 @@
+"""The gate of a task, for any order of rosters, introductions and messages."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import cast
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflow.distributed.task.member_gate import MOST_HELD, Arrived, MemberGate
+from dflow.distributed.transport.base import Peer
+from dflow.distributed.wire.messages import Roster, TaskInfo
+from dflow.tracing.errors import TaskLost
+from tests.effort import examples
+
+WORKER = "/job:worker/task:0"
+
+
+class Connection:
+    """A connection of the worker, with what became of its messages, by number."""
+
+    name = WORKER
+
+    def __init__(self) -> None:
+        self.sent = 0
+        self.delivered: list[int] = []
+        self.refused: list[str] = []
+
+    def send(self, gate: MemberGate) -> None:
+        """Bring the next message to the gate, as a task does."""
+        self.sent += 1
+        deliver = partial(self.delivered.append, self.sent)
+        peer = cast(Peer, self)
+        if peer in gate.members:
+            deliver()
+        else:
+            gate.take(peer, Arrived(deliver, lambda error: self.refused.append(str(error))))
+
+
+def roster(live: int | None, last: int) -> Roster:
+    """The worker's lives up to `last`; at most one is live."""
+    lives = range(max(0, last - 2), last + 1)
+    infos = (TaskInfo(WORKER, "", 0.0, None if life == live else 1.0, "killed", life=life) for life in lives)
+    return Roster(tuple(infos), ())
+
+
+def show(gate: MemberGate, newest: Roster) -> None:
+    gate.roster_changed(newest)
+    gate.admit()
+
+
+EVENTS = st.lists(st.sampled_from(["send 0", "send 1", "send 2", "join", "leave"]), max_size=40)
+
+
+@settings(max_examples=examples(200))
+@given(EVENTS)
+def test_each_message_is_delivered_in_order_exactly_while_its_life_is_live(events: list[str]) -> None:
+    gate, connections = MemberGate("/job:ps/task:0"), [Connection() for _ in range(3)]
+    for life, connection in enumerate(connections):
+        gate.introduced(cast(Peer, connection), life)
+    newest, live = -1, None
+    expected: list[list[int]] = [[], [], []]
+    waiting: list[list[int]] = [[], [], []]
+    for event in events:
+        if event == "join":
+            newest, live = newest + 1, newest + 1
+            show(gate, roster(live, newest))
+            for life in range(min(newest + 1, 3)):
+                expected[life] += waiting[life] if life == live else []
+                waiting[life] = []
+        elif event == "leave" and newest >= 0:
+            live = None
+            show(gate, roster(live, newest))
+        elif event.startswith("send"):
+            life = int(event[-1])
+            connections[life].send(gate)
+            if life == live:
+                expected[life].append(connections[life].sent)
+            elif life > newest:
+                waiting[life].append(connections[life].sent)
+    for connection, numbers, held in zip(connections, expected, waiting, strict=True):
+        assert connection.delivered == numbers
+        assert len(connection.refused) == connection.sent - len(numbers) - len(held)
+
+
+def test_what_comes_before_the_news_is_bounded() -> None:
+    gate, connection = MemberGate("/job:ps/task:0"), Connection()
+    gate.introduced(cast(Peer, connection), 7)
+    for _ in range(MOST_HELD + 1):
+        connection.send(gate)
+    assert connection.refused == [
+        "ps:0 serves only members of its cluster: too many messages came before the news that it has joined"
+    ]
+
+
+def test_messages_of_a_connection_that_ends_before_the_news_are_dropped() -> None:
+    gate, connection = MemberGate("/job:ps/task:0"), Connection()
+    gate.introduced(cast(Peer, connection), 0)
+    connection.send(gate)
+    gate.closed(cast(Peer, connection))
+    show(gate, roster(0, 0))
+    assert (connection.delivered, connection.refused) == ([], [])
+
+
+def test_a_message_that_fails_does_not_stop_those_behind_it(caplog: pytest.LogCaptureFixture) -> None:
+    gate, connection = MemberGate("/job:ps/task:0"), Connection()
+    gate.introduced(cast(Peer, connection), 0)
+
+    def fail() -> None:
+        raise ValueError("of this message")
+
+    def refuse(error: TaskLost) -> None:
+        raise error
+
+    gate.take(cast(Peer, connection), Arrived(fail, refuse))
+    connection.send(gate)
+    show(gate, roster(0, 0))
+    assert connection.delivered == [1]
+    assert "a message of /job:worker/task:0 failed" in caplog.text

@@ -1,0 +1,156 @@
+"""The host of synchronous training, with rounds whose averages are made and applied by hand."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dflow.distributed.task.round_host import RoundHost
+from dflow.distributed.wire.array_lists import encode_arrays
+from dflow.distributed.wire.messages import (
+    AnyMessage,
+    LeaveRounds,
+    NextRound,
+    OpenRounds,
+    ProposeRounds,
+    RoundOpen,
+    RoundsAgreed,
+)
+from dflow.lowering.resource_use import OnResults, ResourceUse
+from dflow.lowering.waiters import Cancel
+from dflow.tracing.errors import DflowError, RemoteError, TaskLost
+
+PS, A, B = "/job:ps/task:0", "/job:worker/task:0", "/job:worker/task:1"
+Done = Callable[[BaseException | None], None]
+
+
+class ByHand:
+    """The accumulator, what starts updates, and whoever waits for rounds."""
+
+    def __init__(self) -> None:
+        self.enough: list[int] = []
+        self.averages: list[OnResults] = []
+        self.steps: list[int] = []
+        self.forgotten: list[str] = []
+        self.updates: list[tuple[weakref.ref[Any], Done]] = []
+        self.answers: list[AnyMessage | BaseException] = []
+        self.gone: set[str] = set()
+        self.host = RoundHost(
+            PS,
+            self,  # type: ignore[arg-type]
+            self.update,
+            lambda do, *args: do(*args),
+            has_left=self.gone.__contains__,
+        )
+
+    def accumulator(self, name: str) -> ByHand:
+        return self
+
+    def set_enough(self, count: int) -> None:
+        self.enough.append(count)
+
+    def start(self, use: ResourceUse, operands: Sequence[Any], on_results: OnResults) -> Cancel:
+        if use.op == "accumulator.set_step":
+            self.steps.append(operands[0])
+        else:
+            self.averages.append(on_results)
+        return on_results
+
+    def forget(self, name: str, reason: str, remedy: str) -> None:
+        self.forgotten.append(name)
+
+    def update(self, handles: Mapping[str, int], feeds: Sequence[Any], on_done: Done) -> None:
+        self.updates.append((weakref.ref(feeds[0]), on_done))
+
+    def reply(self, message: AnyMessage, payload: bytes = b"") -> None:
+        self.answers.append(message)
+
+    def fail(self, error: BaseException) -> None:
+        self.answers.append(error)
+
+    def open(self, rounds: int = 1, workers: Sequence[str] = (A, B)) -> None:
+        for worker in workers:
+            self.host.agree(ProposeRounds("run", worker, rounds, 2, "sums"))
+        infos, payload = encode_arrays([np.ones(1000, np.float32)])
+        self.host.open(OpenRounds("run", rounds, 2, (A, B), "sums", {PS: 0}, before=infos), memoryview(payload))
+
+    def ask(self, worker: str, done: int) -> None:
+        self.host.ask(NextRound("run", worker, done, 100.0), self)
+
+
+def test_who_left_before_the_run_was_opened_is_not_waited_for() -> None:
+    run = ByHand()
+    run.gone.add(B)
+    run.open(workers=[A])
+    assert run.enough == [1]
+
+
+def test_who_leaves_later_is_not_waited_for_any_more() -> None:
+    run = ByHand()
+    run.open()
+    run.ask(A, 0)
+    run.host.task_left(B)
+    assert run.enough == [2, 1]
+
+
+@pytest.mark.parametrize("error", [None, DflowError("no room")], ids=["ends", "fails"])
+def test_what_a_run_was_fed_is_let_go_of_at_its_end(error: BaseException | None) -> None:
+    run = ByHand()
+    run.open()
+    run.averages[0]((np.zeros(1000, np.float32),))
+    [(feed, on_done)] = run.updates
+    gc.collect()
+    assert feed() is not None
+    on_done(error)
+    del on_done
+    gc.collect()
+    assert feed() is None
+    run.ask(A, 0)
+    if error is None:
+        assert run.answers == [RoundOpen(1, 1)]
+    else:
+        [answer] = run.answers
+        assert str(answer).startswith(
+            "rounds: the update of round 0 of 'run' failed: DflowError: no room\n  run it again"
+        )
+        run.open()
+        run.ask(A, -1)
+        assert (run.answers[1:], run.steps) == ([RoundOpen(1, 0)], [0, 1])
+
+
+def test_an_accumulator_is_of_one_run_at_a_time_and_released_when_all_have_left_it() -> None:
+    run = ByHand()
+    run.open()
+    assert run.host.agree(ProposeRounds("another", A, 3, 5, "sums")) == RoundsAgreed(5, "sums 1", False)
+    assert run.host.agree(ProposeRounds("another", B, 3, 1, "others")) == RoundsAgreed(5, "sums 1", False)
+    run.host.leave(LeaveRounds("run", A, -1))
+    assert run.forgotten == []
+    run.host.task_left(B)
+    assert run.forgotten == ["sums"]
+    run.host.leave(LeaveRounds("another", A, -1))
+    assert run.forgotten == ["sums", "sums 1"]
+    assert run.host.agree(ProposeRounds("run", A, 1, 2, "sums")) == RoundsAgreed(2, "sums", False)
+    run.gone.add(B)
+    with pytest.raises(TaskLost, match=f"{B} has left the cluster, and cannot take part in a run"):
+        run.host.agree(ProposeRounds("run", B, 1, 2, "sums"))
+    with pytest.raises(RemoteError, match="run 'run' has 1 rounds and was asked for with 2"):
+        run.host.agree(ProposeRounds("run", A, 2, 2, "sums"))
+
+
+def test_who_waits_is_answered_when_the_task_closes_and_not_again() -> None:
+    run = ByHand()
+    run.open(rounds=2)
+    run.ask(A, 0)
+    assert run.answers == []
+    run.host.close(TaskLost("it closes"))
+    [answer] = run.answers
+    assert isinstance(answer, TaskLost)
+    run.host.leave(LeaveRounds("run", B, 0))
+    run.averages[0]((np.zeros(1000, np.float32),))
+    run.updates[0][1](None)
+    assert run.answers == [answer]

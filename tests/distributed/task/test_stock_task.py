@@ -1,0 +1,95 @@
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dflow.distributed.client.coordinator_client import CoordinatorClient
+from dflow.distributed.coordinator.coordinator import Coordinator
+from dflow.distributed.task.stock_task import StockTask
+from dflow.distributed.transport.base import RefuseAll
+from dflow.distributed.transport.memory import MemoryNetwork
+from dflow.distributed.transport.sockets import SocketTransport
+from dflow.tracing.errors import RemoteError
+from tests.distributed.launching.test_launcher import CONNECT, launch
+from tests.distributed.processes import DEADLINE_S, Spawned
+
+PS0 = "/job:ps/task:0"
+
+
+@pytest.fixture
+def coordinator() -> Iterator[Coordinator]:
+    made = Coordinator(SocketTransport(), "127.0.0.1:0", {"ps": 1})
+    yield made
+    made.close()
+
+
+def spawn(coordinator: Coordinator, tmp_path: Path, *more: str) -> Spawned:
+    words = ("-m", "dflow", "task", "--job", "ps", "--index", "0", "--coordinator", coordinator.address, *more)
+    return Spawned(*words, cwd=tmp_path, JAX_PLATFORMS="cpu")
+
+
+def joined(coordinator: Coordinator) -> CoordinatorClient:
+    """A client that has seen the task join."""
+    client = CoordinatorClient(SocketTransport(), coordinator.address, name="/job:worker/task:0")
+    client.join("/job:worker/task:0", "nowhere:0")
+    client.wait_for_tasks([PS0], timeout_s=DEADLINE_S)
+    return client
+
+
+def test_it_joins_and_leaves_quietly_at_sigterm(coordinator: Coordinator, tmp_path: Path) -> None:
+    with spawn(coordinator, tmp_path) as task:
+        client = joined(coordinator)
+        task.process.send_signal(signal.SIGTERM)
+        assert task.finish() == (0, "")
+    assert [info.left for info in client.status().tasks if info.task == PS0] == ["stopped"]
+    client.close()
+
+
+def test_it_ends_when_there_was_no_coordinator_for_too_long(coordinator: Coordinator, tmp_path: Path) -> None:
+    with spawn(coordinator, tmp_path, "--coordinator-timeout", "0") as task:
+        client = joined(coordinator)
+        coordinator.close()
+        status, output = task.finish()
+    assert status == 1
+    assert f"ps:0: the coordinator at {coordinator.address} is lost: it could not be reached for" in output
+    client.close()
+
+
+def test_a_name_that_is_taken_is_an_error(coordinator: Coordinator, tmp_path: Path) -> None:
+    client = CoordinatorClient(SocketTransport(), coordinator.address, name=PS0)
+    client.join(PS0, "elsewhere:1")
+    with spawn(coordinator, tmp_path) as task:
+        status, output = task.finish()
+    assert status == 1
+    assert "ps:0 is already live at elsewhere:1, so the one at 127.0.0.1:" in output
+    client.close()
+
+
+def test_launched_ps_tasks_end_well_after_the_workers(tmp_path: Path) -> None:
+    script = (
+        CONNECT
+        + """
+client.wait_for_tasks(["/job:ps/task:0", "/job:ps/task:1"], timeout_s=60)
+print("placed on", client.place("w", "float32", (3, 3, 1, 16), 576).task)
+client.leave()
+"""
+    )
+    with launch(tmp_path, script, 1, ps=2) as launched:
+        status, output = launched.finish()
+    assert status == 0, output
+    assert "[worker:0] placed on /job:ps/task:0" in output
+    assert "f32[3,3,1,16]" in output
+    table = output[output.index("Tasks") :]
+    assert table.count("finished") == 3
+
+
+def test_one_whose_name_is_taken_listens_no_longer() -> None:
+    network = MemoryNetwork()
+    coordinator = Coordinator(network, "", {"ps": 1})
+    first = StockTask(network, PS0, coordinator.address, "memory:first")
+    with pytest.raises(RemoteError, match="ps:0 is already live at memory:first"):
+        StockTask(network, PS0, coordinator.address, "memory:second")
+    network.listen("memory:second", name=PS0, handler=RefuseAll()).close()
+    first.close()
+    coordinator.close()

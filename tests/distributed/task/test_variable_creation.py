@@ -1,0 +1,136 @@
+"""What a task makes of a message that creates variables: all that can be created, and why each other cannot."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from dflow.distributed.steps.plan_registry import PlanRegistry
+from dflow.distributed.task.variable_creation import VariableCreation
+from dflow.distributed.wire.array_lists import encode_arrays
+from dflow.distributed.wire.messages import ArrayInfo, CreateVariable, CreateVariables, ProgramCall, VariablesCreated
+from dflow.lowering.program import export_program
+from dflow.lowering.store import Store
+from dflow.tracing.errors import WireError
+from dflow.tracing.types import ArrayType
+
+F32 = ArrayType(np.dtype("float32"), (3,))
+DOUBLED = export_program(lambda x: [x * 2, x + 1], [F32])
+TEN = np.full(3, 10, np.float32)
+
+
+class Task:
+    def __init__(self) -> None:
+        self.store = Store()
+        self.creation = VariableCreation(self.store, PlanRegistry("/job:ps/task:0").program)
+
+    def create(
+        self, *variables: CreateVariable, arrays: Any = (), programs: tuple[bytes, ...] = ()
+    ) -> VariablesCreated:
+        infos, data = encode_arrays(arrays)
+        message = CreateVariables(variables, infos, tuple(map(len, programs)))
+        return self.creation.create(message, memoryview(b"".join((data, *programs))))
+
+    def values(self) -> dict[str, list[float]]:
+        return {name: self.store.read(name).tolist() for name in sorted(self.store.types())}
+
+
+@pytest.fixture
+def task() -> Task:
+    return Task()
+
+
+def variable(name: str, *calls: ProgramCall, **fields: Any) -> CreateVariable:
+    return CreateVariable(name, "float32", (3,), calls=calls, **fields)
+
+
+def test_values_and_programs_make_variables(task: Task) -> None:
+    calls = (ProgramCall(0, (0,)), ProgramCall(0, (1,)))
+    answer = task.create(
+        variable("sent", arrays=1),
+        variable("made", *calls, arrays=1, result=4),
+        arrays=[TEN, 2 * TEN],
+        programs=(DOUBLED,),
+    )
+    assert answer == VariablesCreated()
+    assert task.values() == {"made": [41] * 3, "sent": [10] * 3}
+
+
+def test_a_variable_without_a_value_is_missing_unless_it_is_there(task: Task) -> None:
+    task.create(variable("there", arrays=1), arrays=[TEN])
+    assert task.create(variable("new"), variable("there"), variable("newer")) == VariablesCreated((0, 2))
+    assert task.values() == {"there": [10] * 3}
+
+
+def test_the_first_value_stays(task: Task) -> None:
+    task.create(variable("w", arrays=1), variable("w", arrays=1), arrays=[TEN, 2 * TEN])
+    task.create(variable("w", arrays=1), arrays=[3 * TEN])
+    assert task.values() == {"w": [10] * 3}
+
+
+OTHER = CreateVariable("w", "float32", (4,))
+FOUR = [np.ones(4, np.float32)]
+FAILING: dict[str, tuple[CreateVariable, list[Any], str]] = {
+    "another type": (replace(OTHER, arrays=1), FOUR, "VariableError: .*'w' exists"),
+    "another type that is asked for": (OTHER, [], "VariableError: .*'w' exists and holds"),
+    "no dtype": (CreateVariable("v", "object", (3,), arrays=1), [TEN], "WireError: dtype 'object' does not travel"),
+    "a value of another type": (
+        variable("v", arrays=1),
+        [TEN[:2]],
+        r"VariableError: .* is f32\[2\], but it is to hold",
+    ),
+    "a value that is not there": (variable("v", arrays=1, result=1), [TEN], "WireError: .* names value 1, of 1"),
+    "a negative number": (variable("v", arrays=1, result=-1), [TEN], "WireError: .* names value -1, of 1"),
+    "no such program": (variable("v", ProgramCall(1, ())), [], "WireError: .* names program 1, of 1"),
+    "no program": (variable("v", ProgramCall(0, (0,)), arrays=1), [TEN], "WireError: .* no exported program"),
+    "operands that do not fit": (variable("v", ProgramCall(0, ())), [], "VariableError: .*'v' cannot be run here"),
+}
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_a_variable_that_cannot_be_created_does_not_stop_the_others(task: Task, name: str) -> None:
+    bad, arrays, text = FAILING[name]
+    task.create(variable("w", arrays=1), arrays=[TEN])
+    programs = (b"nothing" if name == "no program" else DOUBLED,)
+    answer = task.create(bad, variable("after", arrays=1), arrays=[*arrays, TEN], programs=programs)
+    assert [*answer.failures] == [0]
+    assert not answer.missing
+    said = f"{answer.failures[0].kind}: {answer.failures[0].text}"
+    assert re.search(text, said), said
+    assert task.values() == {"after": [10] * 3, "w": [10] * 3}
+
+
+MALFORMED = {
+    "arrays that no variable takes": (CreateVariables((), (ArrayInfo("float32", (3,)),)), 12),
+    "more arrays than there are": (CreateVariables((variable("v", arrays=2),), (ArrayInfo("float32", (3,)),)), 12),
+    "fewer than no arrays": (CreateVariables((variable("v", arrays=-1), variable("u", arrays=1))), 0),
+    "programs beyond the payload": (CreateVariables((), (), (13,)), 12),
+    "a program of a negative size": (CreateVariables((), (), (-1, 13)), 12),
+    "a payload that is longer": (CreateVariables((variable("v"),)), 12),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_parts_that_do_not_fit_together_are_refused(task: Task, name: str) -> None:
+    message, size = MALFORMED[name]
+    with pytest.raises(WireError, match=r"arrays|payload"):
+        task.creation.create(message, memoryview(bytes(size)))
+    assert not task.values()
+
+
+def test_a_program_is_compiled_once() -> None:
+    compiled: list[memoryview] = []
+    registry = PlanRegistry("/job:ps/task:0")
+    creation = VariableCreation(Store(), lambda blob: (compiled.append(blob), registry.program(blob))[1])
+    message = CreateVariables(
+        tuple(variable(name, ProgramCall(0, (0,)), arrays=1, result=1) for name in "abc"),
+        (ArrayInfo("float32", (3,)),) * 3,
+        (len(DOUBLED),),
+    )
+    assert creation.create(message, memoryview(TEN.tobytes() * 3 + DOUBLED)) == VariablesCreated()
+    assert len(compiled) == 3
+    assert len({id(registry.program(blob)) for blob in compiled}) == 1

@@ -1,0 +1,137 @@
+"""Memory that two processes see: who may write where, and when a place is free again."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import struct
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import numpy as np
+import pytest
+
+from dflow.distributed.transport.base import Limits
+from dflow.distributed.transport.shared_memory import SHARED_FROM_BYTES, SharedMemory, SharedPool, SharedView
+from dflow.distributed.transport.sockets import SocketTransport
+from dflow.distributed.wire.codec import ALIGNMENT_BYTES, decode_array
+from dflow.distributed.wire.messages import Ok
+from dflow.tracing.errors import TransportClosed, WireError
+from tests.distributed.transports import DEADLINE_S, Recorder, echo, reach
+
+SIZE = 1 << 20
+
+
+def pool_and_view(size_bytes: int = SIZE) -> tuple[SharedPool, SharedView]:
+    pool = SharedPool(size_bytes)
+    return pool, SharedView(os.dup(pool.descriptor))
+
+
+def test_a_value_is_seen_writable_and_aligned_without_a_copy() -> None:
+    pool, view = pool_and_view()
+    place = pool.put(b"abc" * 1000)
+    assert place is not None
+    payload = view.take(place, SIZE)
+    assert bytes(payload) == b"abc" * 1000
+    assert not payload.readonly
+    assert np.frombuffer(payload, np.uint8).ctypes.data % ALIGNMENT_BYTES == 0
+
+
+def test_a_place_is_free_again_once_the_receivers_array_is_gone() -> None:
+    pool, view = pool_and_view()
+    place = pool.put(bytes(SIZE))
+    assert place is not None
+    array = jax.device_put(decode_array("float32", (SIZE // 4,), view.take(place, SIZE)), may_alias=True)
+    assert pool.put(b"more") is None
+    assert pool.lent_bytes == SIZE
+    jax.block_until_ready(array)
+    del array
+    gc.collect()
+    assert pool.lent_bytes == 0
+    assert pool.put(bytes(SIZE)) is not None
+
+
+def test_there_is_room_for_as_many_values_as_slots() -> None:
+    pool, _ = pool_and_view(64 << 20)
+    assert all(pool.put(b"x") is not None for _ in range(4096))
+    assert pool.put(b"x") is None
+
+
+@pytest.mark.parametrize(
+    ("slot", "offset", "size"), [(4096, 0, 1), (0, 1, 1), (0, 0, SIZE + 1), (0, SIZE, 1), (0, (1 << 64) - 4096, 4096)]
+)
+def test_a_place_outside_is_refused(slot: int, offset: int, size: int) -> None:
+    _, view = pool_and_view()
+    with pytest.raises(WireError, match="no value of"):
+        view.take(struct.pack("<QQQ", slot, offset, size), 1 << 62)
+
+
+def test_a_value_over_the_limit_is_refused() -> None:
+    pool, view = pool_and_view()
+    place = pool.put(bytes(101))
+    assert place is not None
+    with pytest.raises(WireError, match="a payload of 101 bytes is over the limit of 100"):
+        view.take(place, 100)
+
+
+def test_memory_whose_size_can_change_is_refused() -> None:
+    descriptor = os.memfd_create("open", os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, SIZE)
+    with pytest.raises(WireError, match="whose size it could change"):
+        SharedView(descriptor)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+
+
+def test_two_sides_swap_their_memories() -> None:
+    one, other = socket.socketpair()
+    with one, other, ThreadPoolExecutor(1) as pool:
+        theirs = pool.submit(SharedMemory.agree, other, SIZE)
+        mine = SharedMemory.agree(one, SIZE)
+        place = mine.pool.put(b"from one")
+        assert place is not None
+        assert bytes(theirs.result(DEADLINE_S).view.take(place, SIZE)) == b"from one"
+
+
+def test_a_side_that_offers_no_memory_is_told() -> None:
+    one, other = socket.socketpair()
+    with one:
+        other.send(b"M")
+        with pytest.raises(WireError, match="no descriptor came"):
+            SharedMemory.agree(one, SIZE)
+        other.close()
+    one, other = socket.socketpair()
+    with one:
+        other.shutdown(socket.SHUT_WR)
+        with pytest.raises(TransportClosed, match="before it offered shared memory"):
+            SharedMemory.agree(one, SIZE)
+        other.close()
+
+
+@pytest.mark.parametrize(("size_bytes", "is_shared"), [(SHARED_FROM_BYTES - 1, False), (SHARED_FROM_BYTES, True)])
+def test_large_values_between_processes_of_one_machine_go_by_shared_memory(
+    monkeypatch: pytest.MonkeyPatch, size_bytes: int, is_shared: bool
+) -> None:
+    put, placed = SharedPool.put, []
+    monkeypatch.setattr(SharedPool, "put", lambda pool, payload: placed.append(put(pool, payload)) or placed[-1])
+    transport = SocketTransport()
+    listener = transport.listen("unix:", name="server", handler=Recorder(echo))
+    peer = reach(transport, listener.address, Recorder())
+    assert len(peer.call(Ok(), bytes(size_bytes), timeout_s=DEADLINE_S).payload) == size_bytes
+    assert [place is not None for place in placed] == [True, True] * is_shared
+    released: list[bool] = []
+    peer.notify(Ok(), bytes(size_bytes), lambda: released.append(True))
+    assert released == [True] * is_shared  # it was copied; else it is kept until the other side has it
+    listener.close()
+
+
+def test_what_does_not_fit_into_the_memory_goes_over_the_socket() -> None:
+    transport = SocketTransport(Limits(shared_bytes=1 << 20))
+    listener = transport.listen("unix:", name="server", handler=Recorder(echo))
+    peer = reach(transport, listener.address, Recorder())
+    sent = np.random.default_rng(0).integers(0, 256, 3 << 20, dtype=np.uint8)
+    held = [peer.call(Ok(), sent[: n << 18].data, timeout_s=DEADLINE_S).payload for n in (1, 2, 3, 4, 12, 1)]
+    for payload, n in zip(held, (1, 2, 3, 4, 12, 1), strict=True):
+        assert np.array_equal(np.frombuffer(payload, np.uint8), sent[: n << 18])
+    listener.close()

@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dflow.distributed.transport.buffers import RECEIVED
+from dflow.distributed.wire import array_lists, codec, messages
+from dflow.tracing.errors import WireError
+
+MESSAGES = (
+    messages.Hello("/job:ps/task:0"),
+    messages.Failure("VariableError", "no variable 'w'"),
+    messages.CreateVariables(
+        (messages.CreateVariable("w", "float32", (2, 3), 1, (messages.ProgramCall(0, (0,)),), 1),),
+        (messages.ArrayInfo("uint32", (2,)),),
+        (77,),
+    ),
+    messages.VariablesCreated((1,), {2: messages.Failure("VariableError", "no variable 'w'")}),
+    messages.PlacedAll((messages.Placed("/job:ps/task:0"), messages.Failure("DeviceError", "no tasks"))),
+    messages.RegisterPlan(b"\x00plan", (3, 4)),
+    messages.RegisterPlan(b"\x00plan", (0, 4), (bytes(range(32)), b"\xff" * 32)),
+    messages.Wanted((0, 3)),
+    messages.Tensor("/job:worker/task:1", 7, "loss/grad", "bfloat16", ()),
+    messages.Roster((messages.TaskInfo("/job:ps/task:0", "127.0.0.1:1", 0.5),), ("/job:ps/task:0",)),
+)
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_a_message_comes_back_equal(message: messages.AnyMessage) -> None:
+    assert codec.decode_message(memoryview(codec.encode_message(message))) == message
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xc1",
+        b"\x93\x01",
+        codec._ENCODER.encode({"type": "Explode"}),
+        codec._ENCODER.encode({"type": "Hello"}),
+        codec._ENCODER.encode({"type": "Hello", "name": 3}),
+        codec._ENCODER.encode({"type": "Tensor", "origin": "a", "step": "7", "edge": "e", "dtype": "x", "shape": []}),
+        codec._ENCODER.encode(["Hello", "name"]),
+        b"\x91" * 100_000,
+    ],
+)
+def test_bytes_that_are_no_message_are_refused(data: bytes) -> None:
+    with pytest.raises(WireError, match=f"{len(data)} bytes are no message of this protocol"):
+        codec.decode_message(data)
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_give_a_message_or_a_wire_error(data: bytes) -> None:
+    with contextlib.suppress(WireError):
+        codec.decode_message(data)
+
+
+def test_a_field_of_a_type_that_does_not_travel_is_refused() -> None:
+    with pytest.raises(WireError, match="Hello cannot be sent"):
+        codec.encode_message(messages.Hello(name=object()))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", sorted(codec.DTYPES))
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 4), (2, 3, 4)])
+def test_an_array_comes_back_bit_by_bit(name: str, shape: tuple[int, ...]) -> None:
+    dtype = codec.DTYPES[name]
+    bits = np.random.default_rng(0).integers(0, 2, math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    array = np.frombuffer(bits.tobytes(), dtype).reshape(shape)
+    back = codec.decode_array(name, shape, codec.encode_array(array))
+    assert back.dtype == dtype
+    assert back.shape == shape
+    assert back.tobytes() == array.tobytes()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8, jnp.bool_, jnp.float8_e4m3fn])
+def test_a_jax_array_is_encoded_without_a_copy(dtype: Any) -> None:
+    array = jnp.ones((4, 1024), dtype)
+    data = codec.encode_array(array)
+    assert np.frombuffer(data, np.uint8).ctypes.data == array.unsafe_buffer_pointer()
+    assert codec.decode_array(array.dtype.name, array.shape, data).tolist() == array.tolist()
+
+
+def test_strided_and_big_endian_arrays_travel_in_order() -> None:
+    array = np.arange(12, dtype=">i4").reshape(3, 4).T
+    assert codec.decode_array("int32", (4, 3), codec.encode_array(array)).tolist() == array.tolist()
+
+
+def test_a_payload_of_another_size_is_refused_with_both_numbers() -> None:
+    with pytest.raises(WireError, match=r"float32\[2, 3\] takes 24 bytes but the payload has 23"):
+        codec.decode_array("float32", (2, 3), bytes(23))
+
+
+def test_negative_extents_are_refused() -> None:
+    with pytest.raises(WireError, match=r"shape \(-2, -3\) has a negative extent"):
+        codec.decode_array("uint8", (-2, -3), bytes(6))
+
+
+@pytest.mark.parametrize("name", ["object", "float128", "O", "<f4", "datetime64[ns]", "str"])
+def test_unknown_dtypes_are_refused(name: str) -> None:
+    with pytest.raises(WireError, match="does not travel; these do: bfloat16, bool"):
+        codec.decode_array(name, (), bytes(8))
+
+
+@pytest.mark.parametrize("array", [np.array(["a"]), np.array([None]), np.zeros(1, "M8[s]")])
+def test_arrays_that_are_not_numbers_are_refused(array: np.ndarray[Any, Any]) -> None:
+    with pytest.raises(WireError, match="does not travel"):
+        codec.encode_array(array)
+
+
+def test_keys_are_refused_with_the_way_out() -> None:
+    with pytest.raises(WireError, match=r"send `jax.random.key_data\(keys\)`"):
+        codec.encode_array(jax.random.key(0))
+
+
+def test_a_received_array_goes_to_the_cpu_without_a_copy() -> None:
+    buffer = RECEIVED.take(4 * 4096)
+    array = codec.decode_array("float32", (4096,), buffer)
+    array[:] = 1
+    placed = jax.device_put(array, jax.devices("cpu")[0], may_alias=True)
+    assert placed.unsafe_buffer_pointer() == array.ctypes.data
+
+
+def test_bfloat16_keeps_its_meaning() -> None:
+    array = np.array([1.5, -2.0], ml_dtypes.bfloat16)
+    assert codec.decode_array("bfloat16", (2,), codec.encode_array(array)).tolist() == [1.5, -2.0]
+
+
+@pytest.mark.parametrize(
+    ("shape", "text"),
+    [
+        ((0, 1 << 63), "is larger than any array"),
+        ((0, 1 << 40, 1 << 40), "is larger than any array"),
+        ((1,) * 65, "a shape of 65 extents; at most 64 are taken"),
+        (((1 << 64) - 1,) * 100_000, "a shape of 100000 extents"),
+        ((1 << 61, 2, 0), "is larger than any array"),
+    ],
+)
+def test_a_shape_that_no_array_has_is_refused_at_once(shape: tuple[int, ...], text: str) -> None:
+    for decode in (
+        lambda: codec.decode_array("float32", shape, b""),
+        lambda: array_lists.decode_arrays([messages.ArrayInfo("float32", shape)], b""),
+    ):
+        with pytest.raises(WireError, match=text):
+            decode()
+
+
+@given(st.lists(st.integers(-1, 1 << 64), max_size=70).map(tuple), st.sampled_from(sorted(codec.DTYPES)))
+def test_any_shape_gives_an_array_or_a_wire_error(shape: tuple[int, ...], dtype: str) -> None:
+    try:
+        size = codec.array_bytes(dtype, shape)
+        assert codec.decode_array(dtype, shape, bytes(size)).shape == shape if size < 1 << 16 else True
+    except WireError:
+        pass
