@@ -29,7 +29,7 @@ from dflow.distributed.transport.base import Limits, Peer, RefuseAll, Responder
 from dflow.distributed.transport.sockets import SocketTransport
 from dflow.distributed.transport.tls_policies import SharedSecret
 from dflow.distributed.wire.codec import decode_array, encode_array
-from dflow.distributed.wire.messages import AnyMessage, Ok, Value
+from dflow.distributed.wire.messages import AnyMessage, ArrayInfo, Arrays, Ok
 
 WAIT_S = 60.0
 CALLS = 200
@@ -108,7 +108,7 @@ def call(peer: Peer) -> None:
 
 
 def transfer(peer: Peer, value: jax.Array) -> None:
-    peer.call(Value("float32", tuple(value.shape)), encode_array(value), timeout_s=WAIT_S)
+    peer.call(Arrays((ArrayInfo("float32", tuple(value.shape)),)), encode_array(value), timeout_s=WAIT_S)
 
 
 def reach(name: str, folder: str, address: str) -> Peer:
@@ -126,7 +126,7 @@ class Takes(RefuseAll):
 
     def on_call(self, peer: Peer, message: AnyMessage, payload: memoryview, responder: Responder) -> None:
         """Answer a value by Ok, and any other call by its own message and payload."""
-        if isinstance(message, Value):
+        if isinstance(message, Arrays):
             taken = decode_array(message.dtype, message.shape, payload)
             jax.block_until_ready(jax.device_put(taken, may_alias=True))
             responder.reply(Ok())
