@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import os
 import sys
 import tempfile
@@ -54,19 +53,13 @@ def _files_of_runs_go_to_the_tests_own_folder(tmp_path_factory: pytest.TempPathF
     os.environ["DFLOW_RUN_DIR"] = str(tmp_path_factory.mktemp("runs"))
 
 
-#: Test files of this process, counted to clear JAX's caches after every eighth: eager ops compile again after that.
-_FILES = itertools.count(1)
-_FILES_A_CLEARING = 8
-
-
 @pytest.fixture(scope="module", autouse=True)
-def _what_a_file_leaves_is_set_apart() -> Iterator[None]:
-    """Keep collections of garbage short: they do not walk what earlier files left, seconds of it after some files."""
+def _nothing_compiled_outlives_its_file() -> Iterator[None]:
+    """Let go of JAX's caches: each collection of garbage walks all that they hold, seconds of it after some files."""
     yield
-    if next(_FILES) % _FILES_A_CLEARING == 0 and "jax" in sys.modules:
-        gc.unfreeze()
+    if "jax" in sys.modules:
         sys.modules["jax"].clear_caches()
-    gc.collect()
+        gc.collect()
     # The rest stays to the end. (The count of frozen objects is no test: Python 3.12 never gives 0.)
     gc.freeze()
 
