@@ -28,7 +28,8 @@ from dflow.certs import make_secret
 from dflow.distributed.transport.base import Limits, Peer, RefuseAll, Responder
 from dflow.distributed.transport.sockets import SocketTransport
 from dflow.distributed.transport.tls_policies import SharedSecret
-from dflow.distributed.wire.codec import decode_array, encode_array
+from dflow.distributed.wire.array_lists import decode_arrays
+from dflow.distributed.wire.codec import encode_array
 from dflow.distributed.wire.messages import AnyMessage, ArrayInfo, Arrays, Ok
 
 WAIT_S = 60.0
@@ -127,7 +128,7 @@ class Takes(RefuseAll):
     def on_call(self, peer: Peer, message: AnyMessage, payload: memoryview, responder: Responder) -> None:
         """Answer a value by Ok, and any other call by its own message and payload."""
         if isinstance(message, Arrays):
-            taken = decode_array(message.dtype, message.shape, payload)
+            [taken] = decode_arrays(message.arrays, payload)
             jax.block_until_ready(jax.device_put(taken, may_alias=True))
             responder.reply(Ok())
         else:
