@@ -95,13 +95,13 @@ def run(program: str, way: str) -> None:
     import jax
     import jax.numpy as jnp
 
-    from dflow.homes import LOCAL
     from dflow.lowering.compile import make_plans
     from dflow.lowering.devices import devices_in_order
     from dflow.lowering.local import PlannedStep
     from dflow.lowering.passes.base import run_passes
     from dflow.lowering.pipeline import ALONE, pipeline
     from dflow.lowering.timeline import timeline
+    from dflow.state_backends import LOCAL
     from dflow.tracing import ops
     from dflow.tracing.trace import trace
 

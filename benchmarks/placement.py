@@ -24,7 +24,6 @@ import jax.numpy as jnp
 
 import dflow
 from benchmarks._paired import in_turn, options, publish
-from dflow.homes import LOCAL
 from dflow.lowering.passes.base import run_passes
 from dflow.lowering.passes.choose import Choose, Decision, settled
 from dflow.lowering.passes.merge import Merge
@@ -36,6 +35,7 @@ from dflow.lowering.placement.exhaustive import exhaustive
 from dflow.lowering.placement.measure import Meter
 from dflow.lowering.placement.problem import Assignment, Link, Machine, Moved, Problem, Unit
 from dflow.lowering.placement.score import Scored, scored
+from dflow.state_backends import LOCAL
 from dflow.tracing.trace import trace
 
 #: A link of one host (latency in s, bytes per second), and the time to launch a program, in s.

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dflow import __version__
 from dflow.certs_command import CERTS
 from dflow.command import add_commands
+from dflow.inspect_commands import DUMP, SHOW, STATUS, TRACE, WHERE
 from dflow.launch_command import LAUNCH
-from dflow.looking_commands import DUMP, SHOW, STATUS, TRACE, WHERE
 from dflow.server_commands import COORDINATOR, TASK
 from dflow.simulate_command import SIMULATE
 from dflow.tracing.errors import DflowError

@@ -15,7 +15,7 @@ from dflow.distributed.detection.cluster_spec import SCRIPT_JOB, ClusterSpec, Va
 from dflow.distributed.detection.detect import detect, found_cluster
 from dflow.distributed.detection.this_host import listening_address, surroundings
 from dflow.distributed.detection.variables import task_index
-from dflow.distributed.launching.attendants import Attendants
+from dflow.distributed.launching.sidecars import Sidecars
 from dflow.distributed.observe.metrics import VARIABLE as METRICS_VARIABLE
 from dflow.distributed.process import parent_watch as lifeline
 from dflow.distributed.process.dump_signal import dump_on_signal
@@ -24,8 +24,8 @@ from dflow.distributed.transport.security import SecurityPolicy
 from dflow.distributed.transport.sockets import SocketTransport
 from dflow.distributed.worker.cluster import Cluster, ClusterSettings
 from dflow.distributed.worker.standalone import Alone
-from dflow.homes import LOCAL
 from dflow.lowering.timers import TIMERS
+from dflow.state_backends import LOCAL
 from dflow.tracing.task_name import short_task_name
 
 LOGGER = logging.getLogger("dflow")
@@ -143,11 +143,11 @@ def _security(spec: ClusterSpec) -> SecurityPolicy:
     return choose_security(os.environ, certificates=said.certificates, secret_file=said.secret_file)
 
 
-def _attend(spec: ClusterSpec) -> Attendants | None:
+def _attend(spec: ClusterSpec) -> Sidecars | None:
     """Start the sidecar processes of the spec, once, and register their end for the exit of this process."""
     if not spec.starts or spec.coordinator in _attended:
         return None
-    attendants = Attendants(spec)
+    attendants = Sidecars(spec)
     _attended.add(spec.coordinator)
 
     def end() -> None:

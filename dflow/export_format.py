@@ -22,8 +22,8 @@ from dflow import __version__
 from dflow.export_check import check_manifest
 from dflow.export_manifest import Manifest, Signature
 from dflow.lowering.array_files import fill_folder, read_arrays
+from dflow.lowering.atomic_directory import present, whole_folder, write_file
 from dflow.lowering.regular_file import read_regular
-from dflow.lowering.whole_folder import present, whole_folder, write_file
 from dflow.tracing.errors import CheckpointError, ExportError
 from dflow.tracing.source import at, caller
 

@@ -14,8 +14,8 @@ from dflow import __version__
 from dflow.export_format import FORMAT, write
 from dflow.export_manifest import Entry, Manifest, Signature, and_list, listing, signature_refusal
 from dflow.export_trace import Made, Options, make
-from dflow.homes import by_backend
 from dflow.lowering.export import exported
+from dflow.state_backends import by_backend
 from dflow.tracing.errors import ExportError
 from dflow.tracing.jax_frontend import is_tracing
 from dflow.tracing.near_names import keywords_of, refuse_keywords

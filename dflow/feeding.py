@@ -20,9 +20,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from dflow.homes import LOCAL
 from dflow.lowering.queue_ops import HeldQueue
 from dflow.lowering.resource_use import ResourceUse
+from dflow.state_backends import LOCAL
 from dflow.tracing.errors import DeadlineExceeded, DflowError, InputError, QueueClosed, StepCancelled
 from dflow.tracing.near_names import suggests_keywords
 from dflow.tracing.queues import Queue

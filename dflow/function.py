@@ -31,6 +31,7 @@ from dflow.number_checks import run_checked
 from dflow.planner import Planner, resources_in
 from dflow.plans import Plan
 from dflow.shared_traces import SharedTraces, may_share, shared_traces
+from dflow.single_executable import NotEntered
 from dflow.stages import Traced as TracedStage
 from dflow.static_arguments import static_arguments
 from dflow.trace_log import TraceLog
@@ -55,7 +56,6 @@ from dflow.tracing.jax_frontend import (
 from dflow.tracing.leaks import watched_for_leaks
 from dflow.tracing.source import caller
 from dflow.tracing.variable_trees import handles
-from dflow.whole_step import NotEntered
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from dflow.config import CONFIG
-from dflow.homes import LOCAL, home_of
+from dflow.state_backends import LOCAL, home_of
 from dflow.tracing import ops
 from dflow.tracing.context import home
 from dflow.tracing.errors import GraphNameError, GraphTypeError

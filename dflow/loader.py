@@ -21,12 +21,12 @@ from dflow.export_format import CONSTANTS, PROGRAMS, VARIABLES, damaged, read_co
 from dflow.export_manifest import Manifest, Parameter, Signature, and_list, listing, signature_text
 from dflow.exporter import chosen, values_now
 from dflow.function import Function, jit
+from dflow.lowering.atomic_directory import present
 from dflow.lowering.bytecode_reader import bytecode_reader
 from dflow.lowering.devices import default_name
 from dflow.lowering.export import Arguments
 from dflow.lowering.foreign_program import RefusedCall, read_program
 from dflow.lowering.portable_tree import MismatchError, build, flatten, leaves_of, parts_of_type, unplain
-from dflow.lowering.whole_folder import present
 from dflow.tracing.errors import ExportError, SignatureError, WireError
 from dflow.tracing.namesakes import use_beside_namesakes
 from dflow.tracing.near_names import suggests_keywords

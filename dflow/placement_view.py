@@ -13,7 +13,6 @@ from typing import Any
 import jax
 
 from dflow.function import Function
-from dflow.homes import LOCAL, home_of
 from dflow.lowering.devices import devices_in_order
 from dflow.lowering.local import METER
 from dflow.lowering.passes.base import run_passes
@@ -28,6 +27,7 @@ from dflow.lowering.placement.regions import alternatives
 from dflow.lowering.placement.score import predicted, scored
 from dflow.lowering.timeline import timeline
 from dflow.planner import Planner
+from dflow.state_backends import LOCAL, home_of
 from dflow.tracing.context import home
 from dflow.tracing.device import WITH_STATE, choices_in, device_scope
 from dflow.tracing.device_name import split_device_name

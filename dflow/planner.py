@@ -24,12 +24,13 @@ from jax import jit as jax_jit
 from dflow.advice import advise_on_arguments, advise_on_trace
 from dflow.config import CONFIG
 from dflow.graph_dump import dumper
-from dflow.homes import LOCAL, home_of
 from dflow.jax_alone import refuse_state, refuse_types_alone, takes_constants
 from dflow.plans import UNKNOWN, Plan, plan_of_programs, plan_of_runner, plan_of_whole
 from dflow.shardings import constrained
 from dflow.shared_traces import SharedTraces
+from dflow.single_executable import NotEntered, WholeStep
 from dflow.stages import LoweredRun
+from dflow.state_backends import LOCAL, home_of
 from dflow.static_arguments import StaticArguments
 from dflow.step_on_device import StepOnDevice
 from dflow.trace_log import captured_types, described
@@ -54,7 +55,6 @@ from dflow.tracing.rare_collections import rare_collections
 from dflow.tracing.source import at, caller
 from dflow.tracing.trace import Traced, argument_names, traced_from
 from dflow.tracing.variable_trees import handles
-from dflow.whole_step import NotEntered, WholeStep
 
 #: Whether checks or dumps of graphs are on, so that every function goes through the passes.
 _LOOK_AT_GRAPHS = CONFIG.check or CONFIG.dump is not None

@@ -15,10 +15,10 @@ import jax
 
 from dflow.lowering.local import LoweredStep, PureStep
 from dflow.lowering.state_backend import Runner
+from dflow.single_executable import NotEntered, WholeStep
 from dflow.stages import LoweredRun
 from dflow.tracing.namesakes import StepResources
 from dflow.tracing.trace import Traced, written_keys
-from dflow.whole_step import NotEntered, WholeStep
 
 UNKNOWN: Any = object()
 

@@ -17,12 +17,12 @@ import jax
 import msgspec
 
 from dflow.generator import Generator
-from dflow.homes import by_backend
 from dflow.lowering.array_files import ArrayFiles, make_places, read_arrays, write_manifest
 from dflow.lowering.array_manifest import MANIFEST, damaged
-from dflow.lowering.whole_folder import whole_folder
+from dflow.lowering.atomic_directory import whole_folder
 from dflow.optimizer import Optimizer
 from dflow.restore_report import DIFFERENCES, RestoreReport
+from dflow.state_backends import by_backend
 from dflow.tracing.container import Resource, resources_in
 from dflow.tracing.errors import CheckpointError
 from dflow.tracing.host_resource import HostResource

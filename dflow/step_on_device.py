@@ -14,8 +14,8 @@ import jax
 from dflow.lowering.devices import device_named
 from dflow.lowering.local import PureStep
 from dflow.lowering.store import Store
+from dflow.single_executable import LoweredWhole, WholeStep
 from dflow.tracing.jax_frontend import forget_failed_dispatch, is_resource
-from dflow.whole_step import LoweredWhole, WholeStep
 
 
 class StepOnDevice(WholeStep):

@@ -9,7 +9,7 @@ from dflow.distributed.coordinator.coordinator import Coordinator
 from dflow.distributed.task.stock_task import StockTask
 from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.distributed.worker.cluster import Cluster, ClusterSettings
-from dflow.homes import LOCAL
+from dflow.state_backends import LOCAL
 from dflow.tracing.task_name import task_name
 
 

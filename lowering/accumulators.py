@@ -24,8 +24,8 @@ from dflow.lowering.accumulator_machine import (
     TakeGivenUp,
     WarnOfStepBack,
 )
+from dflow.lowering.pending_operations import Answer, Cancel, Shared, Waiter
 from dflow.lowering.resource_use import OnResults, ResourceUse, copied, giving, nothing_to_cancel
-from dflow.lowering.waiters import Answer, Cancel, Shared, Waiter
 from dflow.tracing.accumulator_settings import AccumulatorSettings, Reduction
 from dflow.tracing.errors import AccumulatorError, InternalError
 from dflow.tracing.types import AccumulatorType, RowsType

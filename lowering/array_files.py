@@ -29,8 +29,8 @@ import tensorstore
 from jax.sharding import SingleDeviceSharding
 
 from dflow.lowering.array_manifest import MANIFEST, Entry, manifest_text, read_manifest
+from dflow.lowering.atomic_directory import is_of_an_attempt, present, whole_folder, write_file
 from dflow.lowering.crc32c import crc32c
-from dflow.lowering.whole_folder import is_of_an_attempt, present, whole_folder, write_file
 from dflow.lowering.zarr_check import check_array
 from dflow.tracing.errors import CheckpointError, NoCheckpoint, ParseError
 from dflow.tracing.source import at, caller

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from dflow.lowering.discharge import Discharged, discharge
-from dflow.lowering.passes.divided import tasks_of
+from dflow.lowering.passes.task_control_flow import tasks_of
 from dflow.lowering.placement.work import is_quick
 from dflow.lowering.plan import Branch, Call, Copy, Item, Plan, Read, Recv, Scalar, Scan, Send, UseResource, While
 from dflow.lowering.snapshots import snapshots

@@ -18,14 +18,14 @@ import jax
 import numpy as np
 
 from dflow.lowering.channel import Channel, Sent, StepId, frame_of_turn
+from dflow.lowering.dependency_index import Schedule, gives
 from dflow.lowering.host_values import on_device
 from dflow.lowering.loops import PENDING, Loop, OnItem
+from dflow.lowering.pending_operations import Cancel
 from dflow.lowering.plan import Branch, Call, Copy, Item, Read, Recv, Scan, Send, UseResource, While
 from dflow.lowering.program import Program
 from dflow.lowering.recorder import ITEM_BEGAN, ITEM_ENDED, ITEM_FAILED, NOWHERE, Recorder
 from dflow.lowering.store import Store
-from dflow.lowering.waiters import Cancel
-from dflow.lowering.waits import Schedule, gives
 from dflow.tracing.errors import InternalError, StepCancelled
 
 #: The outcome of an execution: the fetches, or the error.

@@ -21,12 +21,14 @@ from dflow.lowering.accumulators import HeldAccumulator
 from dflow.lowering.array_files import ArrayFiles
 from dflow.lowering.channel import Deliver, Sent, StepId
 from dflow.lowering.compile import Compiled, TaskPlan, make_plans
+from dflow.lowering.dependency_index import Schedule, takes
 from dflow.lowering.devices import device_named, devices_in_order, local_name
 from dflow.lowering.execute import Execution, Outcome
 from dflow.lowering.host_values import on_device
-from dflow.lowering.kept_places import is_spread, kept_places
+from dflow.lowering.kept_shardings import is_spread, kept_places
 from dflow.lowering.passes.base import Observer, run_passes
 from dflow.lowering.passes.choose import BUDGET_S
+from dflow.lowering.pending_operations import wait
 from dflow.lowering.pipeline import ALONE, pipeline
 from dflow.lowering.placement.measure import Meter
 from dflow.lowering.plan import Call, Plan, calls_in
@@ -36,8 +38,6 @@ from dflow.lowering.resource_use import Held, ResourceUse
 from dflow.lowering.state_backend import Runner
 from dflow.lowering.state_files import read_variables, write_variables
 from dflow.lowering.store import Store
-from dflow.lowering.waiters import wait
-from dflow.lowering.waits import Schedule, takes
 from dflow.tracing.context import Slot
 from dflow.tracing.device import WITH_STATE, choices_in, is_within_task, scope_here
 from dflow.tracing.device_name import (

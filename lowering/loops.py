@@ -24,8 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import jit as jax_jit
 
+from dflow.lowering.dependency_index import Schedule, may_conflict
 from dflow.lowering.plan import Scan, While
-from dflow.lowering.waits import Schedule, may_conflict
 from dflow.tracing.types import key_implementation, parse_type
 
 #: The outcome of a run of a body: its results, or the error.

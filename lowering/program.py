@@ -19,7 +19,7 @@ from jax import jit as jax_jit
 from jax.sharding import AbstractMesh, Mesh, Sharding, SingleDeviceSharding
 
 from dflow.lowering.foreign_program import read_program, write_program
-from dflow.lowering.kept_places import is_spread, kept_places
+from dflow.lowering.kept_shardings import is_spread, kept_places
 from dflow.tracing.explicit_sharding import meshes_of, on_devices
 from dflow.tracing.jax_frontend import passes_handles, uninterrupted, without_callers
 from dflow.tracing.types import ArrayType

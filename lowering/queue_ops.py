@@ -17,9 +17,9 @@ import numpy as np
 from dflow.lowering.channel import Sent
 from dflow.lowering.computed import wait_until_computed
 from dflow.lowering.host_values import stays_on_host
+from dflow.lowering.pending_operations import Cancel
 from dflow.lowering.queues import SharedQueue
 from dflow.lowering.resource_use import OnResults, ResourceUse, copied, giving, nothing_to_cancel
-from dflow.lowering.waiters import Cancel
 from dflow.tracing.errors import InternalError
 from dflow.tracing.queue_settings import QueueSettings
 from dflow.tracing.types import ArrayType, QueueType

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from dflow.lowering.pending_operations import Answer, Cancel, OnDone, Shared, Waiter
 from dflow.lowering.queue_machine import (
     CloseAsked,
     DequeueAsked,
@@ -22,7 +23,6 @@ from dflow.lowering.queue_machine import (
     WaitEnded,
     Why,
 )
-from dflow.lowering.waiters import Answer, Cancel, OnDone, Shared, Waiter
 from dflow.tracing.errors import DflowError, FeedError, QueueClosed, QueueError
 from dflow.tracing.queue_settings import QueueKind, QueueSettings
 from dflow.tracing.source import at, raised_at

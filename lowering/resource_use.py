@@ -13,7 +13,7 @@ from jax import jit as jax_jit
 
 from dflow.lowering.channel import Sent
 from dflow.lowering.host_values import stays_on_host
-from dflow.lowering.waiters import Answer, Cancel, OnDone
+from dflow.lowering.pending_operations import Answer, Cancel, OnDone
 from dflow.tracing.queue_settings import DEFAULT_TIMEOUT_S
 
 #: The outcome of an op: its results, or the error.

@@ -16,7 +16,7 @@ import jax
 
 from dflow.lowering.held_value import READ, HeldValue, taken_from, within_the_step
 from dflow.lowering.program import Program
-from dflow.lowering.turns import LOOK_S, STEP_S, Found, Turns
+from dflow.lowering.store_lock import LOOK_S, STEP_S, Found, StoreLock
 from dflow.tracing.errors import DeadlineExceeded, VariableError
 from dflow.tracing.jax_frontend import passes_handles
 from dflow.tracing.source import at, caller
@@ -28,7 +28,7 @@ PATIENCE_S = 0.05
 class Values(Protocol):
     """What a step needs of the store that holds the values between steps."""
 
-    turns: Turns
+    turns: StoreLock
 
     def alone(self, do: Callable[[], Found]) -> Found:
         """Return `do()`, run in a critical section of the store."""

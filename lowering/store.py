@@ -27,11 +27,11 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from dflow.lowering.computed import wait_until_computed
 from dflow.lowering.first_value import Making, first_value
 from dflow.lowering.held_value import READ, HeldValue, Owner, lost_value, owner_of, shown, within_the_step
-from dflow.lowering.kept_places import is_spread, refuse_divided
+from dflow.lowering.kept_shardings import is_spread, refuse_divided
 from dflow.lowering.program import Program
 from dflow.lowering.resource_use import Held
 from dflow.lowering.step_state import StepState
-from dflow.lowering.turns import LOOK_S, STEP_S, Found, Turns
+from dflow.lowering.store_lock import LOOK_S, STEP_S, Found, StoreLock
 from dflow.tracing.errors import DeadlineExceeded, DflowError, VariableError, VariableShapeError
 from dflow.tracing.source import at, caller
 from dflow.tracing.types import ArrayType, array_type_of
@@ -55,7 +55,7 @@ class Store:
         self._gone: dict[str, tuple[str, str]] = {}
         self._resources: dict[str, Held] = {}
         #: The lock of all this.
-        self.turns = Turns()
+        self.turns = StoreLock()
         #: Keys of values to free when no step is being dispatched with them.
         self._dropped: deque[str] = deque()
 
@@ -283,7 +283,7 @@ class Store:
         return held
 
     def alone(self, do: Callable[[], Found]) -> Found:
-        """Like `Turns.alone`, after dropped values are freed."""
+        """Like `StoreLock.alone`, after dropped values are freed."""
         with self.turns.lock:
             self._sweep()
             found = self.turns.alone(do)

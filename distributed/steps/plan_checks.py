@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from dflow.lowering.dependency_index import bodies_of, gives, takes
 from dflow.lowering.plan import Branch, Call, Plan, Scalar, Scan, UseResource, While
 from dflow.lowering.resource_use import ResourceUse
-from dflow.lowering.waits import bodies_of, gives, takes
 from dflow.tracing import ops
 from dflow.tracing.errors import ParseError, WireError
 from dflow.tracing.types import ArrayType, parse_dtype, parse_type

@@ -22,9 +22,9 @@ import msgspec
 
 from dflow.distributed.steps.plan_checks import check_from_peer, check_plan
 from dflow.distributed.wire.messages import RegisterPlan
+from dflow.lowering.dependency_index import Schedule
 from dflow.lowering.plan import Call, Plan, Read, Recv, Send, UseResource, calls_in
 from dflow.lowering.program import Program, load_program
-from dflow.lowering.waits import Schedule
 from dflow.tracing.errors import InternalError, TaskLost, WireError
 from dflow.tracing.task_name import short_task_name
 

@@ -16,9 +16,9 @@ import jax
 from dflow.distributed.wire.messages import EndRestore, ReadCheckpoint, SaveVariables
 from dflow.lowering.array_files import read_arrays
 from dflow.lowering.array_manifest import is_inside
+from dflow.lowering.atomic_directory import flush, is_of_an_attempt
 from dflow.lowering.state_files import read_variables, write_variables
 from dflow.lowering.store import Store
-from dflow.lowering.whole_folder import flush, is_of_an_attempt
 from dflow.tracing.errors import CheckpointError, TaskLost
 from dflow.tracing.task_name import short_task_name
 

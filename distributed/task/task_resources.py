@@ -20,12 +20,12 @@ from dflow.distributed.steps.plan_registry import Registration
 from dflow.distributed.wire.codec import parse_dtype
 from dflow.distributed.wire.messages import AccumulatorInfo, CallResource, CreateResource, QueueInfo, ResourceDepth
 from dflow.lowering.accumulators import HeldAccumulator
+from dflow.lowering.dependency_index import Schedule
+from dflow.lowering.pending_operations import Cancel
 from dflow.lowering.plan import Plan, UseResource
 from dflow.lowering.queue_ops import HeldQueue
 from dflow.lowering.resource_use import OnResults, ResourceUse
 from dflow.lowering.store import Store
-from dflow.lowering.waiters import Cancel
-from dflow.lowering.waits import Schedule
 from dflow.tracing import ops
 from dflow.tracing.accumulator_settings import AccumulatorSettings, Reduction
 from dflow.tracing.errors import AccumulatorError, DflowError, ParseError, QueueError, WireError

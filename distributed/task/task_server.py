@@ -29,14 +29,14 @@ from dflow.distributed.observe.flight_recorder import FlightRecorder
 from dflow.distributed.observe.step_counts import StepCounts
 from dflow.distributed.observe.task_observer import Observation, TaskObserver
 from dflow.distributed.steps.deadlines import Deadlines, MakeDeadlines
-from dflow.distributed.steps.own_steps import OwnSteps
 from dflow.distributed.steps.peers import Peers
 from dflow.distributed.steps.plan_registry import PlanRegistry
 from dflow.distributed.steps.plan_runs import PlanRuns
 from dflow.distributed.steps.rendezvous import RendezvousStatistics, describe
 from dflow.distributed.steps.task_channel import WINDOW_BYTES, TaskChannel
+from dflow.distributed.steps.task_initiated_steps import TaskInitiatedSteps
 from dflow.distributed.task.member_gate import Arrived, MemberGate
-from dflow.distributed.task.round_host import RoundHost
+from dflow.distributed.task.step_aggregator import StepAggregator
 from dflow.distributed.task.task_checkpoints import TaskCheckpoints
 from dflow.distributed.task.task_resources import TaskResources
 from dflow.distributed.task.variable_creation import VariableCreation
@@ -189,8 +189,8 @@ class TaskServer:
             described=described,
             window_bytes=settings.window_bytes,
         )
-        self._rounds = RoundHost(
-            name, self._resources, OwnSteps(self).start, self._soon, has_left=self._channel.has_left
+        self._rounds = StepAggregator(
+            name, self._resources, TaskInitiatedSteps(self).start, self._soon, has_left=self._channel.has_left
         )
         self._checkpoints = TaskCheckpoints(name, self.store, self._channel.has_left)
         self._runs = PlanRuns(name, self.store, self._channel, self.recorder, self._pool)

@@ -24,8 +24,8 @@ import msgspec
 from dflow.distributed.transport.base import Limits, OnReleased
 from dflow.distributed.transport.exchange import LOGGER, Exchange, Frame, Kind, become_reader, on_reader_thread
 from dflow.distributed.transport.framing import Ahead, Arrived, FrameReader, checksum_of, pack_header, stalled
-from dflow.distributed.transport.outlet import Outlet, gather, send_gathered
 from dflow.distributed.transport.reactor import Reactor, give_way
+from dflow.distributed.transport.send_queue import SendQueue, gather, send_gathered
 from dflow.distributed.transport.session import Session
 from dflow.distributed.transport.shared_memory import SHARED_FROM_BYTES, SharedMemory
 from dflow.distributed.transport.stream import Parts, Stream
@@ -95,7 +95,7 @@ class Connection:
         self._memory = memory
         self._renewal = renewal
         self._stream = stream
-        self._outlet = Outlet(stream, limits, self)
+        self._outlet = SendQueue(stream, limits, self)
         self._lock = threading.Lock()
         self._room = threading.Condition(self._lock)
         self._session: Session[_Kept] = Session()

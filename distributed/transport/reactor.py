@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from dflow.distributed.transport.exchange import LOGGER, become_reader
-from dflow.distributed.transport.outlet import flush
+from dflow.distributed.transport.send_queue import flush
 from dflow.lowering.computed import before_waiting
 
 _EVENTS_AT_A_TIME = 64

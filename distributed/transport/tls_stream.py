@@ -5,7 +5,7 @@ sends. So OpenSSL works on memory buffers here, under a lock that is never held 
 and written outside of that lock.
 
 Invariants: the ciphertext from OpenSSL is sent completely and in order. If the socket accepts only part of a chunk, the
-chunk's plaintext counts as not sent. The next `send` or `send_now` must then begin with the same bytes (as `Outlet`
+chunk's plaintext counts as not sent. The next `send` or `send_now` must then begin with the same bytes (as `SendQueue`
 does); it sends the rest of the ciphertext, and skips that plaintext. At most one chunk is buffered each way.
 """
 

@@ -21,7 +21,7 @@ from functools import reduce
 from operator import and_
 from typing import ClassVar, NamedTuple
 
-from dflow.lowering.awaited import rest_of
+from dflow.lowering.early_transfers import rest_of
 from dflow.tracing import ops
 from dflow.tracing.graph import FreshNames, Graph, Node, Operand, Value
 from dflow.tracing.types import HANDLES, TokenType

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from dflow.lowering.passes.divided import tasks_of
+from dflow.lowering.passes.task_control_flow import tasks_of
 from dflow.tracing import ops
 from dflow.tracing.effects import Effect, commute
 from dflow.tracing.graph import Graph, Node, Value

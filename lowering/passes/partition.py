@@ -21,7 +21,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
-from dflow.lowering.passes.divided import made_on, tasks_within
+from dflow.lowering.passes.task_control_flow import made_on, tasks_within
 from dflow.tracing import ops
 from dflow.tracing.device_name import split_device_name, task_of
 from dflow.tracing.graph import FreshNames, Graph, Node, Operand, Origin, Value

@@ -21,8 +21,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from dflow.lowering.passes.divided import homes_of, tasks_within
 from dflow.lowering.passes.stated import Stated
+from dflow.lowering.passes.task_control_flow import homes_of, tasks_within
 from dflow.tracing.device import WITH_STATE
 from dflow.tracing.device_name import device_name, task_of
 from dflow.tracing.graph import Graph, Node, Value

@@ -14,12 +14,12 @@ import optax
 import pytest
 
 import dflow
-from dflow.homes import LOCAL
 from dflow.lowering.channel import StepId
+from dflow.lowering.dependency_index import Schedule
 from dflow.lowering.execute import Execution
 from dflow.lowering.plan import Call, Copy, Item, Plan, Read
 from dflow.lowering.program import Program
-from dflow.lowering.waits import Schedule
+from dflow.state_backends import LOCAL
 from dflow.tracing.trace import trace
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)

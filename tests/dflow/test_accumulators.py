@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dflow
-from dflow.homes import LOCAL
+from dflow.state_backends import LOCAL
 from dflow.tracing.errors import AccumulatorError, DeadlineExceeded, GraphTypeError, PlainJitError
 
 WAIT_S = 60.0

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import dflow
-from dflow.homes import LOCAL
+from dflow.state_backends import LOCAL
 from dflow.tracing.errors import VariableError
 
 # Of functions that are made anew for each place.

@@ -13,8 +13,8 @@ from dflow.lowering.passes.place import Place
 from dflow.lowering.pipeline import ALONE
 from dflow.lowering.store import Store
 from dflow.placement_view import explained
+from dflow.single_executable import WholeStep
 from dflow.tracing.text import parse
-from dflow.whole_step import WholeStep
 from tests.lowering.placement.given_costs import GivenCosts
 
 GRAPH = """

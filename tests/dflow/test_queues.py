@@ -16,8 +16,8 @@ import pytest
 
 import dflow
 from dflow.distributed.worker.cluster import Cluster
-from dflow.homes import LOCAL
 from dflow.lowering import local
+from dflow.state_backends import LOCAL
 from dflow.testing import memory_cluster
 from dflow.tracing.errors import PlainJitError, QueueError, QueueTypeError
 from dflow.tracing.interpret import interpret

@@ -22,10 +22,10 @@ import pytest
 import zarr
 
 import dflow
-from dflow.homes import LOCAL
 from dflow.lowering import local
 from dflow.lowering.array_files import read_arrays
 from dflow.lowering.store import Store
+from dflow.state_backends import LOCAL
 from dflow.tracing.errors import CheckpointError, VariableError, VariableShapeError
 from dflow.tracing.types import array_type_of
 

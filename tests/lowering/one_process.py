@@ -13,13 +13,13 @@ from jax.sharding import SingleDeviceSharding
 
 from dflow.lowering.channel import Deliver, StepId
 from dflow.lowering.compile import Compiled, TaskPlan, make_plans
+from dflow.lowering.dependency_index import Schedule
 from dflow.lowering.devices import device_named
 from dflow.lowering.execute import Execution, Outcome
 from dflow.lowering.local import lower_programs
 from dflow.lowering.passes.base import run_passes
 from dflow.lowering.pipeline import pipeline
 from dflow.lowering.store import Store
-from dflow.lowering.waits import Schedule
 from dflow.tracing.device_name import split_device_name, task_of
 from dflow.tracing.graph import Graph
 from dflow.tracing.types import RefType

@@ -19,7 +19,8 @@ import zarr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflow.lowering import array_files, array_manifest, whole_folder
+from dflow.lowering import array_files, array_manifest
+from dflow.lowering import atomic_directory as whole_folder
 from dflow.lowering.array_files import (
     MANIFEST,
     make_places,

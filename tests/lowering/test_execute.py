@@ -18,12 +18,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflow.lowering.channel import StepId
+from dflow.lowering.dependency_index import Schedule
 from dflow.lowering.execute import Execution, Outcome
 from dflow.lowering.local import fetched
 from dflow.lowering.plan import Call, Copy, Item, Plan, Recv, Send, UseResource
 from dflow.lowering.program import Program, lower_program
 from dflow.lowering.store import Store
-from dflow.lowering.waits import Schedule
 from dflow.tracing.errors import InternalError, StepCancelled
 from dflow.tracing.types import ArrayType
 from tests.lowering.meaning import PS_0, WORKER

@@ -19,14 +19,14 @@ from hypothesis import strategies as st
 import dflow
 from dflow.lowering.channel import StepId
 from dflow.lowering.compile import make_plans
+from dflow.lowering.dependency_index import Schedule
 from dflow.lowering.execute import Execution, Outcome
 from dflow.lowering.local import fetched, lower_programs
 from dflow.lowering.passes.base import run_passes
+from dflow.lowering.pending_operations import Cancel
 from dflow.lowering.pipeline import ALONE, pipeline
 from dflow.lowering.resource_use import OnResults, ResourceUse
 from dflow.lowering.store import Store
-from dflow.lowering.waiters import Cancel
-from dflow.lowering.waits import Schedule
 from dflow.tracing.errors import QueueClosed, StepCancelled
 from dflow.tracing.graph import Graph
 from dflow.tracing.parse import parse

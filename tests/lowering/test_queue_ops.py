@@ -10,13 +10,13 @@ import pytest
 
 from dflow.lowering.channel import StepId
 from dflow.lowering.compile import make_plans
+from dflow.lowering.dependency_index import Schedule
 from dflow.lowering.execute import Execution
 from dflow.lowering.passes.base import run_passes
 from dflow.lowering.pipeline import ALONE, pipeline
 from dflow.lowering.plan import Branch, Call, Plan, Scalar, UseResource
 from dflow.lowering.queue_ops import HeldQueue, ResourceUse
 from dflow.lowering.store import Store
-from dflow.lowering.waits import Schedule
 from dflow.tracing.errors import InternalError, StepCancelled
 from dflow.tracing.queue_settings import QueueKind, QueueSettings
 from dflow.tracing.text import parse

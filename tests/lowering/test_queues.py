@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from dflow.lowering import waiters
+from dflow.lowering import pending_operations as waiters
+from dflow.lowering.pending_operations import Answer, wait
 from dflow.lowering.queues import SharedQueue
 from dflow.lowering.resource_use import Results, giving
-from dflow.lowering.waiters import Answer, wait
 from dflow.tracing.errors import DeadlineExceeded, QueueClosed, QueueError, StepCancelled
 from dflow.tracing.queue_settings import QueueKind, QueueSettings
 

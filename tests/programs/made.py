@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflow.homes import LOCAL
+from dflow.state_backends import LOCAL
 from dflow.tracing.accumulator_model import AccumulatorModel
 from dflow.tracing.accumulators import ConditionalAccumulator
 from dflow.tracing.host_resource import HostResource

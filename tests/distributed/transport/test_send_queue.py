@@ -10,8 +10,8 @@ import pytest
 
 from dflow.distributed.transport.base import Limits
 from dflow.distributed.transport.exchange import Frame, Kind, become_reader
-from dflow.distributed.transport.outlet import GATHERED_BYTES, Outlet, flush, gather, send_gathered
 from dflow.distributed.transport.reactor import give_way
+from dflow.distributed.transport.send_queue import GATHERED_BYTES, SendQueue, flush, gather, send_gathered
 from dflow.distributed.transport.stream import Parts
 from tests.distributed.transports import DEADLINE_S
 
@@ -58,8 +58,8 @@ def paper() -> Paper:
 
 
 @pytest.fixture
-def outlet(paper: Paper) -> Outlet:
-    return Outlet(paper, Limits(), Plain())  # type: ignore[arg-type]
+def outlet(paper: Paper) -> SendQueue:
+    return SendQueue(paper, Limits(), Plain())  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def as_reader() -> Iterator[Callable[[Callable[[], None]], None]]:
 AsReader = Callable[[Callable[[], None]], None]
 
 
-def test_what_is_gathered_leaves_by_one_call(outlet: Outlet, paper: Paper, as_reader: AsReader) -> None:
+def test_what_is_gathered_leaves_by_one_call(outlet: SendQueue, paper: Paper, as_reader: AsReader) -> None:
     def work() -> None:
         for text in "abc":
             outlet.send(frame(text))
@@ -98,7 +98,7 @@ def test_what_is_gathered_leaves_by_one_call(outlet: Outlet, paper: Paper, as_re
     assert paper.calls == [b"abc"]
 
 
-def test_it_leaves_before_the_thread_waits(outlet: Outlet, paper: Paper, as_reader: AsReader) -> None:
+def test_it_leaves_before_the_thread_waits(outlet: SendQueue, paper: Paper, as_reader: AsReader) -> None:
     def work() -> None:
         outlet.send(frame("a"))
         give_way()
@@ -109,7 +109,7 @@ def test_it_leaves_before_the_thread_waits(outlet: Outlet, paper: Paper, as_read
     assert paper.calls == [b"a", b"b"]
 
 
-def test_a_large_frame_takes_along_what_was_gathered(outlet: Outlet, paper: Paper, as_reader: AsReader) -> None:
+def test_a_large_frame_takes_along_what_was_gathered(outlet: SendQueue, paper: Paper, as_reader: AsReader) -> None:
     large = bytes(GATHERED_BYTES + 1)
 
     def work() -> None:
@@ -122,7 +122,7 @@ def test_a_large_frame_takes_along_what_was_gathered(outlet: Outlet, paper: Pape
     assert paper.calls == [b"ab" + large, b"c"]
 
 
-def test_so_does_a_frame_of_another_thread(outlet: Outlet, paper: Paper, as_reader: AsReader) -> None:
+def test_so_does_a_frame_of_another_thread(outlet: SendQueue, paper: Paper, as_reader: AsReader) -> None:
     def work() -> None:
         outlet.send(frame("a"))
         other = threading.Thread(target=outlet.send, args=(frame("b"),))
@@ -134,7 +134,7 @@ def test_so_does_a_frame_of_another_thread(outlet: Outlet, paper: Paper, as_read
     assert paper.calls == []
 
 
-def test_no_more_is_gathered_than_the_queue_may_hold(outlet: Outlet, paper: Paper, as_reader: AsReader) -> None:
+def test_no_more_is_gathered_than_the_queue_may_hold(outlet: SendQueue, paper: Paper, as_reader: AsReader) -> None:
     texts = [f"{number:03}" for number in range(200)]
 
     def work() -> None:
@@ -147,7 +147,7 @@ def test_no_more_is_gathered_than_the_queue_may_hold(outlet: Outlet, paper: Pape
 
 
 def test_what_does_not_go_at_once_is_sent_in_order_by_another_thread(
-    outlet: Outlet, paper: Paper, as_reader: AsReader
+    outlet: SendQueue, paper: Paper, as_reader: AsReader
 ) -> None:
     paper.room = 4
 

@@ -34,7 +34,7 @@ _MOST_GATHERED = 64
 
 
 class _Gathering(threading.local):
-    outlets: set[Outlet] | None = None
+    outlets: set[SendQueue] | None = None
 
 
 _GATHERING = _Gathering()
@@ -74,7 +74,7 @@ class Packing(Protocol):
         ...
 
 
-class Outlet:
+class SendQueue:
     """The sending half of a connection."""
 
     def __init__(self, stream: Stream, limits: Limits, packing: Packing) -> None:

@@ -22,7 +22,7 @@ LOOK_S = 1.0
 STEP_S = 600.0
 
 
-class Turns:
+class StoreLock:
     """The lock of one store, with its critical sections (`alone`)."""
 
     def __init__(self) -> None:

@@ -13,9 +13,9 @@ from typing import IO
 
 import pytest
 
-from dflow.lowering import whole_folder as module
+from dflow.lowering import atomic_directory as module
+from dflow.lowering.atomic_directory import present, whole_folder
 from dflow.lowering.owner_lock import OwnerLock
-from dflow.lowering.whole_folder import present, whole_folder
 from dflow.tracing.errors import CheckpointError, CheckpointExists
 
 MARKER = "marker"
@@ -25,7 +25,7 @@ DEADLINE_S = 60
 WRITER = f"""
 import os, platform, sys
 os.getpid, platform.node = lambda: 1, lambda: "box"
-from dflow.lowering.whole_folder import whole_folder
+from dflow.lowering.atomic_directory import whole_folder
 with whole_folder(sys.argv[1], marker={MARKER!r}, overwrite=True) as folder:
     (folder / {MARKER!r}).write_text("theirs")
     print(folder, flush=True)

@@ -35,7 +35,7 @@ _POLL_S = 0.5
 _ANSWER_S = 5.0
 
 
-class Attendants:
+class Sidecars:
     """The sidecar processes in `spec.starts`, started by construction.
 
     `show`   called with lines of their output, and reports about them, from any thread

@@ -33,16 +33,16 @@ from dflow.distributed.wire.messages import (
     RoundsAgreed,
 )
 from dflow.lowering.accumulators import HeldAccumulator
+from dflow.lowering.pending_operations import Cancel
 from dflow.lowering.resource_use import ResourceUse, Results
 from dflow.lowering.timers import Stoppable, start_timer
-from dflow.lowering.waiters import Cancel
 from dflow.tracing.errors import DflowError, RemoteError, StepCancelled, TaskLost, TransportClosed, WireError
 
 #: Starts a step of this task: plan handles by task, feeds for this task's part, callback with the error or None.
 StartStep = Callable[[Mapping[str, int], Sequence[Any], Callable[[BaseException | None], None]], None]
 
 
-class RoundHost:
+class StepAggregator:
     """The runs of synchronous training that the task `task` aggregates; thread-safe.
 
     has_left  whether a task has left the cluster; `task_left` reports tasks that leave later
@@ -204,7 +204,7 @@ class _Run:
             )
 
     def ask(self, message: NextRound, responder: Responder) -> None:
-        """Queue the worker's request; see `RoundHost.ask`."""
+        """Queue the worker's request; see `StepAggregator.ask`."""
         wait_s = message.timeout_s if math.isfinite(message.timeout_s) else math.inf
         with self._lock:
             ask = next(self._numbers)

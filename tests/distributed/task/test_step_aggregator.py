@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dflow.distributed.task.round_host import RoundHost
+from dflow.distributed.task.step_aggregator import StepAggregator
 from dflow.distributed.wire.array_lists import encode_arrays
 from dflow.distributed.wire.messages import (
     AnyMessage,
@@ -21,8 +21,8 @@ from dflow.distributed.wire.messages import (
     RoundOpen,
     RoundsAgreed,
 )
+from dflow.lowering.pending_operations import Cancel
 from dflow.lowering.resource_use import OnResults, ResourceUse
-from dflow.lowering.waiters import Cancel
 from dflow.tracing.errors import DflowError, RemoteError, TaskLost
 
 PS, A, B = "/job:ps/task:0", "/job:worker/task:0", "/job:worker/task:1"
@@ -40,7 +40,7 @@ class ByHand:
         self.updates: list[tuple[weakref.ref[Any], Done]] = []
         self.answers: list[AnyMessage | BaseException] = []
         self.gone: set[str] = set()
-        self.host = RoundHost(
+        self.host = StepAggregator(
             PS,
             self,  # type: ignore[arg-type]
             self.update,

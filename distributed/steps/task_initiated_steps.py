@@ -37,7 +37,7 @@ class Server(Protocol):
         ...
 
 
-class OwnSteps:
+class TaskInitiatedSteps:
     """The steps that `server` initiates."""
 
     def __init__(self, server: Server) -> None:

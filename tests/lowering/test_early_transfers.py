@@ -8,7 +8,7 @@ from unittest import mock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflow.lowering import awaited
+from dflow.lowering import early_transfers as awaited
 from dflow.lowering.passes import cluster
 from dflow.lowering.passes.base import run_passes
 from dflow.lowering.pipeline import pipeline
