@@ -5,7 +5,7 @@ types run:
 
 - no state and no large closed-over arrays: `jax.jit` runs them, and dflow adds only a check per call;
 - otherwise the trace becomes a graph, passes transform it, and its plan is stored by the types. Most plans are one XLA
-  call (`whole_step`); while a function has only one such step, calls go to it without a look-up of their types.
+  call (`single_executable`); while a function has only one such step, calls go to it without a look-up of their types.
 
 Inside another trace, a function becomes part of that trace. Invariant: JAX never compiles a function before dflow has
 inspected its trace, because JAX calls the planner for arguments without a compiled program.

@@ -25,7 +25,7 @@ def is_spread(place: Sharding | None) -> TypeGuard[Sharding]:
     return place is not None and (len(place.device_set) > 1 or is_explicit(place))
 
 
-def kept_places(fn: Callable[..., Sequence[Any]], places: Mapping[str, Sharding | None]) -> Callable[..., list[Any]]:
+def kept_shardings(fn: Callable[..., Sequence[Any]], places: Mapping[str, Sharding | None]) -> Callable[..., list[Any]]:
     """Return `fn`, to be traced, with its first results, the values of these variables, constrained to their shardings.
 
     For None and a single device nothing is constrained, but a value divided over explicit axes raises

@@ -25,7 +25,7 @@ from dflow.lowering.dependency_index import Schedule, takes
 from dflow.lowering.devices import device_named, devices_in_order, local_name
 from dflow.lowering.execute import Execution, Outcome
 from dflow.lowering.host_values import on_device
-from dflow.lowering.kept_shardings import is_spread, kept_places
+from dflow.lowering.kept_shardings import is_spread, kept_shardings
 from dflow.lowering.passes.base import Observer, run_passes
 from dflow.lowering.passes.choose import BUDGET_S
 from dflow.lowering.pending_operations import wait
@@ -241,7 +241,7 @@ class PlannedStep:
         ) -> tuple[list[Any], list[Any]]:
             slots = dict(zip(plan.feeds, [*constants, *leaves, *literals], strict=True))
             # Looked up in each trace, of which there is another when the places of the variables are others.
-            kept = kept_places(programs[0].fn, store.shardings(call.writes))
+            kept = kept_shardings(programs[0].fn, store.shardings(call.writes))
             results = kept(*written, *read, *(slots[slot] for slot in call.takes))
             slots.update(zip(call.gives, results[len(written) :], strict=True))
             return results[: len(written)], [slots[slot] for slot in plan.fetches]

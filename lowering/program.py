@@ -19,7 +19,7 @@ from jax import jit as jax_jit
 from jax.sharding import AbstractMesh, Mesh, Sharding, SingleDeviceSharding
 
 from dflow.lowering.foreign_program import read_program, write_program
-from dflow.lowering.kept_shardings import is_spread, kept_places
+from dflow.lowering.kept_shardings import is_spread, kept_shardings
 from dflow.tracing.explicit_sharding import meshes_of, on_devices
 from dflow.tracing.jax_frontend import passes_handles, uninterrupted, without_callers
 from dflow.tracing.types import ArrayType
@@ -138,7 +138,7 @@ def lower_program(
     places    the shardings of the variables, which are the first arguments; written ones keep theirs
     meshes    the device meshes for the abstract meshes in `types`
     """
-    fn = kept_places(fn, dict(islice(places.items(), writes)))
+    fn = kept_shardings(fn, dict(islice(places.items(), writes)))
     fn.__name__ = name
     donated = (*(() if keeps else range(writes)), *given_up)
     options: dict[str, Any] = {"compiler_options": compiler_options}

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
@@ -24,12 +25,25 @@ from dflow.tracing.errors import VariableError
 # Of functions that are made anew for each place.
 pytestmark = pytest.mark.filterwarnings("ignore::dflow.RetraceWarning")
 
-FILES = ("store.py", "step_state.py", "turns.py", "held_value.py", "first_value.py", "program.py", "whole_step.py")
+FILES = (
+    "store.py",
+    "step_state.py",
+    "store_lock.py",
+    "held_value.py",
+    "first_value.py",
+    "program.py",
+    "single_executable.py",
+)
 
 DEADLINE_S = 20.0
 
 #: After these instructions CPython looks whether a signal has come.
 LOOKING = ("CALL", "CALL_FUNCTION_EX", "RESUME", "JUMP_BACKWARD")
+
+
+def test_the_files_are_those_of_the_sources() -> None:
+    root = Path(__file__).parents[2]
+    assert all((root / "lowering" / file).is_file() or (root / "dflow" / file).is_file() for file in FILES)
 
 
 @cache
