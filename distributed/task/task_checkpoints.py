@@ -35,7 +35,8 @@ class TaskCheckpoints:
     def __init__(self, name: str, store: Store, has_left: Callable[[str], bool]) -> None:
         self._name, self._store, self._has_left = short_task_name(name), store, has_left
         self._lock = threading.Lock()
-        self._read: dict[_Restore, dict[str, jax.Array]] = {}
+        #: The values of each restore by key; None while they are read.
+        self._read: dict[_Restore, dict[str, jax.Array] | None] = {}
 
     def save(self, message: SaveVariables) -> None:
         """Write variables into the folder of a save; they are on the disk when it returns. Raises CheckpointError."""
@@ -54,18 +55,28 @@ class TaskCheckpoints:
 
     def read(self, message: ReadCheckpoint) -> None:
         """Read values from a checkpoint and keep them until the restore ends. Raises CheckpointError."""
+        restore = message.origin, message.number
+        with self._lock:
+            self._read[restore] = None
+        values = None
+        try:
+            if not self._has_left(message.origin):  # a task that leaves from now on ends its restores
+                values = self._values(message)
+        finally:
+            with self._lock:
+                is_open = restore in self._read  # it ends early if the restoring task leaves, or waits no longer
+                self._read.pop(restore, None)
+                if is_open and values is not None:
+                    self._read[restore] = values
+
+    def _values(self, message: ReadCheckpoint) -> dict[str, jax.Array]:
         files = read_arrays(message.path)
         if files.id != message.id:
             raise CheckpointError(
                 f"{self._name} finds another checkpoint at {message.path} than the task that restores it\n"
                 "  save where all tasks of the cluster read and write the same files"
             )
-        values = read_variables(self._store, files, message.variables)
-        restore = message.origin, message.number
-        with self._lock:
-            self._read[restore] = values
-        if self._has_left(message.origin):  # and was not told so before the values were kept
-            self.task_left(message.origin)
+        return read_variables(self._store, files, message.variables)
 
     def end(self, message: EndRestore) -> None:
         """Set the variables to what was read for a restore, or let go of it."""

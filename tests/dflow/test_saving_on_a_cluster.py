@@ -17,8 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dflow
+from dflow.distributed.task import task_checkpoints
 from dflow.distributed.task.task_checkpoints import TaskCheckpoints
-from dflow.distributed.wire.messages import ReadCheckpoint, ReadVariables, SavedVariable, SaveVariables
+from dflow.distributed.wire.messages import EndRestore, ReadCheckpoint, ReadVariables, SavedVariable, SaveVariables
 from dflow.distributed.worker.cluster import Cluster
 from dflow.lowering.array_files import ArrayFiles, read_arrays, write_arrays
 from dflow.lowering.store import Store
@@ -251,6 +252,29 @@ def test_a_restore_of_a_worker_that_has_left_is_let_go_of(checkpoints: TaskCheck
         checkpoints.read(ReadCheckpoint(worker, 1, str(tmp_path / "c"), id, {"w": "w"}))
     assert [*checkpoints._read] == [("/job:worker/task:0", 1)]
     checkpoints.task_left("/job:worker/task:0")
+    assert not checkpoints._read
+
+
+def test_a_restore_that_ends_while_its_values_are_read_keeps_none(
+    checkpoints: TaskCheckpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_arrays(tmp_path / "c", {"w": np.zeros(3, np.float32)})
+    read = task_checkpoints.read_variables
+
+    def read_late(*args: Any) -> Any:
+        values = read(*args)
+        checkpoints.end(EndRestore("/job:worker/task:0", 1, is_set=False))  # of a worker that waits no longer
+        return values
+
+    monkeypatch.setattr(task_checkpoints, "read_variables", read_late)
+    id = read_arrays(tmp_path / "c").id
+    checkpoints.read(ReadCheckpoint("/job:worker/task:0", 1, str(tmp_path / "c"), id, {"w": "w"}))
+    assert not checkpoints._read
+
+
+def test_a_damaged_checkpoint_leaves_no_restore_behind(checkpoints: TaskCheckpoints, tmp_path: Path) -> None:
+    with pytest.raises(dflow.CheckpointError, match="there is no checkpoint"):
+        checkpoints.read(ReadCheckpoint("/job:worker/task:0", 1, str(tmp_path / "c"), "", {"w": "w"}))
     assert not checkpoints._read
 
 
