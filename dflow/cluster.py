@@ -17,7 +17,7 @@ from dflow.distributed.detection.this_host import listening_address, surrounding
 from dflow.distributed.detection.variables import task_index
 from dflow.distributed.launching.sidecars import Sidecars
 from dflow.distributed.observe.metrics import VARIABLE as METRICS_VARIABLE
-from dflow.distributed.process import parent_watch as lifeline
+from dflow.distributed.process import parent_watch
 from dflow.distributed.process.dump_signal import dump_on_signal
 from dflow.distributed.transport.chosen_security import choose_security
 from dflow.distributed.transport.security import SecurityPolicy
@@ -72,9 +72,9 @@ def connect(
     spec = _spec(coordinator, job, index, cluster)
     if spec is None:
         return Alone()
-    lifeline.watch()
+    parent_watch.watch()
     transport = SocketTransport(security=security or _security(spec))
-    attendants = _attend(spec)
+    sidecars = _attend(spec)
     listens = listening_address(address or spec.listens, spec.coordinator)
     with _told_while_it_takes_long(spec):
         joined = Cluster(
@@ -87,8 +87,8 @@ def connect(
             settings=settings or ClusterSettings(),
         )
     dump_on_signal(joined.flights.dump_soon)
-    if attendants is not None:
-        attendants.stay_in_touch(transport)
+    if sidecars is not None:
+        sidecars.stay_in_touch(transport)
     place = os.environ.get(METRICS_VARIABLE, "") if metrics_port is None else metrics_port
     if place != "":
         try:
@@ -147,17 +147,17 @@ def _attend(spec: ClusterSpec) -> Sidecars | None:
     """Start the sidecar processes of the spec, once, and register their end for the exit of this process."""
     if not spec.starts or spec.coordinator in _attended:
         return None
-    attendants = Sidecars(spec)
+    sidecars = Sidecars(spec)
     _attended.add(spec.coordinator)
 
     def end() -> None:
         try:
-            attendants.wait_until_unneeded()
+            sidecars.wait_until_unneeded()
         finally:
-            attendants.close()
+            sidecars.close()
 
     atexit.register(end)
-    return attendants
+    return sidecars
 
 
 #: Addresses of coordinators whose sidecar processes this process has started, which it does once.

@@ -95,7 +95,7 @@ class Connection:
         self._memory = memory
         self._renewal = renewal
         self._stream = stream
-        self._outlet = SendQueue(stream, limits, self)
+        self._queue = SendQueue(stream, limits, self)
         self._lock = threading.Lock()
         self._room = threading.Condition(self._lock)
         self._session: Session[_Kept] = Session()
@@ -131,7 +131,7 @@ class Connection:
         if frame.payload and (copied := self._copied(frame)) is not None:
             on_released, frame = frame.on_released, copied
         self._wait_for_room()
-        self._outlet.send(frame)
+        self._queue.send(frame)
         if on_released is not None:
             on_released()
 
@@ -144,7 +144,7 @@ class Connection:
             stream, kept = self._stream, self._session.end()
             self._room.notify_all()
         if self._renewal is not None:
-            self._outlet.say_last(_LAST)
+            self._queue.say_last(_LAST)
             self._renewal.cancel()
         stream.shut_down()
         _release(kept)
@@ -268,7 +268,7 @@ class Connection:
         self._is_broken = True
         self._reactor.remove(stream.file)
         stream.shut_down()
-        self._outlet.close_stream(stream)
+        self._queue.close_stream(stream)
         if self._renewal is None or not end.has_broken or self._is_closed:
             self._end(end.reason)
             return
@@ -312,7 +312,7 @@ class Connection:
         if is_message and is_new:
             exchange.arrived(frame)
             if sequence and self._session.ack_due:
-                self._outlet.send(_ACK)
+                self._queue.send(_ACK)
 
     def _resume(self, stream: Stream, peer_received: int) -> str:
         """Continue over `stream`; return why that is impossible, or "" on success."""
@@ -330,7 +330,7 @@ class Connection:
         _release(released)
         if is_closed:
             stream.shut_down()
-        self._outlet.resume(stream, lambda: self._again(peer_received))
+        self._queue.resume(stream, lambda: self._again(peer_received))
         self._reactor.add(stream.file, self)
         return ""
 

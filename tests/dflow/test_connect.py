@@ -10,7 +10,7 @@ import pytest
 
 import dflow
 from dflow.distributed.coordinator.coordinator import Coordinator
-from dflow.distributed.process import parent_watch as lifeline
+from dflow.distributed.process import parent_watch
 from dflow.distributed.transport.sockets import SocketTransport
 from dflow.distributed.worker.cluster import Cluster
 from dflow.distributed.worker.standalone import Alone
@@ -25,7 +25,7 @@ OTHERS = ("DFLOW_CLUSTER", "DFLOW_ADDRESS", "SLURM_JOB_ID", "KUBERNETES_SERVICE_
 def nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*VARIABLES, *OTHERS):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(lifeline, "watch", lambda: None)
+    monkeypatch.setattr(parent_watch, "watch", lambda: None)
 
 
 def test_nobody_launched_this() -> None:

@@ -19,8 +19,7 @@ import zarr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflow.lowering import array_files, array_manifest
-from dflow.lowering import atomic_directory as whole_folder
+from dflow.lowering import array_files, array_manifest, atomic_directory
 from dflow.lowering.array_files import (
     MANIFEST,
     make_places,
@@ -280,7 +279,7 @@ class _Machine:
         (array_files, "_create"),
         (array_files, "_started"),
         (array_files, "_finished"),
-        (whole_folder, "_exchange"),
+        (atomic_directory, "_exchange"),
     )
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, end: int) -> None:
@@ -310,7 +309,7 @@ def test_a_crash_at_any_moment_leaves_the_old_or_the_new(tmp_path: Path, old: in
             write_arrays(folder / "c", {"a/x": np.full(5, 1), "b": np.full((), 1)})
         with pytest.MonkeyPatch.context() as patch:
             if not exchange:
-                patch.setattr(whole_folder, "_exchange", lambda *_: False)
+                patch.setattr(atomic_directory, "_exchange", lambda *_: False)
             machine = _Machine(patch, end)
             try:
                 write_arrays(folder / "c", new, overwrite=old is not None)

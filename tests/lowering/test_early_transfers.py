@@ -8,7 +8,7 @@ from unittest import mock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflow.lowering import early_transfers as awaited
+from dflow.lowering import early_transfers
 from dflow.lowering.passes import cluster
 from dflow.lowering.passes.base import run_passes
 from dflow.lowering.pipeline import pipeline
@@ -20,7 +20,7 @@ from tests.graphs_ import Case, cases
 from tests.lowering.meaning import DEVICES, PLACES, TASKS, WORKER, assert_same_meaning, chooser
 from tests.lowering.stateful_graphs import stateful_graphs
 
-ANY_REST = mock.patch.object(awaited, "LEAST", Work(0.0, 0.0))
+ANY_REST = mock.patch.object(early_transfers, "LEAST", Work(0.0, 0.0))
 DOT = "dimension_numbers=(((1,), (0,)), ((), ())), out_sharding=None, precision=None, preferred_element_type=f32"
 
 
@@ -90,7 +90,7 @@ def test_nothing_of_the_rest_is_needed_by_what_goes_first_and_state_is_never_div
     divided: list[tuple[list[Node], list[Node]]] = []
 
     def recorded(graph: Graph, nodes: Sequence[Node]) -> list[Node]:
-        rest = awaited.rest_of(graph, nodes)
+        rest = early_transfers.rest_of(graph, nodes)
         divided.append(([node for node in nodes if node not in rest], rest))
         return rest
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from dflow.lowering import pending_operations as waiters
+from dflow.lowering import pending_operations
 from dflow.lowering.pending_operations import Answer, wait
 from dflow.lowering.queues import SharedQueue
 from dflow.lowering.resource_use import Results, giving
@@ -131,10 +131,11 @@ def _interrupted_at(line: int, use: Callable[[], None]) -> bool:
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
         nonlocal left
-        if frame.f_code.co_filename != waiters.__file__:
+        if frame.f_code.co_filename != pending_operations.__file__:
             return None
         # At the end of a `with` block no signal comes, but a tracer would, and leave the lock held.
-        if event == "line" and not linecache.getline(waiters.__file__, frame.f_lineno).lstrip().startswith("with "):
+        line = linecache.getline(pending_operations.__file__, frame.f_lineno).lstrip()
+        if event == "line" and not line.startswith("with "):
             left -= 1
             if left == 0:
                 sys.settrace(None)
