@@ -10,8 +10,8 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -142,15 +142,19 @@ class ClusterHome:
         for task, held in _by_task(variables).items():
             keys = {name: variable.key for name, variable in held.items()}
             messages[task] = ReadCheckpoint(*restore, str(files.path), files.id, keys)
-        try:
-            self._ask(messages)
-            yield functools.partial(self._end, messages, EndRestore(*restore, is_set=True))
-        finally:
-            with suppress(DflowError):  # a task that is gone has let go too
-                self._end(messages, EndRestore(*restore, is_set=False))
 
-    def _end(self, tasks: Iterable[str], message: EndRestore) -> None:
-        self._ask(dict.fromkeys(tasks, message))
+        def release() -> None:
+            with suppress(DflowError):  # a task that is gone has released the values too
+                self._ask(dict.fromkeys(messages, EndRestore(*restore, is_set=False)))
+
+        def set_all() -> None:
+            releasing.pop_all()
+            self._ask(dict.fromkeys(messages, EndRestore(*restore, is_set=True)))
+
+        with ExitStack() as releasing:
+            releasing.callback(release)
+            self._ask(messages)
+            yield set_all
 
     def _ask(self, messages: Mapping[str, AnyMessage]) -> list[Reply]:
         """The answers of tasks, all asked at once. Raises what the first of them failed with, if any did."""
