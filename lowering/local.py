@@ -160,17 +160,17 @@ class LocalHome:
         self.store.update(variable.key, kind, *operands)
 
     def snapshot(self, variables: Sequence[Variable]) -> list[jax.Array]:
-        """The values, as of one moment between two steps."""
+        """Return the values at one moment between two steps."""
         values = self.store.snapshot(variable.key for variable in variables)
         return [values[variable.key] for variable in variables]
 
     def save(self, folder: Path, variables: Mapping[str, Variable], places: Mapping[str, str]) -> None:
-        """Write the values, as of one moment between two steps."""
+        """Write the values at one moment between two steps."""
         write_variables(self.store, folder, _keys(variables), places)
 
     @contextmanager
     def restoring(self, files: ArrayFiles, variables: Mapping[str, Variable]) -> Iterator[Callable[[], None]]:
-        """Read and check the arrays; what is entered sets all variables in one moment."""
+        """Read and check the arrays; the function given sets all variables at one moment."""
         values = read_variables(self.store, files, _keys(variables))
         yield lambda: self.store.replace(values)
 

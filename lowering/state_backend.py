@@ -25,8 +25,8 @@ Runner = Callable[[Sequence[Any]], Sequence[Any]]
 class StateBackend(Home, Protocol):
     """A home of variables that can be saved, restored and used by compiled steps.
 
-    The variables that a method is given all live here. What is of one moment in one process is of one moment on each
-    task of a cluster; between two tasks there may be steps.
+    All variables passed to a method live here. Where a method takes values at one moment, a cluster does so on each
+    task; the moments of two tasks may have steps between them.
     """
 
     def runner(self, traced: Traced, *, check: bool, observe: Observer | None) -> Runner:
@@ -34,11 +34,11 @@ class StateBackend(Home, Protocol):
         ...
 
     def snapshot(self, variables: Sequence[Variable]) -> list[jax.Array]:
-        """The values, as of one moment; they stay valid, and are not the caller's to donate."""
+        """Return the values at one moment. They stay valid; the caller must not donate them."""
         ...
 
     def save(self, folder: Path, variables: Mapping[str, Variable], places: Mapping[str, str]) -> None:
-        """Write the values, as of one moment, into a folder from `make_places`; the variables are given by array name.
+        """Write the values at one moment into a folder from `make_places`; `variables` are by array name.
 
         Raises CheckpointError when a place of theirs cannot be written.
         """
@@ -47,9 +47,9 @@ class StateBackend(Home, Protocol):
     def restoring(
         self, files: ArrayFiles, variables: Mapping[str, Variable]
     ) -> AbstractContextManager[Callable[[], None]]:
-        """Read and check the arrays of the variables, given by array name; what is entered sets them all.
+        """Read and check the arrays of the variables, by array name; the context gives a function that sets them all.
 
-        Unless it is called, the variables stay as they are. Raises CheckpointError for an array that is missing or
-        damaged, before any variable is set.
+        Unless that function is called, the variables keep their values. Raises CheckpointError on entry for an array
+        that is missing or damaged.
         """
         ...

@@ -1,4 +1,4 @@
-"""The variables of one store in a folder of arrays: written as of one moment, or all read before any is set."""
+"""The variables of one store in a folder of arrays: written at one moment, or all read before any is set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One function with several implementations, one of which is chosen by the platform that a node is lowered for.
+"""One function with several implementations; the platform that a node is lowered for chooses one.
 
 A `Choice` is a plain function over flat arrays and other functions for some platforms. `kernel_p` is one call of it:
 one equation in a jaxpr, one node in a graph, until it is lowered. A call has the plain function's types, and its

@@ -79,7 +79,7 @@ class TaskCheckpoints:
         return read_variables(self._store, files, message.variables)
 
     def end(self, message: EndRestore) -> None:
-        """Set the variables to what was read for a restore, or let go of it."""
+        """Set the variables to the values read for a restore, or free the values."""
         with self._lock:
             values = self._read.pop((message.origin, message.number), None)
         if not message.is_set:
@@ -89,6 +89,6 @@ class TaskCheckpoints:
         self._store.replace(values)
 
     def task_left(self, task: str) -> None:
-        """Let go of what was read for restores that a task began, and will not end."""
+        """Free the values of restores that a task began and will not end."""
         with self._lock:
             self._read = {restore: values for restore, values in self._read.items() if restore[0] != task}

@@ -52,7 +52,7 @@ from dflow.tracing.task_name import short_task_name
 from dflow.tracing.trace import Traced, trace
 from dflow.tracing.types import array_type_of
 
-#: Numbers of this process's restores, by which tasks tell them apart.
+#: Numbers that identify this process's restores on the tasks.
 _restores = itertools.count()
 
 
@@ -118,7 +118,7 @@ class ClusterHome:
         return value
 
     def snapshot(self, variables: Sequence[Variable]) -> list[jax.Array]:
-        """The values; those of one task are of one moment."""
+        """Return the values; those of one task are of one moment."""
         by_task = _by_task({variable.key: variable for variable in variables})
         answers = self._ask({task: ReadVariables(tuple(held)) for task, held in by_task.items()})
         values: dict[str, jax.Array] = {}
@@ -128,7 +128,7 @@ class ClusterHome:
         return [values[variable.key] for variable in variables]
 
     def save(self, folder: Path, variables: Mapping[str, Variable], places: Mapping[str, str]) -> None:
-        """Have each task write its variables; those of one task as of one moment."""
+        """Have each task write its variables, at one moment of the task."""
         messages = {}
         for task, held in _by_task(variables).items():
             saved = (SavedVariable(variable.key, name, places[name]) for name, variable in held.items())
@@ -137,7 +137,7 @@ class ClusterHome:
 
     @contextmanager
     def restoring(self, files: ArrayFiles, variables: Mapping[str, Variable]) -> Iterator[Callable[[], None]]:
-        """Have each task read its arrays; what is entered has each set them, its own in one moment."""
+        """Have each task read its arrays; the function given has each task set its variables at one moment."""
         restore, messages = (self._cluster.task, next(_restores)), {}
         for task, held in _by_task(variables).items():
             keys = {name: variable.key for name, variable in held.items()}
@@ -157,7 +157,7 @@ class ClusterHome:
             yield set_all
 
     def _ask(self, messages: Mapping[str, AnyMessage]) -> list[Reply]:
-        """The answers of tasks, all asked at once. Raises what the first of them failed with, if any did."""
+        """Return the answers of tasks, asked concurrently. Raises the first error in their order, if any."""
         answers = self._cluster.request_all([(task, message, b"") for task, message in messages.items()])
         found = []
         for answer in answers:

@@ -158,7 +158,7 @@ CASES: dict[str, Case] = {
 }
 
 _UNIFORM = {*_split(_RATED), *_split(_PLAIN)} | {f"contrib.{name}" for name in _split(_RATED_CONTRIB + _PLAIN_CONTRIB)}
-#: Cases of which another of the same family does as much; they run on one of the Pythons.
+#: Cases that another case of their family covers too; they run on one Python only.
 SIBLINGS = _UNIFORM - {*_split(_OF_EACH_FAMILY)}
 
 #: Transformations without a case, and the reason.

@@ -94,7 +94,7 @@ class Secured:
         return {name: str(self.folder / who / file) for name, file in files.items()}
 
     def work(self, *environments: dict[str, str]) -> str:
-        """Run the worker, which tries these environments in turn; its output."""
+        """Run the worker, which tries these environments one after the other; return its output."""
         tried = map(json.dumps, environments)
         with Spawned("worker.py", self.address, *tried, cwd=self.folder, JAX_PLATFORMS="cpu") as worker:
             status, output = worker.finish()

@@ -182,7 +182,7 @@ def test_a_run_whose_variables_were_lost_with_a_ps_task_fails_and_names_them(tmp
     assert not re.search(r"\n b +\d", output), output
 
 
-#: Run twice: the second time it goes on from what the first has saved.
+#: Run twice: the second run restores the checkpoint of the first.
 TRAIN_AND_SAVE = """
 import os
 import jax.numpy as jnp, optax
