@@ -95,15 +95,15 @@ def run(program: str, way: str) -> None:
     import jax
     import jax.numpy as jnp
 
-    from dflow.lowering.compile import make_plans
-    from dflow.lowering.devices import devices_in_order
     from dflow.lowering.local import PlannedStep
     from dflow.lowering.passes.base import run_passes
     from dflow.lowering.pipeline import ALONE, pipeline
-    from dflow.lowering.timeline import timeline
+    from dflow.lowering.placement.timeline import timeline
+    from dflow.lowering.steps.compile import make_plans
+    from dflow.lowering.values.devices import devices_in_order
     from dflow.state_backends import LOCAL
     from dflow.tracing import ops
-    from dflow.tracing.trace import trace
+    from dflow.tracing.jaxprs.trace import trace
 
     x = jnp.ones((BATCH, WIDTH))
     traced = trace(function(program), (x,), {})
@@ -149,7 +149,7 @@ def sends() -> None:
     import dflow
     from dflow.lowering.passes.base import run_passes
     from dflow.lowering.pipeline import pipeline
-    from dflow.lowering.timeline import timeline
+    from dflow.lowering.placement.timeline import timeline
     from dflow.tracing import ops
 
     weights = [dflow.Variable(lambda: jnp.zeros((WIDTH, WIDTH))) for _ in range(LAYERS)]

@@ -22,16 +22,16 @@ import jax.numpy as jnp
 
 import dflow
 from benchmarks._paired import in_turn, median_ratio, options, publish
-from dflow.lowering.compile import make_plans
 from dflow.lowering.passes.base import Pass
 from dflow.lowering.passes.schedule import Schedule
 from dflow.lowering.pipeline import ALONE, pipeline
-from dflow.tracing.device_name import device_name, split_device_name
-from dflow.tracing.from_jaxpr import graph_of
-from dflow.tracing.graph import Graph
+from dflow.lowering.steps.compile import make_plans
+from dflow.tracing.devices.device_name import device_name, split_device_name
+from dflow.tracing.ir.graph import Graph
 from dflow.tracing.jax_frontend import make_jaxpr
-from dflow.tracing.text import text
-from dflow.tracing.verify import verify
+from dflow.tracing.jaxprs.from_jaxpr import graph_of
+from dflow.tracing.syntax.text import text
+from dflow.tracing.syntax.verify import verify
 
 SIZES = (1_000, 10_000, 100_000)
 ELSEWHERE = "/job:ps/task:0"

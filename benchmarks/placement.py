@@ -36,7 +36,7 @@ from dflow.lowering.placement.measure import Meter
 from dflow.lowering.placement.problem import Assignment, Link, Machine, Moved, Problem, Unit
 from dflow.lowering.placement.score import Scored, scored
 from dflow.state_backends import LOCAL
-from dflow.tracing.trace import trace
+from dflow.tracing.jaxprs.trace import trace
 
 #: A link of one host (latency in s, bytes per second), and the time to launch a program, in s.
 LINK, LAUNCH_S = Link(20e-6, 10e9), 10e-6

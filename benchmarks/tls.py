@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks._paired import in_turn, options, publish
-from dflow.certs import make_secret
+from dflow.cli.certs import make_secret
 from dflow.distributed.transport.base import Limits, Listener, Peer, RefuseAll, Responder
 from dflow.distributed.transport.certificates import issue_certificate, make_authority
 from dflow.distributed.transport.identity import Identity

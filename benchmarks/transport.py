@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from benchmarks._paired import in_turn, median_ratio, options, publish, seconds_per_call
 from benchmarks._raw_sockets import receive
-from dflow.certs import make_secret
+from dflow.cli.certs import make_secret
 from dflow.distributed.transport.base import Limits, Peer, RefuseAll, Responder
 from dflow.distributed.transport.sockets import SocketTransport
 from dflow.distributed.transport.tls_policies import SharedSecret

@@ -10,12 +10,12 @@ import sys
 from collections.abc import Sequence
 
 from dflow import __version__
-from dflow.certs_command import CERTS
-from dflow.command import add_commands
-from dflow.inspect_commands import DUMP, SHOW, STATUS, TRACE, WHERE
-from dflow.launch_command import LAUNCH
-from dflow.server_commands import COORDINATOR, TASK
-from dflow.simulate_command import SIMULATE
+from dflow.cli.certs_command import CERTS
+from dflow.cli.command import add_commands
+from dflow.cli.inspect_commands import DUMP, SHOW, STATUS, TRACE, WHERE
+from dflow.cli.launch_command import LAUNCH
+from dflow.cli.server_commands import COORDINATOR, TASK
+from dflow.cli.simulate_command import SIMULATE
 from dflow.tracing.errors import DflowError
 
 COMMANDS = (LAUNCH, TASK, COORDINATOR, STATUS, TRACE, DUMP, WHERE, SHOW, CERTS, SIMULATE)

@@ -1,25 +1,21 @@
 """All public names; `dflow` imports this module when one of them is first used."""
 
 from dflow import data, distributed, lax, nn, numpy, random
+from dflow.calls.eager_mode import eager
+from dflow.calls.function import Function, jit
+from dflow.calls.trace_log import RetraceWarning
 from dflow.cluster import connect
 from dflow.device_memory import configure
 from dflow.distributed.worker.cluster import ClusterSettings
-from dflow.eager_mode import eager
-from dflow.exporter import Exported, export, spec
-from dflow.function import Function, jit
-from dflow.generator import Generator
-from dflow.graph_view import GraphView, graph
+from dflow.exporting.exporter import Exported, export, spec
+from dflow.exporting.loader import Loaded, load
+from dflow.graphs.graph_view import GraphView, graph
+from dflow.graphs.placement_view import PlacedPart, Placement, explain_placement
 from dflow.kernel_check import KernelCheck, check_kernel
-from dflow.loader import Loaded, load
-from dflow.optimizer import Optimizer
-from dflow.placement_view import PlacedPart, Placement, explain_placement
-from dflow.restore_report import RestoreReport
-from dflow.saving import restore, save
 from dflow.scopes import colocate_with, device
-from dflow.trace_log import RetraceWarning
-from dflow.tracing.accumulators import ConditionalAccumulator
-from dflow.tracing.autodiff import grad, hvp, jvp, value_and_grad, vjp
-from dflow.tracing.container import container, containers, reset_container
+from dflow.tracing.derivatives.autodiff import grad, hvp, jvp, value_and_grad, vjp
+from dflow.tracing.derivatives.loops import while_loop
+from dflow.tracing.derivatives.unread_variables import UnreadVariableWarning
 from dflow.tracing.errors import (
     AccumulatorError,
     CheckpointError,
@@ -46,18 +42,22 @@ from dflow.tracing.errors import (
     VariableError,
     VariableShapeError,
 )
+from dflow.tracing.jaxprs.leaks import LeakedTracerWarning
 from dflow.tracing.kernels import Kernel, kernel
-from dflow.tracing.leaks import LeakedTracerWarning
-from dflow.tracing.loops import while_loop
-from dflow.tracing.namesakes import DuplicateNameWarning
 from dflow.tracing.parallel_iterations import parallel_iterations
-from dflow.tracing.queues import FIFOQueue, PaddedSpec, PaddingFIFOQueue, PriorityQueue, RandomShuffleQueue
-from dflow.tracing.resources import Variable, is_variable, name, read
-from dflow.tracing.row_gradient import RowGradient, is_row_gradient
-from dflow.tracing.rows_to_dense import DenseGradientWarning
-from dflow.tracing.unread_variables import UnreadVariableWarning
-from dflow.tracing.variable_trees import assign, trainable_variables, variables
-from dflow.tracing.wire import wire
+from dflow.tracing.primitives.namesakes import DuplicateNameWarning
+from dflow.tracing.rows.row_gradient import RowGradient, is_row_gradient
+from dflow.tracing.rows.rows_to_dense import DenseGradientWarning
+from dflow.tracing.state.accumulators import ConditionalAccumulator
+from dflow.tracing.state.container import container, containers, reset_container
+from dflow.tracing.state.queues import FIFOQueue, PaddedSpec, PaddingFIFOQueue, PriorityQueue, RandomShuffleQueue
+from dflow.tracing.state.resources import Variable, is_variable, name, read
+from dflow.tracing.state.variable_trees import assign, trainable_variables, variables
+from dflow.tracing.state.wire import wire
+from dflow.training.generator import Generator
+from dflow.training.optimizer import Optimizer
+from dflow.training.restore_report import RestoreReport
+from dflow.training.saving import restore, save
 
 __all__ = [
     "AccumulatorError",

@@ -24,9 +24,9 @@ from dflow.distributed.transport.security import SecurityPolicy
 from dflow.distributed.transport.sockets import SocketTransport
 from dflow.distributed.worker.cluster import Cluster, ClusterSettings
 from dflow.distributed.worker.standalone import Alone
-from dflow.lowering.timers import TIMERS
+from dflow.lowering.queues.timers import TIMERS
 from dflow.state_backends import LOCAL
-from dflow.tracing.task_name import short_task_name
+from dflow.tracing.devices.task_name import short_task_name
 
 LOGGER = logging.getLogger("dflow")
 

@@ -4,7 +4,7 @@
 returns an iterable of NumPy batches, for `feed` or for a plain loop.
 """
 
-from dflow.batching import Batches, batches
-from dflow.feeding import Feed, feed
+from dflow.input.batching import Batches, batches
+from dflow.input.feeding import Feed, feed
 
 __all__ = ["Batches", "Feed", "batches", "feed"]

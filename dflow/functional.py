@@ -16,7 +16,7 @@ from typing import Any, get_origin
 import jax
 import jax.numpy as jnp
 
-from dflow.tracing.resources import is_variable, read
+from dflow.tracing.state.resources import is_variable, read
 
 
 def accepting(member: Any) -> Any:

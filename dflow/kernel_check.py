@@ -17,12 +17,12 @@ from jax import jit as jax_jit
 from jax.extend.core import jaxpr_as_fun
 
 from dflow.tracing.errors import KernelError
+from dflow.tracing.ir.types import array_type_of
 from dflow.tracing.jax_frontend import closed_parts, is_jaxpr
-from dflow.tracing.kernel_choice import Implementation, floating
+from dflow.tracing.jaxprs.trace import argument_names
 from dflow.tracing.kernels import Kernel
+from dflow.tracing.primitives.kernel_choice import Implementation, floating
 from dflow.tracing.source import at, caller
-from dflow.tracing.trace import argument_names
-from dflow.tracing.types import array_type_of
 
 #: Default tolerance, relative and absolute, by the size in bytes of the dtype's real numbers.
 _TOLERANCES = {1: 0.1, 2: 2e-2, 4: 1e-4, 8: 1e-8}

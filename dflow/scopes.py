@@ -11,14 +11,14 @@ from contextlib import contextmanager, nullcontext
 
 import jax
 
-from dflow.lowering.devices import device_named, local_devices, local_name
-from dflow.tracing.device import AUTO, WITH_CALLER, choice_among, device_scope
-from dflow.tracing.device_name import full_device_name, split_device_name, task_of
+from dflow.lowering.values.devices import device_named, local_devices, local_name
+from dflow.tracing.devices.device import AUTO, WITH_CALLER, choice_among, device_scope
+from dflow.tracing.devices.device_name import full_device_name, split_device_name, task_of
 from dflow.tracing.errors import DeviceError
 from dflow.tracing.jax_frontend import is_tracing
 from dflow.tracing.near_names import did_you_mean
-from dflow.tracing.resources import Variable, is_variable
 from dflow.tracing.source import at, caller
+from dflow.tracing.state.resources import Variable, is_variable
 
 
 @contextmanager

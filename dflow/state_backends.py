@@ -11,13 +11,13 @@ from dflow.distributed.worker.cluster import cluster_with
 from dflow.distributed.worker.cluster_home import ClusterHome
 from dflow.lowering.local import LocalHome
 from dflow.lowering.state_backend import StateBackend
-from dflow.tracing.context import set_default_home
-from dflow.tracing.device_name import is_on_task, task_of
+from dflow.tracing.devices.device_name import is_on_task, task_of
 from dflow.tracing.errors import VariableError
-from dflow.tracing.graph import Graph
-from dflow.tracing.resources import Variable
+from dflow.tracing.ir.graph import Graph
+from dflow.tracing.jaxprs.trace import Traced
 from dflow.tracing.source import at, caller
-from dflow.tracing.trace import Traced
+from dflow.tracing.state.context import set_default_home
+from dflow.tracing.state.resources import Variable
 
 LOCAL = LocalHome(CONFIG.placement_s)
 set_default_home(LOCAL)

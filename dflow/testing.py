@@ -10,7 +10,7 @@ from dflow.distributed.task.stock_task import StockTask
 from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.distributed.worker.cluster import Cluster, ClusterSettings
 from dflow.state_backends import LOCAL
-from dflow.tracing.task_name import task_name
+from dflow.tracing.devices.task_name import task_name
 
 
 class MemoryCluster:

@@ -17,30 +17,29 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, Sharding, SingleDeviceSharding
 
-from dflow.lowering.accumulators import HeldAccumulator
-from dflow.lowering.array_files import ArrayFiles
-from dflow.lowering.channel import Deliver, Sent, StepId
-from dflow.lowering.compile import Compiled, TaskPlan, make_plans
-from dflow.lowering.dependency_index import Schedule, takes
-from dflow.lowering.devices import device_named, devices_in_order, local_name
-from dflow.lowering.execute import Execution, Outcome
-from dflow.lowering.host_values import on_device
-from dflow.lowering.kept_shardings import is_spread, kept_shardings
+from dflow.lowering.files.array_files import ArrayFiles
 from dflow.lowering.passes.base import Observer, run_passes
 from dflow.lowering.passes.choose import BUDGET_S
-from dflow.lowering.pending_operations import wait
 from dflow.lowering.pipeline import ALONE, pipeline
 from dflow.lowering.placement.measure import Meter
-from dflow.lowering.plan import Call, Plan, calls_in
-from dflow.lowering.program import LoweredProgram, Program, lower_program
-from dflow.lowering.queue_ops import HeldQueue
-from dflow.lowering.resource_use import Held, ResourceUse
+from dflow.lowering.programs.program import LoweredProgram, Program, lower_program
+from dflow.lowering.queues.accumulators import HeldAccumulator
+from dflow.lowering.queues.channel import Deliver, Sent, StepId
+from dflow.lowering.queues.pending_operations import wait
+from dflow.lowering.queues.queue_ops import HeldQueue
+from dflow.lowering.queues.resource_use import Held, ResourceUse
+from dflow.lowering.state.state_files import read_variables, write_variables
+from dflow.lowering.state.store import Store
 from dflow.lowering.state_backend import Runner
-from dflow.lowering.state_files import read_variables, write_variables
-from dflow.lowering.store import Store
-from dflow.tracing.context import Slot
-from dflow.tracing.device import WITH_STATE, choices_in, is_within_task, scope_here
-from dflow.tracing.device_name import (
+from dflow.lowering.steps.compile import Compiled, TaskPlan, make_plans
+from dflow.lowering.steps.dependency_index import Schedule, takes
+from dflow.lowering.steps.execute import Execution, Outcome
+from dflow.lowering.steps.plan import Call, Plan, calls_in
+from dflow.lowering.values.devices import device_named, devices_in_order, local_name
+from dflow.lowering.values.host_values import on_device
+from dflow.lowering.values.kept_shardings import is_spread, kept_shardings
+from dflow.tracing.devices.device import WITH_STATE, choices_in, is_within_task, scope_here
+from dflow.tracing.devices.device_name import (
     device_name,
     is_on_task,
     no_such_job,
@@ -49,14 +48,15 @@ from dflow.tracing.device_name import (
     task_of,
 )
 from dflow.tracing.errors import DeviceError, InternalError, VariableError
-from dflow.tracing.graph import Graph, Node
-from dflow.tracing.host_resource import HostResource
-from dflow.tracing.initial_value import Initial
+from dflow.tracing.ir.graph import Graph, Node
+from dflow.tracing.ir.types import AccumulatorType
 from dflow.tracing.jax_frontend import jit_disabled
-from dflow.tracing.resources import Variable
+from dflow.tracing.jaxprs.trace import Traced
 from dflow.tracing.source import at, caller
-from dflow.tracing.trace import Traced
-from dflow.tracing.types import AccumulatorType
+from dflow.tracing.state.context import Slot
+from dflow.tracing.state.host_resource import HostResource
+from dflow.tracing.state.initial_value import Initial
+from dflow.tracing.state.resources import Variable
 
 #: What the devices of this process cost; they are measured when a function first asks for a choice among them.
 METER = Meter()

@@ -12,11 +12,11 @@ from typing import Any, Protocol
 
 import jax
 
-from dflow.lowering.array_files import ArrayFiles
+from dflow.lowering.files.array_files import ArrayFiles
 from dflow.lowering.passes.base import Observer
-from dflow.tracing.context import Home
-from dflow.tracing.resources import Variable
-from dflow.tracing.trace import Traced
+from dflow.tracing.jaxprs.trace import Traced
+from dflow.tracing.state.context import Home
+from dflow.tracing.state.resources import Variable
 
 #: Runs a step on the leaves of its arguments; gives the leaves of its result.
 Runner = Callable[[Sequence[Any]], Sequence[Any]]

@@ -12,18 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
-from dflow.tracing import ops
-from dflow.tracing.context import Slot, home
-from dflow.tracing.device_name import full_device_name
-from dflow.tracing.graph import Graph, Literal, Node, Value, Written
-from dflow.tracing.host_resource import HostResource
+from dflow.tracing.devices.device_name import full_device_name
+from dflow.tracing.ir import ops
+from dflow.tracing.ir.graph import Graph, Literal, Node, Value, Written
+from dflow.tracing.ir.op import numeric
+from dflow.tracing.ir.types import DTYPES, ArrayType, RefType, TokenType, dtype_name
+from dflow.tracing.ir.updates import ASSIGNS, looked_up, updated
 from dflow.tracing.jax_frontend import primitive_named
-from dflow.tracing.op import numeric
-from dflow.tracing.resources import Variable
+from dflow.tracing.jaxprs.trace import Traced, trace
 from dflow.tracing.source import Loc
-from dflow.tracing.trace import Traced, trace
-from dflow.tracing.types import DTYPES, ArrayType, RefType, TokenType, dtype_name
-from dflow.tracing.updates import ASSIGNS, looked_up, updated
+from dflow.tracing.state.context import Slot, home
+from dflow.tracing.state.host_resource import HostResource
+from dflow.tracing.state.resources import Variable
 from tests.choice import choice
 from tests.programs import machines
 from tests.programs.draw import programs

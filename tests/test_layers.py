@@ -23,7 +23,7 @@ TREE = [*PACKAGE, ROOT / "tests", ROOT / "benchmarks", ROOT / "examples"]
 UNPICKLERS = {"pickle", "_pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
 JAX_INTERNALS = ROOT / "tracing" / "jax_frontend.py"
 #: Runs as a process. To import JAX there would take too long.
-BYTECODE_READER = ROOT / "lowering" / "read_bytecode.py"
+BYTECODE_READER = ROOT / "lowering" / "programs" / "read_bytecode.py"
 
 
 def sources(folders: list[Path]) -> list[Path]:

@@ -59,7 +59,7 @@ from jax.extend import core as jex
 from jax.extend.core import primitives as jax_primitives
 from jaxlib import _jax
 
-from dflow.tracing.device import METADATA_KEY
+from dflow.tracing.devices.device import METADATA_KEY
 from dflow.tracing.errors import InternalError
 from dflow.tracing.parallel_iterations import PARALLEL_KEY
 from dflow.tracing.source import Loc, caller, is_installed, is_user_file

@@ -13,14 +13,14 @@ from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar, cast, 
 import jax
 import numpy as np
 
+from dflow.tracing.devices.platforms import PLATFORMS
 from dflow.tracing.errors import KernelError
+from dflow.tracing.ir.types import ArrayType, array_type_of
 from dflow.tracing.jax_frontend import trace_context
-from dflow.tracing.kernel_choice import Choice, Implementation
 from dflow.tracing.near_names import refuse_keywords
-from dflow.tracing.platforms import PLATFORMS
-from dflow.tracing.resources import is_variable, read
+from dflow.tracing.primitives.kernel_choice import Choice, Implementation
 from dflow.tracing.source import Loc, at, caller
-from dflow.tracing.types import ArrayType, array_type_of
+from dflow.tracing.state.resources import is_variable, read
 
 P = ParamSpec("P")
 R = TypeVar("R")

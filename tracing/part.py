@@ -6,11 +6,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from dflow.tracing import ops
-from dflow.tracing.attributes import Body, attributes_of
-from dflow.tracing.effects import Effect
-from dflow.tracing.graph import FreshNames, Graph, Node, Operand, Value
-from dflow.tracing.types import RefType
+from dflow.tracing.ir import ops
+from dflow.tracing.ir.effects import Effect
+from dflow.tracing.ir.graph import FreshNames, Graph, Node, Operand, Value
+from dflow.tracing.ir.types import RefType
+from dflow.tracing.jaxprs.attributes import Body, attributes_of
 
 #: Nodes that do nothing but apply their body once, and the attribute that holds it.
 _CALLS = {

@@ -50,8 +50,8 @@ from dflow.distributed.wire.messages import (
     TaskInfo,
     Unplace,
 )
+from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DeadlineExceeded, DflowError, InternalError
-from dflow.tracing.task_name import short_task_name
 
 #: Deadline of a call that the coordinator answers immediately, in s.
 ANSWER_S = 30.0

@@ -53,8 +53,8 @@ from dflow.distributed.wire.answers import expect
 from dflow.distributed.wire.failures import error_from, failure_of
 from dflow.distributed.wire.large_message import unpack
 from dflow.distributed.wire.messages import AnyMessage, DumpEvents, Failure, Message, Roster
+from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DeadlineExceeded, DflowError, InternalError, TransportClosed, WireError
-from dflow.tracing.task_name import short_task_name
 
 LOGGER = logging.getLogger("dflow")
 HEARTBEAT_S = 1.0

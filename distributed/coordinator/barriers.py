@@ -25,7 +25,7 @@ import msgspec
 from dflow.distributed.coordinator.coordinator_events import Reply
 from dflow.distributed.coordinator.durable_records import DurableRecords
 from dflow.distributed.wire.messages import AwaitBarrier, BarrierPassed, Failure
-from dflow.tracing.task_name import short_task_name
+from dflow.tracing.devices.task_name import short_task_name
 
 #: The tasks of a job that are live or expected now, and the roster's version.
 Present = Callable[[str], tuple[tuple[str, ...], int]]

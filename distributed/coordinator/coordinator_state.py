@@ -79,8 +79,8 @@ from dflow.distributed.wire.messages import (
     Status,
     Unplace,
 )
+from dflow.tracing.devices.task_name import short_task_name, split_task_name
 from dflow.tracing.errors import DeviceError
-from dflow.tracing.task_name import short_task_name, split_task_name
 
 #: Least time between two requests that all tasks dump their events, in s.
 DUMP_PAUSE_S = 5.0

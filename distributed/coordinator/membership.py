@@ -28,7 +28,7 @@ import msgspec
 from dflow.distributed.coordinator.coordinator_events import Started, Ticked
 from dflow.distributed.coordinator.durable_records import DurableRecords
 from dflow.distributed.wire.messages import Roster, RosterChange, TaskInfo
-from dflow.tracing.task_name import short_task_name, split_task_name, task_name
+from dflow.tracing.devices.task_name import short_task_name, split_task_name, task_name
 
 #: Reason for leaving of a worker whose program has ended well.
 FINISHED = "finished"

@@ -23,7 +23,7 @@ import msgspec
 from dflow.distributed.coordinator.coordinator_events import Reply
 from dflow.distributed.coordinator.durable_records import DurableRecords
 from dflow.distributed.wire.messages import Claimed, ClaimSteps, Failure, NotFinite, RoundsDone, WorkerProgress
-from dflow.tracing.task_name import short_task_name
+from dflow.tracing.devices.task_name import short_task_name
 
 LARGEST_CLAIM = 16
 #: A claim gets the worker's fair share of the remaining steps divided by this, so that a slow worker's last is small.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dflow.distributed.wire.messages import Health
-from dflow.tracing.task_name import short_task_name
+from dflow.tracing.devices.task_name import short_task_name
 
 
 def describe_task(task: str, answer: Health) -> str:

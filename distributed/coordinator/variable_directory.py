@@ -21,7 +21,7 @@ import msgspec
 
 from dflow.distributed.coordinator.durable_records import DurableRecords
 from dflow.distributed.wire.messages import Failure, Placed, PlaceVariable, VariableInfo
-from dflow.tracing.task_name import short_task_name
+from dflow.tracing.devices.task_name import short_task_name
 
 
 class _Placement(msgspec.Struct, frozen=True):

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from dflow.distributed.detection.cluster_spec import ClusterSpec, SecuritySource
+from dflow.tracing.devices.task_name import task_name
 from dflow.tracing.errors import ConfigError
-from dflow.tracing.task_name import task_name
 
 VARIABLE = "DFLOW_CLUSTER"
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from dflow.tracing.devices.task_name import short_task_name, task_name
 from dflow.tracing.errors import ConfigError
-from dflow.tracing.task_name import short_task_name, task_name
 
 COORDINATOR = "coordinator"
 #: The job of the task servers (stock tasks), and the job of the tasks that run the user's script.

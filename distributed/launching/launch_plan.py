@@ -14,8 +14,8 @@ from dflow.distributed.detection.cluster_spec import COORDINATOR
 from dflow.distributed.launching.own_programs import coordinator_program, stock_program
 from dflow.distributed.launching.place import TaskProgram
 from dflow.distributed.launching.restarts import RestartPolicy
+from dflow.tracing.devices.task_name import split_task_name, task_name
 from dflow.tracing.errors import ConfigError
-from dflow.tracing.task_name import split_task_name, task_name
 
 _SETTING = re.compile(r"(?:([A-Za-z]\w*)(?::([0-9]+))?:)?([A-Za-z_]\w*)=(.*)", re.DOTALL)
 

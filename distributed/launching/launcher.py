@@ -32,8 +32,8 @@ from dflow.distributed.process.child_process import describe_end
 from dflow.distributed.process.stop_signal import StopSignal
 from dflow.distributed.transport.base import Transport
 from dflow.distributed.wire.messages import Status
+from dflow.tracing.devices.task_name import short_task_name, split_task_name
 from dflow.tracing.errors import DeadlineExceeded, TransportClosed
-from dflow.tracing.task_name import short_task_name, split_task_name
 
 START_S = 60.0
 POLL_S = 0.2

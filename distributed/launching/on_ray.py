@@ -29,8 +29,8 @@ from dflow.distributed.launching.ray_resources import RayResources, amounts_text
 from dflow.distributed.launching.restarts import NEVER, RestartPolicy
 from dflow.distributed.launching.this_machine import ThisMachine
 from dflow.distributed.process.child_process import TAIL_LINES, ChildProcess, describe_end
+from dflow.tracing.devices.task_name import short_task_name, split_task_name
 from dflow.tracing.errors import ConfigError
-from dflow.tracing.task_name import short_task_name, split_task_name
 
 #: Time after which an actor answers a request for lines with none.
 _LINES_S = 2.0

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 
 from dflow.distributed.detection.cluster_spec import COORDINATOR
 from dflow.distributed.launching.place import TaskProgram
-from dflow.tracing.task_name import split_task_name
+from dflow.tracing.devices.task_name import split_task_name
 
 
 def coordinator_program(

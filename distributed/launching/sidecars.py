@@ -26,8 +26,8 @@ from dflow.distributed.process.child_process import ChildProcess, describe_end
 from dflow.distributed.transport.addresses import TcpAddress, parse_address
 from dflow.distributed.transport.base import Transport
 from dflow.distributed.wire.messages import Status
+from dflow.tracing.devices.task_name import short_task_name, split_task_name
 from dflow.tracing.errors import DflowError
-from dflow.tracing.task_name import short_task_name, split_task_name
 
 LATECOMERS_S = 60.0
 GRACE_S = 5.0

@@ -10,7 +10,7 @@ from dflow.distributed.launching.place import TaskProgram
 from dflow.distributed.launching.shares import Share
 from dflow.distributed.process.child_process import ChildProcess
 from dflow.distributed.process.parent_watch import LIFELINE_VARIABLE
-from dflow.tracing.task_name import short_task_name
+from dflow.tracing.devices.task_name import short_task_name
 
 _WHOLE = Share()
 

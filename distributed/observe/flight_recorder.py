@@ -23,8 +23,8 @@ import msgspec
 from dflow.distributed.observe.flight_text import flight_text
 from dflow.distributed.process.atomic_file import write_whole_file
 from dflow.distributed.process.run_folder import RUN_FOLDER_VARIABLE
-from dflow.lowering.recorder import Recorder
-from dflow.tracing.task_name import short_task_name
+from dflow.lowering.steps.recorder import Recorder
+from dflow.tracing.devices.task_name import short_task_name
 
 LOGGER = logging.getLogger("dflow")
 MOST_DUMPS = 8

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dflow.distributed.observe.spans import spans
-from dflow.lowering.channel import STEPS_OF_A_LIFE
-from dflow.lowering.recorder import ITEM_BEGAN, PART_BEGAN, Event
-from dflow.tracing.task_name import short_task_name
+from dflow.lowering.queues.channel import STEPS_OF_A_LIFE
+from dflow.lowering.steps.recorder import ITEM_BEGAN, PART_BEGAN, Event
+from dflow.tracing.devices.task_name import short_task_name
 
 #: At most this many steps in progress are listed, and this many items of each.
 MOST_STEPS, MOST_ITEMS = 20, 20

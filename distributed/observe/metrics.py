@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from dflow.distributed.observe.step_counts import BOUNDS_S, StepTotals
 from dflow.distributed.wire.messages import Status
+from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import ConfigError
-from dflow.tracing.task_name import short_task_name
 
 if TYPE_CHECKING:
     from prometheus_client import Metric

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
-from dflow.lowering.recorder import (
+from dflow.lowering.steps.recorder import (
     COMPUTED,
     ITEM_BEGAN,
     ITEM_ENDED,

@@ -22,7 +22,7 @@ from dflow.distributed.wire.messages import (
     TaskState,
     TraceTold,
 )
-from dflow.lowering.recorder import Recorder
+from dflow.lowering.steps.recorder import Recorder
 from dflow.tracing.errors import WireError
 
 #: Limits of a trace: number of events kept, and duration in s.

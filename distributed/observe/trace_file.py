@@ -14,8 +14,8 @@ from typing import Any
 
 from dflow.distributed.observe.clock_alignment import Crossing, Offset
 from dflow.distributed.observe.spans import Span, spans
-from dflow.lowering.channel import STEPS_OF_A_LIFE
-from dflow.lowering.recorder import (
+from dflow.lowering.queues.channel import STEPS_OF_A_LIFE
+from dflow.lowering.steps.recorder import (
     CONNECTED,
     CONNECTION_LOST,
     PART_BEGAN,
@@ -27,7 +27,7 @@ from dflow.lowering.recorder import (
     WAIT_EXPIRED,
     Event,
 )
-from dflow.tracing.task_name import short_task_name, split_task_name
+from dflow.tracing.devices.task_name import short_task_name, split_task_name
 
 TRACKS = ("steps", "parts of steps", "compute", "transfers", "waits", "branches and loops")
 _TRACK_OF_ITEM = {

@@ -30,9 +30,9 @@ from dflow.distributed.wire.messages import (
     TaskState,
     TraceTold,
 )
-from dflow.lowering.recorder import Event
+from dflow.lowering.steps.recorder import Event
+from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DeadlineExceeded, DflowError, WireError
-from dflow.tracing.task_name import short_task_name
 
 #: Events that a task keeps during a trace.
 EVENTS = 200_000

@@ -28,7 +28,7 @@ from dflow.distributed.coordinator.membership import NORMAL_ENDS
 from dflow.distributed.steps.rendezvous import WINDOW
 from dflow.distributed.task.task_server import TaskStatistics
 from dflow.distributed.wire.messages import BarrierPassed, Roster, TaskInfo
-from dflow.tracing.task_name import task_name
+from dflow.tracing.devices.task_name import task_name
 
 #: Reports on one invariant: whether it holds, its name, and the description of the violation.
 Require = Callable[[bool, str, str], None]

@@ -17,7 +17,7 @@ from dflow.distributed.simulation.script import Script, sleep
 from dflow.distributed.simulation.tasks import AGAIN_S, Member, Tasks
 from dflow.distributed.wire.array_lists import decode_arrays, encode_arrays
 from dflow.distributed.wire.messages import CallResource, CancelStep, CreateResource, QueueInfo
-from dflow.lowering.resource_use import Held, ResourceUse, Results
+from dflow.lowering.queues.resource_use import Held, ResourceUse, Results
 from dflow.tracing.errors import DeadlineExceeded, DflowError, QueueClosed
 
 NAME = "shared"

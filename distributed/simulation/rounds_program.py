@@ -31,8 +31,8 @@ from dflow.distributed.wire.messages import (
     RoundOpen,
     RoundsAgreed,
 )
-from dflow.lowering.plan import Call, Item, Plan, Recv, Send
-from dflow.lowering.program import Program
+from dflow.lowering.programs.program import Program
+from dflow.lowering.steps.plan import Call, Item, Plan, Recv, Send
 from dflow.tracing.errors import DeadlineExceeded, DflowError
 
 #: Longest time that the host lets a worker wait for a round, and the time that the worker adds for the answer.

@@ -27,9 +27,9 @@ from dflow.distributed.task.task_server import TaskServer, TaskSettings, TaskSta
 from dflow.distributed.transport.base import Reply
 from dflow.distributed.wire.codec import Payload
 from dflow.distributed.wire.messages import AnyMessage, Join, Leave, Roster
-from dflow.lowering.plan import Call, Item, Plan, Recv, Send
-from dflow.lowering.program import Program
-from dflow.lowering.resource_use import Held
+from dflow.lowering.programs.program import Program
+from dflow.lowering.queues.resource_use import Held
+from dflow.lowering.steps.plan import Call, Item, Plan, Recv, Send
 from dflow.tracing.errors import DflowError, TaskLost
 
 WAIT_S = 7.0

@@ -26,8 +26,8 @@ from dflow.distributed.wire.messages import (
     ReadVariables,
     WriteVariable,
 )
+from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DflowError
-from dflow.tracing.task_name import short_task_name
 
 NAMES = ("a", "b", "c")
 PAUSE_S = 1.5

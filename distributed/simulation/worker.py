@@ -20,8 +20,8 @@ from dflow.distributed.wire.messages import (
     ElectOnce,
     RunPlan,
 )
-from dflow.lowering.channel import StepId
-from dflow.lowering.execute import Outcome
+from dflow.lowering.queues.channel import StepId
+from dflow.lowering.steps.execute import Outcome
 from dflow.tracing.errors import DflowError, InternalError, TaskLost
 
 RUN = "run"

@@ -38,7 +38,7 @@ from dflow.distributed.wire.messages import (
     Elected,
     Roster,
 )
-from dflow.lowering.timers import timers_started_by
+from dflow.lowering.queues.timers import timers_started_by
 
 ADDRESS = f"{COORDINATOR}#listens"
 SETTINGS = CoordinatorSettings()

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
-from dflow.lowering.channel import StepId
+from dflow.lowering.queues.channel import StepId
 
 Item = TypeVar("Item")
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from dflow.distributed.transport.base import Handler, Peer, Reply, Transport
 from dflow.distributed.wire.messages import Introduce
-from dflow.lowering.recorder import CONNECTED, Note, not_noted
+from dflow.lowering.steps.recorder import CONNECTED, Note, not_noted
 from dflow.tracing.errors import DeadlineExceeded, TaskLost, TransportClosed
 from dflow.tracing.source import at, caller
 

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from dflow.lowering.dependency_index import bodies_of, gives, takes
-from dflow.lowering.plan import Branch, Call, Plan, Scalar, Scan, UseResource, While
-from dflow.lowering.resource_use import ResourceUse
-from dflow.tracing import ops
+from dflow.lowering.queues.resource_use import ResourceUse
+from dflow.lowering.steps.dependency_index import bodies_of, gives, takes
+from dflow.lowering.steps.plan import Branch, Call, Plan, Scalar, Scan, UseResource, While
 from dflow.tracing.errors import ParseError, WireError
-from dflow.tracing.types import ArrayType, parse_dtype, parse_type
+from dflow.tracing.ir import ops
+from dflow.tracing.ir.types import ArrayType, parse_dtype, parse_type
 
 #: Most slots (numbered values) of a plan.
 MAX_SLOTS = 1 << 20

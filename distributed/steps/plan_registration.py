@@ -15,10 +15,10 @@ import msgspec
 from dflow.distributed.transport.base import Peer, Reply
 from dflow.distributed.wire.answers import expect
 from dflow.distributed.wire.messages import Registered, RegisterPlan, Wanted
-from dflow.lowering.compile import TaskPlan
-from dflow.lowering.shared_exports import SharedExports
+from dflow.lowering.programs.shared_exports import SharedExports
+from dflow.lowering.steps.compile import TaskPlan
+from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DeadlineExceeded
-from dflow.tracing.task_name import short_task_name
 
 _ENCODER = msgspec.msgpack.Encoder()
 

@@ -22,11 +22,11 @@ import msgspec
 
 from dflow.distributed.steps.plan_checks import check_from_peer, check_plan
 from dflow.distributed.wire.messages import RegisterPlan
-from dflow.lowering.dependency_index import Schedule
-from dflow.lowering.plan import Call, Plan, Read, Recv, Send, UseResource, calls_in
-from dflow.lowering.program import Program, load_program
+from dflow.lowering.programs.program import Program, load_program
+from dflow.lowering.steps.dependency_index import Schedule
+from dflow.lowering.steps.plan import Call, Plan, Read, Recv, Send, UseResource, calls_in
+from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import InternalError, TaskLost, WireError
-from dflow.tracing.task_name import short_task_name
 
 #: A plan that uses more variables than this is never quick.
 MOST_QUICK_KEYS = 64

@@ -20,10 +20,10 @@ from dflow.distributed.steps.plan_registry import Registration
 from dflow.distributed.steps.rendezvous import describe
 from dflow.distributed.steps.task_channel import TaskChannel
 from dflow.distributed.steps.trampoline import run_soon
-from dflow.lowering.channel import StepId
-from dflow.lowering.execute import Execution, Outcome, Submit
-from dflow.lowering.recorder import PART_BEGAN, PART_ENDED, Recorder, described_end
-from dflow.lowering.store import Store
+from dflow.lowering.queues.channel import StepId
+from dflow.lowering.state.store import Store
+from dflow.lowering.steps.execute import Execution, Outcome, Submit
+from dflow.lowering.steps.recorder import PART_BEGAN, PART_ENDED, Recorder, described_end
 from dflow.tracing.errors import InternalError, StepCancelled
 
 

@@ -24,9 +24,9 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from dflow.lowering.channel import StepId, is_in_loop
+from dflow.lowering.queues.channel import StepId, is_in_loop
+from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DflowError, InternalError, StepCancelled
-from dflow.tracing.task_name import short_task_name
 
 Waiter = TypeVar("Waiter")
 Value = TypeVar("Value")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 
-from dflow.lowering.channel import STEPS_OF_A_LIFE
+from dflow.lowering.queues.channel import STEPS_OF_A_LIFE
 
 _lives = itertools.count()
 

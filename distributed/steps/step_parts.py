@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 
 from dflow.distributed.transport.base import Peer, Reply
 from dflow.distributed.wire.messages import CancelStep
-from dflow.lowering.channel import StepId
-from dflow.lowering.execute import Outcome
+from dflow.lowering.queues.channel import StepId
+from dflow.lowering.steps.execute import Outcome
 from dflow.tracing.errors import DflowError
 
 

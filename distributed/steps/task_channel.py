@@ -24,12 +24,12 @@ from dflow.distributed.steps.rendezvous import EndWait, Rendezvous, RendezvousSt
 from dflow.distributed.transport.base import Peer
 from dflow.distributed.wire.codec import Payload, decode_array, dtype_name, encode_array
 from dflow.distributed.wire.messages import Credit, EdgeTraffic, Offer, Pull, PulledTensor, Tensor
-from dflow.lowering.channel import Deliver, Sent, StepId, edge_alone
-from dflow.lowering.computed import wait_until_computed
-from dflow.lowering.host_values import stays_on_host
-from dflow.lowering.recorder import RECEIVED, SENT, WAIT_EXPIRED, Recorder
+from dflow.lowering.queues.channel import Deliver, Sent, StepId, edge_alone
+from dflow.lowering.steps.recorder import RECEIVED, SENT, WAIT_EXPIRED, Recorder
+from dflow.lowering.values.computed import wait_until_computed
+from dflow.lowering.values.host_values import stays_on_host
+from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DeadlineExceeded, DflowError, TransportClosed, WireError
-from dflow.tracing.task_name import short_task_name
 
 LOGGER = logging.getLogger("dflow")
 

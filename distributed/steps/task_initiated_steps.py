@@ -12,8 +12,8 @@ from dflow.distributed.steps.step_numbers import first_of_a_life
 from dflow.distributed.steps.step_parts import StepParts, cancel_elsewhere
 from dflow.distributed.transport.base import Peer
 from dflow.distributed.wire.messages import RunPlan
-from dflow.lowering.channel import StepId
-from dflow.lowering.execute import Outcome
+from dflow.lowering.queues.channel import StepId
+from dflow.lowering.steps.execute import Outcome
 from dflow.tracing.errors import DflowError
 
 OnEnd = Callable[[BaseException | None], None]

@@ -18,8 +18,8 @@ from jax.experimental.xla_metadata import set_xla_metadata
 
 from dflow.tracing.errors import VariableError
 from dflow.tracing.jax_frontend import is_tracing
-from dflow.tracing.resources import is_variable
 from dflow.tracing.source import at
+from dflow.tracing.state.resources import is_variable
 
 #: The key under which an applier travels in JAX's trace context.
 _KEY = "dflow_applier"

@@ -34,19 +34,19 @@ from dflow.distributed.wire.messages import (
     RoundOpen,
     RoundsAgreed,
 )
-from dflow.tracing.accumulators import ConditionalAccumulator
-from dflow.tracing.context import default_home, home
-from dflow.tracing.device import device
+from dflow.tracing.devices.device import device
+from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DeadlineExceeded, DflowError, StrategyError
+from dflow.tracing.ir.types import RowsType
 from dflow.tracing.jax_frontend import closed_parts
-from dflow.tracing.keep_rows import noted_rows
-from dflow.tracing.resources import Variable
-from dflow.tracing.row_gradient import RowGradient, is_row_gradient
-from dflow.tracing.rows_to_dense import dense_to_rows, note_gradients
+from dflow.tracing.jaxprs.trace import Traced, trace
+from dflow.tracing.rows.keep_rows import noted_rows
+from dflow.tracing.rows.row_gradient import RowGradient, is_row_gradient
+from dflow.tracing.rows.rows_to_dense import dense_to_rows, note_gradients
 from dflow.tracing.source import at, caller
-from dflow.tracing.task_name import short_task_name
-from dflow.tracing.trace import Traced, trace
-from dflow.tracing.types import RowsType
+from dflow.tracing.state.accumulators import ConditionalAccumulator
+from dflow.tracing.state.context import default_home, home
+from dflow.tracing.state.resources import Variable
 
 #: Makes the names of appliers unique, so that a trace under one is never reused for another, even of an equal run name.
 _serials = itertools.count()

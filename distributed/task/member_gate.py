@@ -21,8 +21,8 @@ from dataclasses import dataclass
 
 from dflow.distributed.transport.base import Peer
 from dflow.distributed.wire.messages import Roster, TaskInfo
+from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import TaskLost
-from dflow.tracing.task_name import short_task_name
 
 LOGGER = logging.getLogger("dflow")
 #: Limit of messages held for one connection; further ones are refused.

@@ -32,10 +32,10 @@ from dflow.distributed.wire.messages import (
     RoundOpen,
     RoundsAgreed,
 )
-from dflow.lowering.accumulators import HeldAccumulator
-from dflow.lowering.pending_operations import Cancel
-from dflow.lowering.resource_use import ResourceUse, Results
-from dflow.lowering.timers import Stoppable, start_timer
+from dflow.lowering.queues.accumulators import HeldAccumulator
+from dflow.lowering.queues.pending_operations import Cancel
+from dflow.lowering.queues.resource_use import ResourceUse, Results
+from dflow.lowering.queues.timers import Stoppable, start_timer
 from dflow.tracing.errors import DflowError, RemoteError, StepCancelled, TaskLost, TransportClosed, WireError
 
 #: Starts a step of this task: plan handles by task, feeds for this task's part, callback with the error or None.

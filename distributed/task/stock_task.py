@@ -21,8 +21,8 @@ from dflow.distributed.task.task_metrics import task_metrics
 from dflow.distributed.task.task_server import TaskServer
 from dflow.distributed.transport.addresses import LOCAL_ADDRESS
 from dflow.distributed.transport.base import Transport
-from dflow.lowering.recorder import Recorder
-from dflow.tracing.task_name import short_task_name
+from dflow.lowering.steps.recorder import Recorder
+from dflow.tracing.devices.task_name import short_task_name
 
 #: Longest wait of a stopping task for the coordinator to confirm that it leaves, in s.
 LEAVE_S = 1.0

@@ -14,13 +14,13 @@ from pathlib import Path
 import jax
 
 from dflow.distributed.wire.messages import EndRestore, ReadCheckpoint, SaveVariables
-from dflow.lowering.array_files import read_arrays
-from dflow.lowering.array_manifest import is_inside
-from dflow.lowering.atomic_directory import flush, is_of_an_attempt
-from dflow.lowering.state_files import read_variables, write_variables
-from dflow.lowering.store import Store
+from dflow.lowering.files.array_files import read_arrays
+from dflow.lowering.files.array_manifest import is_inside
+from dflow.lowering.files.atomic_directory import flush, is_of_an_attempt
+from dflow.lowering.state.state_files import read_variables, write_variables
+from dflow.lowering.state.store import Store
+from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import CheckpointError, TaskLost
-from dflow.tracing.task_name import short_task_name
 
 #: The task that restores, and its number for the restore.
 _Restore = tuple[str, int]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from dflow.distributed.observe.metrics import Collect, bounded, by_short_name, counter, gauge, of_steps
 from dflow.distributed.task.task_server import TaskServer
-from dflow.tracing.task_name import short_task_name
+from dflow.tracing.devices.task_name import short_task_name
 
 if TYPE_CHECKING:
     from prometheus_client import Metric

@@ -19,18 +19,18 @@ from dflow.distributed.steps.plan_checks import COUNTED, MAX_COUNT, MAX_TEXT, ch
 from dflow.distributed.steps.plan_registry import Registration
 from dflow.distributed.wire.codec import parse_dtype
 from dflow.distributed.wire.messages import AccumulatorInfo, CallResource, CreateResource, QueueInfo, ResourceDepth
-from dflow.lowering.accumulators import HeldAccumulator
-from dflow.lowering.dependency_index import Schedule
-from dflow.lowering.pending_operations import Cancel
-from dflow.lowering.plan import Plan, UseResource
-from dflow.lowering.queue_ops import HeldQueue
-from dflow.lowering.resource_use import OnResults, ResourceUse
-from dflow.lowering.store import Store
-from dflow.tracing import ops
-from dflow.tracing.accumulator_settings import AccumulatorSettings, Reduction
+from dflow.lowering.queues.accumulators import HeldAccumulator
+from dflow.lowering.queues.pending_operations import Cancel
+from dflow.lowering.queues.queue_ops import HeldQueue
+from dflow.lowering.queues.resource_use import OnResults, ResourceUse
+from dflow.lowering.state.store import Store
+from dflow.lowering.steps.dependency_index import Schedule
+from dflow.lowering.steps.plan import Plan, UseResource
 from dflow.tracing.errors import AccumulatorError, DflowError, ParseError, QueueError, WireError
-from dflow.tracing.queue_settings import QueueKind, QueueSettings
-from dflow.tracing.types import AccumulatorType, ArrayType, HostType, QueueType, RowsType, array_type_of, parse_type
+from dflow.tracing.ir import ops
+from dflow.tracing.ir.accumulator_settings import AccumulatorSettings, Reduction
+from dflow.tracing.ir.queue_settings import QueueKind, QueueSettings
+from dflow.tracing.ir.types import AccumulatorType, ArrayType, HostType, QueueType, RowsType, array_type_of, parse_type
 
 
 class TaskResources:

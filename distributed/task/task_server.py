@@ -84,23 +84,23 @@ from dflow.distributed.wire.messages import (
     Wanted,
     WriteVariable,
 )
-from dflow.lowering.channel import StepId
-from dflow.lowering.execute import Outcome
-from dflow.lowering.plan import Plan
-from dflow.lowering.program import Program
-from dflow.lowering.recorder import (
+from dflow.lowering.programs.program import Program
+from dflow.lowering.queues.channel import StepId
+from dflow.lowering.state.store import Store
+from dflow.lowering.steps.execute import Outcome
+from dflow.lowering.steps.plan import Plan
+from dflow.lowering.steps.recorder import (
     CONNECTION_LOST,
     ROSTER_CHANGED,
     Recorder,
 )
-from dflow.lowering.store import Store
+from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import (
     SecurityError,
     StepCancelled,
     TaskLost,
     WireError,
 )
-from dflow.tracing.task_name import short_task_name
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ from dflow.distributed.wire.array_lists import decode_arrays
 from dflow.distributed.wire.codec import parse_dtype
 from dflow.distributed.wire.failures import failure_of
 from dflow.distributed.wire.messages import CreateVariable, CreateVariables, Failure, VariablesCreated
-from dflow.lowering.program import Program
-from dflow.lowering.store import Store
+from dflow.lowering.programs.program import Program
+from dflow.lowering.state.store import Store
 from dflow.tracing.errors import DflowError, VariableError, WireError
-from dflow.tracing.types import ArrayType
+from dflow.tracing.ir.types import ArrayType
 
 
 class VariableCreation:

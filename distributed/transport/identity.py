@@ -15,8 +15,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from dflow.tracing.devices.task_name import split_task_name
 from dflow.tracing.errors import DeviceError, SecurityError
-from dflow.tracing.task_name import split_task_name
 
 _JOB = r"[A-Za-z][A-Za-z0-9_]*"
 _INDEX = r"0|[1-9][0-9]{0,8}"

@@ -24,7 +24,7 @@ from typing import Protocol
 
 from dflow.distributed.transport.exchange import LOGGER, become_reader
 from dflow.distributed.transport.send_queue import flush
-from dflow.lowering.computed import before_waiting
+from dflow.lowering.values.computed import before_waiting
 
 _EVENTS_AT_A_TIME = 64
 

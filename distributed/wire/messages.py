@@ -173,7 +173,7 @@ class EndRestore(Message, frozen=True):
 class RegisterPlan(Message, frozen=True):
     """Keep a plan for later runs; answered by `Registered`, or by `Wanted` when programs are missing.
 
-    `plan` is a msgspec-encoded `dflow.lowering.plan.Plan`. The payload holds the exported programs one after the
+    `plan` is a msgspec-encoded `dflow.lowering.steps.plan.Plan`. The payload holds the exported programs one after the
     other, `program_sizes` bytes each. `programs` lists the SHA-256 of each. A program that the task already has may
     be omitted, with size 0. `programs` may be empty when all programs are in the payload.
     """
@@ -432,7 +432,7 @@ class StopTrace(Message, frozen=True):
 
 
 class TraceTold(Message, frozen=True):
-    """Payload: a msgpack list of `dflow.lowering.recorder.Event`. `lost`: whether older events were overwritten."""
+    """Payload: a msgpack list of `lowering.steps.recorder.Event`. `lost`: whether older events were overwritten."""
 
     lost: bool
 

@@ -55,18 +55,18 @@ from dflow.distributed.wire.messages import (
 )
 from dflow.distributed.worker.cluster_home import ClusterHome
 from dflow.distributed.worker.used_state import UsedState
-from dflow.lowering.channel import StepId
-from dflow.lowering.compile import Compiled, TaskPlan, make_plans
-from dflow.lowering.devices import devices_in_order
-from dflow.lowering.execute import Outcome
 from dflow.lowering.local import fetched, lower_programs, refuse_spread
 from dflow.lowering.passes.base import Observer, run_passes
 from dflow.lowering.pipeline import pipeline
-from dflow.lowering.recorder import STEP_BEGAN, STEP_ENDED, Recorder, described_end
-from dflow.lowering.shared_exports import SharedExports
+from dflow.lowering.programs.shared_exports import SharedExports
+from dflow.lowering.queues.channel import StepId
+from dflow.lowering.state.store import Store
 from dflow.lowering.state_backend import Runner
-from dflow.lowering.store import Store
-from dflow.tracing.context import home
+from dflow.lowering.steps.compile import Compiled, TaskPlan, make_plans
+from dflow.lowering.steps.execute import Outcome
+from dflow.lowering.steps.recorder import STEP_BEGAN, STEP_ENDED, Recorder, described_end
+from dflow.lowering.values.devices import devices_in_order
+from dflow.tracing.devices.task_name import short_task_name, split_task_name, task_name
 from dflow.tracing.errors import (
     DeadlineExceeded,
     DflowError,
@@ -74,9 +74,9 @@ from dflow.tracing.errors import (
     TransportClosed,
     VariableError,
 )
+from dflow.tracing.jaxprs.trace import Traced
 from dflow.tracing.source import at, caller
-from dflow.tracing.task_name import short_task_name, split_task_name, task_name
-from dflow.tracing.trace import Traced
+from dflow.tracing.state.context import home
 
 #: Time for the report of a step's end or error to travel from task to task, in s.
 WORD_S = 5.0

@@ -36,21 +36,21 @@ from dflow.distributed.wire.messages import (
 )
 from dflow.distributed.worker.cluster_resources import ClusterResources, Tasks, task_of_resource
 from dflow.distributed.worker.variable_batch import CreatingTasks, Wanted, create, created_together, settle
-from dflow.lowering.array_files import ArrayFiles
-from dflow.lowering.initial_ops import InitialOps
+from dflow.lowering.files.array_files import ArrayFiles
 from dflow.lowering.passes.base import Observer
+from dflow.lowering.programs.initial_ops import InitialOps
 from dflow.lowering.state_backend import Runner
-from dflow.tracing.context import Slot
-from dflow.tracing.device import scope_here
+from dflow.tracing.devices.device import scope_here
+from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DeviceError, DflowError, VariableError
-from dflow.tracing.host_resource import HostResource
-from dflow.tracing.initial_value import Initial, TypedInitial
-from dflow.tracing.resources import Variable
+from dflow.tracing.ir.types import array_type_of
+from dflow.tracing.jaxprs.trace import Traced, trace
+from dflow.tracing.primitives.state_primitives import record_update
 from dflow.tracing.source import at
-from dflow.tracing.state_primitives import record_update
-from dflow.tracing.task_name import short_task_name
-from dflow.tracing.trace import Traced, trace
-from dflow.tracing.types import array_type_of
+from dflow.tracing.state.context import Slot
+from dflow.tracing.state.host_resource import HostResource
+from dflow.tracing.state.initial_value import Initial, TypedInitial
+from dflow.tracing.state.resources import Variable
 
 #: Numbers that identify this process's restores on the tasks.
 _restores = itertools.count()

@@ -28,17 +28,17 @@ from dflow.distributed.wire.messages import (
     Placed,
     QueueInfo,
 )
-from dflow.lowering.channel import StepId
-from dflow.tracing.context import Slot
-from dflow.tracing.device import scope_here
-from dflow.tracing.device_name import short_device_name, split_device_name
+from dflow.lowering.queues.channel import StepId
+from dflow.tracing.devices.device import scope_here
+from dflow.tracing.devices.device_name import short_device_name, split_device_name
+from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DeviceError, TaskLost, VariableError
-from dflow.tracing.host_resource import HostResource
-from dflow.tracing.queue_settings import DEFAULT_TIMEOUT_S
-from dflow.tracing.resources import Variable
+from dflow.tracing.ir.queue_settings import DEFAULT_TIMEOUT_S
+from dflow.tracing.ir.types import AccumulatorType, HostType, RowsType
 from dflow.tracing.source import at, caller
-from dflow.tracing.task_name import short_task_name
-from dflow.tracing.types import AccumulatorType, HostType, RowsType
+from dflow.tracing.state.context import Slot
+from dflow.tracing.state.host_resource import HostResource
+from dflow.tracing.state.resources import Variable
 
 
 class Tasks(Protocol):

@@ -15,7 +15,7 @@ from dflow.distributed.strategies.backup_workers import without_backups
 from dflow.distributed.wire.failures import error_of
 from dflow.distributed.wire.messages import Claimed, ClaimSteps, EdgeTraffic, Failure, NotFinite, RoundsDone
 from dflow.lowering.pipeline import ALONE
-from dflow.tracing.task_name import short_task_name
+from dflow.tracing.devices.task_name import short_task_name
 
 LOGGER = logging.getLogger("dflow")
 

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 
 from dflow.distributed.coordinator.variable_directory import lost_text
 from dflow.distributed.wire.messages import Placed, Roster, TaskInfo
+from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DflowError, TaskLost, TransportClosed
 from dflow.tracing.source import at, caller
-from dflow.tracing.task_name import short_task_name
 
 
 class UsedState:

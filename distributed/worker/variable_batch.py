@@ -39,12 +39,12 @@ from dflow.distributed.wire.messages import (
     ProgramCall,
     VariablesCreated,
 )
-from dflow.lowering.initial_ops import Exports, InitialOps, Recipe
+from dflow.lowering.programs.initial_ops import Exports, InitialOps, Recipe
+from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DflowError
-from dflow.tracing.initial_value import TypedInitial
-from dflow.tracing.resources import Variable
 from dflow.tracing.source import at
-from dflow.tracing.task_name import short_task_name
+from dflow.tracing.state.initial_value import TypedInitial
+from dflow.tracing.state.resources import Variable
 
 #: Most variables, and most bytes of values, that one message creates.
 MOST_VARIABLES = 256

@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Protocol
 
 from dflow.tracing.errors import DflowError
-from dflow.tracing.graph import Graph
-from dflow.tracing.ops import CONTROL_OPS
-from dflow.tracing.verify import verify
+from dflow.tracing.ir.graph import Graph
+from dflow.tracing.ir.ops import CONTROL_OPS
+from dflow.tracing.syntax.verify import verify
 
 
 class Pass(Protocol):

@@ -18,11 +18,11 @@ from dflow.lowering.placement.choose import TURNS, all_on, choose
 from dflow.lowering.placement.instance import Instance, Price, instance, runs_alone
 from dflow.lowering.placement.problem import Machine
 from dflow.lowering.placement.score import Scored, scored
-from dflow.tracing.device import choices_in
-from dflow.tracing.device_name import device_name, split_device_name
-from dflow.tracing.graph import Graph, Node
-from dflow.tracing.op import OpDef
-from dflow.tracing.ops import CONTROL_OPS
+from dflow.tracing.devices.device import choices_in
+from dflow.tracing.devices.device_name import device_name, split_device_name
+from dflow.tracing.ir.graph import Graph, Node
+from dflow.tracing.ir.op import OpDef
+from dflow.tracing.ir.ops import CONTROL_OPS
 
 #: Default time for pricing and search of one graph together, in s.
 BUDGET_S = 3.0

@@ -21,10 +21,10 @@ from functools import reduce
 from operator import and_
 from typing import ClassVar, NamedTuple
 
-from dflow.lowering.early_transfers import rest_of
-from dflow.tracing import ops
-from dflow.tracing.graph import FreshNames, Graph, Node, Operand, Value
-from dflow.tracing.types import HANDLES, TokenType
+from dflow.lowering.placement.early_transfers import rest_of
+from dflow.tracing.ir import ops
+from dflow.tracing.ir.graph import FreshNames, Graph, Node, Operand, Value
+from dflow.tracing.ir.types import HANDLES, TokenType
 
 
 @dataclass(frozen=True)

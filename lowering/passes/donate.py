@@ -9,10 +9,10 @@ import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar
 
-from dflow.tracing import ops
-from dflow.tracing.callbacks import calls_python
-from dflow.tracing.effects import Effect
-from dflow.tracing.graph import Graph, Node
+from dflow.tracing.ir import ops
+from dflow.tracing.ir.effects import Effect
+from dflow.tracing.ir.graph import Graph, Node
+from dflow.tracing.jaxprs.callbacks import calls_python
 
 
 @dataclass(frozen=True)

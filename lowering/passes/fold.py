@@ -18,13 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import jit as jax_jit
 
-from dflow.lowering.discharge import discharge
 from dflow.lowering.passes.prune import Prune
-from dflow.tracing import ops
-from dflow.tracing.attributes import Body, body_of, opaque_in
-from dflow.tracing.device_name import split_device_name
-from dflow.tracing.graph import Graph, Literal, Node, Operand, Value
-from dflow.tracing.types import ArrayType
+from dflow.lowering.programs.discharge import discharge
+from dflow.tracing.devices.device_name import split_device_name
+from dflow.tracing.ir import ops
+from dflow.tracing.ir.graph import Graph, Literal, Node, Operand, Value
+from dflow.tracing.ir.types import ArrayType
+from dflow.tracing.jaxprs.attributes import Body, body_of, opaque_in
 
 #: Arrays of more elements are not evaluated here.
 LARGEST = 1024

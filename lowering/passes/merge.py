@@ -14,9 +14,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from dflow.tracing.effects import Effect
-from dflow.tracing.exact_attributes import exact_attributes
-from dflow.tracing.graph import Graph, Literal, Node, Operand, Value
+from dflow.tracing.ir.effects import Effect
+from dflow.tracing.ir.exact_attributes import exact_attributes
+from dflow.tracing.ir.graph import Graph, Literal, Node, Operand, Value
 
 
 @dataclass(frozen=True)

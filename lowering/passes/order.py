@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from dflow.lowering.passes.task_control_flow import tasks_of
-from dflow.tracing import ops
-from dflow.tracing.effects import Effect, commute
-from dflow.tracing.graph import Graph, Node, Value
+from dflow.tracing.ir import ops
+from dflow.tracing.ir.effects import Effect, commute
+from dflow.tracing.ir.graph import Graph, Node, Value
 
 _ALONE = (Effect.SEND, Effect.RECV)
 

@@ -22,11 +22,11 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
 from dflow.lowering.passes.task_control_flow import made_on, tasks_within
-from dflow.tracing import ops
-from dflow.tracing.device_name import split_device_name, task_of
-from dflow.tracing.graph import FreshNames, Graph, Node, Operand, Origin, Value
-from dflow.tracing.types import HANDLES, ArrayType, TokenType
-from dflow.tracing.wire_codecs import encoded_type, wire_p
+from dflow.tracing.devices.device_name import split_device_name, task_of
+from dflow.tracing.ir import ops
+from dflow.tracing.ir.graph import FreshNames, Graph, Node, Operand, Origin, Value
+from dflow.tracing.ir.types import HANDLES, ArrayType, TokenType
+from dflow.tracing.ir.wire_codecs import encoded_type, wire_p
 
 
 @dataclass(frozen=True)

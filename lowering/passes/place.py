@@ -23,12 +23,12 @@ from typing import ClassVar
 
 from dflow.lowering.passes.stated import Stated
 from dflow.lowering.passes.task_control_flow import homes_of, tasks_within
-from dflow.tracing.device import WITH_STATE
-from dflow.tracing.device_name import device_name, task_of
-from dflow.tracing.graph import Graph, Node, Value
-from dflow.tracing.ops import CONTROL_OPS
-from dflow.tracing.types import HOST_HANDLES, ArrayType
-from dflow.tracing.wire_codecs import wire_p
+from dflow.tracing.devices.device import WITH_STATE
+from dflow.tracing.devices.device_name import device_name, task_of
+from dflow.tracing.ir.graph import Graph, Node, Value
+from dflow.tracing.ir.ops import CONTROL_OPS
+from dflow.tracing.ir.types import HOST_HANDLES, ArrayType
+from dflow.tracing.ir.wire_codecs import wire_p
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar
 
-from dflow.tracing.graph import Graph, Value
+from dflow.tracing.ir.graph import Graph, Value
 
 
 @dataclass(frozen=True)

@@ -29,10 +29,10 @@ from functools import reduce
 from operator import and_, or_
 from typing import ClassVar
 
-from dflow.lowering.timeline import Timeline, timeline
-from dflow.tracing import ops
-from dflow.tracing.graph import Graph, Node, Value
-from dflow.tracing.types import ArrayType
+from dflow.lowering.placement.timeline import Timeline, timeline
+from dflow.tracing.ir import ops
+from dflow.tracing.ir.graph import Graph, Node, Value
+from dflow.tracing.ir.types import ArrayType
 
 #: Smaller values are copied as soon as they are ready.
 LEAST_BYTES = 1 << 20

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from dflow.lowering.devices import no_device
-from dflow.tracing.device import WITH_CALLER, WITH_STATE, choices_in
-from dflow.tracing.device_name import device_name, no_such_job, short_device_name, split_device_name, task_of
+from dflow.lowering.values.devices import no_device
+from dflow.tracing.devices.device import WITH_CALLER, WITH_STATE, choices_in
+from dflow.tracing.devices.device_name import device_name, no_such_job, short_device_name, split_device_name, task_of
 from dflow.tracing.errors import DeviceError
-from dflow.tracing.graph import Graph, Node
-from dflow.tracing.ops import CONTROL_OPS
+from dflow.tracing.ir.graph import Graph, Node
+from dflow.tracing.ir.ops import CONTROL_OPS
+from dflow.tracing.ir.types import RefType
 from dflow.tracing.source import at
-from dflow.tracing.types import RefType
 
 
 @dataclass(frozen=True)

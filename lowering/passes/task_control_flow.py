@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dflow.tracing import ops
-from dflow.tracing.device_name import task_of
-from dflow.tracing.graph import Graph, Node, Operand, Value
+from dflow.tracing.devices.device_name import task_of
+from dflow.tracing.ir import ops
+from dflow.tracing.ir.graph import Graph, Node, Operand, Value
 
 
 def tasks_within(node: Node) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from dflow.tracing.graph import Graph
+from dflow.tracing.ir.graph import Graph
 
 #: A node is small if it takes less than this part of the time of all nodes.
 SMALL = 1 / 400

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from dflow.lowering.placement.coarsen import coarsened
 from dflow.lowering.placement.problem import Machine, Moved, Problem, Unit
-from dflow.tracing import ops
-from dflow.tracing.effects import Effect
-from dflow.tracing.graph import Graph, Node, Value
-from dflow.tracing.types import HANDLES, ArrayType, RefType, TokenType
+from dflow.tracing.ir import ops
+from dflow.tracing.ir.effects import Effect
+from dflow.tracing.ir.graph import Graph, Node, Value
+from dflow.tracing.ir.types import HANDLES, ArrayType, RefType, TokenType
 
 
 @dataclass(frozen=True)

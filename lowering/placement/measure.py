@@ -17,16 +17,16 @@ import numpy as np
 from jax import jit as jax_jit
 from jax.sharding import SingleDeviceSharding
 
-from dflow.lowering.devices import device_named
-from dflow.lowering.discharge import discharge
 from dflow.lowering.placement.costs import Rates, analysed
 from dflow.lowering.placement.instance import Price, runs_alone
 from dflow.lowering.placement.problem import Link, Machine
 from dflow.lowering.placement.work import Work, runs_how_long, work_of
+from dflow.lowering.programs.discharge import discharge
+from dflow.lowering.values.devices import device_named
 from dflow.tracing.errors import DeadlineExceeded
-from dflow.tracing.graph import Graph, Node, Value
-from dflow.tracing.text import text
-from dflow.tracing.types import ArrayType, RefType
+from dflow.tracing.ir.graph import Graph, Node, Value
+from dflow.tracing.ir.types import ArrayType, RefType
+from dflow.tracing.syntax.text import text
 
 #: Longest time for measuring the devices and links of a process, in s.
 DEADLINE_S = 60.0

@@ -10,12 +10,12 @@ from collections.abc import Iterable, Iterator
 from math import prod
 from typing import Any, NamedTuple
 
-from dflow.tracing import ops
-from dflow.tracing.attributes import Body, body_of
-from dflow.tracing.callbacks import calls_python
-from dflow.tracing.graph import Graph, Node, Operand
+from dflow.tracing.ir import ops
+from dflow.tracing.ir.graph import Graph, Node, Operand
+from dflow.tracing.ir.types import HANDLES, ArrayType
 from dflow.tracing.jax_frontend import is_jaxpr
-from dflow.tracing.types import HANDLES, ArrayType
+from dflow.tracing.jaxprs.attributes import Body, body_of
+from dflow.tracing.jaxprs.callbacks import calls_python
 
 
 class Work(NamedTuple):

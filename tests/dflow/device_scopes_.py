@@ -14,13 +14,13 @@ import optax
 import pytest
 
 import dflow
-from dflow.lowering.channel import StepId
-from dflow.lowering.dependency_index import Schedule
-from dflow.lowering.execute import Execution
-from dflow.lowering.plan import Call, Copy, Item, Plan, Read
-from dflow.lowering.program import Program
+from dflow.lowering.programs.program import Program
+from dflow.lowering.queues.channel import StepId
+from dflow.lowering.steps.dependency_index import Schedule
+from dflow.lowering.steps.execute import Execution
+from dflow.lowering.steps.plan import Call, Copy, Item, Plan, Read
 from dflow.state_backends import LOCAL
-from dflow.tracing.trace import trace
+from dflow.tracing.jaxprs.trace import trace
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
 

@@ -19,7 +19,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import dflow
-from dflow.tracing.text import parse, text
+from dflow.tracing.syntax.text import parse, text
 
 P = PartitionSpec
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 import dflow
 from dflow.lowering.passes.base import run_passes
 from dflow.lowering.pipeline import pipeline
-from dflow.tracing.host_resource import HostResource
-from dflow.tracing.interpret import interpret
-from dflow.tracing.text import parse, text
-from dflow.tracing.trace import trace
-from dflow.tracing.verify import verify
+from dflow.tracing.jaxprs.trace import trace
+from dflow.tracing.reference.interpret import interpret
+from dflow.tracing.state.host_resource import HostResource
+from dflow.tracing.syntax.text import parse, text
+from dflow.tracing.syntax.verify import verify
 from tests.effort import examples
 from tests.programs.draw import programs
 from tests.programs.machines import AtOnce, Traced

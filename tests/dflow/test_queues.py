@@ -20,8 +20,8 @@ from dflow.lowering import local
 from dflow.state_backends import LOCAL
 from dflow.testing import memory_cluster
 from dflow.tracing.errors import PlainJitError, QueueError, QueueTypeError
-from dflow.tracing.interpret import interpret
-from dflow.tracing.queue_model import QueueModel
+from dflow.tracing.reference.interpret import interpret
+from dflow.tracing.reference.queue_model import QueueModel
 
 F32 = jax.ShapeDtypeStruct((), jnp.float32)
 I32 = jax.ShapeDtypeStruct((), jnp.int32)

@@ -14,17 +14,17 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import dflow
-from dflow.tracing.captured import captured
+from dflow.tracing.jaxprs.captured import captured
 from tests.several_devices import DEADLINE_S, DEVICES, HERE, run_there
 
 #: What needs several devices too: one process runs all of it.
 OTHERS = [
     "tests/dflow/device_scopes_.py",
     "tests/lowering/device_graphs_.py",
-    "tests/dflow/auto_placement_.py",
-    "tests/dflow/saving_several_devices_.py",
+    "tests/dflow/graphs/auto_placement_.py",
+    "tests/dflow/training/saving_several_devices_.py",
     "tests/dflow/jit_surface/jit_devices_.py",
-    "tests/dflow/export_devices_.py",
+    "tests/dflow/exporting/export_devices_.py",
     "tests/benchmarks/devices_.py",
     "tests/test_docs.py::test_the_snippets_of_a_page_run_and_print_what_it_says[devices.md]",
 ]

@@ -14,7 +14,7 @@ from dflow.distributed.coordinator.coordinator import Coordinator
 from dflow.distributed.task.stock_task import StockTask
 from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.distributed.worker.cluster import Cluster, ClusterSettings
-from dflow.lowering.store import Store
+from dflow.lowering.state.store import Store
 
 SOON_S = 30.0
 Start = Callable[[str, int], Cluster]

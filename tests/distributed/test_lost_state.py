@@ -19,11 +19,11 @@ from dflow.distributed.coordinator.coordinator_store import MemoryStore
 from dflow.distributed.task.stock_task import StockTask
 from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.distributed.worker.cluster import Cluster, ClusterSettings
-from dflow.lowering.store import Store
+from dflow.lowering.state.store import Store
 from dflow.testing import MemoryCluster, memory_cluster
+from dflow.tracing.devices.task_name import task_name
 from dflow.tracing.errors import TaskLost
-from dflow.tracing.resources import is_variable
-from dflow.tracing.task_name import task_name
+from dflow.tracing.state.resources import is_variable
 from tests.distributed.waiting import until
 
 SOON = ClusterSettings(join_timeout_s=10.0, request_timeout_s=30.0, step_timeout_s=30.0)

@@ -13,7 +13,7 @@ import pytest
 
 import dflow
 from dflow.distributed.worker.cluster import Cluster
-from dflow.lowering.recorder import (
+from dflow.lowering.steps.recorder import (
     CONNECTED,
     CONNECTION_LOST,
     ITEM_BEGAN,

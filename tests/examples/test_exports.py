@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 import dflow
-from dflow.export_format import read_manifest
-from dflow.exporter import export
-from dflow.lowering.portable_tree import build, leaves_of, parts_of_type
-from dflow.tracing.types import DTYPES
+from dflow.exporting.export_format import read_manifest
+from dflow.exporting.exporter import export
+from dflow.lowering.programs.portable_tree import build, leaves_of, parts_of_type
+from dflow.tracing.ir.types import DTYPES
 from tests.examples.run_exports import STEPS, run
 
 # Each example is a separate program, and several give their optimizers the same name.

@@ -20,9 +20,9 @@ from dflow.distributed.transport.exchange import Frame, Kind
 from dflow.distributed.transport.framing import HEADER, pack_header
 from dflow.distributed.wire.codec import encode_message
 from dflow.distributed.wire.messages import AnyMessage, Hello, Introduce
-from dflow.lowering.plan import Plan
-from dflow.lowering.program import export_program
-from dflow.tracing.types import ArrayType
+from dflow.lowering.programs.program import export_program
+from dflow.lowering.steps.plan import Plan
+from dflow.tracing.ir.types import ArrayType
 from tests.fuzz.values import ENCODER, INTEGERS, damaged, struct_of, types_of
 
 TASK = "/job:ps/task:0"

@@ -109,7 +109,7 @@ def replace_jit(traced: Callable[[], None]) -> None:
     and no program that uses dflow replaces it.
     """
     import dflow
-    from dflow.trace_log import TraceLog
+    from dflow.calls.trace_log import TraceLog
 
     add = TraceLog.add
 

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import SingleDeviceSharding
 
-from dflow.lowering.devices import device_named
 from dflow.lowering.local import LocalHome
 from dflow.lowering.pipeline import ALONE
-from dflow.tracing.device_name import split_device_name
-from dflow.tracing.graph import Graph
-from dflow.tracing.interpret import interpret
-from dflow.tracing.resources import Variable
+from dflow.lowering.values.devices import device_named
+from dflow.tracing.devices.device_name import split_device_name
+from dflow.tracing.ir.graph import Graph
+from dflow.tracing.reference.interpret import interpret
+from dflow.tracing.state.resources import Variable
 from tests.effort import examples
 from tests.graphs_ import Case, cases
 from tests.lowering.meaning import DEVICES, PLACES, assert_equal_states, assert_equal_values

@@ -10,15 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflow.lowering.passes.base import Pass
-from dflow.tracing.accumulator_model import AccumulatorModel
-from dflow.tracing.accumulator_settings import AccumulatorSettings, Reduction
-from dflow.tracing.graph import Graph
-from dflow.tracing.interpret import Choose, interpret
-from dflow.tracing.queue_model import QueueModel
-from dflow.tracing.queue_settings import QueueKind, QueueSettings
-from dflow.tracing.text import parse, text
-from dflow.tracing.types import HANDLES, AccumulatorType, QueueType, RefType
-from dflow.tracing.verify import verify
+from dflow.tracing.ir.accumulator_settings import AccumulatorSettings, Reduction
+from dflow.tracing.ir.graph import Graph
+from dflow.tracing.ir.queue_settings import QueueKind, QueueSettings
+from dflow.tracing.ir.types import HANDLES, AccumulatorType, QueueType, RefType
+from dflow.tracing.reference.accumulator_model import AccumulatorModel
+from dflow.tracing.reference.interpret import Choose, interpret
+from dflow.tracing.reference.queue_model import QueueModel
+from dflow.tracing.syntax.text import parse, text
+from dflow.tracing.syntax.verify import verify
 from tests.golden import GoldenCase, check
 
 WORKER, PS_0, PS_1 = "/job:worker/task:0", "/job:ps/task:0", "/job:ps/task:1"

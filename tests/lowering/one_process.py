@@ -11,18 +11,18 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from dflow.lowering.channel import Deliver, StepId
-from dflow.lowering.compile import Compiled, TaskPlan, make_plans
-from dflow.lowering.dependency_index import Schedule
-from dflow.lowering.devices import device_named
-from dflow.lowering.execute import Execution, Outcome
 from dflow.lowering.local import lower_programs
 from dflow.lowering.passes.base import run_passes
 from dflow.lowering.pipeline import pipeline
-from dflow.lowering.store import Store
-from dflow.tracing.device_name import split_device_name, task_of
-from dflow.tracing.graph import Graph
-from dflow.tracing.types import RefType
+from dflow.lowering.queues.channel import Deliver, StepId
+from dflow.lowering.state.store import Store
+from dflow.lowering.steps.compile import Compiled, TaskPlan, make_plans
+from dflow.lowering.steps.dependency_index import Schedule
+from dflow.lowering.steps.execute import Execution, Outcome
+from dflow.lowering.values.devices import device_named
+from dflow.tracing.devices.device_name import split_device_name, task_of
+from dflow.tracing.ir.graph import Graph
+from dflow.tracing.ir.types import RefType
 from tests.lowering.meaning import TASKS, WORKER
 
 

@@ -13,13 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
-from dflow.tracing import ops
-from dflow.tracing.device import WITH_STATE
-from dflow.tracing.graph import FreshNames, Graph, Literal, Node, Operand, Value
+from dflow.tracing.devices.device import WITH_STATE
+from dflow.tracing.ir import ops
+from dflow.tracing.ir.graph import FreshNames, Graph, Literal, Node, Operand, Value
+from dflow.tracing.ir.op import numeric
+from dflow.tracing.ir.types import ArrayType, RefType, TokenType
+from dflow.tracing.ir.updates import ASSIGNS
 from dflow.tracing.jax_frontend import primitive_named
-from dflow.tracing.op import numeric
-from dflow.tracing.types import ArrayType, RefType, TokenType
-from dflow.tracing.updates import ASSIGNS
 from tests.choice import choice
 from tests.lowering.meaning import TASKS
 

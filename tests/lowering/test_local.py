@@ -16,11 +16,11 @@ import pytest
 from hypothesis import given, settings
 
 from dflow.lowering.local import LocalHome
-from dflow.tracing.context import home
-from dflow.tracing.device import device
+from dflow.tracing.devices.device import device
 from dflow.tracing.errors import DeviceError, VariableError
-from dflow.tracing.resources import Variable
-from dflow.tracing.trace import trace
+from dflow.tracing.jaxprs.trace import trace
+from dflow.tracing.state.context import home
+from dflow.tracing.state.resources import Variable
 from tests.effort import examples
 from tests.lowering.meaning import assert_equal_values
 from tests.programs.draw import programs

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from dflow.lowering.passes.base import run_passes
 from dflow.lowering.pipeline import ALONE, pipeline
-from dflow.tracing import ops
-from dflow.tracing.device_name import task_of
-from dflow.tracing.effects import Effect
-from dflow.tracing.graph import Graph, Node, Value
-from dflow.tracing.interpret import interpret
-from dflow.tracing.types import RefType
-from dflow.tracing.verify import verify
+from dflow.tracing.devices.device_name import task_of
+from dflow.tracing.ir import ops
+from dflow.tracing.ir.effects import Effect
+from dflow.tracing.ir.graph import Graph, Node, Value
+from dflow.tracing.ir.types import RefType
+from dflow.tracing.reference.interpret import interpret
+from dflow.tracing.syntax.verify import verify
 from tests.effort import examples
 from tests.graphs_ import Case, cases
 from tests.lowering.meaning import (

@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from jax import lax
 
 import dflow
-from dflow.lowering.channel import StepId
-from dflow.lowering.execute import Execution
 from dflow.lowering.passes.base import run_passes
 from dflow.lowering.pipeline import pipeline
-from dflow.tracing import ops
-from dflow.tracing.context import home
-from dflow.tracing.graph import Graph, Node
-from dflow.tracing.interpret import interpret
-from dflow.tracing.trace import trace
+from dflow.lowering.queues.channel import StepId
+from dflow.lowering.steps.execute import Execution
+from dflow.tracing.ir import ops
+from dflow.tracing.ir.graph import Graph, Node
+from dflow.tracing.jaxprs.trace import trace
+from dflow.tracing.reference.interpret import interpret
+from dflow.tracing.state.context import home
 from tests.effort import examples
 from tests.graphs_ import DictHome
 from tests.lowering.meaning import PS_0, PS_1, TASKS, WORKER, assert_equal_states, assert_equal_values, chooser

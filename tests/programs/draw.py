@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 
 from hypothesis import strategies as st
 
-from dflow.tracing.queue_settings import QueueKind
-from dflow.tracing.updates import KINDS as UPDATES
+from dflow.tracing.ir.queue_settings import QueueKind
+from dflow.tracing.ir.updates import KINDS as UPDATES
 from tests.choice import choice
 from tests.programs.machines import KINDS, MOST_TURNS
 from tests.programs.statements import (

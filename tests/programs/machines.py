@@ -16,8 +16,8 @@ import numpy as np
 from jax.experimental import io_callback
 
 import dflow
-from dflow.tracing.device import device
-from dflow.tracing.row_gradient import RowGradient
+from dflow.tracing.devices.device import device
+from dflow.tracing.rows.row_gradient import RowGradient
 from tests.programs.statements import (
     Apply,
     Ask,

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflow.state_backends import LOCAL
-from dflow.tracing.accumulator_model import AccumulatorModel
-from dflow.tracing.accumulators import ConditionalAccumulator
-from dflow.tracing.host_resource import HostResource
-from dflow.tracing.queue_model import QueueModel
-from dflow.tracing.queue_settings import QueueKind
-from dflow.tracing.queues import FIFOQueue, PriorityQueue, Queue, RandomShuffleQueue
-from dflow.tracing.resources import Variable
-from dflow.tracing.row_gradient import RowGradient
+from dflow.tracing.ir.queue_settings import QueueKind
+from dflow.tracing.reference.accumulator_model import AccumulatorModel
+from dflow.tracing.reference.queue_model import QueueModel
+from dflow.tracing.rows.row_gradient import RowGradient
+from dflow.tracing.state.accumulators import ConditionalAccumulator
+from dflow.tracing.state.host_resource import HostResource
+from dflow.tracing.state.queues import FIFOQueue, PriorityQueue, Queue, RandomShuffleQueue
+from dflow.tracing.state.resources import Variable
 from tests.programs.draw import CAPACITY, FULL, HELD_BACK
 from tests.programs.reference import AccumulatorCell, Cell, QueueCell
 from tests.programs.statements import Program

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflow.tracing.accumulator_model import AccumulatorModel
-from dflow.tracing.queue_model import QueueModel
-from dflow.tracing.row_gradient import RowGradient
+from dflow.tracing.reference.accumulator_model import AccumulatorModel
+from dflow.tracing.reference.queue_model import QueueModel
+from dflow.tracing.rows.row_gradient import RowGradient
 from tests.programs.machines import AtOnce, ruled, with_rule
 
 _AXIS = "batch"

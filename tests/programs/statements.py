@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from dflow.tracing.queue_settings import QueueKind
+from dflow.tracing.ir.queue_settings import QueueKind
 
 
 @dataclass(frozen=True)

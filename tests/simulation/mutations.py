@@ -25,8 +25,8 @@ from dflow.distributed.steps import rendezvous, task_channel
 from dflow.distributed.task import member_gate, rounds, task_server
 from dflow.distributed.transport import session as transport_session
 from dflow.distributed.wire.messages import Claimed
-from dflow.lowering import accumulator_machine, accumulators, queue_machine
-from dflow.lowering.accumulator_machine import EnoughSet
+from dflow.lowering.queues import accumulator_machine, accumulators, queue_machine
+from dflow.lowering.queues.accumulator_machine import EnoughSet
 
 #: How much is done in a schedule of each program.
 STEPS_OF = {STEPS: 9, ROUNDS: 4, QUEUE: 4, VARIABLES: 4}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from dflow.tracing.graph import Graph, Value
+from dflow.tracing.ir.graph import Graph, Value
 from dflow.tracing.part import body_names, is_call, opened, part_of
-from dflow.tracing.text import parse, text
-from dflow.tracing.verify import verify
+from dflow.tracing.syntax.text import parse, text
+from dflow.tracing.syntax.verify import verify
 
 TWO_WRITES = """graph(%w: ref<f32[3]>, %x: f32[3], %y: f32[3]) {
  !%1: f32[3] = var.read(%w)

@@ -16,7 +16,7 @@ from dflow.distributed.coordinator.coordinator_state import CoordinatorState
 from dflow.distributed.wire.codec import decode_message, encode_message
 from dflow.distributed.wire.large_message import RosterPacker, pack
 from dflow.distributed.wire.messages import AnyMessage, ClaimSteps, Heartbeat, Join, Roster
-from dflow.tracing.task_name import task_name
+from dflow.tracing.devices.task_name import task_name
 
 HEARTBEAT_S = 1.0
 TICK_S = 0.5

@@ -108,7 +108,7 @@ def seen(program: Program, jit: Any) -> Seen:
             outcome: Any = (_plain(str(tree)), tuple(_kind(leaf) for leaf in leaves))
         except Exception as error:
             values, outcome = (), _described(error)
-    # JAX says nothing of a value that is kept until it is used; tests/dflow/test_leaks.py has what dflow says.
+    # JAX says nothing of a value that is kept until it is used; tests/dflow/calls/test_leaks.py has what dflow says.
     said = [warning for warning in caught if warning.category is not dflow.LeakedTracerWarning]
     return Seen(outcome, values, tuple((warning.category.__name__, _plain(str(warning.message))) for warning in said))
 

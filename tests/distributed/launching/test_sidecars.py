@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from dflow.certs import make_secret
+from dflow.cli.certs import make_secret
 from tests.distributed.detection.recorded import slurm
 from tests.distributed.launching.test_launcher import children_of
 from tests.distributed.processes import Spawned, wait_for_end

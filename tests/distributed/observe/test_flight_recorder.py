@@ -23,9 +23,9 @@ from dflow.distributed.process.run_folder import run_folder
 from dflow.distributed.transport.base import RefuseAll
 from dflow.distributed.wire.messages import Dumped, DumpEvents
 from dflow.distributed.worker.cluster import ClusterSettings
-from dflow.lowering.channel import StepId
-from dflow.lowering.plan import Call, Plan, Recv
-from dflow.lowering.recorder import (
+from dflow.lowering.queues.channel import StepId
+from dflow.lowering.steps.plan import Call, Plan, Recv
+from dflow.lowering.steps.recorder import (
     CONNECTED,
     ITEM_BEGAN,
     ITEM_ENDED,

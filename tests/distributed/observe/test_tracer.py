@@ -22,7 +22,7 @@ from dflow.distributed.observe.trace_file import first_steps, trace_of
 from dflow.distributed.observe.tracer import Here, Trace, Tracer
 from dflow.distributed.wire.messages import StartTrace
 from dflow.distributed.worker.cluster import Cluster
-from dflow.lowering.recorder import (
+from dflow.lowering.steps.recorder import (
     EVENTS_KEPT,
     ITEM_BEGAN,
     ITEM_ENDED,

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from dflow.distributed.steps.flow_control import COST_BYTES, Answer, GiveCredit, Inflow, Offered, Outflow, Reaction
 from dflow.distributed.task.task_server import TaskServer, TaskSettings
 from dflow.distributed.wire.messages import CancelStep
-from dflow.lowering.channel import StepId
-from dflow.lowering.computed import before_waiting
+from dflow.lowering.queues.channel import StepId
+from dflow.lowering.values.computed import before_waiting
 from dflow.tracing.errors import StepCancelled
 from tests.distributed.task.test_task_server import roster
 from tests.distributed.transports import DEADLINE_S, KINDS, Kind

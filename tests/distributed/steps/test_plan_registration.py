@@ -14,8 +14,8 @@ import pytest
 import dflow
 from dflow.distributed.steps.plan_registry import PlanRegistry
 from dflow.distributed.worker.cluster import Cluster, ClusterSettings
-from dflow.lowering import shared_exports
-from dflow.lowering.program import LoweredProgram
+from dflow.lowering.programs import shared_exports
+from dflow.lowering.programs.program import LoweredProgram
 from dflow.testing import MemoryCluster, memory_cluster
 from dflow.tracing.errors import DeadlineExceeded, DflowError, WireError
 

@@ -10,10 +10,10 @@ import pytest
 
 from dflow.distributed.steps.plan_registry import MOST_UNUSED, PlanRegistry
 from dflow.distributed.wire.messages import RegisterPlan
-from dflow.lowering.plan import Branch, Call, Item, Plan, Scalar, Scan, Send, UseResource, While
-from dflow.lowering.program import Program, export_program, lower_program
+from dflow.lowering.programs.program import Program, export_program, lower_program
+from dflow.lowering.steps.plan import Branch, Call, Item, Plan, Scalar, Scan, Send, UseResource, While
 from dflow.tracing import errors
-from dflow.tracing.types import ArrayType
+from dflow.tracing.ir.types import ArrayType
 
 PS, WORKER = "/job:ps/task:0", "/job:worker/task:0"
 F32 = ArrayType(np.dtype("float32"), (3,))

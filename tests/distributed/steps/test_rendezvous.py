@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflow.distributed.steps.rendezvous import WINDOW, EndWait, Rendezvous, RendezvousStatistics
-from dflow.lowering.channel import StepId
+from dflow.lowering.queues.channel import StepId
 from dflow.tracing.errors import DeadlineExceeded, InternalError, StepCancelled, TaskLost
 
 STEP = StepId("/job:worker/task:0", 7)

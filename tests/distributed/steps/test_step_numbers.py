@@ -1,5 +1,5 @@
 from dflow.distributed.steps.step_numbers import first_of_a_life
-from dflow.lowering.channel import STEPS_OF_A_LIFE, StepId
+from dflow.lowering.queues.channel import STEPS_OF_A_LIFE, StepId
 
 
 def test_a_life_begins_beyond_all_steps_of_the_one_before() -> None:

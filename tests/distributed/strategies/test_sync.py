@@ -21,11 +21,11 @@ import dflow
 from dflow.distributed.strategies import round_part
 from dflow.distributed.worker.cluster import Cluster, ClusterSettings
 from dflow.distributed.worker.standalone import Alone
-from dflow.lowering.channel import StepId
+from dflow.lowering.queues.channel import StepId
 from dflow.testing import MemoryCluster, memory_cluster
 from dflow.tracing.errors import DeadlineExceeded, DflowError, RemoteError, StrategyError, TaskLost, VariableError
-from dflow.tracing.types import ArrayType
-from dflow.tracing.wire_codecs import decoded, encoded
+from dflow.tracing.ir.types import ArrayType
+from dflow.tracing.ir.wire_codecs import decoded, encoded
 
 DEADLINE_S = 60.0
 SOON = ClusterSettings(join_timeout_s=10.0, request_timeout_s=30.0, step_timeout_s=30.0)

@@ -21,8 +21,8 @@ from dflow.distributed.wire.messages import (
     RoundOpen,
     RoundsAgreed,
 )
-from dflow.lowering.pending_operations import Cancel
-from dflow.lowering.resource_use import OnResults, ResourceUse
+from dflow.lowering.queues.pending_operations import Cancel
+from dflow.lowering.queues.resource_use import OnResults, ResourceUse
 from dflow.tracing.errors import DflowError, RemoteError, TaskLost
 
 PS, A, B = "/job:ps/task:0", "/job:worker/task:0", "/job:worker/task:1"

@@ -50,11 +50,11 @@ from dflow.distributed.wire.messages import (
     VariablesCreated,
     WriteVariable,
 )
-from dflow.lowering.channel import StepId
-from dflow.lowering.plan import Call, Item, Plan, Recv, Send
-from dflow.lowering.program import Program, export_program
+from dflow.lowering.programs.program import Program, export_program
+from dflow.lowering.queues.channel import StepId
+from dflow.lowering.steps.plan import Call, Item, Plan, Recv, Send
 from dflow.tracing import errors
-from dflow.tracing.types import ArrayType
+from dflow.tracing.ir.types import ArrayType
 from tests.distributed.transports import DEADLINE_S, KINDS, Kind, Recorder, reach
 
 PS, WORKER, OTHER = "/job:ps/task:0", "/job:worker/task:0", "/job:worker/task:1"

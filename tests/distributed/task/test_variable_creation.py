@@ -13,10 +13,10 @@ from dflow.distributed.steps.plan_registry import PlanRegistry
 from dflow.distributed.task.variable_creation import VariableCreation
 from dflow.distributed.wire.array_lists import encode_arrays
 from dflow.distributed.wire.messages import ArrayInfo, CreateVariable, CreateVariables, ProgramCall, VariablesCreated
-from dflow.lowering.program import export_program
-from dflow.lowering.store import Store
+from dflow.lowering.programs.program import export_program
+from dflow.lowering.state.store import Store
 from dflow.tracing.errors import WireError
-from dflow.tracing.types import ArrayType
+from dflow.tracing.ir.types import ArrayType
 
 F32 = ArrayType(np.dtype("float32"), (3,))
 DOUBLED = export_program(lambda x: [x * 2, x + 1], [F32])

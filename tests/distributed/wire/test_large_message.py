@@ -12,8 +12,8 @@ from dflow.distributed.wire import large_message
 from dflow.distributed.wire.codec import decode_message, encode_message
 from dflow.distributed.wire.large_message import LARGE_ROSTER, RosterPacker, pack, unpack
 from dflow.distributed.wire.messages import Mark, Ok, Packed, PackedRoster, Roster, RosterChange, TaskInfo
+from dflow.tracing.devices.task_name import task_name
 from dflow.tracing.errors import WireError
-from dflow.tracing.task_name import task_name
 from tests.effort import examples
 
 

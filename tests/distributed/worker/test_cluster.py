@@ -25,8 +25,9 @@ from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.distributed.transport.sockets import SocketTransport
 from dflow.distributed.worker.cluster import Cluster, ClusterSettings
 from dflow.distributed.worker.standalone import Alone
-from dflow.lowering.store import Store
+from dflow.lowering.state.store import Store
 from dflow.testing import MemoryCluster, memory_cluster
+from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import (
     DeadlineExceeded,
     DeviceError,
@@ -36,8 +37,7 @@ from dflow.tracing.errors import (
     VariableError,
     VariableShapeError,
 )
-from dflow.tracing.task_name import short_task_name
-from dflow.tracing.updates import ASSIGNS, KINDS
+from dflow.tracing.ir.updates import ASSIGNS, KINDS
 from tests.distributed.waiting import until
 
 HERE = Path(__file__).name

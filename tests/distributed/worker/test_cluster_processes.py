@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import dflow
-from dflow.lowering.array_files import read_arrays
+from dflow.lowering.files.array_files import read_arrays
 from tests.distributed.processes import Spawned
 
 #: Worker 1 dies after its fifth step. Worker 0 goes on beyond its fifth when it knows, so that it cannot end first.

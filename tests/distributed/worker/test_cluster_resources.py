@@ -20,9 +20,9 @@ import dflow
 from dflow.distributed.task.task_resources import TaskResources
 from dflow.distributed.wire.messages import AccumulatorInfo, CallResource, CreateResource, QueueInfo
 from dflow.distributed.worker.cluster import Cluster, ClusterSettings
-from dflow.lowering.channel import StepId
-from dflow.lowering.resource_use import ResourceUse
-from dflow.lowering.store import Store
+from dflow.lowering.queues.channel import StepId
+from dflow.lowering.queues.resource_use import ResourceUse
+from dflow.lowering.state.store import Store
 from dflow.testing import MemoryCluster, memory_cluster
 from dflow.tracing.errors import (
     AccumulatorError,

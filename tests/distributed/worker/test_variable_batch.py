@@ -21,8 +21,8 @@ from dflow.distributed.wire.messages import CreateVariables, PlaceVariables, Rea
 from dflow.distributed.worker import variable_batch
 from dflow.distributed.worker.cluster import Cluster
 from dflow.distributed.worker.standalone import Alone
-from dflow.lowering import initial_ops
-from dflow.lowering.initial_ops import InitialOps
+from dflow.lowering.programs import initial_ops
+from dflow.lowering.programs.initial_ops import InitialOps
 from dflow.testing import MemoryCluster, memory_cluster
 from dflow.tracing.errors import DeviceError, TaskLost, VariableError
 

@@ -12,8 +12,8 @@ from dflow.lowering.passes.base import Pass, run_passes
 from dflow.lowering.passes.merge import Merge
 from dflow.lowering.passes.prune import Prune
 from dflow.tracing.errors import VerifyError
-from dflow.tracing.graph import Graph
-from dflow.tracing.text import parse, text
+from dflow.tracing.ir.graph import Graph
+from dflow.tracing.syntax.text import parse, text
 
 GRAPH = parse("""
 graph(%x: f32[]) {

@@ -13,10 +13,10 @@ from dflow.lowering.passes.choose import Choose, may_choose
 from dflow.lowering.passes.place import Place
 from dflow.lowering.pipeline import ALONE, pipeline
 from dflow.lowering.placement.instance import Price
-from dflow.tracing.device import choice_among, choices_in
+from dflow.tracing.devices.device import choice_among, choices_in
 from dflow.tracing.errors import DeviceError
-from dflow.tracing.graph import Graph
-from dflow.tracing.text import parse
+from dflow.tracing.ir.graph import Graph
+from dflow.tracing.syntax.text import parse
 from tests.effort import examples
 from tests.lowering.meaning import assert_same_meaning
 from tests.lowering.placement.given_costs import GivenCosts

@@ -16,10 +16,10 @@ from dflow.lowering.passes.base import run_passes
 from dflow.lowering.passes.fold import Fold
 from dflow.lowering.passes.place import Place
 from dflow.lowering.pipeline import pipeline
-from dflow.tracing import ops
-from dflow.tracing.queues import FIFOQueue
-from dflow.tracing.text import parse
-from dflow.tracing.verify import verify
+from dflow.tracing.ir import ops
+from dflow.tracing.state.queues import FIFOQueue
+from dflow.tracing.syntax.text import parse
+from dflow.tracing.syntax.verify import verify
 from tests.effort import examples
 from tests.golden import GoldenCase, golden_cases
 from tests.graphs_ import Case, cases

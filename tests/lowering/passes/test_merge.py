@@ -8,8 +8,8 @@ import pytest
 from jax.experimental.xla_metadata import set_xla_metadata
 
 from dflow.lowering.passes.merge import Merge
-from dflow.tracing.text import parse, text
-from dflow.tracing.trace import trace
+from dflow.tracing.jaxprs.trace import trace
+from dflow.tracing.syntax.text import parse, text
 from tests.golden import GoldenCase, golden_cases
 from tests.lowering.meaning import check_pass
 

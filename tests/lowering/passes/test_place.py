@@ -8,7 +8,7 @@ import pytest
 from dflow.lowering.passes.place import Place
 from dflow.lowering.pipeline import ALONE
 from dflow.tracing.errors import DeviceError
-from dflow.tracing.text import parse
+from dflow.tracing.syntax.text import parse
 from tests.golden import GoldenCase, golden_cases
 from tests.lowering.meaning import DEVICES, TASKS, WORKER, check_pass
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from dflow.lowering.passes.base import run_passes
 from dflow.lowering.passes.place import Place
 from dflow.lowering.passes.repeat import Repeat
-from dflow.tracing.verify import verify
+from dflow.tracing.syntax.verify import verify
 from tests.effort import examples
 from tests.golden import GoldenCase, golden_cases
 from tests.graphs_ import Case, cases

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from dflow.lowering.passes.base import run_passes
 from dflow.lowering.passes.schedule import Schedule
 from dflow.lowering.pipeline import pipeline
-from dflow.lowering.timeline import timeline
-from dflow.tracing import ops
-from dflow.tracing.graph import FreshNames, Graph, Node, Value
+from dflow.lowering.placement.timeline import timeline
+from dflow.tracing.ir import ops
+from dflow.tracing.ir.graph import FreshNames, Graph, Node, Value
+from dflow.tracing.ir.op import numeric
+from dflow.tracing.ir.types import RefType, TokenType
 from dflow.tracing.jax_frontend import primitive_named
-from dflow.tracing.op import numeric
-from dflow.tracing.text import parse, text
-from dflow.tracing.types import RefType, TokenType
-from dflow.tracing.verify import verify
+from dflow.tracing.syntax.text import parse, text
+from dflow.tracing.syntax.verify import verify
 from tests.effort import examples
 from tests.golden import GoldenCase, golden_cases, read_golden
 from tests.lowering.meaning import DEVICES, PLACES, PS_0, TASKS, WORKER, assert_same_meaning, check_pass, chooser

@@ -9,7 +9,7 @@ from dflow.lowering.placement.costs import Rates
 from dflow.lowering.placement.instance import Price
 from dflow.lowering.placement.problem import Link, Machine
 from dflow.lowering.placement.work import Work, work_of
-from dflow.tracing.graph import Graph, Node
+from dflow.tracing.ir.graph import Graph, Node
 
 RATES, LINK = Rates(1e9, 1e10, 1e-5), Link(2e-5, 1e9)
 

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from dflow.lowering.passes.order import Order
 from dflow.lowering.placement.coarsen import coarsened
 from dflow.lowering.placement.work import Work, runs_how_long, work_of
-from dflow.tracing.graph import Graph
-from dflow.tracing.text import parse
-from dflow.tracing.trace import trace
+from dflow.tracing.ir.graph import Graph
+from dflow.tracing.jaxprs.trace import trace
+from dflow.tracing.syntax.text import parse
 from tests.effort import examples
 from tests.graphs_ import Case, cases
 

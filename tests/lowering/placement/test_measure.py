@@ -10,8 +10,8 @@ from dflow.lowering.placement.instance import part
 from dflow.lowering.placement.measure import Meter, UnitCost
 from dflow.lowering.placement.work import work_of
 from dflow.tracing.errors import DeadlineExceeded
-from dflow.tracing.graph import Graph
-from dflow.tracing.text import parse
+from dflow.tracing.ir.graph import Graph
+from dflow.tracing.syntax.text import parse
 
 DOT = "dimension_numbers=(((1,), (0,)), ((), ())), out_sharding=None, precision=None, preferred_element_type=f32"
 TWICE = f"""

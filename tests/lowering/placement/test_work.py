@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflow.lowering.compile import make_plans
 from dflow.lowering.passes.base import run_passes
 from dflow.lowering.pipeline import ALONE, pipeline
-from dflow.lowering.plan import Call
-from dflow.tracing.trace import trace
+from dflow.lowering.steps.compile import make_plans
+from dflow.lowering.steps.plan import Call
+from dflow.tracing.jaxprs.trace import trace
 
 WIDE = np.zeros((512, 512), np.float32)
 SMALL = np.zeros((16, 16), np.float32)

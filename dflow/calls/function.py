@@ -1,0 +1,268 @@
+"""`@dflow.jit`: the whole path of a call.
+
+JAX does the tracing, by the same rules as for `jax.jit`. The content of a trace decides how calls with those argument
+types run:
+
+- no state and no large closed-over arrays: `jax.jit` runs them, and dflow adds only a check per call;
+- otherwise the trace becomes a graph, passes transform it, and its plan is stored by the types. Most plans are one XLA
+  call (`single_executable`); while a function has only one such step, calls go to it without a look-up of their types.
+
+Inside another trace, a function becomes part of that trace. Invariant: JAX never compiles a function before dflow has
+inspected its trace, because JAX calls the planner for arguments without a compiled program.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from types import MethodType
+from typing import Any, Generic, ParamSpec, TypeVar, cast, overload
+
+import jax
+from jax import jit as jax_jit  # bound here once, since a program may replace `jax.jit` by `dflow.jit`
+
+from dflow.calls.advice import advise_on_arguments, advise_on_mapping, advised_options
+from dflow.calls.eager_mode import call_eagerly, eager
+from dflow.calls.hoisting import hoisted
+from dflow.calls.methods import BoundMethod, bound, weakly, without_self
+from dflow.calls.number_checks import run_checked
+from dflow.calls.planner import Planner, resources_in
+from dflow.calls.plans import Plan
+from dflow.calls.shared_traces import SharedTraces, may_share, shared_traces
+from dflow.calls.single_executable import NotEntered
+from dflow.calls.stages import Traced as TracedStage
+from dflow.calls.static_arguments import static_arguments
+from dflow.calls.trace_log import TraceLog
+from dflow.tracing.errors import PlainJitError
+from dflow.tracing.jax_frontend import (
+    HandleNeeded,
+    call_staged,
+    checks_numbers,
+    closed_parts,
+    dispatcher,
+    forget_failed_dispatch,
+    hide_frames,
+    hides_frames,
+    is_staged,
+    is_tracing,
+    jit_disabled,
+    passes_handles,
+    runs_plainly,
+    touches_state,
+)
+from dflow.tracing.jaxprs.attributes import repr_of
+from dflow.tracing.jaxprs.leaks import watched_for_leaks
+from dflow.tracing.source import caller
+from dflow.tracing.state.variable_trees import handles
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Function(Generic[P, R]):
+    """A function compiled for each structure and type of its arguments. Made by `jit`.
+
+    It has the methods of a `jax.jit` function (`lower`, `trace`, `eval_shape`, `clear_cache`), and `trace_log`.
+    """
+
+    def __init__(self, fn: Callable[P, R], options: Mapping[str, Any]) -> None:
+        with advised_options(jax_jit, fn, options):
+            jitted: Any = jax_jit(_shareable(fn), **options)  # raises JAX's own errors for wrong options
+        functools.update_wrapper(self, jitted, updated=())
+        self.__dict__.update(getattr(fn, "__dict__", {}), __wrapped__=fn)
+        with suppress(ValueError, TypeError):  # a builtin without an inspectable signature
+            self.__signature__ = jitted.__signature__
+        self.fn = fn
+        self._options = dict(options)
+        self._jitted = jitted
+        self._planner = self._new_planner()
+        self._dispatch = self._new_dispatch()
+        self._plans = self._planner.shared.plans
+        #: Whether any call had variables among its arguments.
+        self._takes_variables = False
+        #: For methods, by the `id` of the instance: a weak reference to it, and the function bound to it.
+        self._methods: dict[int, tuple[weakref.ref[Any], Function[..., Any]]] = {}
+
+    @passes_handles
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call the function. Inside another trace, add it to that trace instead."""
+        try:
+            if not runs_plainly():
+                return self._called_otherwise(args, kwargs)
+            given, named = self._with_handles(args, kwargs) if self._takes_variables else (args, kwargs)
+            plans = self._plans
+            whole = plans.whole
+            try:
+                if whole is not None:
+                    return cast(R, whole(given, named))
+                if plans.is_empty:
+                    return cast(R, self._dispatch(*given, **named))
+            except HandleNeeded:
+                self._takes_variables = True
+                given, named = self._with_handles(args, kwargs)
+            except (NotEntered, PlainJitError):  # types not seen yet, or types with a plan of dflow's
+                forget_failed_dispatch(self._jitted if whole is None else whole.jitted)
+            except (TypeError, ValueError) as error:
+                advise_on_arguments(error)
+                raise
+            return self._planned(given, named)
+        except Exception as error:
+            hide_frames(error)
+            raise
+
+    def trace_log(self) -> TraceLog:
+        """Return the log of all traces: what changed, the line of the call, and the cost in ms."""
+        return self._planner.shared.log
+
+    @hides_frames
+    def lower(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
+        """Like `jax.jit`'s `lower`. Raises PlainJitError for a function whose variables are on a cluster."""
+        return self.trace(*args, **kwargs).lower()
+
+    @hides_frames
+    def trace(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
+        """Like `jax.jit`'s `trace`."""
+        given, named = self._with_handles(args, kwargs)
+        with watched_for_leaks():
+            stage = self._planner.trace(given, named)
+        if not touches_state(closed_parts(stage.jaxpr)[0].effects):
+            return stage
+        return TracedStage(stage, functools.partial(self._planner.lowered, stage, given, named))
+
+    @hides_frames
+    def eval_shape(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
+        """Like `jax.jit`'s `eval_shape`: return the types of the result without running anything."""
+        given, named = self._with_handles(args, kwargs)
+        with watched_for_leaks():
+            return self._planner.trace(given, named).out_info
+
+    def clear_cache(self) -> None:
+        """Drop every trace and every compiled program."""
+        self._jitted.clear_cache()
+        self._plans.clear()
+        self._methods.clear()
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if instance is None:
+            return self
+        if 0 in self._planner.shared.static.positions or not jax.tree_util.all_leaves([instance]):
+            return MethodType(self, instance)
+        # JAX cannot trace this instance as an argument, so each instance has its own traces, dropped with it.
+        number = id(instance)
+        if number not in self._methods:
+            alive = weakly(instance, functools.partial(_forget_method, weakref.ref(self), number))
+            self._methods[number] = alive, Function(bound(self.fn, alive), without_self(self._options))
+        return BoundMethod(instance, self._methods[number][1])
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_jitted":
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self._jitted, name)
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.fn, self._options)
+
+    def __repr__(self) -> str:
+        return f"<dflow.jit of {repr_of(self.fn)}>"
+
+    def _new_planner(self) -> Planner:
+        return Planner(self.fn, self._options, self._jitted, shared_traces(self.fn, self._jitted, self._new_traces))
+
+    def _new_dispatch(self) -> Any:
+        return dispatcher(self._jitted, functools.partial(self._planner.missed, self._jitted))
+
+    def _new_traces(self) -> SharedTraces:
+        fn = self.fn
+        # Not for a wrapper: many functions share its code.
+        code = None if hasattr(fn, "__wrapped__") else getattr(fn, "__code__", None)
+        log = TraceLog(getattr(self, "__name__", type(fn).__name__), code, caller())
+        return SharedTraces(static_arguments(self._jitted), log)
+
+    def _called_otherwise(self, args: Any, kwargs: Any) -> R:
+        if jit_disabled():
+            return cast(R, call_eagerly(self.fn, self._planner.shared.static, args, kwargs))
+        args, kwargs = self._with_handles(args, kwargs)
+        if not is_tracing():
+            return self._planned(args, kwargs)
+        stage, static = self._planner.trace(args, kwargs), self._planner.shared.static
+        leaves = jax.tree_util.tree_leaves(static.split(args, kwargs)[:2])
+        try:
+            return cast(R, call_staged(stage, leaves) if is_staged() else self._planner.jitted(*args, **kwargs))
+        except NotImplementedError as error:
+            advise_on_mapping(error)
+            raise
+        except PlainJitError:
+            return cast(R, hoisted(stage, leaves))
+
+    def _with_handles(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return the arguments for JAX, with handles in place of variables except in static arguments."""
+        static = self._planner.shared.static
+        if not static.positions and not static.names:
+            return handles(args), handles(kwargs) if kwargs else kwargs
+        is_static = static.test_of(args)
+        given = tuple(arg if is_static(place) else handles(arg) for place, arg in enumerate(args))
+        return given, {name: arg if is_static(name) else handles(arg) for name, arg in kwargs.items()}
+
+    def _planned(self, args: Any, kwargs: Any) -> R:
+        plan, leaves = self._planner.plan(args, kwargs)
+        if plan is None:
+            if self._jitted is not self._planner.jitted:
+                self._jitted = self._planner.jitted
+                self._dispatch = self._new_dispatch()
+            return cast(R, self._dispatch(*args, **kwargs))
+        result = self._run(plan, args, kwargs, leaves)
+        self._planner.shared.log.finish()
+        return cast(R, result)
+
+    def _run(self, plan: Plan, args: Any, kwargs: Any, leaves: list[Any]) -> Any:
+        if not checks_numbers():
+            return plan.run(args, kwargs, leaves)
+
+        def again() -> None:
+            if not any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
+                with eager():
+                    self(*args, **kwargs)
+
+        resources, name = [*plan.variables, *resources_in((args, kwargs))], self._planner.shared.log.name
+        return run_checked(name, lambda: plan.run(args, kwargs, leaves), resources, plan.writes, again)
+
+
+@overload
+def jit(fn: Callable[P, R], **options: Any) -> Function[P, R]: ...
+@overload
+def jit(fn: None = None, **options: Any) -> Callable[[Callable[P, R]], Function[P, R]]: ...
+def jit(fn: Callable[P, R] | None = None, **options: Any) -> Any:
+    """Compile `fn`, with its reads and writes of variables, into as few XLA calls as its devices allow.
+
+    fn       takes and returns pytrees of arrays; variables may be closed over, passed and returned
+    options  those of `jax.jit`, with the same meaning: `static_argnums`, `static_argnames`, `donate_argnums`,
+             `donate_argnames`, `keep_unused`, `device`, `backend`, `inline`, `compiler_options`, `in_shardings`,
+             `out_shardings`
+    raises   TypeError for an option that `jax.jit` does not have; calls of a function with state raise DflowError
+             for `device`, or for a `backend` other than the default
+    Returns a `Function`, or a decorator if `fn` is omitted. `fn` is traced once for each structure and type of its
+    arguments. The effects on one variable happen in program order.
+    """
+    if fn is None:
+        return lambda function: jit(function, **options)
+    return Function(fn, options)
+
+
+def _forget_method(function: weakref.ref[Function[..., Any]], number: int, _: Any) -> None:
+    found = function()
+    if found is not None:
+        found._methods.pop(number, None)
+
+
+def _shareable(fn: Any) -> Any:
+    """Return the function, or a private wrapper where JAX's caches, keyed by function, cannot hold it."""
+    if not callable(fn) or isinstance(fn, staticmethod) or may_share(fn):
+        return fn  # or an object that JAX rejects
+
+    @functools.wraps(fn)
+    def own(*args: Any, **kwargs: Any) -> Any:
+        return fn(*args, **kwargs)
+
+    return own

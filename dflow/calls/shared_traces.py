@@ -1,0 +1,124 @@
+"""State shared by all compiled functions of one Python function with the same options.
+
+`jax.jit` shares traces and programs in the same way. Here the key is the identity of the Python function, and the
+state is dropped with it. Invariant: nothing here refers to the Python function.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import BuiltinFunctionType, MethodType
+from typing import Any
+
+import jax
+import numpy as np
+
+from dflow.calls.plans import Plans
+from dflow.calls.static_arguments import StaticArguments
+from dflow.calls.trace_log import TraceLog
+from dflow.tracing.jax_frontend import Handle, abstract, options_of, trace_context
+from dflow.tracing.jaxprs.reachable import reachable
+
+#: Longest wait for another thread's trace, in s. Then this thread traces too, since user code may wait for it.
+TRACE_S = 60.0
+
+
+@dataclass(eq=False)
+class SharedTraces:
+    """The traces of one function, and its plans by argument types.
+
+    `jaxprs`  jaxprs of the traces in `log`
+    `returns_variables`  whether a result contained a variable, so that each function is traced through a wrapper
+    `state`   variables reachable from the function when a trace first touched state; None before, or if too many
+    """
+
+    static: StaticArguments
+    log: TraceLog
+    plans: Plans = field(default_factory=Plans)
+    jaxprs: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    returns_variables: bool = False
+    state: list[Handle] | None = None
+    has_state: bool = False
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+
+    def key_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Hashable, list[Any]]:
+        """Return what a trace depends on (types, static arguments, JAX's settings), and the traced leaves."""
+        traced_args, traced_kwargs, static = self.static.split(args, kwargs)
+        leaves, in_tree = jax.tree_util.tree_flatten((traced_args, traced_kwargs))
+        return (in_tree, tuple([_type_key(leaf) for leaf in leaves]), static, trace_context()), leaves
+
+    def touches_state(self, fn: Callable[..., Any]) -> None:
+        """Record, when a trace of `fn` touches state, the variables reachable from it."""
+        if not self.has_state:
+            self.state, self.has_state = reachable(fn), True
+
+    def is_of(self, fn: Callable[..., Any]) -> bool:
+        """Whether `fn` still refers to the variables that it was traced with."""
+        return not self.has_state or (self.state is not None and self.state == reachable(fn))
+
+    @contextmanager
+    def one_thread(self) -> Iterator[None]:
+        """Let only one thread trace, so that the others find the result; after `TRACE_S` seconds do not wait longer."""
+        is_acquired = self._lock.acquire(timeout=TRACE_S)
+        try:
+            yield
+        finally:
+            if is_acquired:
+                self._lock.release()
+
+
+def _type_key(leaf: Any) -> Any:
+    aval = getattr(leaf, "aval", None)
+    if aval is not None:
+        return aval
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        return leaf.dtype, leaf.shape
+    return abstract(leaf) if isinstance(leaf, jax.ShapeDtypeStruct) else type(leaf)
+
+
+#: By the `id` of a Python function: a weak reference to it, and its shared state by options.
+_shared: dict[int, tuple[weakref.ref[Any], dict[Hashable, SharedTraces]]] = {}
+
+
+def shared_traces(fn: Callable[..., Any], jitted: Any, new: Callable[[], SharedTraces]) -> SharedTraces:
+    """Return the state that `fn` shares under the options of the `jax.jit` function `jitted`; else `new()`.
+
+    Nothing is shared if `may_share` is False or the options cannot be hashed. If `fn` now refers to other variables,
+    its traces are dropped; functions made earlier keep their plans.
+    """
+    options = options_of(jitted)
+    try:
+        hash(options)
+    except TypeError:
+        return new()
+    if not may_share(fn):
+        return new()
+    by_options = _of(fn)
+    found = by_options.get(options)
+    if found is not None and not found.is_of(fn):
+        by_options.clear()
+        jitted.clear_cache()
+        found = None
+    return by_options.setdefault(options, new()) if found is None else found
+
+
+def _of(fn: Callable[..., Any]) -> dict[Hashable, SharedTraces]:
+    number = id(fn)
+    found = _shared.get(number)
+    if found is None:
+        found = _shared.setdefault(number, (weakref.ref(fn, lambda _: _shared.pop(number, None)), {}))
+    return found[1]
+
+
+def may_share(fn: Any) -> bool:
+    """Whether the identity of a function can be the key of its traces: it allows weak references and equals no other.
+
+    JAX finds traces by equality, so equal functions would share traces although their state may differ.
+    """
+    equals: object = type(fn).__eq__
+    is_alone = equals is object.__eq__ or isinstance(fn, MethodType | BuiltinFunctionType)
+    return is_alone and type(fn).__weakrefoffset__ != 0

@@ -1,0 +1,162 @@
+"""The stages of a function with state before a call: traced, lowered and compiled, with the methods of `jax.stages`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import jax
+
+from dflow.lowering.local import CompiledStep
+from dflow.tracing.errors import PlainJitError
+from dflow.tracing.ir.types import ArrayType, array_type_of
+from dflow.tracing.jaxprs.trace import leaf_names
+from dflow.tracing.source import at, caller
+from dflow.tracing.state.variable_trees import handles
+
+_KNOWN = (
+    "args_info",
+    "donate_argnums",
+    "fun_name",
+    "in_avals",
+    "in_tree",
+    "jaxpr",
+    "out_avals",
+    "out_info",
+    "out_tree",
+)
+
+
+class LoweredRun(Protocol):
+    """The lowered programs of a function with state."""
+
+    @property
+    def programs(self) -> Sequence[Any]:
+        """The programs, each with JAX's `Lowered` as `stage`."""
+        ...
+
+    def compile(self, compiler_options: dict[str, Any] | None = None) -> CompiledStep:
+        """Compile the programs."""
+        ...
+
+
+class _Stage:
+    """Properties of the arguments and results that are known since the trace."""
+
+    def __init__(self, looked: Any) -> None:
+        self._looked = looked
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _KNOWN:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self._looked, name)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self._looked.fun_name}>"
+
+
+class Traced(_Stage):
+    """Result of `fn.trace(...)` for a function with state: JAX's `Traced`, but lowered by dflow."""
+
+    def __init__(self, looked: Any, lower: Callable[[tuple[str, ...] | None], LoweredRun]) -> None:
+        super().__init__(looked)
+        self._lower = lower
+
+    def lower(self, *, lowering_platforms: tuple[str, ...] | None = None, _private_parameters: Any = None) -> Lowered:
+        """Lower the function to programs, for `lowering_platforms` if not None, else for this process's devices.
+
+        Raises PlainJitError when `jax.export` calls it, which passes `_private_parameters`.
+        """
+        if _private_parameters is not None:
+            raise PlainJitError(
+                f"{self._looked.fun_name} has state, and jax.export does not know where it is{at(caller())}\n"
+                "  export it by dflow.export(fn, *specs), which keeps the state beside the program"
+            )
+        return Lowered(self._looked, self._lower(lowering_platforms))
+
+
+class Lowered(_Stage):
+    """Result of `fn.lower(...)` for a function with state.
+
+    It is one program, or several if a queue op separates them. The inputs of a program are the values of the variables
+    that it writes, of those it only reads, and its operands. Its first outputs are the new values.
+    """
+
+    def __init__(self, looked: Any, step: LoweredRun) -> None:
+        super().__init__(looked)
+        self._step = step
+
+    def as_text(self, dialect: str | None = None, *, debug_info: bool = False) -> str:
+        """Return the StableHLO of all programs, one after the other."""
+        return _texts(program.stage.as_text(dialect, debug_info=debug_info) for program in self._step.programs)
+
+    def cost_analysis(self) -> Mapping[str, float]:
+        """Return XLA's estimates before compilation, such as `flops`, summed over the programs."""
+        return _sum(program.stage.cost_analysis() for program in self._step.programs)
+
+    def compile(self, compiler_options: dict[str, Any] | None = None) -> Compiled:
+        """Compile the programs. Calls of the result read and write the variables like calls of the function."""
+        return Compiled(self._looked, self._step.compile(compiler_options))
+
+
+class Compiled(_Stage):
+    """A function with state, compiled for one set of argument types."""
+
+    def __init__(self, looked: Any, compiled: CompiledStep) -> None:
+        super().__init__(looked)
+        self._run = compiled.run
+        self._programs = [program.compiled for program in compiled.programs]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it with all arguments except the static ones. Raises TypeError for another type or structure."""
+        args, kwargs = handles((args, kwargs))
+        self._check(args, kwargs)
+        leaves = jax.tree_util.tree_leaves((args, kwargs))
+        return jax.tree_util.tree_unflatten(self._looked.out_tree, self._run(leaves))
+
+    def as_text(self) -> str:
+        """Return XLA's text of all programs, one after the other."""
+        return _texts(program.as_text() for program in self._programs)
+
+    def cost_analysis(self) -> Mapping[str, float]:
+        """Return XLA's estimates, such as `flops` and `bytes accessed`, summed over the programs."""
+        return _sum(program.cost_analysis() for program in self._programs)
+
+    def memory_analysis(self) -> Any:
+        """Return XLA's sizes in bytes, such as `temp_size_in_bytes`. Raises PlainJitError for several programs."""
+        if len(self._programs) != 1:
+            raise PlainJitError(
+                f"{self._looked.fun_name} is {len(self._programs)} programs, which are not all in memory at once"
+                f"{at(caller())}\n  lower its parts as functions of their own"
+            )
+        return self._programs[0].memory_analysis()
+
+    def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given: Any = jax.tree_util.tree_structure((args, kwargs))
+        wanted: Any = jax.tree_util.tree_structure(handles(self._looked.args_info))
+        if given != wanted:
+            raise TypeError(
+                f"{self._looked.fun_name} was compiled for arguments of the structure {wanted}, and called with {given}"
+                f"{at(caller())}\n  call the function itself, which compiles for each structure"
+            )
+        infos = jax.tree_util.tree_leaves(handles(self._looked.args_info))
+        names = leaf_names("args", args) + leaf_names("kwargs", kwargs)
+        for name, leaf, info in zip(names, jax.tree_util.tree_leaves((args, kwargs)), infos, strict=True):
+            given, wanted = array_type_of(leaf).strong, ArrayType(info.dtype, tuple(info.shape))
+            if given != wanted:
+                raise TypeError(
+                    f"{self._looked.fun_name} was compiled for {name}: {wanted}, and called with {given}"
+                    f"{at(caller())}\n  call the function itself, which compiles for each type, or convert the argument"
+                )
+
+
+def _texts(texts: Any) -> str:
+    return "\n".join(texts)
+
+
+def _sum(analyses: Any) -> Mapping[str, float]:
+    total: Counter[str] = Counter()
+    for analysis in analyses:
+        total.update(analysis or {})
+    return dict(total)

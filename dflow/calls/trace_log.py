@@ -1,0 +1,186 @@
+"""Log of a function's traces: what changed, the line of the call, and the cost."""
+
+from __future__ import annotations
+
+import time
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from threading import get_ident
+from types import CodeType
+from typing import Any
+
+import jax
+
+from dflow.tracing.ir.types import array_type_of, type_of_aval
+from dflow.tracing.jax_frontend import abstract, is_array_type, is_resource
+from dflow.tracing.jaxprs.attributes import repr_of
+from dflow.tracing.jaxprs.captured import is_large
+from dflow.tracing.jaxprs.trace import argument_names
+from dflow.tracing.source import Loc
+
+#: Number of traces with changed arguments after which a function is warned about, once.
+WARN_AFTER = 6
+
+#: Number of functions compiled from the same code, line and argument types after which a warning is given, once. It is
+#: large because a program's tests have good reasons to compile a function again.
+WARN_AFTER_REMAKING = 50
+
+#: By code: how often a new function was first traced, by the line that compiled it and its arguments.
+_remade: weakref.WeakKeyDictionary[CodeType, Counter[Any]] = weakref.WeakKeyDictionary()
+
+
+class RetraceWarning(UserWarning):
+    """Warning that a function is traced again and again; the message has the cause and the remedy."""
+
+
+@dataclass(frozen=True)
+class TraceRecord:
+    """One trace of a function.
+
+    `number`      of the trace in its log, from 1
+    `arguments`   the type of each leaf of the arguments (for a static one, its value), by name
+    `changes`     differences from the most similar earlier trace, such as `x: f32[4] -> f32[5]`
+    `call`        the user's line that called the function
+    `trace_ms`    time that JAX took to trace the function, in ms
+    `total_ms`    time of the whole call: trace, passes, compilation and first run; None inside another trace
+    `captured`    types of the closed-over arrays of 64 KiB or more, which became inputs
+    """
+
+    number: int
+    arguments: Mapping[str, str]
+    changes: tuple[str, ...]
+    call: Loc | None
+    trace_ms: float
+    total_ms: float | None = None
+    captured: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        total = "within another trace" if self.total_ms is None else f"{self.total_ms:.1f} ms in all"
+        lines = [f"trace {self.number} at {self.call or 'an unknown line'}: {self.trace_ms:.1f} ms, {total}"]
+        lines += [f"  {change}" for change in self.changes]
+        lines += [f"  closed over {captured}, which became an input" for captured in self.captured]
+        return "\n".join(lines)
+
+
+@dataclass
+class TraceLog:
+    """The traces of one function, oldest first; its `str` lists what changed."""
+
+    name: str
+    #: The function's code (None if not known), and the user's line that compiled it.
+    code: CodeType | None = None
+    made: Loc | None = None
+    records: list[TraceRecord] = field(default_factory=list)
+    #: By thread, while its first call for some types runs: the trace's index, and the start time (`perf_counter`).
+    _calls: dict[int, tuple[int, float]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, index: int) -> TraceRecord:
+        return self.records[index]
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.records)) or f"{self.name} has not been traced"
+
+    def begin(self, index: int, started: float, captured: tuple[str, ...]) -> None:
+        """Record that a call of this thread, begun at `started`, made trace `index`, and the arrays it closed over."""
+        if len(self.records) > index:
+            self.records[index] = replace(self.records[index], captured=captured)
+            self._calls[get_ident()] = index, started
+
+    def finish(self) -> None:
+        """Record the total time of the call that this thread began, if any."""
+        if self._calls and (call := self._calls.pop(get_ident(), None)) is not None:
+            index, started = call
+            total_ms = (time.perf_counter() - started) * 1e3
+            self.records[index] = replace(self.records[index], total_ms=total_ms)
+
+    def add(self, arguments: Mapping[str, str], call: Loc | None, trace_ms: float) -> None:
+        """Append a trace. Warns with RetraceWarning when traces for new types or new functions become too many."""
+        changes = _changes(arguments, [record.arguments for record in self.records])
+        self.records.append(TraceRecord(len(self.records) + 1, arguments, changes, call, trace_ms))
+        if changes != (_SAME,) and sum(record.changes != (_SAME,) for record in self.records) == WARN_AFTER:
+            self._warn_of_changes()
+        if len(self.records) == 1 and self.code is not None and self.made is not None:
+            self._count_remaking(self.code, self.made)
+
+    def _count_remaking(self, code: CodeType, made: Loc) -> None:
+        counted = _remade.setdefault(code, Counter())
+        key = made, tuple(self.records[0].arguments.items())
+        counted[key] += 1
+        if counted[key] == WARN_AFTER_REMAKING:
+            _warn(
+                f"{self.name} was compiled {counted[key]} times for the same arguments, because {made} makes a new "
+                f"function of it each time\n  call dflow.jit once, outside of the loop or function that is run again, "
+                "and keep what it gives",
+                made,
+            )
+
+    def _warn_of_changes(self) -> None:
+        newest = self.records[-1]
+        _warn(
+            f"{self.name} was traced {len(self.records)} times, the last time because of {'; '.join(newest.changes)}"
+            f" (called at {newest.call}); each trace compiles anew\n"
+            "  pad or bucket arguments to a few fixed shapes, pass Python numbers as arrays, and pass only what seldom "
+            f"changes as static; {self.name}.trace_log() lists every trace and its cost",
+            newest.call,
+        )
+
+
+def _warn(text: str, line: Loc | None) -> None:
+    if line is None:
+        warnings.warn(text, RetraceWarning, stacklevel=2)
+    else:
+        # At the user's line: `stacklevel` cannot name it, since the number of JAX's frames in between varies.
+        warnings.warn_explicit(text, RetraceWarning, line.file, line.line)
+
+
+_FIRST = "first trace"
+_SAME = "no argument changed: a setting of JAX, a device scope, or a cleared cache"
+
+
+def _changes(new: Mapping[str, str], earlier: Sequence[Mapping[str, str]]) -> tuple[str, ...]:
+    """Return the differences from the most similar earlier trace."""
+    if not earlier:
+        return (_FIRST,)
+    differences = [_difference(old, new) for old in reversed(earlier)]
+    return min(differences, key=len) or (_SAME,)
+
+
+def _difference(old: Mapping[str, str], new: Mapping[str, str]) -> tuple[str, ...]:
+    names = dict.fromkeys([*old, *new])
+    return tuple(
+        f"{name}: {old.get(name, 'absent')} -> {new.get(name, 'absent')}"
+        for name in names
+        if old.get(name) != new.get(name)
+    )
+
+
+def described(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], is_static: Callable[[int | str], bool]
+) -> dict[str, str]:
+    """Return the type of each argument leaf (or a static one's value) by name. Variables and queues are leaves too."""
+    arguments: list[tuple[int | str, Any]] = [*enumerate(args), *sorted(kwargs.items())]
+    texts = [
+        _described(leaf, is_static(place))
+        for place, argument in arguments
+        for leaf in jax.tree_util.tree_leaves(argument, is_leaf=is_resource)
+    ]
+    return dict(zip(argument_names(fn, args, kwargs, is_leaf=is_resource), texts, strict=True))
+
+
+def _described(leaf: Any, is_static: bool) -> str:
+    if not is_resource(leaf) and not is_static:
+        aval = abstract(leaf)
+        return str(type_of_aval(aval) if is_array_type(aval) else aval)
+    text = repr_of(leaf.handle.variable if is_resource(leaf) else leaf)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def captured_types(constants: Sequence[Any]) -> tuple[str, ...]:
+    """Return the types of the closed-over arrays that become inputs because of their size."""
+    return tuple(str(array_type_of(constant)) for constant in constants if is_large(constant))

@@ -1,0 +1,126 @@
+"""`dflow status`, `trace`, `dump`, `where` and `show`: inspect a cluster, the environment, or an export."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from dflow.cli.cluster_options import (
+    add_cluster_file,
+    add_coordinator_address,
+    add_security,
+    coordinator_of,
+    transport_of,
+)
+from dflow.cli.command import Command
+from dflow.cli.option_types import at_least_one
+from dflow.tracing.errors import ConfigError
+
+
+def _running_cluster(parser: argparse.ArgumentParser) -> None:
+    add_coordinator_address(parser)
+    add_security(parser)
+
+
+def _status_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--watch", action="store_true", help="renew it each second, until Ctrl-C")
+    _running_cluster(parser)
+
+
+def _show_cluster(options: argparse.Namespace) -> int:
+    from dflow.cli.live_status import show_status
+    from dflow.cli.status_view import closing_tables, make_console
+
+    show_status(
+        transport_of(options),
+        coordinator_of(options),
+        make_console(),
+        watch=options.watch,
+        closing=lambda status: closing_tables(status, {}),
+    )
+    return 0
+
+
+def _trace_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--steps", type=at_least_one, default=5, metavar="N", help="steps of each worker (default: 5)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("trace.json"), metavar="FILE", help="where to write (default: trace.json)"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=60.0, metavar="SECONDS", help="how long to wait for the steps (default: 60)"
+    )
+    _running_cluster(parser)
+
+
+def _trace_cluster(options: argparse.Namespace) -> int:
+    from dflow.cli.observing import trace
+
+    if not options.out.absolute().parent.is_dir():
+        raise ConfigError(
+            f"there is no folder {options.out.parent} for {options.out.name}\n  make it, or give another --out"
+        )
+    transport, coordinator = transport_of(options), coordinator_of(options)
+    for line in trace(transport, coordinator, options.out, steps=options.steps, timeout_s=options.timeout):
+        print(line)
+    return 0
+
+
+def _dump_cluster(options: argparse.Namespace) -> int:
+    from dflow.cli.observing import dump
+
+    for line in dump(transport_of(options), coordinator_of(options)):
+        print(line)
+    return 0
+
+
+def _say_where(options: argparse.Namespace) -> int:
+    from dflow.distributed.detection.detect import detect, explained
+    from dflow.distributed.detection.this_host import surroundings
+
+    environment = {**os.environ, **({"DFLOW_CLUSTER": options.cluster} if options.cluster else {})}
+    print(explained(detect(surroundings(environment)), environment))
+    return 0
+
+
+def _show_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", type=Path, metavar="DIR", help="the directory that dflow.export(...).save wrote")
+
+
+def _show_export(options: argparse.Namespace) -> int:
+    from dflow.exporting.export_format import read_manifest
+    from dflow.exporting.export_manifest import listing
+
+    print(listing(read_manifest(options.path)))
+    return 0
+
+
+STATUS = Command(
+    "status",
+    "show what a running cluster is doing",
+    _status_options,
+    _show_cluster,
+    more=": its tasks, their steps, queues and what they send.",
+)
+TRACE = Command(
+    "trace",
+    "write what every task does in the next steps to a file for Perfetto",
+    _trace_options,
+    _trace_cluster,
+    more=": what is computed, sent and waited for, with all tasks' clocks aligned.",
+)
+DUMP = Command(
+    "dump",
+    "have each task write its last events to a file",
+    _running_cluster,
+    _dump_cluster,
+    more=", in the folder that DFLOW_RUN_DIR names where it runs, and say which.",
+)
+WHERE = Command(
+    "where",
+    "say which task of which cluster a script started here would be, and why",
+    add_cluster_file,
+    _say_where,
+    more=": what dflow.connect() finds in the environment, in the order it looks.",
+)
+SHOW = Command("show", "list what an export holds", _show_options, _show_export, more=": functions and variables.")

@@ -1,0 +1,231 @@
+"""`dflow launch`: run a script on a cluster of processes that are started, watched and ended together."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from dflow.cli.certs import FILES_OF_CERTIFICATE
+from dflow.cli.cluster_options import add_security
+from dflow.cli.command import Command
+from dflow.cli.option_types import at_least_one, checked, count, job_count
+from dflow.distributed.detection.cluster_spec import COORDINATOR
+from dflow.distributed.launching.launch_plan import LaunchPlan, Setting
+from dflow.distributed.launching.place import Place
+from dflow.distributed.launching.ray_resources import RayResources
+from dflow.distributed.launching.restarts import RestartPolicy
+from dflow.distributed.launching.shares import Share, core_shares, gpu_shares, visible_gpus
+from dflow.distributed.launching.this_machine import ThisMachine
+from dflow.distributed.process.run_folder import RUN_FOLDER_VARIABLE
+from dflow.distributed.process.stop_signal import StopSignal
+from dflow.distributed.transport.chosen_security import CERTIFICATE_VARIABLES, SECRET_VARIABLE, choose_security
+from dflow.distributed.transport.security import SameMachine, SecurityPolicy
+from dflow.distributed.transport.sockets import SocketTransport
+from dflow.tracing.errors import ConfigError, DflowError
+
+RAY = "ray"
+
+
+def _launch_options(parser: argparse.ArgumentParser) -> None:
+    tasks = parser.add_argument_group("tasks")
+    tasks.add_argument("--ps", type=count, default=1, metavar="N", help="the same as --stock ps=N (default: 1)")
+    tasks.add_argument(
+        "--workers", type=at_least_one, default=1, metavar="N", help="the same as --job worker=N (default: 1)"
+    )
+    _add_counts(tasks, "--job", "jobs", "tasks of another job that run the script, such as evaluator=1; repeatable")
+    _add_counts(tasks, "--stock", "stock", "stock tasks of another job, such as embeddings=4; repeatable")
+    faults = parser.add_argument_group("when a task fails")
+    faults.add_argument(
+        "--restart",
+        dest="restarts",
+        type=_restart,
+        action="append",
+        default=[],
+        metavar="[JOB=]POLICY",
+        help="never (default), or on-failure[:N]: start it again, up to N times in a row (default: 3), after pauses of "
+        "1 s, 2 s, and so on up to 60 s; without a job, of the tasks that run the script and of the "
+        "coordinator, which goes on where it was. A stock task, ps=POLICY, comes back empty. Repeatable",
+    )
+    where = parser.add_argument_group("where")
+    where.add_argument(
+        "--on",
+        choices=("this-machine", RAY),
+        default="this-machine",
+        help="this machine (default), or the Ray cluster that RAY_ADDRESS names or that runs here; each task is then "
+        "an actor, and --restart says how often Ray starts it again",
+    )
+    for job, text in (("ps", "each stock task"), ("worker", "each task that runs the script")):
+        where.add_argument(
+            f"--{job}-resources",
+            type=checked(RayResources.parse),
+            metavar="NAME=AMOUNT,...",
+            help=f"what {text} asks of its Ray node, such as CPU=1,GPU=0.5 (default: CPU=1)",
+        )
+    share = parser.add_argument_group("what each worker gets of this machine")
+    share.add_argument(
+        "--gpus-per-worker",
+        type=count,
+        metavar="N",
+        help="GPUs for itself alone, 0 for none (default: an even part; several share a GPU's memory when there are "
+        "fewer GPUs than workers)",
+    )
+    share.add_argument(
+        "--cpus-per-worker",
+        type=at_least_one,
+        metavar="N",
+        help="cores it is kept on, which no other gets (default: all cores, with an even part of as many threads)",
+    )
+    share.add_argument(
+        "--env",
+        dest="environment",
+        type=checked(Setting.parse),
+        action="append",
+        default=[],
+        metavar="[JOB:[INDEX:]]NAME=VALUE",
+        help="set an environment variable for all tasks, one job or one task; repeatable",
+    )
+    parser.add_argument(
+        "--logs",
+        type=Path,
+        metavar="DIR",
+        help="where each task's output is written, up to twice 64 MiB each (default: a new folder in the system's "
+        "folder for temporary files)",
+    )
+    add_security(parser)
+    parser.add_argument("script", help="the Python script that each worker runs")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
+
+
+def _launch(options: argparse.Namespace) -> int:
+    if not Path(options.script).is_file():
+        print(f"dflow launch: there is no script {options.script!r} in {Path.cwd()}", file=sys.stderr)
+        return 2
+    try:
+        plan = _launch_plan(options)
+        place, note = _on_ray(plan, options) if options.on == RAY else _here(plan, options)
+    except DflowError as error:
+        print(f"dflow launch: {error}", file=sys.stderr)
+        return 2
+    # After Ray has started, because Ray installs its own SIGTERM handler.
+    stop = StopSignal()
+    from dflow.cli.status_view import LoggedView, make_console, make_view
+    from dflow.distributed.launching.launcher import launch
+    from dflow.distributed.launching.run_logs import RunLogs
+
+    logs = RunLogs(options.logs or Path(tempfile.mkdtemp(prefix=f"dflow-{Path(options.script).stem}-")))
+    with (
+        make_view(make_console()) as shown,
+        contextlib.closing(logs),
+        tempfile.TemporaryDirectory(prefix="dflow-state-") as state,
+    ):
+        view = LoggedView(shown, logs)
+        view.show_event(f"{note}each task's output is kept in {logs.folder}")
+        elsewhere = options.on == RAY
+        launched = replace(plan, restarts={}) if elsewhere else _kept_here(plan, f"{state}/coordinator", logs.folder)
+        return launch(stop, launched, place, view, SocketTransport(security=_security(options)))
+
+
+def _security(options: argparse.Namespace) -> SecurityPolicy:
+    return choose_security(os.environ, certificates=options.certificates, secret_file=options.secret_file)
+
+
+def _proofs(options: argparse.Namespace) -> tuple[Setting, ...]:
+    """Return settings that give every task these credentials, and clear those of the environment."""
+    if options.certificates is None and options.secret_file is None:
+        return ()
+    said = dict.fromkeys((*CERTIFICATE_VARIABLES, SECRET_VARIABLE), "")
+    if options.certificates is not None:
+        folder = options.certificates.resolve()
+        said |= {name: str(folder / f) for name, f in zip(CERTIFICATE_VARIABLES, FILES_OF_CERTIFICATE, strict=True)}
+    else:
+        said[SECRET_VARIABLE] = str(options.secret_file.resolve())
+    return tuple(Setting(name, value) for name, value in said.items())
+
+
+def _kept_here(plan: LaunchPlan, state: str, logs: Path) -> LaunchPlan:
+    """Return the plan with paths for the coordinator's state and for each task's last events."""
+    said = () if RUN_FOLDER_VARIABLE in os.environ else (Setting(RUN_FOLDER_VARIABLE, str(logs.resolve())),)
+    return replace(plan, state=state, environment=(*said, *plan.environment))
+
+
+def _here(plan: LaunchPlan, options: argparse.Namespace) -> tuple[Place, str]:
+    _refuse(options, "ps_resources", "worker_resources", why="are for Ray; write --on ray")
+    return ThisMachine(_shares(plan.workers, options)), ""
+
+
+def _on_ray(plan: LaunchPlan, options: argparse.Namespace) -> tuple[Place, str]:
+    _refuse(options, "gpus_per_worker", "cpus_per_worker", why="are for this machine; write --worker-resources for Ray")
+    try:
+        from dflow.distributed.launching.on_ray import OnRay
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != RAY:
+            raise
+        raise ConfigError("--on ray needs Ray, which is not installed\n  pip install 'dflow[ray]'") from None
+    asked: dict[str, RayResources] = {}
+    for jobs, each in ((plan.stock, options.ps_resources), (plan.jobs, options.worker_resources)):
+        asked |= dict.fromkeys(jobs, each or RayResources())
+    is_secured = not isinstance(_security(options), SameMachine)
+    place = OnRay(asked, plan.restarts, is_secured=is_secured)
+    return place, f"{place.described(plan.counts)}; "
+
+
+def _refuse(options: argparse.Namespace, *names: str, why: str) -> None:
+    for name in names:
+        if getattr(options, name) is not None:
+            raise ConfigError(f"--{name.replace('_', '-')} {why}")
+
+
+def _launch_plan(options: argparse.Namespace) -> LaunchPlan:
+    jobs = {"worker": options.workers, **dict(options.jobs)}
+    of_scripts = [policy for job, policy in options.restarts if not job]
+    restarts = dict.fromkeys([*jobs, COORDINATOR], of_scripts[-1]) if of_scripts else {}
+    return LaunchPlan(
+        options.script,
+        tuple(options.arguments),
+        stock={"ps": options.ps, **dict(options.stock)},
+        jobs=jobs,
+        restarts=restarts | {job: policy for job, policy in options.restarts if job},
+        environment=(*_proofs(options), *options.environment),
+    )
+
+
+def _shares(workers: Sequence[str], options: argparse.Namespace) -> dict[str, Share]:
+    """Return each worker's share of this machine, by full task name."""
+    given = os.environ
+    gpus = gpu_shares(visible_gpus(given), len(workers), options.gpus_per_worker, given)
+    cores = core_shares(sorted(os.sched_getaffinity(0)), len(workers), options.cpus_per_worker, given)
+    return {
+        task: replace(core, environment={**core.environment, **gpu})
+        for task, core, gpu in zip(workers, cores, gpus, strict=True)
+    }
+
+
+def _restart(text: str) -> tuple[str, RestartPolicy]:
+    """Parse `POLICY` or `JOB=POLICY` to the job (empty if absent) and the policy."""
+    job, equals, policy = text.rpartition("=")
+    if equals and not job:
+        raise argparse.ArgumentTypeError(f"{text!r} has no job before the =; write it as ps=on-failure")
+    return job, checked(RestartPolicy.parse)(policy)
+
+
+def _add_counts(parser: argparse._ArgumentGroup, option: str, dest: str, text: str) -> None:
+    parser.add_argument(option, dest=dest, type=job_count, action="append", default=[], metavar="NAME=N", help=text)
+
+
+LAUNCH = Command(
+    "launch",
+    "run a script on a cluster of processes on this machine",
+    _launch_options,
+    _launch,
+    more=": a coordinator, stock tasks for variables, and the script once per worker.",
+    epilog="A worker that dies does not end the run; a stock task or the coordinator that does ends it, unless "
+    "--restart says otherwise. Exit status: 0 when a worker finished, none failed by itself and all "
+    "steps were done; 130 after Ctrl-C "
+    "or SIGTERM; 2 when the command line is wrong; else 1.",
+)

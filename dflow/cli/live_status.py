@@ -1,0 +1,222 @@
+"""`dflow status`: tables of the tasks of a running cluster and of the traffic between them, once or live.
+
+The coordinator reports membership, heartbeats and traffic; each task reports its own state. The tables need two
+snapshots of both, since rates are differences.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from dflow.cli.observing import TOOL
+from dflow.cli.status_view import grouped_traffic, make_table, progress_line, size_text
+from dflow.cli.task_table import TaskLine, task_table
+from dflow.distributed.client.coordinator_client import CoordinatorClient
+from dflow.distributed.transport.base import Peer, RefuseAll, Transport
+from dflow.distributed.wire.messages import EdgeTraffic, GetTaskState, Status, TaskHealth, TaskInfo, TaskState
+from dflow.tracing.devices.task_name import short_task_name, split_task_name
+from dflow.tracing.errors import DeadlineExceeded, DflowError, TransportClosed
+
+LOOK_S = 1.0
+#: Longest wait for an answer of the coordinator, and of each task, in s.
+COORDINATOR_S, TASK_S = 5.0, 2.0
+#: A straggler's step time is more than this multiple of its job's median.
+SLOW = 1.5
+#: A task without a heartbeat for longer than this, in s, is shown as silent; heartbeats come every second.
+SILENT_S = 3.0
+MOST_TASKS, MOST_EDGES = 50, 10
+LIVE = "live"
+
+
+@dataclass(frozen=True)
+class Look:
+    """A snapshot: the coordinator's status, and the states of the tasks that answered, by full task name."""
+
+    at_s: float
+    status: Status
+    states: Mapping[str, TaskState]
+
+
+class Watch:
+    """Connections to the coordinator and to the tasks of its cluster.
+
+    raises  DeadlineExceeded when the coordinator does not answer
+    """
+
+    def __init__(self, transport: Transport, coordinator: str) -> None:
+        self._transport = transport
+        self._client = CoordinatorClient(transport, coordinator, name=TOOL, timeout_s=COORDINATOR_S)
+        self._peers: dict[str, tuple[str, Peer]] = {}
+        self._pool = ThreadPoolExecutor(16, thread_name_prefix="dflow status")
+
+    def look(self) -> Look:
+        """Take a snapshot. Tasks that do not answer within `TASK_S` are left out."""
+        status = self._client.status(timeout_s=COORDINATOR_S)
+        live = [info for info in status.tasks if info.left_at_s is None]
+        answers = zip(live, self._pool.map(self._state_of, live), strict=True)
+        states = {info.task: state for info, state in answers if state is not None}
+        return Look(time.monotonic(), status, states)
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        for _, peer in self._peers.values():
+            peer.close()
+        self._client.close()
+
+    def _state_of(self, info: TaskInfo) -> TaskState | None:
+        try:
+            address, peer = self._peers.get(info.task, ("", None))
+            if peer is None or peer.closed or address != info.address:
+                who = short_task_name(info.task)
+                peer = self._transport.connect(info.address, name=TOOL, handler=RefuseAll(), who=who, timeout_s=TASK_S)
+                self._peers[info.task] = (info.address, peer)
+            answer, _ = peer.call(GetTaskState(), timeout_s=TASK_S)
+        except (DflowError, OSError, ValueError):
+            return None
+        return answer if isinstance(answer, TaskState) else None
+
+
+def show_status(
+    transport: Transport,
+    coordinator: str,
+    console: Console,
+    *,
+    watch: bool,
+    closing: Callable[[Status], RenderableType],
+    wait: Callable[[float], object] = time.sleep,
+) -> None:
+    """Print the tables once, followed by `closing(status)`; or with `watch`, refresh them until Ctrl-C or the run ends.
+
+    raises  DeadlineExceeded when the coordinator does not answer; with `watch`, that ends the display instead
+    """
+    watched = Watch(transport, coordinator)
+    try:
+        before = watched.look()
+        wait(LOOK_S)
+        now = watched.look()
+        if not watch:
+            console.print(live_view(before, now), closing(now.status))
+            return
+        with Live(live_view(before, now), console=console, auto_refresh=False) as live:
+            while True:
+                wait(LOOK_S)
+                before, now = now, watched.look()
+                live.update(live_view(before, now), refresh=True)
+    except KeyboardInterrupt:
+        return
+    except (DeadlineExceeded, TransportClosed):
+        if not watch:
+            raise
+        console.print("the coordinator does not answer any more")
+    finally:
+        watched.close()
+
+
+def live_view(before: Look, now: Look) -> RenderableType:
+    """Return the progress line, the table of tasks, and the table of the edges with the most traffic."""
+    took_s = max(now.at_s - before.at_s, 1e-9)
+    done = now.status.steps_done - before.status.steps_done
+    parts: list[RenderableType] = [Text(progress_line(now.status, done / took_s)), Text(), _tasks(before, now)]
+    traffic = _recent_traffic(before.status, now.status)
+    if traffic:
+        parts += [Text(), _edges(traffic, took_s)]
+    return Group(*parts)
+
+
+def stragglers(states: Mapping[str, TaskState]) -> dict[str, float]:
+    """Return the tasks whose step time is more than `SLOW` times their job's median, with that ratio."""
+    found: dict[str, float] = {}
+    times: dict[str, dict[str, float]] = {}
+    for task, state in states.items():
+        if state.step_s:
+            times.setdefault(split_task_name(task)[0], {})[task] = state.step_s
+    for of_job in times.values():
+        # The lower of the two middle values, so that one of two tasks can be a straggler.
+        median = statistics.median_low(of_job.values())
+        found |= {task: time_s / median for task, time_s in of_job.items() if time_s > SLOW * median}
+    return found
+
+
+def _tasks(before: Look, now: Look) -> RenderableType:
+    columns = (">steps/s", ">step time", ">running", ">waiting", "queues", ">heard")
+    health = {each.task: each for each in now.status.health}
+    slow = stragglers(now.states)
+    live = sorted((i for i in now.status.tasks if i.left_at_s is None), key=lambda i: split_task_name(i.task))
+    lines = [_line(info, health.get(info.task), slow, before, now) for info in live]
+    return task_table(lines, *columns, last="at", most=MOST_TASKS, title="Tasks now")
+
+
+def _line(info: TaskInfo, known: TaskHealth | None, slow: Mapping[str, float], before: Look, now: Look) -> TaskLine:
+    state, earlier = now.states.get(info.task), before.states.get(info.task)
+    said, style = _state_text(info, known, slow, now)
+    rest = (
+        _rate(state, earlier, now.at_s - before.at_s),
+        f"{1e3 * state.step_s:.1f} ms" if state is not None and state.step_s else "",
+        str(state.running) if state is not None else "",
+        str(state.waiting) if state is not None else "",
+        Text(_depths(state)),
+        f"{now.status.now_s - known.heard_at_s:.1f} s ago" if known is not None else "never",
+        Text(known.doing if known is not None else ""),
+    )
+    return TaskLine(short_task_name(info.task), said, style, rest, needs_a_look=said != LIVE)
+
+
+def _state_text(info: TaskInfo, known: TaskHealth | None, slow: Mapping[str, float], now: Look) -> tuple[str, str]:
+    if info.task in now.status.away:
+        return "away", "yellow"
+    if known is not None and known.stalled_since_s is not None:
+        return f"stalled for {now.status.now_s - known.stalled_since_s:.0f} s", "red"
+    if known is not None and now.status.now_s - known.heard_at_s > SILENT_S:
+        return "silent", "red"
+    if info.task not in now.states:
+        return "live, not reached", "yellow"
+    if info.task in slow:
+        return f"straggler, {slow[info.task]:.1f} x the median", "yellow"
+    return LIVE, "green"
+
+
+def _rate(state: TaskState | None, earlier: TaskState | None, took_s: float) -> str:
+    if state is None or earlier is None or not state.steps or took_s <= 0:
+        return ""
+    return f"{max(state.steps - earlier.steps, 0) / took_s:.1f}"
+
+
+def _depths(state: TaskState | None) -> str:
+    depths = state.depths if state is not None else ()
+    fullest = sorted(depths, key=lambda depth: -depth.size)[:3]
+    said = [f"{depth.name} {depth.size}" + (f"/{depth.capacity}" if depth.capacity else "") for depth in fullest]
+    return ", ".join(said) + (f" and {len(depths) - 3} more" if len(depths) > 3 else "")
+
+
+def _recent_traffic(before: Status, now: Status) -> list[EdgeTraffic]:
+    earlier = {(entry.edge, entry.source, entry.destination): entry for entry in before.traffic}
+    found = []
+    for entry in now.traffic:
+        known = earlier.get((entry.edge, entry.source, entry.destination))
+        values = entry.values - (known.values if known is not None else 0)
+        size = entry.size_bytes - (known.size_bytes if known is not None else 0)
+        if values > 0 and size >= 0:
+            found.append(EdgeTraffic(entry.edge, entry.source, entry.destination, values, size))
+    return found
+
+
+def _edges(traffic: list[EdgeTraffic], took_s: float) -> RenderableType:
+    rows = grouped_traffic(traffic)
+    total = sum(row.size_bytes for row in rows)
+    table = make_table(f"Sent now: {size_text(int(total / took_s))}/s", "value", "from -> to", ">values/s", ">bytes/s")
+    for row in rows[:MOST_EDGES]:
+        rate = f"{size_text(int(row.size_bytes / took_s))}/s"
+        table.add_row(Text(row.edge), f"{row.source} -> {row.destination}", f"{row.values / took_s:.1f}", rate)
+    if len(rows) > MOST_EDGES:
+        size = sum(row.size_bytes for row in rows[MOST_EDGES:])
+        table.add_row(f"{len(rows) - MOST_EDGES} more", "", "", f"{size_text(int(size / took_s))}/s")
+    return table

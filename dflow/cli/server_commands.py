@@ -1,0 +1,167 @@
+"""`dflow task` and `dflow coordinator`: serve as a member of a cluster until SIGTERM."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from dflow.cli.cluster_options import (
+    add_cluster_file,
+    add_coordinator_address,
+    add_metrics,
+    add_security,
+    cluster_file_of,
+    coordinator_of,
+    metrics_place_of,
+    transport_of,
+)
+from dflow.cli.command import Command
+from dflow.cli.option_types import count, job_count
+from dflow.distributed.process.parent_watch import watch
+from dflow.distributed.process.stop_signal import StopSignal
+from dflow.tracing.devices.task_name import task_name
+from dflow.tracing.errors import ConfigError
+
+
+def _task_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--job", default="ps", help="the job this task belongs to (default: ps)")
+    parser.add_argument(
+        "--index",
+        type=count,
+        metavar="N",
+        help="the task's number within the job (default: DFLOW_INDEX, or a pod's number in its Job or StatefulSet)",
+    )
+    parser.add_argument(
+        "--address",
+        metavar="HOST[:PORT]",
+        help="where to listen (default: what the cluster file says, else the address that leads to the coordinator)",
+    )
+    parser.add_argument(
+        "--coordinator-timeout",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="end when the coordinator was lost, and none was there again for so long (default: 600)",
+    )
+    add_coordinator_address(parser)
+    add_security(parser)
+    add_metrics(parser)
+
+
+def _coordinator_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--job",
+        dest="jobs",
+        type=job_count,
+        action="append",
+        default=[],
+        metavar="NAME=N",
+        help="tasks to expect, such as ps=2; once for each job",
+    )
+    parser.add_argument(
+        "--address",
+        metavar="HOST:PORT",
+        help="where to listen (default: what the cluster file says, else a free port of DFLOW_ADDRESS or 127.0.0.1)",
+    )
+    add_cluster_file(parser)
+    parser.add_argument(
+        "--heartbeat-timeout",
+        type=float,
+        default=10.0,
+        metavar="SECONDS",
+        help="a task not heard of for so long has left (default: 10)",
+    )
+    parser.add_argument(
+        "--stall-timeout",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="a task that is at work and has ended no step for so long is told as stalled (default: 60)",
+    )
+    parser.add_argument(
+        "--state",
+        type=Path,
+        metavar="FILE",
+        help="where its state is kept; started again with the same file and address it goes on where it was "
+        "(default: in memory)",
+    )
+    add_security(parser)
+    add_metrics(parser)
+
+
+def _be_task(options: argparse.Namespace) -> int:
+    stop = _become_server()
+    from dflow.distributed.detection.cluster_spec import Variables
+    from dflow.distributed.detection.this_host import listening_address
+    from dflow.distributed.detection.variables import task_index
+    from dflow.distributed.task.stock_task import serve_task
+
+    index = task_index(Variables("dflow task", os.environ)) if options.index is None else options.index
+    coordinator, listens = coordinator_of(options), options.address
+    if listens is None:
+        file = cluster_file_of(options)
+        listens = file.spec(options.job, index).listens if file else os.environ.get("DFLOW_ADDRESS", "")
+    address = listening_address(listens, coordinator)
+    task, give_up_s = task_name(options.job, index), options.coordinator_timeout
+    transport, metrics = transport_of(options), metrics_place_of(options)
+    with _told_who_listens(address):
+        return serve_task(stop, transport, task, coordinator, address, give_up_s=give_up_s, metrics=metrics)
+
+
+def _be_coordinator(options: argparse.Namespace) -> int:
+    stop = _become_server()
+    from dflow.distributed.coordinator.coordinator import serve_coordinator
+    from dflow.distributed.coordinator.coordinator_state import CoordinatorSettings
+    from dflow.distributed.coordinator.coordinator_store import MemoryStore, SqliteStore
+    from dflow.distributed.detection.this_host import with_port
+
+    store = MemoryStore() if options.state is None else SqliteStore(options.state)
+    settings = CoordinatorSettings(heartbeat_timeout_s=options.heartbeat_timeout, stall_timeout_s=options.stall_timeout)
+    file = cluster_file_of(options)
+    jobs = dict(options.jobs) or (file.counts if file else {})
+    address = options.address or (file.coordinator if file else with_port(os.environ.get("DFLOW_ADDRESS", "127.0.0.1")))
+    transport, metrics = transport_of(options), metrics_place_of(options)
+    with _told_who_listens(address):
+        return serve_coordinator(stop, transport, address, jobs, store=store, settings=settings, metrics=metrics)
+
+
+@contextmanager
+def _told_who_listens(address: str) -> Iterator[None]:
+    """Turn the bare "address in use" error of the system into a ConfigError with a remedy."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        where = address.partition(";")[0]
+        raise ConfigError(
+            f"cannot listen at {where}, for another process does, such as one that was started before by the same "
+            "words\n  end it, or listen elsewhere by --address HOST:PORT"
+        ) from error
+
+
+def _become_server() -> StopSignal:
+    """Watch for SIGTERM and the launcher's end, before slow imports during which either could be missed."""
+    stop = StopSignal()
+    watch()
+    return stop
+
+
+TASK = Command(
+    "task",
+    "be a stock task, which holds variables and runs its parts of steps",
+    _task_options,
+    _be_task,
+    more="; ends at SIGTERM.",
+)
+COORDINATOR = Command(
+    "coordinator",
+    "be the coordinator of a cluster",
+    _coordinator_options,
+    _be_coordinator,
+    more="; prints its address as the first line, and ends at SIGTERM.",
+)

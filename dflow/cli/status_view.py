@@ -1,0 +1,432 @@
+"""Display of a cluster: a progress line while it runs, and tables when it has ended.
+
+Each view is built from one `Status` message and printed by rich; nothing here connects to the cluster. On a
+terminal the progress line stays at the bottom and the output of the tasks scrolls above it; elsewhere a plain
+line is printed every two seconds.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from functools import partial
+from types import TracebackType
+from typing import Self
+
+from msgspec.structs import replace as replace_struct
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from dflow.cli.task_table import launch_table
+from dflow.distributed.coordinator.membership import FINISHED, NORMAL_ENDS
+from dflow.distributed.launching.launcher import LaunchView, TaskRow
+from dflow.distributed.launching.run_logs import RunLogs
+from dflow.distributed.wire.messages import EdgeTraffic, Status, TaskHealth, TaskInfo, VariableInfo
+from dflow.tracing.devices.task_name import short_task_name, split_task_name
+from dflow.tracing.errors import DeviceError
+
+#: Most rows of a table; one more row sums up the rest.
+MOST_ROWS = 30
+PLAIN_LINE_S = 2.0
+SAME_LINE_S = 30.0
+#: Width of the tables, in characters, where the output is not a terminal.
+PLAIN_WIDTH = 120
+RATE_WINDOW_S = 5.0
+NO_ANSWER = "the coordinator does not answer"
+_COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_red")
+_LETTER = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
+
+
+class StepRate:
+    """Steps per second over the last `RATE_WINDOW_S` seconds."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, int]] = deque()
+
+    def add(self, status: Status) -> float:
+        """Add a status, and return the rate up to it; 0 until two are known. Time before the first run is ignored."""
+        if not status.steps_total:
+            return 0.0
+        self._seen.append((status.now_s, status.steps_done))
+        while len(self._seen) > 2 and status.now_s - self._seen[1][0] >= RATE_WINDOW_S:
+            self._seen.popleft()
+        (then_s, before), (now_s, done) = self._seen[0], self._seen[-1]
+        return (done - before) / (now_s - then_s) if now_s > then_s else 0.0
+
+
+def progress_line(status: Status, steps_per_s: float) -> str:
+    """Return steps done and in total, steps per second, the mean of the newest losses, and each worker's step time."""
+    if not status.steps_total:
+        return f"{status.now_s:5.1f} s  {_present(status)}"
+    parts = [f"step {status.steps_done}/{status.steps_total}", f"{steps_per_s:.1f} steps/s"]
+    losses = [worker.metrics["loss"] for worker in status.workers if "loss" in worker.metrics]
+    if losses:
+        parts.append(f"loss {sum(losses) / len(losses):.4f}")
+    live = {info.task for info in status.tasks if info.left_at_s is None}
+    parts += [
+        f"{short_task_name(worker.task)} {1000 * worker.step_s:.1f} ms"
+        for worker in status.workers
+        if worker.task in live and worker.step_s
+    ]
+    return "  ".join(parts)
+
+
+def closing_tables(status: Status, ends: Mapping[str, str]) -> RenderableType:
+    """Return the tables shown at the end of a run. `ends` tells how each process ended, by full task name."""
+    tables = (
+        _results_table(status),
+        _steps_table(status),
+        _not_finite_table(status),
+        _traffic_table(status.traffic),
+        _variables_table(status.variables),
+        _tasks_table(status, ends),
+    )
+    return Group(*(part for table in tables if table is not None for part in (Text(), table)))
+
+
+def type_text(dtype: str, shape: Sequence[int]) -> str:
+    """Return the short form of an array's type, such as `f32[3,3,1,16]`."""
+    word = dtype.rstrip("0123456789")
+    short = _LETTER[word] + dtype[len(word) :] if word in _LETTER else dtype
+    return f"{short}[{','.join(map(str, shape))}]"
+
+
+def size_text(size_bytes: int) -> str:
+    """Return a size with a decimal unit, such as 999 B, 1.2 kB or 3.4 MB."""
+    size, units = float(size_bytes), ["B", "kB", "MB", "GB", "TB"]
+    while size >= 999.95 and len(units) > 1:
+        size /= 1000
+        del units[0]
+    return f"{size:.{0 if units[0] == 'B' else 1}f} {units[0]}"
+
+
+@dataclass(frozen=True)
+class TrafficRow:
+    """Values sent over one edge. A task is `job:*` if the row sums up several tasks of that job."""
+
+    edge: str
+    source: str
+    destination: str
+    values: int
+    size_bytes: int
+
+
+def grouped_traffic(traffic: Iterable[EdgeTraffic]) -> list[TrafficRow]:
+    """Return the traffic, largest first, with one row for all tasks of a job that have the same role for an edge."""
+    rows = [
+        TrafficRow(t.edge, short_task_name(t.source), short_task_name(t.destination), t.values, t.size_bytes)
+        for t in traffic
+    ]
+    by_receiver: dict[tuple[str, str, str], list[TrafficRow]] = {}
+    for row in rows:
+        by_receiver.setdefault((row.edge, row.source, _job(row.destination)), []).append(row)
+    rows = [
+        _summed(same, destination=job if len({row.destination for row in same}) > 1 else same[0].destination)
+        for (_, _, job), same in by_receiver.items()
+    ]
+    by_sender: dict[tuple[str, str, str], list[TrafficRow]] = {}
+    for row in rows:
+        by_sender.setdefault((row.edge, _job(row.source), row.destination), []).append(row)
+    rows = [
+        _summed(same, source=job if len({row.source for row in same}) > 1 else same[0].source)
+        for (_, job, _), same in by_sender.items()
+    ]
+    return sorted(rows, key=lambda row: (-row.size_bytes, row.edge, row.source, row.destination))
+
+
+class TerminalView:
+    """The launcher's display on a terminal: output of the tasks above a table of the tasks and a progress line."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._rate = StepRate()
+        self._rates: dict[str, StepRate] = {}
+        self._newest_rates: dict[str, float] = {}
+        self._live = Live(Text("starting"), console=console, refresh_per_second=8, transient=True)
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+    def show_line(self, task: str, line: str) -> None:
+        """Print the line above the progress."""
+        text = Text(f"[{task}] ", style=_colour(task))
+        text.append_text(Text.from_ansi(line))
+        self._console.print(text, soft_wrap=True)
+
+    def show_status(self, status: Status | None, rows: Sequence[TaskRow]) -> None:
+        """Refresh the table and the progress line."""
+        text = progress_line(status, self._rate.add(status)) if status is not None else NO_ANSWER
+        line = Text(text, style="bold", overflow="ellipsis", no_wrap=True)
+        if status is not None:
+            self._newest_rates = self._worker_rates(status)
+        table = launch_table(rows, self._newest_rates, most=max(self._console.height // 2, 4))
+        self._live.update(Group(table, line))
+
+    def show_event(self, text: str) -> None:
+        """Print the text above the progress."""
+        self._console.print(Text(f"dflow: {text}", style="bold"), soft_wrap=True)
+
+    def show_end(self, status: Status | None, ends: Mapping[str, str]) -> None:
+        """Replace the progress line by the closing tables."""
+        self._live.stop()
+        if status is not None:
+            self._console.print(closing_tables(status, ends))
+
+    def _worker_rates(self, status: Status) -> dict[str, float]:
+        """Return the steps per second of each worker, by short name."""
+        rates = {}
+        for worker in status.workers:
+            name = short_task_name(worker.task)
+            own = replace_struct(status, steps_done=worker.steps, steps_total=max(status.steps_total, 1))
+            rates[name] = self._rates.setdefault(name, StepRate()).add(own)
+        return rates
+
+
+class PlainView:
+    """The launcher's display in a file or a pipe: no colours, no cursor, one progress line every two seconds.
+
+    Before the first run, the line counts the tasks that are up; unchanged, it is repeated every half minute.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._rate = StepRate()
+        self._shown_at_s = 0.0
+        self._present = ""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def show_line(self, task: str, line: str) -> None:
+        """Print the line."""
+        self._print(f"[{task}] {line}")
+
+    def show_status(self, status: Status | None, rows: Sequence[TaskRow]) -> None:
+        """Print a progress line if the last one is old enough. The rows are not used: events report the tasks."""
+        if status is None:
+            return
+        rate, present = self._rate.add(status), "" if status.steps_total else _present(status)
+        is_news = not present or present != self._present
+        if status.now_s - self._shown_at_s >= (PLAIN_LINE_S if is_news else SAME_LINE_S):
+            self._shown_at_s, self._present = status.now_s, present
+            self._print(progress_line(status, rate))
+
+    def show_event(self, text: str) -> None:
+        """Print the text."""
+        self._print(f"dflow: {text}")
+
+    def show_end(self, status: Status | None, ends: Mapping[str, str]) -> None:
+        """Print the tables."""
+        if status is not None:
+            self._console.print(closing_tables(status, ends))
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+class LoggedView:
+    """A view that also writes to the run's log files; the launcher's own lines go to `launcher.log`.
+
+    If the display or the logs cannot be written, as on a full disk, the other continues, and so does the run.
+    """
+
+    def __init__(self, view: LaunchView, logs: RunLogs) -> None:
+        self._view = view
+        self._logs = logs
+        self._is_shown = True
+
+    def show_line(self, task: str, line: str) -> None:
+        """Log and show the line."""
+        self._log(task, line)
+        self._show(partial(self._view.show_line, task, line))
+
+    def show_status(self, status: Status | None, rows: Sequence[TaskRow]) -> None:
+        """Show the status."""
+        self._show(partial(self._view.show_status, status, rows))
+
+    def show_event(self, text: str) -> None:
+        """Log the text, and show it."""
+        self._log("launcher", _dated(text))
+        self._show(partial(self._view.show_event, text))
+
+    def show_end(self, status: Status | None, ends: Mapping[str, str]) -> None:
+        """Show the closing tables."""
+        self._show(partial(self._view.show_end, status, ends))
+
+    def _log(self, task: str, line: str) -> None:
+        if news := self._logs.write(task, line):
+            self._show(partial(self._view.show_line, "launcher", news))
+
+    def _show(self, show: Callable[[], None]) -> None:
+        """Call `show`. An OSError is logged once; BrokenPipeError ends the run, as for other programs in a pipe."""
+        try:
+            show()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            if self._is_shown:
+                self._is_shown = False
+                self._logs.write("launcher", _dated(f"the output cannot be shown: {error.strerror}; the logs have it"))
+
+
+def _dated(text: str) -> str:
+    return f"{datetime.now().isoformat(timespec='seconds')} {text}"
+
+
+def make_console() -> Console:
+    """Return a console on standard output, wide enough for the tables if it is not a terminal."""
+    console = Console()
+    return console if console.is_terminal else Console(width=PLAIN_WIDTH)
+
+
+def make_view(console: Console) -> TerminalView | PlainView:
+    """Return the view for the console's kind of output, as a context manager."""
+    return TerminalView(console) if console.is_terminal else PlainView(console)
+
+
+def _present(status: Status) -> str:
+    live = sum(info.left_at_s is None for info in status.tasks)
+    waiting = "; waiting for " + ", ".join(map(short_task_name, status.expected)) if status.expected else ""
+    return f"{live} of {live + len(status.expected)} tasks are up{waiting}"
+
+
+def _job(task: str) -> str:
+    return task.partition(":")[0] + ":*"
+
+
+def _summed(rows: Sequence[TrafficRow], *, source: str = "", destination: str = "") -> TrafficRow:
+    return replace(
+        rows[0],
+        source=source or rows[0].source,
+        destination=destination or rows[0].destination,
+        values=sum(row.values for row in rows),
+        size_bytes=sum(row.size_bytes for row in rows),
+    )
+
+
+def _colour(task: str) -> str:
+    try:
+        job, index = split_task_name("/job:" + task.replace(":", "/task:"))
+    except DeviceError:
+        return "white"
+    return _COLOURS[(index + (len(_COLOURS) // 2 if job == "ps" else 0)) % len(_COLOURS)]
+
+
+def make_table(title: str, *columns: str) -> Table:
+    """Return a table with left-aligned columns, or right-aligned if the name starts with `>`."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        table.add_column(
+            column.removeprefix(">"), justify="right" if column.startswith(">") else "left", overflow="fold"
+        )
+    return table
+
+
+def _results_table(status: Status) -> Table | None:
+    if not status.results:
+        return None
+    table = make_table("Results", "result", ">value")
+    for name, value in status.results.items():
+        table.add_row(Text(name), f"{value:.6g}")
+    return table
+
+
+def _steps_table(status: Status) -> Table | None:
+    if not status.workers:
+        return None
+    drops = any(worker.dropped for worker in status.workers)
+    columns = ["worker", ">steps", *([">dropped"] if drops else []), ">step time", "metrics"]
+    table = make_table(f"Steps: {status.steps_done} of {status.steps_total}", *columns)
+    for worker in status.workers:
+        metrics = "  ".join(f"{name} {value:.4g}" for name, value in worker.metrics.items())
+        step_time = f"{1000 * worker.step_s:.1f} ms" if worker.step_s else ""
+        counts = [str(worker.steps), *([str(worker.dropped)] if drops else [])]
+        table.add_row(short_task_name(worker.task), *counts, step_time, Text(metrics))
+    return table
+
+
+def _not_finite_table(status: Status) -> Table | None:
+    if not status.not_finite:
+        return None
+    table = make_table("Not finite", "run", "metric", "value", ">first at step", "worker")
+    for one in status.not_finite:
+        table.add_row(Text(one.run), Text(one.metric), str(one.value), str(one.step), short_task_name(one.task))
+    return table
+
+
+def _traffic_table(traffic: Sequence[EdgeTraffic]) -> Table | None:
+    if not traffic:
+        return None
+    rows = grouped_traffic(traffic)
+    total = sum(row.size_bytes for row in rows)
+    table = make_table(f"Sent: {size_text(total)}", "value", "from -> to", ">values", ">MB")
+    for row in rows[:MOST_ROWS]:
+        table.add_row(
+            Text(row.edge), f"{row.source} -> {row.destination}", str(row.values), f"{row.size_bytes / 1e6:.3f}"
+        )
+    rest = rows[MOST_ROWS:]
+    if rest:
+        size = sum(row.size_bytes for row in rest)
+        table.add_row(f"{len(rest)} more", "", str(sum(row.values for row in rest)), f"{size / 1e6:.3f}")
+    return table
+
+
+def _variables_table(variables: Sequence[VariableInfo]) -> Table | None:
+    if not variables:
+        return None
+    total = sum(info.size_bytes for info in variables)
+    table = make_table(f"Variables: {len(variables)}, {size_text(total)}", "variable", "type", ">size", "task")
+    largest = sorted(variables, key=lambda info: (-info.size_bytes, info.name))
+    for info in largest[:MOST_ROWS]:
+        kind = Text(type_text(info.dtype, info.shape) if info.kind == "variable" else info.dtype)
+        table.add_row(Text(info.name), kind, size_text(info.size_bytes), short_task_name(info.task))
+    rest = largest[MOST_ROWS:]
+    if rest:
+        table.add_row(f"{len(rest)} more", "", size_text(sum(info.size_bytes for info in rest)), "")
+    return table
+
+
+def _tasks_table(status: Status, ends: Mapping[str, str]) -> Table:
+    table = make_table("Tasks", "task", ">joined", ">left", "why")
+    newest = {info.task: info for info in status.tasks}
+    stalls = {health.task: health for health in status.health if health.stalled_since_s is not None}
+    for info in sorted(status.tasks, key=lambda info: (split_task_name(info.task), info.joined_at_s)):
+        end = ends.get(info.task, "") if newest[info.task] is info else ""
+        left = "" if info.left_at_s is None else f"{info.left_at_s:.1f} s"
+        why = _why(info, end)
+        if not left and not end:
+            stall = stalls.get(info.task)
+            why = "away" if info.task in status.away else _stall(stall) if stall is not None else why
+        table.add_row(short_task_name(info.task), f"{info.joined_at_s:.1f} s", left, Text(why))
+    for task in (*status.expected, *(task for task in ends if task not in newest and task not in status.expected)):
+        table.add_row(short_task_name(task), "never", "", Text(ends.get(task, "")))
+    return table
+
+
+def _stall(health: TaskHealth) -> str:
+    return f"stalled since {health.stalled_since_s:.1f} s at: {health.doing or 'steps that it claimed'}"
+
+
+def _why(info: TaskInfo, end: str) -> str:
+    """Return why the task left, combining the coordinator's reason and how its process ended."""
+    if info.left_at_s is None:
+        return end or "live"
+    if end == FINISHED or (not end and info.left in NORMAL_ENDS):
+        return FINISHED
+    return f"{end} ({info.left})" if end else info.left

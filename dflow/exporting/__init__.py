@@ -1,0 +1,1 @@
+"""Functions and their state in a directory that other processes load."""

@@ -1,0 +1,112 @@
+"""Checks of an export before its functions are made: the parts agree, and each has the declared form.
+
+Why: a directory may come from anywhere. Invariant: functions made of a manifest and programs that pass can be called.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import namedtuple
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+
+from dflow.exporting.export_manifest import Manifest, Parameter, Signature, signature_refusal
+from dflow.lowering.programs.portable_tree import (
+    Dict,
+    Held,
+    NamedTuple,
+    Tree,
+    leaves_of,
+    parts_of,
+    parts_of_type,
+    plain,
+)
+from dflow.tracing.ir.types import dtype_name
+
+#: Most levels of a tree.
+_MOST_DEPTH = 64
+
+_KINDS = {
+    "position": inspect.Parameter.POSITIONAL_ONLY,
+    "either": inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    "name": inspect.Parameter.KEYWORD_ONLY,
+}
+
+
+def python_signature(parameters: list[Parameter]) -> inspect.Signature:
+    """Return the parameters as a Python signature. Raises ValueError if no function can have them."""
+    return inspect.Signature([inspect.Parameter(one.name, _KINDS[one.by]) for one in parameters])
+
+
+def check_manifest(manifest: Manifest) -> None:
+    """Raise ValueError, with the reason, if parts of a manifest contradict each other or are invalid."""
+    for name, signature in manifest.signatures.items():
+        if refusal := signature_refusal(name):
+            raise ValueError(refusal)
+        _check_names(f"{name} uses", signature.variables, manifest.variables)
+        _check_names(f"{name} uses", signature.constants.values(), manifest.constants)
+        _check_names(f"{name} uses", signature.writes, signature.variables)
+        if not signature.platforms:
+            raise ValueError(f"{name} is for no platform")
+        for tree in (*(parameter.tree for parameter in signature.parameters), signature.result):
+            for node in _nodes(tree):
+                _check_node(name, node, manifest)
+        python_signature(signature.parameters)
+
+
+def _check_names(subject: str, names: Any, known: Any) -> None:
+    if unknown := sorted({*names} - {*known}):
+        raise ValueError(f"{subject} {unknown[0]!r}, and says nothing else of it")
+
+
+def _nodes(tree: Tree, depth: int = 0) -> Iterator[Tree]:
+    if depth > _MOST_DEPTH:
+        raise ValueError(f"it has a tree of more than {_MOST_DEPTH} levels")
+    yield tree
+    for _, child in parts_of(tree):
+        yield from _nodes(child, depth + 1)
+
+
+def _check_node(name: str, node: Tree, manifest: Manifest) -> None:
+    match node:
+        case Held(variable):
+            _check_names(f"{name} returns", [variable], manifest.variables)
+        case Dict(of) if len({str(key) for key, _ in of}) < len(of):
+            raise ValueError(f"{name} has a dict with a key twice")
+        case NamedTuple(kind, of):
+            namedtuple(kind, [field for field, _ in of])
+
+
+def check_program(manifest: Manifest, signature: Signature, program: jax.export.Exported) -> None:
+    """Raise ValueError unless the inputs and outputs of the program are those in the manifest."""
+    state = {name: manifest.variables[name].type for name in signature.variables}
+    constants = {name: manifest.constants[stored] for name, stored in signature.constants.items()}
+    args = [_types(parameter.tree) for parameter in signature.parameters if parameter.by != "name"]
+    named = {parameter.name: _types(parameter.tree) for parameter in signature.parameters if parameter.by == "name"}
+    _check_types("takes", ((state, constants, *args), named), program.in_tree, program.in_avals)
+    _check_types("gives", (_types(signature.result), state), program.out_tree, program.out_avals)
+    if (order := _derivatives(program)) != signature.vjp_order:
+        raise ValueError(f"it holds {order} derivatives, and the manifest says {signature.vjp_order}")
+    if program.nr_devices != 1:
+        raise ValueError(f"it runs on {program.nr_devices} devices")
+
+
+def _derivatives(program: jax.export.Exported) -> int:
+    return 1 + _derivatives(program.vjp()) if program.has_vjp() else 0
+
+
+def _types(tree: Tree) -> Any:
+    """Return a tree as `jax.export` stores it, with the text of the type as each leaf."""
+    return plain(tree, iter([type for _, type in leaves_of(tree, "")]))
+
+
+def _check_types(verb: str, expected: Any, tree: Any, avals: Sequence[Any]) -> None:
+    types, due = jax.tree_util.tree_flatten(expected)
+    if tree != due:
+        raise ValueError(f"it {verb} {tree}, and the manifest says {due}")
+    for type, aval in zip(types, avals, strict=True):
+        dtype, dims = parts_of_type(type)
+        if dtype != dtype_name(aval.dtype) or len(dims) != len(aval.shape):
+            raise ValueError(f"it {verb} {aval}, and the manifest says {type}")

@@ -1,0 +1,136 @@
+"""Files of an export: a manifest in JSON, the programs as `jax.export` serialises them, and the arrays.
+
+    manifest.json           the contents: signatures, names, types, versions
+    programs/<signature>    one program for all its platforms
+    variables/              the values of the variables by name, in the format of `lowering/files/array_files.py`
+    constants/              the large arrays that the functions close over, likewise
+
+A directory appears complete or not at all. The manifest has the size and the SHA-256 digest of each program, so that a
+damaged file is detected before it runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from dflow import __version__
+from dflow.exporting.export_check import check_manifest
+from dflow.exporting.export_manifest import Manifest, Signature
+from dflow.lowering.files.array_files import fill_folder, read_arrays
+from dflow.lowering.files.atomic_directory import present, whole_folder, write_file
+from dflow.lowering.files.regular_file import read_regular
+from dflow.tracing.errors import CheckpointError, ExportError
+from dflow.tracing.source import at, caller
+
+#: The format version that this dflow writes, and the newest that it reads.
+FORMAT = 1
+
+MANIFEST = "manifest.json"
+PROGRAMS = "programs"
+VARIABLES = "variables"
+CONSTANTS = "constants"
+
+#: Most bytes of a manifest.
+_MOST_BYTES = 64 << 20
+
+
+class _Form(msgspec.Struct, frozen=True):
+    """The fields that every format version has."""
+
+    format: int
+    dflow: str = "unknown"
+
+
+def write(
+    path: Path,
+    manifest: Manifest,
+    programs: Mapping[str, bytes],
+    variables: Mapping[str, Any],
+    constants: Mapping[str, Any],
+    *,
+    overwrite: bool,
+) -> None:
+    """Write an export to `path`, which keeps its earlier content until the new one is complete.
+
+    Raises CheckpointExists if `path` exists and must not be replaced.
+    """
+    signatures = {
+        name: msgspec.structs.replace(
+            signature, size_bytes=len(programs[name]), sha256=hashlib.sha256(programs[name]).hexdigest()
+        )
+        for name, signature in manifest.signatures.items()
+    }
+    whole = msgspec.structs.replace(manifest, signatures=signatures)
+    with whole_folder(path, marker=MANIFEST, overwrite=overwrite) as folder:
+        (folder / PROGRAMS).mkdir()
+        for name, content in programs.items():
+            (folder / PROGRAMS / name).write_bytes(content)
+        for name, arrays in ((VARIABLES, variables), (CONSTANTS, constants)):
+            (folder / name).mkdir()
+            fill_folder(folder / name, arrays)
+        write_file(folder / MANIFEST, msgspec.json.format(msgspec.json.encode(whole), indent=1).decode())
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Return the manifest of the export at `path`. Raises ExportError if there is none that this dflow can read."""
+    path = present(path)
+    try:
+        content = read_regular(path / MANIFEST, _MOST_BYTES)
+    except (FileNotFoundError, NotADirectoryError):
+        if not path.is_dir():
+            raise ExportError(
+                f"there is no directory {path}{at(caller())}\n  dflow.export(fn, ...).save(path) makes one"
+            ) from None
+        there = ", ".join(sorted(entry.name for entry in path.iterdir())) or "nothing"
+        raise ExportError(
+            f"{path} holds no export: it has no {MANIFEST}, but {there}{at(caller())}\n"
+            "  give the directory that dflow.export(...).save wrote"
+        ) from None
+    except OSError as error:
+        raise damaged(path / MANIFEST, error.strerror or str(error)) from error
+    try:
+        form = msgspec.json.decode(content, type=_Form)
+        manifest = msgspec.json.decode(content, type=Manifest) if form.format <= FORMAT else None
+        if manifest is not None:
+            check_manifest(manifest)
+            return manifest
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise damaged(path / MANIFEST, str(error)) from None
+    raise ExportError(
+        f"{path} is of format {form.format}, written by dflow {form.dflow}; this is dflow {__version__}, which reads "
+        f"formats up to {FORMAT}{at(caller())}\n  install dflow {form.dflow} or newer"
+    )
+
+
+def read_content(path: Path, name: str, signature: Signature) -> bytes:
+    """Return the program of a signature. Raises ExportError if it is missing or differs from its digest."""
+    file = path / PROGRAMS / name
+    try:
+        content = read_regular(file, max(0, signature.size_bytes))
+    except FileNotFoundError:
+        raise damaged(file, "it is missing") from None
+    except OSError as error:
+        raise damaged(file, error.strerror or str(error)) from error
+    if len(content) != signature.size_bytes:
+        raise damaged(file, f"it has {len(content)} bytes in the place of {signature.size_bytes}")
+    if hashlib.sha256(content).hexdigest() != signature.sha256:
+        raise damaged(file, "its digest is not the one in the manifest")
+    return content
+
+
+def read_values(path: Path, folder: str, names: Iterable[str]) -> dict[str, Any]:
+    """Return the arrays of these names as NumPy arrays, or JAX arrays for PRNG keys. Raises ExportError."""
+    try:
+        return read_arrays(path / folder).read(dict.fromkeys(names))
+    except CheckpointError as error:
+        raise damaged(path / folder, str(error).partition("\n")[0]) from error
+
+
+def damaged(file: Path, what: str) -> ExportError:
+    """Return the error for a damaged file of an export."""
+    return ExportError(f"{file} is damaged: {what}{at(caller())}\n  copy the directory again, or export again")

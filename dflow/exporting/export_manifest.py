@@ -1,0 +1,118 @@
+"""The manifest of an export, and its text form."""
+
+from __future__ import annotations
+
+import keyword
+import re
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import msgspec
+
+from dflow.lowering.programs.portable_tree import Tree, text
+
+_NAME = re.compile(r"[A-Za-z_]\w*")
+#: Attributes of `Loaded`, which no function may have as its name.
+_TAKEN = frozenset({"mlir_module", "save", "signatures", "variables"})
+
+
+class Parameter(msgspec.Struct, frozen=True):
+    """A parameter; `by` is how calls pass it: by position, by name, or either."""
+
+    name: str
+    by: Literal["position", "either", "name"]
+    tree: Tree
+    donated: bool = False
+
+
+class Signature(msgspec.Struct, frozen=True):
+    """A function of an export."""
+
+    parameters: list[Parameter]
+    result: Tree
+    #: Parameters that calls no longer pass, each with the text of its value: static values and variables.
+    fixed: dict[str, str]
+    #: The variables that are inputs and outputs of the program, and those among them that it changes.
+    variables: list[str]
+    writes: list[str]
+    #: By the program's name for a constant: the name of its stored array.
+    constants: dict[str, str]
+    platforms: list[str]
+    vjp_order: int
+    calling_convention_version: int
+    size_bytes: int = 0
+    sha256: str = ""
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """A variable's type, such as `f32[3]`, and whether it is trainable."""
+
+    type: str
+    trainable: bool
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """The contents of an export's `manifest.json`."""
+
+    format: int
+    dflow: str
+    jax: str
+    variables: dict[str, Entry]
+    #: The type of each large array that the functions close over, by name.
+    constants: dict[str, str]
+    signatures: dict[str, Signature]
+
+
+def signature_refusal(name: object) -> str | None:
+    """Return why a function cannot be exported under this name, or None."""
+    if not isinstance(name, str) or _NAME.fullmatch(name) is None or keyword.iskeyword(name):
+        return f"{name!r} is no name of a function"
+    return f"{name!r} is what a loaded export has itself" if name in _TAKEN else None
+
+
+def listing(manifest: Manifest) -> str:
+    """Return a listing of an export's functions, variables and constants."""
+    lines = [f"exported by dflow {manifest.dflow} with JAX {manifest.jax}"]
+    for name, signature in manifest.signatures.items():
+        lines += ["", *_lines_of(name, signature)]
+    if manifest.variables:
+        lines += ["", "variables"]
+        lines += [f"  {name}: {entry.type}" for name, entry in manifest.variables.items()]
+    if manifest.constants:
+        lines += ["", "constants"]
+        lines += [f"  {name}: {type}" for name, type in manifest.constants.items()]
+    return "\n".join(lines)
+
+
+def _lines_of(name: str, signature: Signature) -> list[str]:
+    lines = [signature_text(name, signature)]
+    reads = [variable for variable in signature.variables if variable not in signature.writes]
+    for what, names in (("reads", reads), ("writes", signature.writes), ("constants", signature.constants.values())):
+        if names:
+            lines.append(f"  {what}: {', '.join(names)}")
+    lines += [f"  fixed: {parameter} = {value}" for parameter, value in signature.fixed.items()]
+    extra = f"; derivatives up to order {signature.vjp_order}" if signature.vjp_order else ""
+    return [*lines, f"  for {and_list(signature.platforms)}{extra}"]
+
+
+def signature_text(name: str, signature: Signature) -> str:
+    """Return a signature like Python's, with types: `serve(images: f32[b,784], *, k: i32[]) -> f32[b,10]`."""
+    return f"{name}({', '.join(_parameters_text(signature.parameters))}) -> {text(signature.result)}"
+
+
+def _parameters_text(parameters: Sequence[Parameter]) -> list[str]:
+    words: list[str] = []
+    for index, parameter in enumerate(parameters):
+        before = parameters[index - 1].by if index else None
+        if before == "position" and parameter.by != "position":
+            words.append("/")
+        if parameter.by == "name" and before != "name":
+            words.append("*")
+        words.append(f"{parameter.name}: {text(parameter.tree)}")
+    return words
+
+
+def and_list(words: Iterable[str]) -> str:
+    """Join words as in `a, b and c`."""
+    *first, last = words
+    return f"{', '.join(first)} and {last}" if first else last

@@ -1,0 +1,201 @@
+"""Trace a function for export: from argument types to a signature and its program."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from dflow.calls.function import jit
+from dflow.calls.static_arguments import static_arguments
+from dflow.exporting.export_manifest import Parameter, Signature
+from dflow.lowering.programs.export import Arguments, PureProgram, exported, pure_program
+from dflow.lowering.programs.portable_tree import Tree, UnknownNodeError, is_bound, tree_of
+from dflow.tracing.derivatives.discharge import constants_within
+from dflow.tracing.errors import ExportError
+from dflow.tracing.ir.types import ArrayType, array_type_of
+from dflow.tracing.jax_frontend import closed_parts, devices_of_shardings
+from dflow.tracing.jaxprs.captured import is_large
+from dflow.tracing.source import at, caller, is_user_file
+from dflow.tracing.state.resources import Variable, is_variable
+from dflow.tracing.state.variable_trees import handles
+
+_VARIADIC = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of an export; see `dflow.export`."""
+
+    platforms: tuple[str, ...]
+    vjp_order: int
+    disabled_checks: tuple[jax.export.DisabledSafetyCheck, ...]
+
+
+@dataclass(frozen=True)
+class Made:
+    """A traced function: its signature, its pure form, and its program as an object and as bytes."""
+
+    signature: Signature
+    pure: PureProgram
+    program: jax.export.Exported
+    content: bytes
+    #: The variables that the function uses or returns, by name.
+    variables: Mapping[str, Variable]
+
+
+def make(name: str, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Made:
+    """Trace `fn` for these types of arguments, and lower it to a program. Raises ExportError."""
+    if not callable(fn):
+        raise ExportError(
+            f"{name} is a {type(fn).__name__}, which is no function{at(caller())}\n"
+            "  write dflow.export(fn, *specs), or dflow.export({'name': (fn, *specs)}) for several"
+        )
+    jitted: Any = fn if hasattr(fn, "trace") else jit(fn)
+    stage = jitted.trace(*args, **kwargs)
+    looked = getattr(stage, "_looked", stage)
+    if (count := devices_of_shardings(looked)) > 1:
+        raise ExportError(
+            f"{name} has shardings over {count} devices, and an export is for one{at(caller())}\n"
+            "  export it without in_shardings and out_shardings"
+        )
+    jaxpr, consts = closed_parts(looked.jaxpr)
+    parameters, fixed = _parameters(name, jitted, args, kwargs, looked)
+    result = _tree(name, looked.out_tree, list(map(_type_of, jaxpr.outvars)), "result")
+    positional = [parameter.tree for parameter in parameters if parameter.by != "name"]
+    named = {parameter.name: parameter.tree for parameter in parameters if parameter.by == "name"}
+    arguments = Arguments(positional, named, result)
+    types = list(map(_type_of, jaxpr.invars))
+    constants = _constants(fn, constants_within(jaxpr, consts))
+    pure = pure_program(name, jaxpr, consts, constants, arguments, types)
+    program, content = exported(pure, options.platforms, options.disabled_checks, options.vjp_order)
+    results = jax.tree_util.tree_unflatten(looked.out_tree, [None] * looked.out_tree.num_leaves)
+    returned = filter(is_variable, jax.tree_util.tree_leaves(results, is_leaf=is_variable))
+    signature = Signature(
+        parameters=parameters,
+        result=result,
+        fixed=fixed,
+        variables=[variable.name for variable in pure.variables],
+        writes=[variable.name for variable in pure.written],
+        constants={},
+        platforms=list(options.platforms),
+        vjp_order=options.vjp_order,
+        calling_convention_version=program.calling_convention_version,
+    )
+    return Made(signature, pure, program, content, {v.name: v for v in (*pure.variables, *returned)})
+
+
+def _type_of(var: Any) -> ArrayType:
+    return array_type_of(jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype))
+
+
+def _tree(name: str, treedef: Any, types: Sequence[ArrayType], path: str) -> Tree:
+    try:
+        return tree_of(treedef, list(map(str, types)), path)
+    except UnknownNodeError as error:
+        raise ExportError(
+            f"{name} cannot be exported: {error.path} is a {error.kind.__name__}, which nobody knows without the code"
+            f"{at(caller())}\n  export a function that takes and gives dicts (whose keys are strings or integers), "
+            "lists, tuples, named tuples and None"
+        ) from None
+
+
+def _parameters(
+    name: str, jitted: Any, args: tuple[Any, ...], kwargs: dict[str, Any], looked: Any
+) -> tuple[list[Parameter], dict[str, str]]:
+    """Return the exported function's parameters in order, and the fixed ones with the text of their value."""
+    static = static_arguments(jitted).test_of(args)
+    infos = iter(jax.tree_util.tree_leaves(handles(looked.args_info)))
+    parameters: list[Parameter] = []
+    fixed: dict[str, str] = {}
+    for parameter, by, key, value in _given(jitted, args, kwargs):
+        treedef: Any = jax.tree_util.tree_structure(value if static(key) else handles(value))
+        if static(key) or is_bound(treedef):
+            fixed[parameter] = _shown(value)
+            continue
+        own = [next(infos) for _ in range(treedef.num_leaves)]
+        types = [array_type_of(jax.ShapeDtypeStruct(info.shape, info.dtype)) for info in own]
+        donated = bool(own) and all(info.donated for info in own)
+        parameters.append(Parameter(parameter, by, _tree(name, treedef, types, parameter), donated))
+    return parameters, fixed
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+_By = Literal["position", "either", "name"]
+
+
+def _given(jitted: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, _By, int | str, Any]]:
+    """Return each argument as (name, how calls pass it, position or keyword as in `static_argnums`, value)."""
+    try:
+        parameters = list(inspect.signature(jitted).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    by_position = {index for index, p in enumerate(parameters[: len(args)]) if p.kind in _VARIADIC}
+    # Positional-only, too: every parameter before one without a name.
+    unnamed = max(by_position, default=-1) if len(args) <= len(parameters) else len(args) - 1
+    found: list[tuple[str, _By, int | str, Any]] = []
+    for index, value in enumerate(args):
+        has_name = index < len(parameters) and parameters[index].kind is not inspect.Parameter.VAR_POSITIONAL
+        name = parameters[index].name if has_name else f"arg_{index}"
+        found.append((name, "position" if index <= unnamed else "either", index, value))
+    return found + [(name, "name", name, kwargs[name]) for name in sorted(kwargs)]
+
+
+def _constants(fn: Callable[..., Any], consts: Sequence[Any]) -> dict[str, Any]:
+    """Return the large arrays among the constants, under the function's names for them if it has any."""
+    seen = _names_seen_by(fn)
+    named: dict[str, Any] = {}
+    for index, const in enumerate(const for const in consts if is_large(const)):
+        name = next((name for name, value in seen.items() if _is_same(value, const)), f"constant_{index}")
+        named[name if name not in named else f"constant_{index}"] = const
+    return named
+
+
+def _names_seen_by(fn: Any) -> dict[str, Any]:
+    """Return the arrays named in the code of a function and of the user's functions that it refers to, by name."""
+    arrays: dict[str, Any] = {}
+    functions, looked_at = [fn], set()
+    while functions:
+        function = inspect.unwrap(functions.pop(0))
+        function = getattr(function, "__func__", getattr(function, "func", function))
+        code = getattr(function, "__code__", None)
+        if code is None or code in looked_at or not is_user_file(code.co_filename):
+            continue
+        looked_at.add(code)
+        for name, value in _named_in(function, code).items():
+            if isinstance(value, jax.Array | np.ndarray):
+                arrays.setdefault(name, value)
+            elif callable(value):
+                functions.append(value)
+    return arrays
+
+
+def _named_in(function: Any, code: CodeType) -> dict[str, Any]:
+    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+    named = {name: function.__globals__.get(name) for name in _globals_of(code)}
+    return {**named, **{name: _content(cell) for name, cell in cells}}
+
+
+def _globals_of(code: CodeType) -> list[str]:
+    inner = [part for part in code.co_consts if isinstance(part, CodeType)]
+    return [*code.co_names, *(name for part in inner for name in _globals_of(part))]
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a name that is not bound yet
+        return None
+
+
+def _is_same(value: Any, const: Any) -> bool:
+    return value is const or (isinstance(value, np.ndarray) and np.shares_memory(value, np.asarray(const)))

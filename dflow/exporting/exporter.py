@@ -1,0 +1,213 @@
+"""`dflow.export`: prepare functions with their state to run without the user's code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import msgspec
+
+from dflow import __version__
+from dflow.exporting.export_format import FORMAT, write
+from dflow.exporting.export_manifest import Entry, Manifest, Signature, and_list, listing, signature_refusal
+from dflow.exporting.export_trace import Made, Options, make
+from dflow.lowering.programs.export import exported
+from dflow.state_backends import by_backend
+from dflow.tracing.devices.platforms import LOWERED_PLATFORMS
+from dflow.tracing.errors import ExportError
+from dflow.tracing.ir.types import array_type_of
+from dflow.tracing.jax_frontend import is_tracing
+from dflow.tracing.near_names import keywords_of, refuse_keywords
+from dflow.tracing.source import at, caller
+from dflow.tracing.state.resources import Variable
+
+
+class Exported:
+    """Functions with their state, ready to be saved. Made by `export`; its `str` lists them."""
+
+    def __init__(self, made: Mapping[str, Made]) -> None:
+        self._made = dict(made)
+        #: The variables of all functions, by name.
+        self.variables: dict[str, Variable] = {}
+        self._constants: dict[str, Any] = {}
+        signatures: dict[str, Signature] = {}
+        for name, one in self._made.items():
+            self._add_variables(name, one.variables)
+            signatures[name] = msgspec.structs.replace(one.signature, constants=self._add_constants(name, one))
+        entries = {
+            name: Entry(str(variable.type.strong), variable.trainable) for name, variable in self.variables.items()
+        }
+        constants = {name: str(array_type_of(value).strong) for name, value in self._constants.items()}
+        self._manifest = Manifest(FORMAT, __version__, jax.__version__, entries, constants, signatures)
+
+    @property
+    def signatures(self) -> tuple[str, ...]:
+        """The names of the functions."""
+        return tuple(self._made)
+
+    def save(self, path: Any, *, overwrite: bool = False) -> Path:
+        """Write a directory for `dflow.load`, with the current values of the variables; return its path.
+
+        The directory appears complete or not at all. Raises CheckpointExists if `path` exists; but with
+        `overwrite=True`, an existing export is replaced.
+        """
+        place = Path(path)
+        programs = {name: one.content for name, one in self._made.items()}
+        write(place, self._manifest, programs, values_now(self.variables), self._constants, overwrite=overwrite)
+        return place
+
+    def mlir_module(self, signature: str | None = None, *, platform: str | None = None) -> str:
+        """Return the StableHLO text of a function, for all its platforms or for one of them.
+
+        Raises ExportError for an unknown function or platform, or if there are several functions and none is named.
+        """
+        one = self._made[chosen(signature, self.signatures)]
+        if platform is None:
+            return str(one.program.mlir_module())
+        if platform not in one.signature.platforms:
+            raise ExportError(
+                f"{one.pure.name} was exported for {and_list(one.signature.platforms)}, not for {platform!r}"
+                f"{at(caller())}\n  name one of these, or give platforms to dflow.export"
+            )
+        alone, _ = exported(one.pure, [platform], one.program.disabled_safety_checks, 0)
+        return str(alone.mlir_module())
+
+    def __str__(self) -> str:
+        return listing(self._manifest)
+
+    def __repr__(self) -> str:
+        return f"<Exported {', '.join(self.signatures)}>"
+
+    def _add_variables(self, signature: str, variables: Mapping[str, Variable]) -> None:
+        for name, variable in variables.items():
+            if (other := self.variables.setdefault(name, variable)) is not variable:
+                raise ExportError(
+                    f"{signature} uses another variable called {name!r} than the functions before it"
+                    f"{at(other.loc)}{at(variable.loc)}\n  give one of them another name"
+                )
+
+    def _add_constants(self, signature: str, one: Made) -> dict[str, str]:
+        """Return the stored name of each constant of a program. An array used by several functions is stored once."""
+        stored = {}
+        for name, value in one.pure.constants.items():
+            known = next((kept for kept, other in self._constants.items() if other is value), None)
+            stored[name] = known or (name if name not in self._constants else f"{signature}/{name}")
+            self._constants[stored[name]] = value
+        return stored
+
+
+_OPTIONS = ("platforms", "vjp_order", "disabled_checks")
+
+
+def export(
+    fn: Callable[..., Any] | Mapping[str, Any],
+    /,
+    *specs: Any,
+    platforms: Sequence[str] = ("cpu", "cuda", "tpu"),
+    vjp_order: int = 0,
+    disabled_checks: Sequence[jax.export.DisabledSafetyCheck] = (),
+    **named_specs: Any,
+) -> Exported:
+    """Prepare a function, and the variables it uses, to run in a process without its Python code.
+
+    fn         a function, decorated or not; or several by name, each as `fn`, `(fn, *specs)` or an `Exported`
+    specs      arguments by position and, as `named_specs`, by name: pytrees of arrays or `jax.ShapeDtypeStruct`s, whose
+               dimensions may be symbolic (`dflow.spec("b, 784", jnp.float32)`). Static arguments and variables are
+               passed as they are, and become fixed parts of the export
+    platforms  target platforms, of cpu, cuda, rocm and tpu; they need not be present here
+    vjp_order  how many times the loaded function can be differentiated
+    disabled_checks  as for `jax.export.export`; allows custom calls of named targets outside XLA
+
+    An argument of `fn` that has the name of one of these options must be passed by position. The values of the
+    variables are read by `Exported.save`. Raises ExportError, naming the op and its line, for a function that has no
+    meaning in another process or cannot be lowered for a platform.
+    """
+    if is_tracing():
+        raise ExportError(f"export is called inside traced code{at(caller())}\n  call it outside of any function")
+    _check_platforms(platforms)
+    options = Options(tuple(platforms), vjp_order, tuple(disabled_checks))
+    if not isinstance(fn, Mapping):
+        if callable(fn):
+            refuse_keywords("export", named_specs, [*_OPTIONS, *keywords_of(fn, named_specs)], _OPTIONS)
+        return Exported({_name_of(fn): make(_name_of(fn), fn, specs, named_specs, options)})
+    if specs or named_specs or not fn:
+        what = "arguments are given beside them" if fn else "there is none"
+        raise ExportError(
+            f"functions are exported by name, and {what}{at(caller())}\n"
+            "  give each its own: dflow.export({'serve': (fn, *specs)})"
+        )
+    return Exported({_checked_name(name): _given(name, given, options) for name, given in fn.items()})
+
+
+def spec(shape: str | Sequence[int | str], dtype: Any) -> jax.ShapeDtypeStruct:
+    """Return an argument type for `export`, such as `dflow.spec("b, 784", jnp.float32)`.
+
+    shape  a string for `jax.export.symbolic_shape`, or a sequence; a letter is any size, the same one in every spec
+    dtype  dtype of the array, reduced to 32 bits unless JAX's 64-bit mode is on
+
+    Raises ExportError if `shape` cannot be read.
+    """
+    given = shape if isinstance(shape, str) else ", ".join(map(str, shape))
+    try:
+        dims = jax.export.symbolic_shape(given, scope=_SCOPE)
+    except (TypeError, ValueError) as error:
+        raise ExportError(
+            f"{shape!r} is no shape: {str(error).splitlines()[0]}{at(caller())}\n"
+            "  write the dimensions with commas between: dflow.spec('b, 784', jnp.float32)"
+        ) from None
+    is_extended = jnp.issubdtype(dtype, jax.dtypes.extended)
+    return jax.ShapeDtypeStruct(dims, dtype if is_extended else jax.dtypes.canonicalize_dtype(dtype))
+
+
+#: Scope of all letters in `spec`: JAX does not allow two scopes in one function.
+_SCOPE = jax.export.SymbolicScope()
+
+
+def values_now(variables: Mapping[str, Variable]) -> dict[str, Any]:
+    """Return the values of variables by name; those of one process are from one moment between steps."""
+    values: dict[str, Any] = {}
+    for backend, here in by_backend(variables).items():
+        values.update(zip(here, backend.snapshot([*here.values()]), strict=True))
+    return values
+
+
+def chosen(name: str | None, among: Sequence[str]) -> str:
+    """Return `name`, or the only function's name. Raises ExportError, listing the functions, if there is no match."""
+    if name is None and len(among) == 1:
+        return among[0]
+    if name is None or name not in among:
+        wrong = f"there is no function {name!r}" if name is not None else f"there are {len(among)} functions"
+        raise ExportError(f"{wrong}{at(caller())}\n  name one of {', '.join(among)}")
+    return name
+
+
+def _check_platforms(platforms: Any) -> None:
+    given = isinstance(platforms, tuple | list) and len(platforms) > 0
+    if not given or not all(platform in LOWERED_PLATFORMS for platform in platforms):
+        raise ExportError(
+            f"platforms={platforms!r}{at(caller())}\n  give one or more of {', '.join(LOWERED_PLATFORMS)}, in a list"
+        )
+
+
+def _name_of(fn: Any) -> str:
+    """Return the export name of a single function; `call` if its own cannot be used."""
+    name = getattr(fn, "__name__", "call")
+    return name if signature_refusal(name) is None else "call"
+
+
+def _checked_name(name: Any) -> str:
+    if refusal := signature_refusal(name):
+        raise ExportError(
+            f"{refusal}{at(caller())}\n  give it another name, of letters, digits and '_', for it becomes a function"
+        )
+    return str(name)
+
+
+def _given(name: str, given: Any, options: Options) -> Made:
+    if isinstance(given, Exported):
+        return given._made[chosen(None, given.signatures)]
+    fn, *specs = given if isinstance(given, tuple) and given else (given,)
+    return make(name, fn, tuple(specs), {}, options)

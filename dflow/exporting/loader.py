@@ -1,0 +1,332 @@
+"""`dflow.load`: the functions of an export over variables of this process, without their Python code."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export
+
+from dflow.calls.function import Function, jit
+from dflow.exporting.export_check import check_program, python_signature
+from dflow.exporting.export_format import (
+    CONSTANTS,
+    PROGRAMS,
+    VARIABLES,
+    damaged,
+    read_content,
+    read_manifest,
+    read_values,
+    write,
+)
+from dflow.exporting.export_manifest import Manifest, Parameter, Signature, and_list, listing, signature_text
+from dflow.exporting.exporter import chosen, values_now
+from dflow.lowering.files.atomic_directory import present
+from dflow.lowering.programs.bytecode_reader import bytecode_reader
+from dflow.lowering.programs.export import Arguments
+from dflow.lowering.programs.foreign_program import RefusedCall, read_program
+from dflow.lowering.programs.portable_tree import MismatchError, build, flatten, leaves_of, parts_of_type, unplain
+from dflow.lowering.values.devices import default_name
+from dflow.tracing.errors import ExportError, SignatureError, WireError
+from dflow.tracing.ir.types import DTYPES, array_type_of, dtype_name
+from dflow.tracing.near_names import suggests_keywords
+from dflow.tracing.primitives.namesakes import use_beside_namesakes
+from dflow.tracing.source import at, caller
+from dflow.tracing.state.resources import Variable, is_variable
+
+
+class Loaded:
+    """Exported functions and their variables. Made by `load`; its `str` lists both.
+
+    Each function is an attribute under its name, and `loaded["name"]`; if there is only one, `loaded(...)` calls it.
+    They are compiled functions, update `variables` in place, and are differentiable up to the `vjp_order` of the
+    export. Calls raise SignatureError for arguments of other types, and ExportError on a platform not exported for.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        variables: Mapping[str, Variable],
+        constants: Mapping[str, Any],
+        functions: Mapping[str, Function[..., Any]],
+        contents: Mapping[str, bytes],
+        programs: Mapping[str, export.Exported],
+    ) -> None:
+        self._manifest = manifest
+        self._constants = constants
+        self._contents = contents
+        #: The variables of all functions, by the names under which they were exported.
+        self.variables = dict(variables)
+        self._functions = dict(functions)
+        self._programs = programs
+
+    @property
+    def signatures(self) -> tuple[str, ...]:
+        """The names of the functions."""
+        return tuple(self._functions)
+
+    def save(self, path: Any, *, overwrite: bool = False) -> Path:
+        """Write the same functions with the current values of the variables, like `Exported.save`; return the path."""
+        place = Path(path)
+        write(place, self._manifest, self._contents, values_now(self.variables), self._constants, overwrite=overwrite)
+        return place
+
+    def mlir_module(self, signature: str | None = None) -> str:
+        """Return the StableHLO text of a function. Raises ExportError for an unknown name, or None of several."""
+        return str(self._programs[chosen(signature, self.signatures)].mlir_module())
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Call the only function. Raises ExportError if there are several."""
+        return self._functions[chosen(None, self.signatures)](*args, **kwargs)
+
+    def __getitem__(self, name: str) -> Function[..., Any]:
+        return self._functions[chosen(name, self.signatures)]
+
+    def __getattr__(self, name: str) -> Function[..., Any]:
+        functions = self.__dict__.get("_functions", {})
+        if name not in functions:
+            raise AttributeError(
+                f"what was loaded has no function {name!r}; it has {', '.join(functions)}", name=name, obj=self
+            )
+        function: Function[..., Any] = functions[name]
+        return function
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self._functions]
+
+    def __str__(self) -> str:
+        return listing(self._manifest)
+
+    def __repr__(self) -> str:
+        return f"<Loaded {', '.join(self.signatures)}>"
+
+
+@suggests_keywords
+def load(path: Any, *, prefix: str = "", disabled_checks: Sequence[export.DisabledSafetyCheck] = ()) -> Loaded:
+    """Load the functions that `dflow.export(...).save(path)` wrote, over new variables with the saved values.
+
+    prefix           prepended to the variables' names, which are otherwise those of the export
+    disabled_checks  as for `dflow.export`: custom-call targets that the programs may use. A call passes the program's
+                     data to native code, so allow only targets that are registered here and check their input
+
+    Only the programs run, no Python code. Raises ExportError if the directory is no export, is damaged or malformed,
+    calls a target that is not allowed, needs 64-bit precision that is off here, or has an unreadable version.
+    """
+    place = present(path)
+    manifest = read_manifest(place)
+    _check_precision(place, manifest)
+    contents = {name: read_content(place, name, signature) for name, signature in manifest.signatures.items()}
+    allowed = {target for check in disabled_checks if (target := check.is_custom_call()) is not None}
+    with bytecode_reader() as as_text:
+        read = partial(read_program, allowed=allowed, as_text=as_text)
+        programs = {
+            name: _told(name, manifest.signatures[name].vjp_order, _program(place, name, content, manifest, read))
+            for name, content in contents.items()
+        }
+    values = read_values(place, VARIABLES, manifest.variables)
+    large = read_values(place, CONSTANTS, manifest.constants)
+    constants = {name: jnp.asarray(value) for name, value in large.items()}
+    for name, entry in manifest.variables.items():
+        if (held := str(array_type_of(values[name]))) != entry.type:
+            raise damaged(place / VARIABLES, f"{name} is {held}, and {entry.type} in the manifest")
+    # `pop` frees each host array as soon as it is copied, so that memory never holds all of them twice.
+    variables = {
+        name: Variable(values.pop(name), name=prefix + name, trainable=entry.trainable)
+        for name, entry in manifest.variables.items()
+    }
+    use_beside_namesakes(variables.values())
+    functions = {
+        name: _function(name, signature, programs[name], variables, constants)
+        for name, signature in manifest.signatures.items()
+    }
+    return Loaded(manifest, variables, constants, functions, contents, programs)
+
+
+def _check_precision(place: Path, manifest: Manifest) -> None:
+    """Raise ExportError if the export has 64-bit arrays, which JAX would silently make 32-bit ones here."""
+    if jax.dtypes.canonicalize_dtype(np.float64) == np.float64:
+        return
+    types = {f"variable {name!r}": entry.type for name, entry in manifest.variables.items()}
+    for signature in manifest.signatures.values():
+        types |= {name: type for p in signature.parameters for name, type in leaves_of(p.tree, p.name)}
+    for name, type in types.items():
+        if type.partition("[")[0] in ("f64", "i64", "u64", "c128"):
+            raise ExportError(
+                f"{place} was exported in 64-bit precision, and this process has it off: {name} is {type}"
+                f"{at(caller())}\n  call jax.config.update('jax_enable_x64', True) first"
+            )
+
+
+def _program(
+    place: Path, name: str, content: bytes, manifest: Manifest, read: Callable[[bytes], export.Exported]
+) -> export.Exported:
+    signature = manifest.signatures[name]
+    version = signature.calling_convention_version
+    oldest = export.minimum_supported_calling_convention_version
+    newest = export.maximum_supported_calling_convention_version
+    if not oldest <= version <= newest:
+        raise ExportError(
+            f"{place} was written by JAX {manifest.jax}, whose programs are called by convention {version}; JAX "
+            f"{jax.__version__} knows {oldest} to {newest}{at(caller())}\n"
+            f"  {'install a newer JAX' if version > newest else 'export again with a newer JAX'}"
+        )
+    try:
+        program = read(content)
+        check_program(manifest, signature, program)
+        return program
+    except RefusedCall as error:
+        raise ExportError(
+            f"the program {name!r} of {place} calls {error.target!r}, which is no library routine of JAX and could "
+            f"be anything in this process{at(caller())}\n  if you trust the export, allow the target: "
+            f"disabled_checks=[jax.export.DisabledSafetyCheck.custom_call({error.target!r})]"
+        ) from error
+    except WireError as error:
+        if error.__cause__ is None:
+            raise damaged(place / PROGRAMS / name, str(error)) from error
+        raise ExportError(
+            f"JAX {jax.__version__} cannot read the program {name!r} of {place}, which JAX {manifest.jax} wrote"
+            f"{at(caller())}\n  load it with JAX {manifest.jax}, or export it again; JAX says: {error.__cause__}"
+        ) from error
+    except ValueError as error:
+        raise damaged(place / PROGRAMS / name, str(error)) from error
+
+
+def _told(name: str, order: int, program: export.Exported) -> export.Exported:
+    """Return the program, whose `vjp` raises a clear ExportError beyond the exported order."""
+    often = "more often" if order else "once"
+    fields = [field.name for field in dataclasses.fields(export.Exported)]
+
+    class Program(export.Exported):
+        def vjp(self) -> export.Exported:
+            if self.has_vjp():
+                return made(super().vjp())
+            raise ExportError(
+                f"{name} was exported with vjp_order={order}, and is differentiated {often}{at(caller())}\n"
+                f"  export it with vjp_order={order + 1}"
+            )
+
+    def made(one: export.Exported) -> export.Exported:
+        return Program(**{field: getattr(one, field) for field in fields})
+
+    return made(program)
+
+
+def _function(
+    name: str,
+    signature: Signature,
+    program: export.Exported,
+    variables: Mapping[str, Variable],
+    constants: Mapping[str, Any],
+) -> Function[..., Any]:
+    parameters = signature.parameters
+    positional = [parameter for parameter in parameters if parameter.by != "name"]
+    named = [parameter for parameter in parameters if parameter.by == "name"]
+    arguments = Arguments([p.tree for p in positional], {p.name: p.tree for p in named}, signature.result)
+    python = python_signature(parameters)
+    given = {key: constants[stored] for key, stored in signature.constants.items()}
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        _check_platform(name, signature)
+        values = _bound(name, signature, python, args, kwargs)
+        leaves = [leaf for parameter in parameters for leaf in _leaves(name, parameter, values[parameter.name])]
+        plain_args, plain_kwargs = arguments.plain(iter(leaves))
+        state = {key: variables[key].read() for key in signature.variables}
+        with _told_by_name(name, positional):
+            results, after = program.call(state, given, *plain_args, **plain_kwargs)
+        for key in signature.writes:
+            variables[key].assign(after[key])
+        return build(signature.result, iter(unplain(signature.result, results)), variables.__getitem__)
+
+    run.__name__ = run.__qualname__ = name
+    run.__doc__ = signature_text(name, signature)
+    run.__signature__ = python  # type: ignore[attr-defined]
+    donated = [index for index, parameter in enumerate(positional) if parameter.donated]
+    return jit(run, donate_argnums=donated, donate_argnames=[p.name for p in named if p.donated])
+
+
+@contextmanager
+def _told_by_name(name: str, positional: Sequence[Parameter]) -> Iterator[None]:
+    """Replace JAX's errors about inconsistent sizes by SignatureError, with the parameters' names."""
+    try:
+        yield
+    except ValueError as error:
+        if small := re.search(r"Expected value >= 1 for dimension variable '(\w+)'", str(error)):
+            raise SignatureError(
+                f"{name} was called with the size 0 for {small[1]}, and a letter in a shape is any size from 1"
+                f"{at(caller())}\n  leave out the call for what is empty"
+            ) from None
+        found = re.search(r"Found inconsistency between (.*?)(?: Using the following|$)", str(error), re.DOTALL)
+        if found is None:
+            raise
+        said = re.sub(r"args\[(\d+)\]", lambda place: positional[int(place[1]) - 2].name, found[1])
+        said = re.sub(r"kwargs\['(\w+)'\]", r"\1", said)
+        raise SignatureError(
+            f"{name} was called with sizes that do not go together: {said.rstrip('. ')}{at(caller())}\n"
+            "  a letter in a shape is one size throughout"
+        ) from None
+
+
+def _check_platform(name: str, signature: Signature) -> None:
+    platform = default_name().partition(":")[0]
+    if platform == "gpu":  # exports distinguish "cuda" and "rocm"
+        platform = export.default_export_platform()
+    if platform not in signature.platforms:
+        raise ExportError(
+            f"{name} was exported for {and_list(signature.platforms)}, and this process runs on {platform}"
+            f"{at(caller())}\n  export it with platforms={(*signature.platforms, platform)!r}"
+        )
+
+
+def _bound(
+    name: str, signature: Signature, python: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """Return the value of each parameter. Raises SignatureError if the arguments do not match."""
+    try:
+        return python.bind(*args, **kwargs).arguments
+    except TypeError as error:
+        fixed = ", ".join(word for word in kwargs if word in signature.fixed)
+        remedy = f"leave out {fixed}, fixed when it was exported" if fixed else "give it these, and no others"
+        raise SignatureError(
+            f"{signature_text(name, signature)} was called otherwise: {error}{at(caller())}\n  {remedy}"
+        ) from None
+
+
+def _leaves(name: str, parameter: Parameter, value: Any) -> Iterator[Any]:
+    try:
+        leaves = flatten(parameter.tree, value, parameter.name)
+    except MismatchError as error:
+        raise SignatureError(
+            f"{name} was called with another structure: {error}{at(caller())}\n"
+            "  give it the structure it was exported for"
+        ) from None
+    for (path, wanted), leaf in zip(leaves_of(parameter.tree, parameter.name), leaves, strict=True):
+        yield _fitting(name, path, wanted, leaf)
+
+
+def _fitting(name: str, path: str, wanted: str, leaf: Any) -> Any:
+    """Return the leaf as an array of the expected type. Python numbers take its dtype; others raise SignatureError."""
+    array = leaf.read() if is_variable(leaf) else jnp.asarray(leaf)
+    dtype, dims = parts_of_type(wanted)
+    given = array_type_of(array)
+    if given.weak and dtype in DTYPES and jnp.result_type(DTYPES[dtype], array) == DTYPES[dtype]:
+        array = array.astype(DTYPES[dtype])
+    shape = [str(dim) for dim in array.shape]
+    fits = len(shape) == len(dims) and all(
+        due == size for due, size in zip(dims, shape, strict=True) if due.isdecimal()
+    )
+    if dtype_name(array.dtype) != dtype or not fits:
+        remedy = "give it the shape it was exported for" if dtype_name(array.dtype) == dtype else "convert it"
+        raise SignatureError(
+            f"{name} was exported for {path}: {wanted}, and called with {given.strong}{at(caller())}\n"
+            f"  {remedy}, or export it for that too"
+        )
+    return array

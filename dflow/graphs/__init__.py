@@ -1,0 +1,1 @@
+"""What a user sees of a graph: text, drawings, parts and placement."""

@@ -1,0 +1,93 @@
+"""`dflow.graph`: the graph of a function, to read, to draw, and to run in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from html import escape
+from typing import Any
+
+import jax
+
+from dflow.calls.function import Function
+from dflow.graphs.graph_drawing import drawing_of
+from dflow.graphs.graph_run import Bound, Part
+from dflow.graphs.graph_svg import svg
+from dflow.tracing.ir.graph import Graph, Value
+from dflow.tracing.jaxprs.trace import trace
+from dflow.tracing.state.resources import Variable
+from dflow.tracing.state.variable_trees import handles
+from dflow.tracing.syntax.text import parse, text
+
+
+class GraphView:
+    """A function's graph before any pass; its `str` is the graph's text. Made by `dflow.graph` or `GraphView.parse`."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        variables: Mapping[Value, Variable] | None = None,
+        arrays: Mapping[Value, Any] | None = None,
+    ) -> None:
+        self.graph = graph
+        self._bound = Bound(graph, variables or {}, arrays or {})
+        self._parts: dict[tuple[tuple[str, ...], tuple[str, ...]], Part] = {}
+
+    @staticmethod
+    def parse(text: str) -> GraphView:
+        """Return the graph that a text describes, without variables. Raises ParseError with line and column."""
+        return GraphView(parse(text))
+
+    def run(self, fetches: Any, feeds: Mapping[str, Any] | None = None) -> Any:
+        """Run the part of the graph that `fetches` needs, on the real variables.
+
+        fetches  names of values as in the text, with or without `%`: a name, or a pytree of names
+        feeds    values by name, used instead of computing them; arguments default to those passed to `dflow.graph`
+        returns  the values, in the structure of `fetches`; None for a write
+        raises   GraphNameError, with similar names; GraphTypeError for a feed of another type, or a missing value
+
+        Each value is what the whole graph would compute. Only writes that a fetched value depends on are done. A
+        fetched variable is read at the end; a fed variable is not changed. Each set of fetches and feeds is compiled
+        once.
+        """
+        names, structure = jax.tree_util.tree_flatten(fetches)
+        given = feeds or {}
+        key = tuple(names), tuple(given)
+        if key not in self._parts:
+            self._parts[key] = Part(self._bound, names, given)
+        return jax.tree_util.tree_unflatten(structure, self._parts[key](given))
+
+    def svg(self) -> str:
+        """Return the graph as SVG text; notebooks display it by themselves.
+
+        Name scopes and nested functions are one box each, variables are named in the boxes that use them, colours
+        are devices, and `!` marks effects. A very large graph is shown in less detail, with a note.
+        """
+        return svg(drawing_of(self.graph))
+
+    def _repr_svg_(self) -> str:
+        return self.svg()
+
+    def _repr_html_(self) -> str:
+        return (
+            f'<div style="overflow:auto;max-height:40em">{self.svg()}</div>'
+            f"<details><summary>text</summary><pre>{escape(str(self))}</pre></details>"
+        )
+
+    def __str__(self) -> str:
+        return text(self.graph)
+
+    def __repr__(self) -> str:
+        return repr(self.graph)
+
+
+def graph(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> GraphView:
+    """Return the graph of `fn` for these types of arguments (arrays or `jax.ShapeDtypeStruct`s), without running it.
+
+    fn  a function, decorated by `dflow.jit` or not
+    """
+    traced = trace(fn.fn if isinstance(fn, Function) else fn, args, kwargs)
+    graph = traced.graph
+    leaves = [*traced.constants, *jax.tree_util.tree_leaves(handles((args, kwargs)))]
+    inputs = zip(graph.inputs[len(graph.refs) :], leaves, strict=True)
+    arrays = {value: leaf for value, leaf in inputs if not isinstance(leaf, jax.ShapeDtypeStruct)}
+    return GraphView(graph, dict(zip(graph.refs, traced.variables, strict=True)), arrays)

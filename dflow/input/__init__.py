@@ -1,0 +1,1 @@
+"""Batches of data, and queues that they are fed into."""

@@ -1,0 +1,1 @@
+"""The optimizer, random generators, saving and restoring."""

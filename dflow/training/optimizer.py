@@ -1,0 +1,359 @@
+"""Any optax transformation over variables: its slots are variables too, and live with what they belong to."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from dflow.calls.function import jit
+from dflow.distributed.strategies.applying import current_applier, refuse_own_variables
+from dflow.tracing.derivatives.uncalled import refuse_uncalled
+from dflow.tracing.devices.device import with_state
+from dflow.tracing.errors import GraphTypeError, VariableError
+from dflow.tracing.jax_frontend import is_tracing
+from dflow.tracing.jaxprs.trace import trace
+from dflow.tracing.near_names import suggests_keywords
+from dflow.tracing.rare_collections import rare_collections
+from dflow.tracing.rows.row_gradient import is_row_gradient
+from dflow.tracing.source import at, caller
+from dflow.tracing.state.container import uncontained
+from dflow.tracing.state.initial_value import Initial
+from dflow.tracing.state.resources import Variable, is_variable, path_name, read
+from dflow.tracing.state.rounded_add import add_update
+from dflow.tracing.state.variable_trees import structure_text
+from dflow.tracing.state.wire import check_codec, wire
+from dflow.training.extra_arguments import as_averaged, check_extra, naming_extra, refuse_examples
+from dflow.training.optimizer_name import derived_name
+from dflow.training.slot_initials import initials_of
+
+#: A path in a pytree.
+_Path = tuple[Any, ...]
+
+_REMEDY = "  differentiate with respect to the very variables the optimizer was made for"
+
+_PAIR = (
+    "  take the pair apart:\n"
+    "    value, gradients = dflow.value_and_grad(loss, variables)()\n"
+    "    optimizer.apply(gradients)"
+)
+
+
+#: Names that optimizers have in other frameworks, for `apply`.
+_APPLIES = ("update", "step", "minimize", "apply_gradients", "apply_updates")
+
+
+class Optimizer:
+    """Applies gradients to variables by an optax transformation.
+
+    transformation  any `optax.GradientTransformation`, chains and schedules included
+    variables       a pytree of variables; gradients come in the same structure
+    name            prefix of the slots' names; given none, it is derived from the variables' names, so that it is
+                    the same in every process. A second optimizer of the same variables on tasks needs one
+    lazy_rows       leave a row of a variable, and of the slots of its shape, as it is when its gradient is all zero
+    wire            codec of the gradients on their way to variables on other tasks, one of those of `dflow.wire`
+
+    Each array of the transformation's state becomes a variable, on the task of the variable it belongs to where it
+    belongs to one (a momentum), initialised there. `apply` runs where the variables live, so that on a cluster only
+    gradients travel. Raises VariableError when `variables` holds anything but variables, and GraphTypeError when
+    `transformation` is no transformation.
+    """
+
+    @suggests_keywords
+    def __init__(
+        self,
+        transformation: optax.GradientTransformation,
+        variables: Any,
+        *,
+        name: str | None = None,
+        wire: str = "none",
+        lazy_rows: bool = False,
+    ) -> None:
+        _check_transformation(transformation, variables)
+        check_codec("an optimizer", wire)
+        self._codec = wire
+        self._lazy_rows = lazy_rows
+        self._transformation = transformation
+        self._variables, tree = jax.tree_util.tree_flatten(variables, is_leaf=is_variable)
+        self._tree: Any = tree
+        strangers = [type(leaf).__name__ for leaf in self._variables if not is_variable(leaf)]
+        if strangers or not self._variables:
+            raise VariableError(
+                f"an optimizer needs variables, but was given {', '.join(strangers) or 'none'}{at(caller())}\n"
+                "  make variables of a model's parameters with dflow.variables(params)"
+            )
+        if untrained := [v for v in self._variables if not jnp.issubdtype(v.dtype, jnp.inexact)]:
+            raise VariableError(
+                f"an optimizer was given variable {untrained[0].name!r}, which holds {untrained[0].type} and has no "
+                f"gradient{at(caller())}\n  leave it out, or make it floating"
+            )
+        #: Whether the name was given, and not derived.
+        self.is_named = name is not None
+        self.name = name or derived_name(self._variables)
+        #: The transformation's state, with variables for arrays.
+        self.slots = self._make_slots()
+        #: The names of extra arguments with which the transformation was tried.
+        self._checked: set[frozenset[str]] = set()
+
+    def apply(self, gradients: Any, **extra: Any) -> None:
+        """Update the variables by `gradients`, a pytree of arrays and `RowGradient`s in their structure.
+
+        extra  further arguments of the transformation, by optax's names: `value` of `optax.polyak_sgd` and
+               `optax.contrib.reduce_on_plateau`; `value`, `grad` and `value_fn` of `optax.lbfgs`; `grad_fn` of
+               `optax.contrib.sam`. A function among them takes the parameters' values, structured as the variables
+
+        In traced code the update is part of the graph, placed where the variables live. If the loss only looked up
+        rows of a variable, and the transformation leaves a row without a gradient as it is (SGD, Adagrad, clipping,
+        scaling, and chains of these), the update reads and writes the rows that were looked up. Other transformations
+        (momentum, Adam, weight decay) read and write every row, unless `lazy_rows` is set.
+
+        In a step that a synchronous strategy runs, the gradients are given to that, and the variables are updated by
+        the average once the step has ended: what the step reads after `apply` is what it read before. Extra arguments
+        are averaged with the gradients.
+
+        Raises GraphTypeError when the structure, or the shape of a gradient, is another than the variables', and for
+        an extra argument that is missing or that nothing in the transformation uses; VariableError in a step that
+        workers share out, for variables of this process alone; StrategyError in a synchronous step for an extra
+        argument that has no mean, such as a function.
+        """
+        refuse_own_variables(self)
+        given = wire(self._flat(gradients), self._codec) if self._codec != "none" else self._flat(gradients)
+        extra = read(extra)
+        applier = current_applier()
+        if extra or applier is not None:
+            self._check_extra(extra)
+        if applier is not None:
+            refuse_examples(given, self._variables)
+            applier.apply(self, (self._tree.unflatten(given), as_averaged(extra)))
+            return
+        self._update(given, extra)
+
+    def apply_mean(self, given: Any) -> None:
+        """Update the variables by the mean of the gradients and extra arguments that `apply` has handed to a strategy.
+
+        They have lost to the codec on their way to the mean what there is to lose, and lose no more on the way from it.
+        """
+        gradients, extra = given
+        self._update(self._flat(gradients), extra)
+
+    def _update(self, given: list[Any], extra: dict[str, Any]) -> None:
+        if not is_tracing() and not extra and any(map(is_row_gradient, given)):
+            self._update_compiled(given)
+        else:
+            self._update_in_order(given, extra)
+
+    @jit
+    def _update_compiled(self, given: list[Any]) -> None:
+        """Outside of traced code, update the rows alone too."""
+        self._update_in_order(given, {})
+
+    def _update_in_order(self, given: list[Any], extra: dict[str, Any]) -> None:
+        with with_state(), naming_extra(extra) as extra:
+            arrays = [gradient.dense() if is_row_gradient(gradient) else gradient for gradient in given]
+            updates, state = self._transformation.update(
+                self._tree.unflatten(arrays),
+                read(self.slots),
+                self._tree.unflatten([v.read() for v in self._variables]),
+                **extra,
+            )
+            slots = self._slots_of(state)
+            touched = {}
+            if self._lazy_rows:
+                touched = {v: _touched_rows(v, gradient) for v, gradient in zip(self._variables, arrays, strict=True)}
+            flat = self._tree.flatten_up_to(updates)
+            for variable, update in zip(self._variables, flat, strict=True):
+                add_update(variable, jnp.where(touched[variable], update, 0) if touched else update)
+            for slot, owner, value in zip(slots, self._slot_owners, jax.tree_util.tree_leaves(state), strict=True):
+                is_by_row = owner is not None and owner in touched and slot.shape == owner.shape
+                slot.assign(jnp.where(touched[owner], value, slot.read()) if is_by_row else value)
+
+    def _slots_of(self, state: Any) -> list[Variable]:
+        """The slots in the order of the arrays of a new state, which has their structure, or GraphTypeError."""
+        slots, tree = _flattened(self.slots)
+        given = jax.tree_util.tree_structure(state)
+        if given != tree:
+            raise GraphTypeError(
+                f"the transformation's state: expected the structure that init gave it, {structure_text(tree)}, got "
+                f"{structure_text(given)}{at(caller())}\n"
+                "  give the optimizer a transformation whose update keeps the structure of its state"
+            )
+        return slots
+
+    def __getattr__(self, name: str) -> NoReturn:
+        remedy = ""
+        if name in _APPLIES:
+            remedy = f"{at(caller())}\n  write optimizer.apply(gradients), with those of dflow.grad(loss, variables)()"
+        raise AttributeError(f"'Optimizer' object has no attribute {name!r}{remedy}", name=name, obj=self)
+
+    @property
+    def variables(self) -> Any:
+        """What it updates, as it was given."""
+        return self._tree.unflatten(self._variables)
+
+    @functools.cached_property
+    def _takes_examples(self) -> bool:
+        """Whether the transformation takes a gradient for each example and gives one update, as `contrib.dpsgd`."""
+        structs = [variable.type.struct for variable in self._variables]
+        examples = [jax.ShapeDtypeStruct((2, *struct.shape), struct.dtype) for struct in structs]
+        parameters = self._tree.unflatten(structs)
+        try:
+            updates, _ = jax.eval_shape(
+                self._transformation.update, self._tree.unflatten(examples), self._state_structs(), parameters
+            )
+        except Exception:  # of any kind: each transformation has its own for shapes that it does not take
+            return False
+        return [update.shape for update in self._tree.flatten_up_to(updates)] == [struct.shape for struct in structs]
+
+    def _state_structs(self) -> Any:
+        return jax.tree_util.tree_map(lambda slot: slot.type.struct, self.slots, is_leaf=is_variable)
+
+    def _check_extra(self, extra: dict[str, Any]) -> None:
+        """Check the extra arguments of these names, once."""
+        names = frozenset(extra)
+        if names not in self._checked:
+            structs = self._tree.unflatten([variable.type.struct for variable in self._variables])
+            check_extra(self._transformation.update, extra, (structs, self._state_structs(), structs))
+            self._checked.add(names)
+
+    def _flat(self, gradients: Any) -> list[Any]:
+        """The gradients, one for each variable."""
+        refuse_uncalled("apply", gradients)
+        given: Any = jax.tree_util.tree_structure(gradients, is_leaf=is_row_gradient)
+        if held := list(filter(is_variable, jax.tree_util.tree_leaves(gradients))):
+            raise GraphTypeError(
+                f"apply was given variable {held[0].name!r} in the place of a gradient{at(caller())}\n{_REMEDY}, "
+                "by dflow.grad(loss, variables)"
+            )
+        if given != self._tree:
+            if isinstance(gradients, tuple) and given.num_leaves > 1 and given.children()[1:] == [self._tree]:
+                raise GraphTypeError(
+                    f"apply was given a pair, of which the second part fits the variables{at(caller())}\n{_PAIR}"
+                )
+            raise GraphTypeError(
+                f"the gradients have the structure {structure_text(given)}, but the variables "
+                f"{structure_text(self._tree)}{at(caller())}\n{_REMEDY}"
+            )
+        flat = jax.tree_util.tree_leaves(gradients, is_leaf=is_row_gradient)
+        for variable, gradient in zip(self._variables, flat, strict=True):
+            shape = gradient.shape if is_row_gradient(gradient) else jnp.shape(gradient)
+            if shape != variable.shape and not (shape[1:] == variable.shape and self._takes_examples):
+                raise GraphTypeError(
+                    f"the gradient of variable {variable.name!r} has the shape {shape}, but the variable "
+                    f"{variable.shape}{at(caller())}\n{_REMEDY}"
+                )
+        return flat
+
+    @rare_collections()
+    def _make_slots(self) -> Any:
+        parameters = self._tree.unflatten([variable.type.struct for variable in self._variables])
+        state = jax.eval_shape(self._transformation.init, parameters)
+        owners = self._slot_owners = self._owners(state)
+        initials = self._initials()
+        flat, _ = jax.tree_util.tree_flatten_with_path(state)
+        with contextlib.ExitStack() as stack:
+            for home in {variable.home for variable in self._variables}:
+                stack.enter_context(home.together())
+            slots = [
+                Variable(initial, name=f"{self.name}/{self._slot_name(path, owner)}", near=owner)
+                for (path, _), owner, initial in zip(flat, owners, initials, strict=True)
+            ]
+        for slot, owner in zip(slots, owners, strict=True):
+            slot.is_named = self.is_named and (owner is None or owner.is_named)
+        return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(state), slots)
+
+    def _slot_name(self, path: _Path, owner: Variable | None) -> str:
+        """The path in the transformation's state, with the variable's name for its own path: `0/mu/dense/kernel`."""
+        if owner is None:
+            return path_name(path)
+        inner = next(end for end in _ends(path) if self._at.get(end) is owner)
+        return path_name((*path[: len(path) - len(inner)], jax.tree_util.DictKey(uncontained(owner.name))))
+
+    def _owners(self, state: Any) -> list[Variable | None]:
+        """For each array of the state the variable it belongs to, as far as optax knows."""
+        flat, _ = jax.tree_util.tree_flatten_with_path(state)
+        marks = _parameter_marks(self._transformation, state)
+        if marks is None:
+            owners = [self._owner(path) for path, _ in flat]
+            return [
+                owner if owner is not None and leaf.shape[leaf.ndim - owner.ndim :] == owner.shape else None
+                for owner, (_, leaf) in zip(owners, flat, strict=True)
+            ]
+        return [self._owner(path) if marked else None for marked, (path, _) in zip(marks, flat, strict=True)]
+
+    def _owner(self, path: _Path) -> Variable | None:
+        """The variable whose own path ends `path`; the longest, where several do."""
+        return next((self._at[end] for end in _ends(path) if end in self._at), None)
+
+    @functools.cached_property
+    def _at(self) -> dict[_Path, Variable]:
+        """The variables by their paths."""
+        flat, _ = jax.tree_util.tree_flatten_with_path(self._tree.unflatten(self._variables), is_leaf=is_variable)
+        return dict(flat)
+
+    def _initials(self) -> list[Initial]:
+        """How each array of the state begins.
+
+        One that does not depend on the parameters, such as a zero momentum, is made by ops; another is computed from
+        their values, unless the slot exists.
+        """
+        graph = trace(self._initial_state, (), {}).graph
+        return [*initials_of(graph, lambda: jax.tree_util.tree_leaves(self._initial_state()))]
+
+    def _initial_state(self) -> Any:
+        return self._transformation.init(self._tree.unflatten([variable.read() for variable in self._variables]))
+
+
+def _check_transformation(given: Any, variables: Any) -> None:
+    if _is_transformation(given):
+        return
+    remedy = "write dflow.Optimizer(optax.adam(1e-3), variables)"
+    if _is_transformation(variables):
+        fact = "its variables first and the transformation second"
+    elif callable(given):
+        name = getattr(given, "__name__", type(given).__name__)
+        fact = f"the function {name} in the place of a transformation"
+        remedy = f"call it: dflow.Optimizer({name}(1e-3), variables)"
+    else:
+        fact = f"a {type(given).__name__} in the place of a transformation"
+    raise GraphTypeError(f"an optimizer was given {fact}{at(caller())}\n  {remedy}")
+
+
+def _is_transformation(value: Any) -> bool:
+    return callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))
+
+
+def _parameter_marks(transformation: Any, state: Any) -> list[bool] | None:
+    """For each array of the state whether it is like a parameter; None where optax cannot tell.
+
+    optax tells by calling `init` with placeholders. `init` of `optax.lbfgs` and `optax.flatten` needs arrays.
+    """
+    try:
+        marked = optax.tree_utils.tree_map_params(
+            transformation, lambda _: True, state, transform_non_params=lambda _: False
+        )
+    except Exception:  # of any kind: a foreign `init` fails in its own way
+        return None
+    marks: list[bool] = jax.tree_util.tree_leaves(marked)
+    return marks
+
+
+def _flattened(tree: Any) -> tuple[list[Any], Any]:
+    return jax.tree_util.tree_flatten(tree, is_leaf=is_variable)
+
+
+def _touched_rows(variable: Variable, gradient: Any) -> Any:
+    """Which rows of a gradient, or of any of the gradients of examples, are not all zero; it broadcasts with them."""
+    is_moved = gradient != 0
+    if is_moved.ndim > variable.ndim:
+        is_moved = is_moved.any(axis=0)
+    return jnp.any(is_moved, axis=tuple(range(1, variable.ndim)), keepdims=True)
+
+
+def _ends(path: _Path) -> Iterator[_Path]:
+    """All that a path ends with, the longest first."""
+    return (path[first:] for first in range(len(path) + 1))

@@ -1,0 +1,295 @@
+"""`dflow.save` and `dflow.restore`: write a program's state to a directory, and read it back.
+
+The file format is that of `lowering/files/array_files.py`. Invariants: a save sees the variables of one process at one
+moment, between two steps; a restore changes all of a process's variables or none.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import msgspec
+
+from dflow.lowering.files.array_files import ArrayFiles, make_places, read_arrays, write_manifest
+from dflow.lowering.files.array_manifest import MANIFEST, damaged
+from dflow.lowering.files.atomic_directory import whole_folder
+from dflow.state_backends import by_backend
+from dflow.tracing.errors import CheckpointError
+from dflow.tracing.ir.types import ArrayType
+from dflow.tracing.jax_frontend import is_tracing
+from dflow.tracing.near_names import suggests_keywords
+from dflow.tracing.primitives.namesakes import use_beside_namesakes
+from dflow.tracing.source import at, caller
+from dflow.tracing.state.container import Resource, resources_in
+from dflow.tracing.state.host_resource import HostResource
+from dflow.tracing.state.resources import Variable, is_variable, path_name
+from dflow.training.generator import Generator
+from dflow.training.optimizer import Optimizer
+from dflow.training.restore_report import DIFFERENCES, RestoreReport
+
+#: Array names that differ from the variables' names: a mapping or function from variable name to array name.
+Names = Mapping[str, str] | Callable[[str], str]
+
+_Path = tuple[Any, ...]
+
+#: Most attempts of a restore; each retry is because the checkpoint was replaced during the read.
+_ATTEMPTS = 5
+
+
+@suggests_keywords
+def save(path: str | os.PathLike[str], variables: Any, *, overwrite: bool = False, names: Names | None = None) -> None:
+    """Write the values of variables to the directory `path`, all at one moment (on a cluster: one moment per task).
+
+    variables  a pytree of variables, generators and optimizers (meaning their slots); or the name of a container
+    overwrite  whether to replace an existing checkpoint, which stays in place until the new one is complete
+    names      array names that differ from the variables' names: a function from variable name to array name, or a
+               dict with only the names that differ
+
+    An array's default name is the name passed when its variable, generator or optimizer was created, or else its path
+    in the pytree: the keys and indices joined by `/`, as in `layers/0/w`.
+
+    Other threads may keep training: the checkpoint is the state between two of their steps. Each array is stored in
+    zarr's format under its name, which zarr, TensorStore and Orbax can read. The data is on disk when the call returns;
+    if the process or machine stops earlier, `path` is unchanged.
+
+    Raises CheckpointExists if `path` exists and `overwrite` is False. Raises CheckpointError inside traced code, if two
+    variables have the same name, if one has neither a name nor a key in its path, if `variables` contains anything else
+    than the objects above, or if writing fails.
+    """
+    place = _local(path, "save")
+    named = _named(variables, names, "save")
+    types = {name: entry.variable.type.strong for name, entry in named.items()}
+    generators = {name: entry.impl for name, entry in named.items() if entry.impl}
+    with whole_folder(place, marker=MANIFEST, overwrite=overwrite) as folder:
+        places = make_places(folder, types)
+        for backend, here in by_backend({name: entry.variable for name, entry in named.items()}).items():
+            backend.save(folder, here, places)
+        write_manifest(folder, types, places, {"generators": generators})
+
+
+@suggests_keywords
+def restore(
+    path: str | os.PathLike[str],
+    variables: Any,
+    *,
+    strict: bool = True,
+    ignore: Collection[str] = (),
+    names: Names | None = None,
+) -> RestoreReport:
+    """Set variables to the values that `save` wrote, all at one moment; return a report.
+
+    variables, names  as for `save`
+    strict  whether the checkpoint and the variables must have the same arrays; if False, restore the arrays that match
+    ignore  differences to allow although `strict` is True: "missing" (a variable without an array in the checkpoint),
+            "unexpected" (an array without a variable), "changed" (a different shape, dtype or generator algorithm)
+
+    Each variable keeps its own sharding. All arrays are read and checked before any variable changes, so an error
+    leaves every variable as it was; only TaskLost, on a cluster, may leave those of other tasks restored. Generators
+    continue from their saved state.
+
+    Raises NoCheckpoint if `path` has none. Raises CheckpointError inside traced code, with a table for differences that
+    are not allowed, naming the array for a damaged one, or if the checkpoint keeps being replaced during the read.
+    """
+    given: Any = ignore
+    if isinstance(given, str) or not set(given) <= set(DIFFERENCES):
+        raise CheckpointError(
+            f"restore was given ignore={ignore!r}{at(caller())}\n  give it some of {list(DIFFERENCES)}"
+        )
+    place = _local(path, "restore")
+    named = _named(variables, names, "restore")
+    for _ in range(_ATTEMPTS):
+        files = read_arrays(place)
+        report = _compared(files, named)
+        if refused := report.refused(ignore if strict else DIFFERENCES):
+            raise CheckpointError(_differs(files, report, refused))
+        restored = {name: named[name].variable for name in report.restored}
+        if _restored(files, restored):
+            use_beside_namesakes(restored.values())
+            return report
+    raise CheckpointError(
+        f"{place} was replaced {_ATTEMPTS} times while it was read{at(caller())}\n"
+        "  save less often to one path, or to a path of its own each time"
+    )
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A variable to save or restore, under its default array name; `impl` is a generator's algorithm, or empty."""
+
+    variable: Variable
+    name: str
+    impl: str = ""
+
+
+def _named(tree: Any, names: Names | None, task: str) -> dict[str, _Entry]:
+    """Return the entries of all variables in `tree`, by array name."""
+    if is_tracing():
+        raise CheckpointError(
+            f"{task} is called inside traced code, which runs once, not once a step{at(caller())}\n"
+            f"  call it between steps, or in another thread"
+        )
+    named: dict[str, _Entry] = {}
+    called: dict[Variable, str] = {}
+    for entry in _entries(tree, task):
+        variable = entry.variable
+        name = called.setdefault(variable, _array_name(entry.name, names))
+        if name in named and named[name].variable is not variable:
+            raise CheckpointError(
+                f"two variables would be the array {name!r}: {named[name].variable!r}{at(named[name].variable.loc)}\n"
+                f"  and {variable!r}{at(variable.loc)}\n  give one of them another name, or say names="
+            )
+        if name not in named or entry.impl:
+            named[name] = entry
+    _check_used(named, names, task)
+    return named
+
+
+def _check_used(named: Mapping[str, _Entry], names: Names | None, task: str) -> None:
+    """Raise CheckpointError if there are no variables, or if `names` mentions unknown ones."""
+    if not named:
+        raise CheckpointError(
+            f"{task} was given no variables{at(caller())}\n  give it some, in a pytree or by container"
+        )
+    known = {entry.name for entry in named.values()}
+    if isinstance(names, Mapping) and (strange := sorted(set(names) - known)):
+        near = difflib.get_close_matches(strange[0], known, n=1)
+        raise CheckpointError(
+            f"names has {', '.join(map(repr, strange))}, which no variable given to {task} is called{at(caller())}\n"
+            f"  {f'did you mean {near[0]!r}?' if near else f'the variables are {sorted(known)}'}"
+        )
+
+
+def _array_name(name: str, names: Names | None) -> str:
+    given: Any = name if names is None else names(name) if callable(names) else names.get(name, name)
+    if not isinstance(given, str):
+        raise CheckpointError(
+            f"names gives {given!r} for variable {name!r}, a {type(given).__name__}{at(caller())}\n  give a string"
+        )
+    return given
+
+
+def _entries(tree: Any, task: str) -> Iterator[_Entry]:
+    if isinstance(tree, str):
+        for resource in resources_in(tree):
+            yield from _entry((), resource, task)
+        return
+    flat, _ = jax.tree_util.tree_flatten_with_path(
+        tree, is_leaf=lambda leaf: isinstance(leaf, Variable | Generator | HostResource)
+    )
+    for path, leaf in flat:
+        if isinstance(leaf, Optimizer):
+            yield from _slots(path, leaf, task)
+        else:
+            yield from _entry(path, leaf, task)
+
+
+def _entry(path: _Path, leaf: Resource | Any, task: str) -> Iterator[_Entry]:
+    if isinstance(leaf, Generator):
+        yield _Entry(leaf.key, _name_of(path, leaf.key, "generator", task), leaf.impl)
+    elif isinstance(leaf, Variable):
+        yield _Entry(leaf, _name_of(path, leaf, "variable", task))
+    elif isinstance(leaf, HostResource):
+        raise CheckpointError(
+            f"{task} was given {leaf.title}, and what is in queues and accumulators is not saved{at(caller())}\n"
+            "  leave it out, or take its elements out into variables"
+        )
+    else:
+        raise CheckpointError(
+            f"{task} was given a {type(leaf).__name__} among its variables{at(caller())}\n"
+            "  give it variables, generators and optimizers; dflow.variables(tree) makes variables of arrays"
+        )
+
+
+def _slots(path: _Path, optimizer: Optimizer, task: str) -> Iterator[_Entry]:
+    flat, _ = jax.tree_util.tree_flatten_with_path(optimizer.slots, is_leaf=is_variable)
+    prefix = _name_of(path, optimizer, "optimizer", task) if flat else ""
+    for inner, slot in flat:
+        yield _Entry(slot, slot.name if slot.is_named else f"{prefix}/{path_name(inner)}")
+
+
+def _name_of(path: _Path, held: Variable | Optimizer, kind: str, task: str) -> str:
+    """Return the name passed by the user, or else the path: a generated name may differ in another program."""
+    if held.is_named:
+        return held.name
+    if not any(isinstance(key, jax.tree_util.DictKey | jax.tree_util.GetAttrKey) for key in path):
+        raise CheckpointError(
+            f"{task} was given {kind} {held.name!r}, whose name is made up and may be that of another in another "
+            f"program{at(caller())}\n"
+            f"  make it with name='...', or give it in a dict by the name to use: dflow.{task}(path, {{'name': ...}})"
+        )
+    return path_name(path)
+
+
+def _local(path: str | os.PathLike[str], task: str) -> str:
+    given: Any = path
+    if not isinstance(given, str | bytes | os.PathLike):
+        raise CheckpointError(
+            f"{task} was given a {type(given).__name__} as its path{at(caller())}\n"
+            f"  give the path first, and then the variables: dflow.{task}(path, variables)"
+        )
+    text = os.fsdecode(path)
+    if "://" in text:
+        raise CheckpointError(
+            f"{text!r} is not a path of this machine{at(caller())}\n  give one, such as that of a mounted folder"
+        )
+    return text
+
+
+def _compared(files: ArrayFiles, named: Mapping[str, _Entry]) -> RestoreReport:
+    impls = _implementations(files)
+    changed = {}
+    for name, entry in named.items():
+        saved, held = files.types.get(name), entry.variable.type
+        # A plain variable may be restored from a generator of any algorithm.
+        impl = impls.get(name, "") if entry.impl else ""
+        if saved is not None and (saved != held or impl not in ("", entry.impl)):
+            changed[name] = _described(saved, impl), _described(held, entry.impl)
+    return RestoreReport(
+        restored=tuple(name for name in named if name in files.types and name not in changed),
+        missing={name: str(entry.variable.type) for name, entry in named.items() if name not in files.types},
+        unexpected={name: str(type) for name, type in files.types.items() if name not in named},
+        changed=changed,
+    )
+
+
+def _implementations(files: ArrayFiles) -> dict[str, str]:
+    """Return the algorithm of each saved generator, by array name. Raises CheckpointError for damaged metadata."""
+    try:
+        return msgspec.convert(files.metadata.get("generators", {}), dict[str, str])
+    except msgspec.ValidationError as error:
+        raise damaged(files.path, f"generators: {error}") from error
+
+
+def _described(type: ArrayType, impl: str) -> str:
+    return f"{type} of {impl}" if impl else str(type)
+
+
+def _restored(files: ArrayFiles, variables: Mapping[str, Variable]) -> bool:
+    """Read and set the variables. Return False, with nothing set, if the checkpoint was replaced meanwhile."""
+    with ExitStack() as stack:
+        try:
+            settings = [
+                stack.enter_context(backend.restoring(files, here)) for backend, here in by_backend(variables).items()
+            ]
+        except CheckpointError:
+            if not files.is_replaced():
+                raise
+            return False
+        if files.is_replaced():
+            return False
+        for set_all in settings:
+            set_all()
+    return True
+
+
+def _differs(files: ArrayFiles, report: RestoreReport, refused: list[str]) -> str:
+    return (
+        f"{files.path} and the variables differ, and nothing is restored{at(caller())}\n{report}\n"
+        f"  to restore the arrays that fit, give ignore={refused!r}; where names differ alone, give names="
+    )

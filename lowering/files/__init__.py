@@ -1,0 +1,1 @@
+"""Arrays in files, written whole or not at all."""

@@ -1,0 +1,526 @@
+"""Named arrays in a folder: each in zarr's format (version 3), with a manifest that lists them.
+
+The manifest is written last, and the folder appears atomically (`whole_folder`). Each chunk of an array has a checksum,
+so damage is found on reading. The folder is a zarr group, and an Orbax checkpoint of a flat dict. The path of an array
+is its name, if that is a safe path; the manifest has all paths.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import os
+import re
+import secrets
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tensorstore
+from jax.sharding import SingleDeviceSharding
+
+from dflow.lowering.files.array_manifest import MANIFEST, Entry, manifest_text, read_manifest
+from dflow.lowering.files.atomic_directory import is_of_an_attempt, present, whole_folder, write_file
+from dflow.lowering.files.crc32c import crc32c
+from dflow.lowering.files.zarr_check import check_array
+from dflow.tracing.errors import CheckpointError, NoCheckpoint, ParseError
+from dflow.tracing.ir.types import ArrayType, array_type_of, key_implementation, parse_type
+from dflow.tracing.source import at, caller
+
+#: Largest size of a chunk, and limit of pending reads or writes, in bytes.
+_CHUNK_BYTES = 64 << 20
+_IN_FLIGHT_BYTES = 256 << 20
+
+#: Arrays of at most this size, in bytes, are written without TensorStore, which takes at least 1 ms for each.
+_SMALL_BYTES = 4096
+#: The chunks of arrays from this size on are flushed as soon as they are written, while the next ones are copied.
+_FLUSHED_BYTES = 1 << 20
+
+#: A single context for all arrays, since each context starts its own threads.
+_CONTEXT = tensorstore.Context({"file_io_concurrency": {"limit": 4}})
+
+_GROUP = {"zarr_format": 3, "node_type": "group", "attributes": {}}
+_PART = re.compile(r"[A-Za-z0-9_-](?:[A-Za-z0-9_.-]*[A-Za-z0-9_-])?")
+_PART_LENGTH = 200
+#: Names of the files of zarr, Orbax and dflow.
+_RESERVED = {MANIFEST, "zarr.json", "_METADATA", "_CHECKPOINT_METADATA", "_sharding", "array_metadatas", "descriptor"}
+
+#: The position of a piece in its array.
+_Index = tuple[slice, ...]
+
+
+def write_arrays(
+    path: str | os.PathLike[str],
+    arrays: Mapping[str, Any],
+    metadata: Mapping[str, Any] | None = None,
+    *,
+    overwrite: bool = False,
+) -> None:
+    """Write a folder of arrays atomically: after a failure there is no folder, or the old one.
+
+    arrays     by name: JAX arrays, sharded or not, PRNG keys, NumPy arrays and numbers
+    metadata   further data for the reader, in types that JSON has
+    overwrite  whether a folder of arrays at `path` may be replaced; the old one stays until the new one is complete
+    raises     CheckpointExists when `path` exists and may not be replaced; CheckpointError when an array has a type
+               that cannot be written, or the disk refuses it
+    """
+    with whole_folder(path, marker=MANIFEST, overwrite=overwrite) as folder:
+        fill_folder(folder, arrays, metadata)
+
+
+def fill_folder(folder: Path, arrays: Mapping[str, Any], metadata: Mapping[str, Any] | None = None) -> None:
+    """Write arrays and their manifest into an empty folder, which the caller then puts in place."""
+    places = make_places(folder, arrays)
+    write_manifest(folder, write_parts(folder, arrays, places), places, metadata or {})
+
+
+def make_places(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """Prepare an empty folder for arrays of these names; return their paths within it, for `write_parts`."""
+    places = _places(names)
+    for group in sorted({parent for place in places.values() for parent in Path(place).parents}):
+        (folder / group).mkdir(exist_ok=True)
+        _write(folder / group / "zarr.json", _GROUP)
+    return places
+
+
+def write_parts(folder: Path, arrays: Mapping[str, Any], places: Mapping[str, str]) -> dict[str, ArrayType]:
+    """Write some of the arrays of a prepared folder and return their types.
+
+    Several processes may do this concurrently, for different arrays. Raises CheckpointError when an array has a type
+    that cannot be written, or the disk refuses it.
+    """
+    parts = {name: _Stored.of(name, array) for name, array in arrays.items()}
+    _write_pieces(folder, parts, places)
+    return {name: part.type for name, part in parts.items()}
+
+
+def write_manifest(
+    folder: Path, types: Mapping[str, ArrayType], places: Mapping[str, str], metadata: Mapping[str, Any]
+) -> None:
+    """Write the manifest of a folder, after all its arrays."""
+    _write(folder / "_METADATA", _orbax_metadata(types, places))
+    entries = {name: Entry(places[name], str(type)) for name, type in types.items()}
+    write_file(folder / MANIFEST, manifest_text(secrets.token_hex(16), entries, metadata))
+
+
+def _write(path: Path, content: Any) -> None:
+    write_file(path, json.dumps(content, sort_keys=True))
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """A read into memory allocated by NumPy, which takes less time to allocate than TensorStore's."""
+
+    array: Any
+    done: Any
+
+    @staticmethod
+    def of(store: Any) -> _Reading:
+        array = np.empty(store.shape, store.dtype.numpy_dtype)
+        here = store[tensorstore.d[:].translate_to[0]] if array.ndim else store
+        return _Reading(array, tensorstore.array(array, copy=False).write(here))
+
+    def result(self) -> Any:
+        self.done.result()
+        return self.array
+
+
+@dataclass(frozen=True)
+class ArrayFiles:
+    """A written folder of arrays: its manifest, and methods that read the arrays."""
+
+    path: Path
+    #: Differs between any two folders that were ever written.
+    id: str
+    types: Mapping[str, ArrayType]
+    metadata: Mapping[str, Any]
+    _places: Mapping[str, str]
+
+    def read(self, shardings: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the named arrays, each as a JAX array of its sharding, or as a NumPy array where that is None.
+
+        Of a sharded array only the parts of this process's devices are read. PRNG keys are JAX arrays in any case.
+        Raises CheckpointError, which names the array, for one that is missing, damaged or not as in the manifest.
+        """
+        return dict(self.each(shardings))
+
+    def each(self, shardings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        """Yield the arrays of `read` one by one. The next ones are read meanwhile, up to a limit in bytes."""
+        opening = {name: self._open(name) for name in shardings}
+        started: deque[tuple[str, Any]] = deque()
+        in_flight = 0
+        for name, sharding in shardings.items():
+            started.append((name, self._started(name, opening.pop(name), sharding)))
+            in_flight += self.types[name].size_bytes
+            while in_flight > _IN_FLIGHT_BYTES:
+                first, reading = started.popleft()
+                in_flight -= self.types[first].size_bytes
+                yield first, self._finished(first, reading, shardings[first])
+        while started:
+            first, reading = started.popleft()
+            yield first, self._finished(first, reading, shardings[first])
+
+    def is_replaced(self) -> bool:
+        """Whether this folder has been replaced or removed since it was opened."""
+        try:
+            return read_arrays(self.path).id != self.id
+        except CheckpointError:
+            return True
+
+    def _open(self, name: str) -> Any:
+        if name not in self.types:
+            raise CheckpointError(
+                f"there is no array {name!r} in {self.path}; there are {sorted(self.types) or 'none'}{at(caller())}"
+            )
+        dtype, shape = _stored_type(self.types[name])
+        folder = self.path / self._places[name]
+        with self._unless_damaged(name):
+            check_array(folder, dtype, shape)
+        spec = _spec(folder) | {"open": True, "fill_missing_data_reads": False}
+        return tensorstore.open(spec, dtype=dtype, shape=shape, context=_CONTEXT)
+
+    def _started(self, name: str, opening: Any, sharding: Any) -> Any:
+        """Start to read an array: the whole, or the pieces that the devices need, by their bounds."""
+        with self._unless_damaged(name):
+            store = opening.result()
+            if sharding is None or jnp.issubdtype(self.types[name].dtype, jax.dtypes.extended):
+                return _Reading.of(store)
+            indices = sharding.addressable_devices_indices_map(self.types[name].shape).values()
+            return {
+                _bounds(index): _Reading.of(store[index])
+                for index in {_bounds(index): index for index in indices}.values()
+            }
+
+    def _finished(self, name: str, started: Any, sharding: Any) -> Any:
+        type = self.types[name]
+        with self._unless_damaged(name):
+            if not isinstance(started, dict):
+                value = _restored(type, started.result())
+                return value if sharding is None else jax.device_put(jnp.copy(value), sharding)
+            pieces = {bounds: _restored(type, piece.result()) for bounds, piece in started.items()}
+        places = sharding.addressable_devices_indices_map(type.shape)
+        # Copies: a program may overwrite a JAX array's buffer, and a piece may serve several devices.
+        parts = [own_copy(pieces[_bounds(index)], _on(sharding, device)) for device, index in places.items()]
+        return jax.make_array_from_single_device_arrays(type.shape, sharding, parts)
+
+    @contextmanager
+    def _unless_damaged(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except (ValueError, OSError) as error:
+            raise CheckpointError(
+                f"array {name!r} ({self.types[name]}) in {self.path} is damaged or missing: {_first_line(error)}"
+                f"{at(caller())}\n  take an older checkpoint, or read the others without this one"
+            ) from error
+
+
+def read_arrays(path: str | os.PathLike[str]) -> ArrayFiles:
+    """Open the folder that `write_arrays` wrote to `path`.
+
+    Raises NoCheckpoint if there is nothing, or a folder without a manifest; CheckpointError if the manifest is damaged
+    or was written by a newer dflow.
+    """
+    place = present(path)
+    try:
+        manifest = read_manifest(place)
+    except (FileNotFoundError, NotADirectoryError):
+        if not place.exists():
+            raise NoCheckpoint(f"there is no checkpoint {place}{at(caller())}\n  {_neighbours(place)}") from None
+        raise NoCheckpoint(
+            f"{place} is no checkpoint of dflow: it holds no {MANIFEST}{at(caller())}\n  {_neighbours(place)}"
+        ) from None
+    return ArrayFiles(place, manifest.id, manifest.types, manifest.metadata, manifest.paths)
+
+
+def _on(sharding: Any, device: Any) -> Any:
+    return SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+
+
+def own_copy(value: Any, sharding: Any = None) -> jax.Array:
+    """Return a JAX array that shares no memory with `value`, with a sharding if given."""
+    # `device_put` aliases aligned memory, even with may_alias=False.
+    return jnp.array(value, copy=True, device=sharding)
+
+
+def _bounds(index: _Index | None) -> tuple[Any, ...]:
+    return tuple((part.start, part.stop) for part in index or ())
+
+
+def _neighbours(place: Path) -> str:
+    if below := _folders_in(place):
+        return f"in it there are: {', '.join(below[:20])}; give the path of one of them"
+    return f"in {place.parent} there are: {', '.join(_folders_in(place.parent)[:20]) or 'none'}"
+
+
+def _folders_in(place: Path) -> list[str]:
+    """Return the names of the folders of arrays in a folder, sorted."""
+    try:
+        entries = [entry for entry in place.iterdir() if not is_of_an_attempt(entry.name)]
+        return sorted(entry.name for entry in entries if (entry / MANIFEST).is_file())
+    except OSError:
+        return []
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """An array to write, with its type; the value of PRNG keys is their data."""
+
+    name: str
+    type: ArrayType
+    value: Any
+
+    @staticmethod
+    def of(name: str, array: Any) -> _Stored:
+        value = array if isinstance(array, jax.Array) else np.asarray(array)
+        if isinstance(value, np.ndarray) and not value.dtype.isnative:
+            value = value.astype(value.dtype.newbyteorder("="))
+        try:
+            type = ArrayType(value.dtype, value.shape) if isinstance(value, np.ndarray) else array_type_of(value).strong
+            if parse_type(str(type)) != type:
+                raise ParseError(str(type))
+        except (ParseError, TypeError) as error:
+            raise CheckpointError(
+                f"array {name!r} is of dtype {value.dtype}, which cannot be written{at(caller())}\n"
+                "  convert it to numbers, or leave it out"
+            ) from error
+        if jnp.issubdtype(type.dtype, jax.dtypes.extended):
+            value = jax.random.key_data(value)
+        return _Stored(name, type, value)
+
+    def pieces(self) -> Iterator[tuple[_Index, Any]]:
+        """Yield the parts that the devices of this process hold, each once."""
+        if isinstance(self.value, np.ndarray):
+            yield (slice(None),) * self.value.ndim, self.value
+            return
+        for shard in self.value.addressable_shards:
+            if shard.replica_id == 0:
+                yield shard.index, shard.data
+
+    def chunks(self) -> Iterator[tuple[_Index, Any]]:
+        """Yield the pieces cut into chunks, with the stored dtype."""
+        stored = _stored_dtype(self.value.dtype)
+        for index, piece in self.pieces():
+            data = np.asarray(piece)
+            data = data if data.dtype == stored else np.asarray(data, order="C").view(stored)
+            first = [part.start or 0 for part in index]
+            sizes = [range(0, size, step) for size, step in zip(data.shape, self.chunk_shape(), strict=True)]
+            for starts in itertools.product(*sizes):
+                inner = tuple(
+                    slice(start, start + step) for start, step in zip(starts, self.chunk_shape(), strict=True)
+                )
+                outer = tuple(
+                    slice(begin + part.start, begin + min(part.stop, size))
+                    for begin, part, size in zip(first, inner, data.shape, strict=True)
+                )
+                yield outer, data[inner]
+
+    def is_small(self) -> bool:
+        """Whether the array has at most `_SMALL_BYTES` bytes, in one chunk."""
+        return self.value.nbytes <= _SMALL_BYTES and self.chunk_shape() == tuple(max(1, n) for n in self.value.shape)
+
+    def chunk_shape(self) -> tuple[int, ...]:
+        """Return the shape of a device's part, cut along its first dimensions until it is small enough."""
+        shape = whole = self.value.shape
+        if isinstance(self.value, jax.Array):
+            shape = self.value.sharding.shard_shape(whole)
+        return _small(shape, whole, self.value.dtype.itemsize)
+
+
+def _small(shape: Sequence[int], whole: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    """Return the shape of chunks for parts of an array; `shape` is that of a part, `whole` that of the array."""
+    chunk = [max(1, size) for size in shape]
+    for axis, size in enumerate(chunk):
+        inner = itemsize * math.prod(chunk[axis + 1 :])
+        if inner * size <= _CHUNK_BYTES:
+            break
+        rows = max(1, _CHUNK_BYTES // inner)
+        # A divisor keeps chunks within the devices' parts, so that each is written once. Along an axis that is not
+        # divided among devices any number of rows will do, and the last chunk is short.
+        divisor = next(count for count in range(rows, 0, -1) if size % count == 0)
+        chunk[axis] = rows if size == whole[axis] else divisor
+    return tuple(chunk)
+
+
+def _stored_dtype(dtype: Any) -> Any:
+    """Return the dtype on the disk: the array's own, or uint8 if TensorStore does not support it."""
+    try:
+        tensorstore.dtype(dtype)
+    except ValueError:
+        return np.dtype("uint8")
+    return np.dtype(dtype)
+
+
+def _stored_type(type: ArrayType) -> tuple[Any, tuple[int, ...]]:
+    if jnp.issubdtype(type.dtype, jax.dtypes.extended):
+        data = jax.eval_shape(jax.random.key_data, type.struct)
+        return np.dtype(data.dtype), data.shape
+    return _stored_dtype(type.dtype), type.shape
+
+
+def _restored(type: ArrayType, data: Any) -> Any:
+    if jnp.issubdtype(type.dtype, jax.dtypes.extended):
+        return jax.random.wrap_key_data(jnp.asarray(data), impl=key_implementation(type.dtype))
+    return data if data.dtype == type.dtype else data.view(type.dtype)
+
+
+def _write_pieces(folder: Path, parts: Mapping[str, _Stored], places: Mapping[str, str]) -> None:
+    large = {name: part for name, part in parts.items() if not part.is_small()}
+    with ExitStack() as stack:
+        opening = {name: _create(folder, name, places[name], part) for name, part in large.items()}
+        # After a failure no writes must be left running.
+        stack.callback(_await_all, opening.values())
+        started: deque[tuple[str, Any, int]] = deque()
+        stack.callback(lambda: _await_all(written for _, written, _ in started))
+        in_flight = 0
+        for name, part in large.items():
+            for index, data in part.chunks():
+                started.append((name, _started(name, opening[name], index, data, folder), data.nbytes))
+                in_flight += data.nbytes
+                while in_flight > _IN_FLIGHT_BYTES:
+                    in_flight -= _finished(started[0], folder)
+                    started.popleft()
+        for name in parts.keys() - large.keys():
+            with _unless_refused(name, folder):
+                _write_small(folder / places[name], parts[name])
+        for written in started:
+            _finished(written, folder)
+
+
+def _write_small(place: Path, part: _Stored) -> None:
+    """Write the files that TensorStore would write for an array of one chunk."""
+    place.mkdir()
+    shape = list(part.value.shape)
+    _write(place / "zarr.json", _zarr_file(_stored_dtype(part.value.dtype)) | {"shape": shape} | _zarr_metadata(part))
+    for _, data in part.chunks():
+        content = data.tobytes()
+        checksum = crc32c(content).to_bytes(4, "little")
+        (place / ".".join(["c", *("0" for _ in shape)])).write_bytes(content + checksum)
+
+
+@cache
+def _zarr_file(dtype: Any) -> dict[str, Any]:
+    """Return the content of `zarr.json` that TensorStore writes for an array of this dtype."""
+    store: Any = tensorstore.open(
+        {"driver": "zarr3", "kvstore": "memory://", "create": True},
+        dtype=dtype,
+        shape=(),
+        context=tensorstore.Context(),
+    ).result()
+    file: dict[str, Any] = json.loads(store.kvstore["zarr.json"])
+    return file
+
+
+def _await_all(futures: Iterable[Any]) -> None:
+    for future in futures:
+        future.exception()
+
+
+def _create(folder: Path, name: str, place: str, part: _Stored) -> Any:
+    spec = _spec(folder / place, flushed=part.value.nbytes >= _FLUSHED_BYTES)
+    spec |= {"create": True, "metadata": _zarr_metadata(part)}
+    with _unless_refused(name, folder):
+        return tensorstore.open(spec, dtype=_stored_dtype(part.value.dtype), shape=part.value.shape, context=_CONTEXT)
+
+
+def _started(name: str, opening: Any, index: _Index, data: Any, folder: Path) -> Any:
+    with _unless_refused(name, folder):
+        return opening.result()[index].write(data, can_reference_source_data_indefinitely=True)
+
+
+def _finished(started: tuple[str, Any, int], folder: Path) -> int:
+    name, written, size = started
+    with _unless_refused(name, folder):
+        written.result()
+    return size
+
+
+@contextmanager
+def _unless_refused(name: str, folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise CheckpointError(
+            f"array {name!r} cannot be written into {folder.parent}: {_first_line(error)}{at(caller())}\n"
+            "  nothing has been changed there; make room, or choose another place"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return re.split(r" \[(?:tensorstore_spec|source locations)|\n", str(error))[0][:300]
+
+
+def _spec(path: Path, flushed: bool = False) -> dict[str, Any]:
+    # The folder is flushed as a whole before it appears.
+    return {
+        "driver": "zarr3",
+        "kvstore": {"driver": "file", "path": f"{path}/", "file_io_sync": flushed},
+        "store_data_equal_to_fill_value": True,
+    }
+
+
+def _zarr_metadata(part: _Stored) -> dict[str, Any]:
+    wide = _stored_dtype(part.value.dtype).itemsize > 1
+    to_bytes = {"name": "bytes", "configuration": {"endian": "little"}} if wide else {"name": "bytes"}
+    return {
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": part.chunk_shape()}},
+        # Chunks share one folder, since each folder takes time to make, to flush and to remove.
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
+        "codecs": [to_bytes, {"name": "crc32c"}],
+    }
+
+
+def _orbax_metadata(types: Mapping[str, ArrayType], places: Mapping[str, str]) -> dict[str, Any]:
+    """Return the metadata that Orbax expects: a tree of one level, whose keys are the paths of the arrays."""
+    return {
+        "tree_metadata": {
+            str((places[name],)): {
+                "key_metadata": [{"key": places[name], "key_type": 2}],
+                "value_metadata": {
+                    # For a jax.Array Orbax would require its devices.
+                    "value_type": "np.ndarray",
+                    "skip_deserialize": False,
+                    "write_shape": list(_stored_type(type)[1]),
+                },
+            }
+            for name, type in types.items()
+        },
+        "use_ocdbt": False,
+        "use_zarr3": True,
+        "store_array_data_equal_to_fill_value": True,
+        "custom_metadata": None,
+    }
+
+
+def _places(names: Iterable[str]) -> dict[str, str]:
+    """Return the path of each array within the folder: its name, if that is safe, else a coded path.
+
+    A name is safe if it is a path of plain parts, is no parent of another name's path, and differs from every other
+    name by more than its case. No safe name equals a coded path.
+    """
+    folded = Counter(name.casefold() for name in names)
+    around = {parent.as_posix() for name in folded for parent in PurePosixPath(name).parents}
+
+    def is_safe(name: str) -> bool:
+        parts = name.split("/")
+        return (
+            all(_PART.fullmatch(part) and len(part) <= _PART_LENGTH for part in parts)
+            and _RESERVED.isdisjoint(parts)
+            and name.casefold() not in around
+            and folded[name.casefold()] == 1
+        )
+
+    return {name: name if is_safe(name) else _coded(name) for name in names}
+
+
+def _coded(name: str) -> str:
+    readable = re.sub(r"[^A-Za-z0-9_-]+", "_", name)[:80]
+    return f"~{readable}.{hashlib.sha256(name.encode(errors='surrogatepass')).hexdigest()[:24]}"

@@ -1,0 +1,303 @@
+"""Atomic directories: a folder appears complete or not at all, and replaces an older one of its name the same way.
+
+It is written beside its final path under a hidden name, flushed to the disk, and renamed. If the system can exchange
+two names (Linux, macOS), there is a complete folder at the path at every moment. Elsewhere the old one is renamed
+first, and `present` finds it there if the process ends at that moment.
+
+Each attempt to write has a random name and a lock, which is free once its process has ended. The next attempt then
+removes its leftovers. Host names and process ids would not do, since containers share both. Invariant: no process
+removes a folder under a name that another may be about to put in place. It renames the folder first. So if a lock is
+free although its owner runs, the owner's save fails and the checkpoint in place stays.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import re
+import secrets
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from dflow.lowering.files.owner_lock import OwnerLock
+from dflow.tracing.errors import CheckpointError, CheckpointExists
+from dflow.tracing.source import at, caller
+
+Part = TypeVar("Part")
+
+#: Number of tries to put a folder in place when another process puts one there meanwhile.
+_ATTEMPTS = 10
+
+#: Pattern of the names of an attempt, to be formatted with the name of the place.
+_ATTEMPT_NAME = r"\.{}\.([0-9a-f]{{16}})\.(?:lock|writing|replaced|ended)"
+
+#: Number of files that are flushed concurrently.
+_FLUSHES = 16
+#: Number of folders that are removed concurrently.
+_REMOVALS = 4
+
+_AT_FDCWD = -100
+_EXCHANGE = 2
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """The names beside `place` that belong to one attempt to write it."""
+
+    place: Path
+    token: str
+
+    @staticmethod
+    def all_of(place: Path) -> list[_Attempt]:
+        """Return the attempts that have files or folders beside `place`, whether running or ended."""
+        name = re.compile(_ATTEMPT_NAME.format(re.escape(place.name)))
+        with suppress(FileNotFoundError, NotADirectoryError):
+            tokens = {found[1] for entry in os.listdir(place.parent) if (found := name.fullmatch(entry))}
+            return [_Attempt(place, token) for token in sorted(tokens)]
+        return []
+
+    @property
+    def lock(self) -> Path:
+        return self._beside("lock")
+
+    @property
+    def staging(self) -> Path:
+        """The folder being written; after an exchange, the old folder."""
+        return self._beside("writing")
+
+    @property
+    def aside(self) -> Path:
+        """The old folder, on systems that cannot exchange names."""
+        return self._beside("replaced")
+
+    @property
+    def ended(self) -> Path:
+        """The folder about to be removed."""
+        return self._beside("ended")
+
+    def _beside(self, kind: str) -> Path:
+        return self.place.with_name(f".{self.place.name}.{self.token}.{kind}")
+
+    def settle(self) -> bool:
+        """Put the old folder back if nothing is in place, and remove the rest; return whether nothing is left."""
+        if not self.place.exists():
+            with suppress(OSError):
+                os.rename(self.aside, self.place)
+        _remove(self.ended)
+        for left in (self.staging, self.aside):
+            with suppress(OSError):
+                os.rename(left, self.ended)
+            _remove(self.ended)
+        return not any(map(os.path.lexists, (self.staging, self.aside, self.ended)))
+
+
+@contextmanager
+def whole_folder(path: str | os.PathLike[str], *, marker: str, overwrite: bool = False) -> Iterator[Path]:
+    """Yield an empty folder to write into, which becomes `path` when the block ends, and is removed if the block fails.
+
+    marker     the file that every folder of this kind holds; a folder without it is never overwritten unless it is
+               empty
+    overwrite  whether an existing folder may be replaced
+    raises     CheckpointExists when `path` exists and may not be replaced, CheckpointError when the disk refuses it
+    """
+    place = Path(os.path.realpath(path))
+    with _refused_by_the_disk(place):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        _tidy(place)
+        _check_free(place, marker, overwrite)
+        with _attempt(place) as attempt:
+            os.mkdir(attempt.staging)
+            yield attempt.staging
+            flush(attempt.staging)
+            if not (attempt.staging / marker).is_file():
+                raise CheckpointError(
+                    f"{place} cannot be written: {attempt.staging} was emptied while it was written{at(caller())}\n"
+                    "  what was there before is as it was; see what else removes files there, and save again"
+                )
+            _put_in_place(attempt, overwrite)
+
+
+@contextmanager
+def _refused_by_the_disk(place: Path) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointError:  # subclasses may be OSErrors too
+        raise
+    except OSError as error:
+        raise CheckpointError(
+            f"{place} cannot be written: {_reason(place, error)}{at(caller())}\n"
+            "  what was there before is as it was; save where there is room and leave to write"
+        ) from error
+
+
+def _reason(place: Path, error: OSError) -> str:
+    """Return the reason why the disk refuses a folder at `place`."""
+    folder = next(parent for parent in place.parents if parent.exists())
+    if not folder.is_dir():
+        return f"{folder} is no folder"
+    if error.errno == errno.ENOENT and error.filename and Path(os.fsdecode(error.filename)).parent == folder:
+        return f"{folder} takes no new files"
+    return error.strerror or str(error)
+
+
+@contextmanager
+def _attempt(place: Path) -> Iterator[_Attempt]:
+    """Yield the names of a new attempt, and remove the files and folders under them when the block ends."""
+    while True:
+        attempt = _Attempt(place, secrets.token_hex(8))
+        with suppress(FileExistsError):
+            lock = OwnerLock.make(attempt.lock)
+            break
+    is_settled = False
+    try:
+        try:
+            yield attempt
+        finally:
+            is_settled = attempt.settle()
+    finally:
+        if lock is not None:
+            lock.release(remove=is_settled)
+
+
+def is_of_an_attempt(name: str) -> bool:
+    """Whether a name belongs to an attempt: a folder being written, or left by a process that has ended."""
+    return re.fullmatch(_ATTEMPT_NAME.format(".+"), name) is not None
+
+
+def present(path: str | os.PathLike[str]) -> Path:
+    """Return where the folder `path` is: in its place, or renamed by a process that ended while it replaced it."""
+    place = Path(os.path.realpath(path))
+    if place.exists():
+        return place
+    asides = [attempt.aside for attempt in _Attempt.all_of(place) if attempt.aside.exists()]
+    return max(asides, key=lambda aside: aside.stat().st_mtime_ns, default=place)
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a file of a folder that is not yet in place. It is flushed with the folder."""
+    path.write_text(text, encoding="utf-8")
+
+
+def _check_free(place: Path, marker: str, overwrite: bool) -> None:
+    if not place.exists():
+        return
+    if not overwrite:
+        raise CheckpointExists(f"{place} exists{at(caller())}\n  save to another path, or give overwrite=True")
+    if not (place / marker).is_file() and not (place.is_dir() and not any(place.iterdir())):
+        raise CheckpointExists(
+            f"{place} exists and holds no {marker}, so it is not what may be overwritten{at(caller())}\n"
+            "  save to another path, or remove it yourself"
+        )
+
+
+def _put_in_place(attempt: _Attempt, overwrite: bool) -> None:
+    """Rename the staging folder to its place, with retries if other processes put folders there meanwhile."""
+    for left in reversed(range(_ATTEMPTS)):
+        try:
+            if overwrite and attempt.place.exists():
+                _replace(attempt)
+            else:
+                os.rename(attempt.staging, attempt.place)
+            break
+        except OSError as error:
+            if not overwrite and attempt.place.exists():
+                raise CheckpointExists(
+                    f"{attempt.place} was made while this was written{at(caller())}\n"
+                    "  save to another path, or give overwrite=True"
+                ) from error
+            if not left or error.errno not in (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY):
+                raise
+    _sync(attempt.place.parent)
+
+
+def _replace(attempt: _Attempt) -> None:
+    if not _exchange(attempt.staging, attempt.place):
+        _remove(attempt.aside)  # it is older than the folder in place
+        os.rename(attempt.place, attempt.aside)
+        os.rename(attempt.staging, attempt.place)
+        # A folder of this name is never put back.
+        os.rename(attempt.aside, attempt.ended)
+
+
+def _tidy(place: Path) -> None:
+    """Put back, or remove, the folders left by processes that ended while they wrote."""
+    for attempt in _Attempt.all_of(place):
+        if (lock := OwnerLock.take_over(attempt.lock)) is not None:
+            is_settled = False
+            try:
+                is_settled = attempt.settle()
+            finally:
+                lock.release(remove=is_settled)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange two names atomically; return False if the system cannot. Raises OSError."""
+    first, second = os.fsencode(one), os.fsencode(other)
+    libc: Any = ctypes.CDLL(None, use_errno=True) if os.name == "posix" else None
+    if sys.platform == "linux" and hasattr(libc, "renameat2"):
+        failed = libc.renameat2(_AT_FDCWD, first, _AT_FDCWD, second, _EXCHANGE)
+    elif sys.platform == "darwin" and hasattr(libc, "renamex_np"):
+        failed = libc.renamex_np(first, second, _EXCHANGE)
+    else:
+        return False
+    number = ctypes.get_errno()
+    if failed and number not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        raise OSError(number, os.strerror(number), str(other))
+    return not failed
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder, if it exists; by several threads, since a disk may take milliseconds for each file."""
+    if folder.is_symlink():
+        folder.unlink()
+        return
+    walked = list(os.walk(folder, topdown=False))
+    _do_all(_remove_part, walked, _REMOVALS)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_part(part: tuple[str, list[str], list[str]]) -> None:
+    """Remove the files of a folder, and the folder if no subfolder is left in it."""
+    inner, _, files = part
+    with suppress(OSError):
+        for name in files:
+            os.unlink(os.path.join(inner, name))
+        os.rmdir(inner)
+
+
+def flush(folder: Path) -> None:
+    """Flush the files and entries of a folder to the disk; by several threads, so that the disk can combine writes."""
+    walked = list(os.walk(folder))
+    paths = [Path(inner, name) for inner, _, files in walked for name in files] + [Path(inner) for inner, *_ in walked]
+    _do_all(_sync, paths, _FLUSHES)
+
+
+def _do_all(work: Callable[[Part], None], parts: Sequence[Part], at_a_time: int) -> None:
+    with ThreadPoolExecutor(at_a_time) as pool:
+        try:
+            done = [pool.submit(work, part) for part in parts]
+        except RuntimeError:
+            # The interpreter is shutting down, or no thread can start.
+            done = []
+        for one in done:
+            one.result()
+    if not done:
+        for part in parts:
+            work(part)
+
+
+def _sync(path: Path) -> None:
+    if os.name != "posix" and path.is_dir():
+        return
+    handle = os.open(path, os.O_RDONLY if os.name == "posix" else os.O_RDWR)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

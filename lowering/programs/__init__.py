@@ -1,0 +1,1 @@
+"""XLA programs: made from graphs, compiled, exported and read again."""

@@ -1,0 +1,166 @@
+"""The ops of a variable's initialiser, as JAX dispatches them: recorded once, run here or on the variable's task.
+
+Why: an initialiser compiled as one program may differ in last bits from one that JAX runs op by op, as in a standalone
+process. Run op by op it gives the same bits everywhere. Besides, initialisers that differ in numbers only (keys,
+scales) share their programs, since numbers are arguments.
+
+Invariant: values that the initialiser closes over are read when the ops are recorded, not when they run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from dflow.lowering.programs.program import export_program
+from dflow.tracing.ir.types import ArrayType, array_type_of
+from dflow.tracing.jax_frontend import (
+    Equation,
+    bind,
+    dispatched,
+    has_other_effects,
+    is_literal,
+    key_implementation,
+    touches_state,
+)
+from dflow.tracing.state.initial_value import TypedInitial, check_needs_nothing, struct_type
+
+#: A value of at most this size is computed by the process that creates the variable, and sent.
+SENT_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Instructions for another process to compute a value.
+
+    Values are numbered: first the `arrays`, then the results of each call in order. A call is the index of a program
+    and the numbers of the values that it takes. `result` is the number of the computed value.
+    """
+
+    arrays: Sequence[npt.NDArray[Any]]
+    calls: Sequence[tuple[int, tuple[int, ...]]]
+    result: int
+
+
+class Exports:
+    """The programs of ops, each exported once."""
+
+    def __init__(self) -> None:
+        self.blobs: list[bytes] = []
+        self._numbers: dict[Any, tuple[int, Equation]] = {}
+
+    def number(self, equation: Equation) -> int:
+        """Return the index in `blobs` of the program of an equation, exporting it if it is new."""
+        types = [_type_of(atom) for atom in equation.invars]
+        # The equation is kept alive, since some of its parameters are compared by `id`.
+        key = (equation.primitive, *map(_identity, sorted(equation.params.items())), *types)
+        if key not in self._numbers:
+            self._numbers[key] = len(self.blobs), equation
+            self.blobs.append(export_program(_program(equation, types), list(map(_plain_type, types))))
+        return self._numbers[key][0]
+
+
+class InitialOps(TypedInitial):
+    """The ops of the initialiser of the variable `name`.
+
+    Raises VariableError unless it is a function without arguments that returns an array.
+    """
+
+    def __init__(self, initial: Callable[[], Any], name: str | None = None) -> None:
+        check_needs_nothing(initial, name)
+        self._jaxpr, consts, struct = dispatched(initial)
+        self.type = struct_type(struct, name)
+        # The user may write to a NumPy array before the ops run.
+        self._consts = [const.copy() if isinstance(const, np.ndarray) else const for const in consts]
+        #: Whether the initialiser touches variables, so that its ops can run in this process only.
+        self.reads_state = touches_state(self._jaxpr.effects)
+        #: Bytes of captured arrays, which are kept until the ops run.
+        self.size_bytes = sum(getattr(const, "nbytes", 0) for const in self._consts)
+
+    @property
+    def are_sent(self) -> bool:
+        """Whether the value is computed on its task by a recipe, since sending it would cost more."""
+        if has_other_effects(self._jaxpr.effects) or not self._jaxpr.eqns:
+            return False
+        return self.type.size_bytes > max(SENT_BYTES, 2 * self.size_bytes)
+
+    def __call__(self) -> Any:
+        # The first use of a variable may be in a trace, which must not record these ops.
+        with jax.ensure_compile_time_eval():
+            env: dict[Any, Any] = dict(zip(self._jaxpr.constvars, self._consts, strict=True))
+            for equation in self._jaxpr.eqns:
+                values = [_value(atom, env) for atom in equation.invars]
+                results = bind(equation.primitive, equation.params, values, None)
+                env.update(zip(equation.outvars, results, strict=True))
+            return _value(self._jaxpr.outvars[0], env)
+
+    def recipe(self, exports: Exports) -> Recipe:
+        """Return the ops for another process, and add their programs to `exports`."""
+        arrays = [_plain(const, var) for var, const in zip(self._jaxpr.constvars, self._consts, strict=True)]
+        numbers: dict[Any, int] = {var: number for number, var in enumerate(self._jaxpr.constvars)}
+        for literal in self._literals():
+            numbers[id(literal)] = len(arrays)
+            arrays.append(_plain(literal.val, literal))
+        calls, following = [], len(arrays)
+        for equation in self._jaxpr.eqns:
+            takes = tuple(numbers[id(atom) if is_literal(atom) else atom] for atom in equation.invars)
+            calls.append((exports.number(equation), takes))
+            numbers.update(zip(equation.outvars, range(following, following + len(equation.outvars)), strict=True))
+            following += len(equation.outvars)
+        return Recipe(arrays, calls, numbers[self._jaxpr.outvars[0]])
+
+    def _literals(self) -> list[Any]:
+        return [atom for equation in self._jaxpr.eqns for atom in equation.invars if is_literal(atom)]
+
+
+def _value(atom: Any, env: dict[Any, Any]) -> Any:
+    return atom.val if is_literal(atom) else env[atom]
+
+
+def _type_of(atom: Any) -> ArrayType:
+    return ArrayType(atom.aval.dtype, tuple(atom.aval.shape))
+
+
+def _identity(parameter: tuple[str, Any]) -> Any:
+    try:
+        hash(parameter)
+    except TypeError:
+        return parameter[0], id(parameter[1])
+    return parameter
+
+
+def _program(equation: Equation, types: Sequence[ArrayType]) -> Callable[..., list[Any]]:
+    """Return a function of the equation on plain arrays: PRNG keys, which cannot be sent, are passed as their data."""
+
+    def program(*operands: Any) -> list[Any]:
+        values = [_with_keys(operand, type) for operand, type in zip(operands, types, strict=True)]
+        results = bind(equation.primitive, equation.params, values, None)
+        return [jax.random.key_data(result) if _is_key(result.dtype) else result for result in results]
+
+    return program
+
+
+def _is_key(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def _with_keys(operand: Any, type: ArrayType) -> Any:
+    if not _is_key(type.dtype):
+        return operand
+    return jax.random.wrap_key_data(operand, impl=key_implementation(type.dtype).name)
+
+
+def _plain_type(type: ArrayType) -> ArrayType:
+    return array_type_of(jax.eval_shape(jax.random.key_data, type.struct)) if _is_key(type.dtype) else type
+
+
+def _plain(value: Any, atom: Any) -> npt.NDArray[Any]:
+    if _is_key(atom.aval.dtype):
+        return np.asarray(jax.random.key_data(value))
+    return np.asarray(value, dtype=atom.aval.dtype)

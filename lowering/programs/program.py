@@ -1,0 +1,174 @@
+"""A compiled XLA computation over state, and its form as bytes for another process.
+
+A program takes the values of the variables that it writes, then of variables that it only reads, then its operands. It
+returns the new values of the written variables, then its results. The buffers of the written variables are donated,
+unless the program may fail while it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from types import MappingProxyType
+from typing import Any
+
+import jax
+from jax import export
+from jax import jit as jax_jit
+from jax.sharding import AbstractMesh, Mesh, Sharding, SingleDeviceSharding
+
+from dflow.lowering.programs.foreign_program import read_program, write_program
+from dflow.lowering.values.kept_shardings import is_spread, kept_shardings
+from dflow.tracing.ir.explicit_sharding import meshes_of, on_devices
+from dflow.tracing.ir.types import ArrayType
+from dflow.tracing.jax_frontend import passes_handles, uninterrupted, without_callers
+from dflow.tracing.state.variable_trees import handles
+
+
+class Program:
+    """A compiled computation. The written variables are its first arguments, and their new values its first results.
+
+    `compiled` takes arguments with the shardings of its compilation. Arguments elsewhere are moved to `device`, if that
+    is given; otherwise `by_placement` is called, which compiles for their shardings. With `keeps` the program donates
+    no variables, and a call waits until its results are computed.
+    """
+
+    def __init__(
+        self,
+        compiled: Any,
+        by_placement: Callable[..., Any] | None = None,
+        device: jax.Device | None = None,
+        keeps: bool = False,
+    ) -> None:
+        #: The executable, for inspection of its text, cost and memory.
+        self.compiled = compiled
+        self.keeps = keeps
+        elsewhere = by_placement if device is None else _moving(compiled, device)
+        self._elsewhere = awaited(elsewhere) if keeps and elsewhere is not None else elsewhere
+        self._call = awaited(compiled) if keeps else uninterrupted(compiled)
+
+    def __call__(self, *args: Any) -> Sequence[jax.Array]:
+        given: list[Sequence[jax.Array]] = []
+        self.run_into(given, args)
+        return given[0]
+
+    def run_into(self, given: list[Sequence[jax.Array]], args: Sequence[Any]) -> None:
+        """Run the program and append its results to `given`, so that an interrupt after the run does not lose them."""
+        singles, call, elsewhere = list(zip(args, strict=True)), self._call, self._elsewhere
+        try:
+            given.extend(map(call, *singles) if singles else [call()])
+        except ValueError:
+            if given or elsewhere is None or call is elsewhere or not lie_apart(args, self.compiled):
+                raise
+            self._call = elsewhere
+            given.extend(map(elsewhere, *singles))
+
+
+def awaited(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a compiled function that waits until its results are computed, and raises the error of a failed run."""
+
+    @passes_handles
+    def run(*args: Any, **kwargs: Any) -> Any:
+        results = call(*args, **kwargs)
+        jax.block_until_ready(handles(results))
+        return results
+
+    return run
+
+
+def _moving(compiled: Any, device: jax.Device) -> Callable[..., Any]:
+    """Return the computation with its arguments moved to `device` first."""
+    here = {device}
+
+    def run(*args: Any) -> Any:
+        moved = [
+            jax.device_put(arg, device) if isinstance(arg, jax.Array) and arg.sharding.device_set != here else arg
+            for arg in args
+        ]
+        return compiled(*moved)
+
+    return run
+
+
+def lie_apart(args: Sequence[Any], compiled: Any) -> bool:
+    """Whether one of `args`, the last arguments of a computation, has another sharding than the computation takes."""
+    wanted = jax.tree_util.tree_leaves(compiled.input_shardings)
+    return any(
+        isinstance(arg, jax.Array) and not arg.sharding.is_equivalent_to(sharding, arg.ndim)
+        for arg, sharding in zip(args, wanted[len(wanted) - len(args) :], strict=True)
+    )
+
+
+@dataclass(frozen=True)
+class LoweredProgram:
+    """A computation lowered to StableHLO.
+
+    With `keeps` it donates no variables, and a call waits for its results, since it may fail while it runs.
+    """
+
+    stage: jax.stages.Lowered
+    jitted: Callable[..., Any]
+    device: jax.Device | None = None
+    keeps: bool = False
+
+    def compile(self, compiler_options: dict[str, Any] | None = None) -> Program:
+        """Compile the computation for this process."""
+        return Program(self.stage.compile(compiler_options), self.jitted, self.device, self.keeps)
+
+
+def lower_program(
+    fn: Callable[..., Any],
+    types: Sequence[ArrayType],
+    writes: int,
+    given_up: Sequence[int] = (),
+    name: str = "step",
+    compiler_options: dict[str, Any] | None = None,
+    device: jax.Device | None = None,
+    platforms: tuple[str, ...] | None = None,
+    keeps: bool = False,
+    places: Mapping[str, Sharding | None] = MappingProxyType({}),
+    meshes: Mapping[AbstractMesh, Mesh] = MappingProxyType({}),
+) -> LoweredProgram:
+    """Lower `fn` for this process, or for `platforms`.
+
+    writes    number of written variables, the first arguments; they are donated, unless `keeps` is true
+    given_up  indices of further arguments to donate
+    device    where the program runs; without one it runs where its arguments are
+    places    the shardings of the variables, which are the first arguments; written ones keep theirs
+    meshes    the device meshes for the abstract meshes in `types`
+    """
+    fn = kept_shardings(fn, dict(islice(places.items(), writes)))
+    fn.__name__ = name
+    donated = (*(() if keeps else range(writes)), *given_up)
+    options: dict[str, Any] = {"compiler_options": compiler_options}
+    if device is not None:
+        options["in_shardings" if types else "out_shardings"] = SingleDeviceSharding(device)
+    jitted = jax_jit(fn, donate_argnums=donated, keep_unused=True, **options)
+    known = {**meshes_of(places.values()), **meshes}
+    structs = [on_devices(type.struct, known) for type in types]
+    for number, place in enumerate(places.values()):
+        if is_spread(place):
+            structs[number] = jax.ShapeDtypeStruct(structs[number].shape, structs[number].dtype, sharding=place)
+    stage = jitted.trace(*structs).lower(lowering_platforms=platforms)
+    return LoweredProgram(stage, jitted, device, keeps)
+
+
+def export_program(fn: Callable[..., Any], types: Sequence[ArrayType], name: str = "program") -> bytes:
+    """Return the StableHLO of `fn`, for CPU tasks and for tasks like this process, as bytes for `load_program`."""
+    fn.__name__ = name
+    platforms = tuple(dict.fromkeys(["cpu", jax.default_backend()]))
+    with without_callers():
+        exported = export.export(jax_jit(fn), platforms=platforms)(*(type.struct for type in types))
+    return write_program(exported)
+
+
+def load_program(blob: bytes | bytearray | memoryview, writes: int) -> Program:
+    """Compile an exported program for this process; the first `writes` arguments are donated.
+
+    Raises WireError if the bytes are no program, or one that may not run here, and the errors of the compilation.
+    """
+    exported = read_program(blob)
+    jitted = jax_jit(exported.call, donate_argnums=tuple(range(writes)), keep_unused=True)
+    structs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in exported.in_avals]
+    return Program(jitted.lower(*structs).compile())

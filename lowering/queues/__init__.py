@@ -1,0 +1,1 @@
+"""Queues and accumulators of this process, and ops that wait for them."""

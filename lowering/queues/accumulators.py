@@ -1,0 +1,189 @@
+"""Accumulators shared by threads: an `AccumulatorMachine` with a callback and a deadline for each take, and the sum.
+
+Dense components are summed on their device. Rows are summed by index in host memory, and kept sorted by index.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflow.lowering.queues.accumulator_machine import (
+    AccumulatorMachine,
+    EnoughSet,
+    Event,
+    Give,
+    GradientApplied,
+    StepSet,
+    TakeAsked,
+    TakeGivenUp,
+    WarnOfStepBack,
+)
+from dflow.lowering.queues.pending_operations import Answer, Cancel, Shared, Waiter
+from dflow.lowering.queues.resource_use import OnResults, ResourceUse, copied, giving, nothing_to_cancel
+from dflow.tracing.errors import AccumulatorError, InternalError
+from dflow.tracing.ir.accumulator_settings import AccumulatorSettings, Reduction
+from dflow.tracing.ir.types import AccumulatorType, RowsType
+
+#: The sum of the gradients since the last take, one tuple per component: an array, or indices and rows.
+Sum = list[tuple[Any, ...]]
+
+_add = jax.jit(jnp.add)
+
+
+class HeldAccumulator(Shared[Event]):
+    """An accumulator of gradients. Every method may be called from any thread."""
+
+    error = AccumulatorError
+
+    def __init__(self, name: str, settings: AccumulatorSettings, type: AccumulatorType) -> None:
+        super().__init__()
+        self.name = name
+        self._settings, self._type = settings, type
+        self._machine = AccumulatorMachine(settings.limit)
+        self._sum: Sum | None = None
+        #: The old and the new step, if the last event set the step back.
+        self._set_back: tuple[int, int] | None = None
+
+    def start(self, use: ResourceUse, operands: Sequence[Any], on_results: OnResults) -> Cancel:
+        """Start an op; `on_results` is called once, from any thread. The returned function ends it with an error."""
+        match use.op:
+            case "accumulator.apply":
+                *gradient, step = operands
+                fresh = self._apply([copied(part) for part in gradient], int(step), use.where)
+                on_results((jnp.asarray(fresh),))
+            case "accumulator.take":
+                what = f"give {use.count} gradient{'s' if use.count != 1 else ''}"
+                waiter = Waiter(what, giving(on_results, self._reduced), use.timeout_s, use.where)
+                return self._ask(waiter, lambda ticket: TakeAsked(ticket, use.count))
+            case "accumulator.set_step":
+                self._set_step(int(operands[0]), use.where)
+                on_results(())
+            case "accumulator.step" | "accumulator.count" | "accumulator.dropped":
+                on_results((jnp.asarray(self._number(use), jnp.int32),))
+            case _:
+                raise InternalError(f"no accumulator does {use.op!r}")
+        return nothing_to_cancel
+
+    def set_enough(self, count: int) -> None:
+        """Let `count` gradients suffice for takes that want more, including pending ones."""
+        self._do(EnoughSet(count), "")
+
+    def depth(self) -> tuple[int, int]:
+        """Return the number of gradients in the sum, and the limit of that number, or 0 without a limit."""
+        with self._lock:
+            return self._machine.count, self._settings.limit or 0
+
+    def contents(self) -> tuple[Any, ...]:
+        """Return the step, the numbers of gradients summed and dropped, and the arrays of the sum."""
+        with self._lock:
+            machine, total = self._machine, self._sum or []
+            return machine.step, machine.count, machine.dropped, [np.array(array) for part in total for array in part]
+
+    def _apply(self, gradient: Sequence[Any], step: int, where: str) -> bool:
+        fresh = False
+
+        def add() -> None:
+            # Before the event, which may hand the sum to a take. If this fails, nothing has changed.
+            nonlocal fresh
+            fresh = self._machine.is_fresh(step)
+            if fresh:
+                self._sum = self._with(gradient, where)
+
+        self._do(GradientApplied(step), where, add)
+        return fresh
+
+    def _with(self, gradient: Sequence[Any], where: str) -> Sum:
+        """Return the sum with a gradient added."""
+        rest = iter(gradient)
+        before: Sequence[Any] = self._sum if self._sum is not None else [None] * len(self._type.components)
+        return [
+            self._with_rows(component, old, (next(rest), next(rest)), where)
+            if isinstance(component, RowsType)
+            else (_added(old, next(rest)),)
+            for component, old in zip(self._type.components, before, strict=True)
+        ]
+
+    def _with_rows(self, component: RowsType, old: Any, new: tuple[Any, Any], where: str) -> tuple[Any, Any]:
+        indices, rows = map(np.asarray, new)
+        if old is not None:
+            indices, rows = np.concatenate([old[0], indices]), np.concatenate([old[1], rows])
+        distinct, places = np.unique(indices, return_inverse=True)
+        if len(distinct) > component.count:
+            raise AccumulatorError(
+                f"accumulator {self.name!r} would hold {len(distinct)} different rows, but a take gives {component}"
+                f"{where}\n  give its spec more rows, or make that part of it dense"
+            )
+        total = np.zeros((len(distinct), *rows.shape[1:]), rows.dtype)
+        np.add.at(total, places, rows)
+        return distinct, total
+
+    def _set_step(self, step: int, where: str) -> None:
+        back: tuple[int, int] | None = None
+
+        def note() -> None:
+            nonlocal back
+            back, self._set_back = self._set_back, None
+
+        self._do(StepSet(step), where, after=note)
+        if back is not None:
+            warnings.warn(
+                f"accumulator {self.name!r} goes back from step {back[0]} to {back[1]}: gradients that were stale "
+                f"are taken again{where}",
+                stacklevel=2,
+            )
+
+    def _number(self, use: ResourceUse) -> int:
+        with self._lock:
+            self._check_there(use.where)
+            number: int = getattr(self._machine, use.op.removeprefix("accumulator."))
+            return number
+
+    def _reduced(self, answer: tuple[Any, ...]) -> list[jax.Array]:
+        """Return the results of a take; `answer` is the sum and the number of its gradients."""
+        total, count = answer
+        divisor = count if self._settings.reduction is Reduction.MEAN else None
+        results = []
+        for component, part in zip(self._type.components, total, strict=True):
+            *indices, values = part
+            if isinstance(component, RowsType):
+                results.append(jnp.asarray(_padded(indices[0], component.count), jnp.int32))
+                values = jnp.asarray(_padded(values, component.count))
+            results.append(values if divisor is None else (values / divisor).astype(values.dtype))
+        return results
+
+    def _decide(self, event: Event) -> Iterable[tuple[int, Answer]]:
+        for command in self._machine.handle(event):
+            match command:
+                case Give(ticket, count):
+                    total, self._sum = self._sum, None
+                    yield ticket, (total, count)
+                case WarnOfStepBack(before, now):
+                    self._set_back = before, now
+
+    def _give_up(self, ticket: int) -> Event:
+        return TakeGivenUp(ticket)
+
+    def _too_late(self, ticket: int, waiter: Waiter) -> str:
+        machine = self._machine
+        return (
+            f"accumulator {self.name!r} could not {waiter.what} within {waiter.timeout_s:g} s; at step {machine.step} "
+            f"it holds {machine.count}, and dropped {machine.dropped} that were stale{waiter.where}\n"
+            "  are all workers alive, and do they pass the accumulator's step?"
+        )
+
+    def _clear(self) -> None:
+        self._machine, self._sum = AccumulatorMachine(self._settings.limit), None
+
+
+def _added(old: tuple[Any, ...] | None, new: Any) -> Any:
+    return jnp.asarray(new) if old is None else _add(old[0], new)
+
+
+def _padded(rows: Any, count: int) -> Any:
+    return np.concatenate([rows, np.zeros((count - len(rows), *rows.shape[1:]), rows.dtype)])

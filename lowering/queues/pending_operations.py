@@ -1,0 +1,223 @@
+"""A resource shared by threads: a state machine behind a lock, with a callback and a deadline for each waiter.
+
+A waiter is a pending operation, not a blocked thread. The thread whose operation completes it calls its callback,
+outside the lock, so a callback may use the resource again. Callbacks should be short, since they run on the threads of
+other callers. An exception in a callback is logged and does not affect the other waiters.
+
+An interrupt may come between any two lines of the completing thread. So a waiter stays registered under its ticket
+until its callback is called, and an interrupted thread still delivers the answers that were decided. Waiters whose
+answers were not decided end at their deadlines.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any, Generic, TypeVar
+
+from dflow.lowering.queues.timers import Stoppable, start_timer
+from dflow.tracing.errors import DeadlineExceeded, DflowError
+
+LOGGER = logging.getLogger("dflow")
+
+#: The outcome of a pending operation: its results, or the error.
+Answer = tuple[Any, ...] | BaseException
+OnDone = Callable[[Answer], None]
+#: Ends a pending operation with an error, unless it has ended.
+Cancel = Callable[[BaseException], None]
+
+#: The answers to deliver, by ticket.
+Told = deque[tuple[int, Answer]]
+
+Event = TypeVar("Event")
+
+
+@dataclass
+class Waiter:
+    """A pending operation. `what` names the operation in messages; `where` is the user's line, as messages show it."""
+
+    what: str
+    on_done: OnDone
+    timeout_s: float
+    where: str
+    timer: Stoppable | None = None
+    #: Number of parts of the operation, which the resource completes one by one.
+    count: int = 1
+    #: The answer, once it is decided.
+    answer: Answer | None = None
+
+
+@dataclass(frozen=True)
+class Gone:
+    """Why the contents were freed, and the remedy."""
+
+    reason: str
+    remedy: str
+
+
+class Shared(ABC, Generic[Event]):
+    """A resource that calls each waiter's callback exactly once. Every method may be called from any thread."""
+
+    #: The error of each use after `forget`.
+    error: type[DflowError]
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._tickets = itertools.count()
+        self._waiters: dict[int, Waiter] = {}
+        self._gone: Gone | None = None
+
+    @abstractmethod
+    def _decide(self, event: Event) -> Iterable[tuple[int, Answer]]:
+        """Apply an event; return the tickets of the operations that it completes, with answers. The lock is held."""
+
+    @abstractmethod
+    def _give_up(self, ticket: int) -> Event:
+        """Return the event that abandons the operation with this ticket."""
+
+    @abstractmethod
+    def _too_late(self, ticket: int, waiter: Waiter) -> str:
+        """Return the message for an operation that reached its deadline. The lock is held."""
+
+    @abstractmethod
+    def _clear(self) -> None:
+        """Free the contents. The lock is held."""
+
+    def forget(self, reason: str, remedy: str) -> None:
+        """Free the contents. Pending operations and later uses get an error with this reason and remedy."""
+        told: Told = deque()
+        try:
+            with self._lock:
+                self._gone = Gone(reason, remedy)
+                self._clear()
+                for ticket, waiter in list(self._waiters.items()):
+                    if waiter.answer is None:
+                        waiter.answer = self._gone_error(self._gone, waiter.where)
+                    told.append((ticket, waiter.answer))
+            self._tell(told)
+        finally:
+            self._tell(told)
+
+    def _ask(self, waiter: Waiter, event: Callable[[int], Event]) -> Cancel:
+        """Register a pending operation and apply its event; return the function that cancels it."""
+        ticket = next(self._tickets)
+        told: Told = deque()
+        try:
+            with self._lock:
+                self._check_there(waiter.where)
+                self._waiters[ticket] = waiter
+                self._decided(event(ticket), told)
+                if waiter.timeout_s > 0 and waiter.answer is None:
+                    waiter.timer = start_timer(waiter.timeout_s, lambda: self._end(ticket, None))
+            self._tell(told)
+            if waiter.timeout_s <= 0:
+                self._end(ticket, None)
+        except BaseException as error:
+            # The caller does not receive the function that cancels it.
+            self._end(ticket, error)
+            raise
+        finally:
+            self._tell(told)
+        return lambda error: self._end(ticket, error)
+
+    def _do(
+        self,
+        event: Event,
+        where: str,
+        before: Callable[[], None] | None = None,
+        after: Callable[[], None] | None = None,
+    ) -> None:
+        """Apply an event that no caller waits for, between `before` and `after`; answer the waiters it completes."""
+        told: Told = deque()
+        try:
+            with self._lock:
+                self._check_there(where)
+                if before is not None:
+                    before()
+                self._decided(event, told)
+                if after is not None:
+                    after()
+            self._tell(told)
+        finally:
+            self._tell(told)
+
+    def _check_there(self, where: str) -> None:
+        if self._gone is not None:
+            raise self._gone_error(self._gone, where)
+
+    def _gone_error(self, gone: Gone, where: str) -> DflowError:
+        return self.error(f"{gone.reason}{where}\n  {gone.remedy}")
+
+    def _end(self, ticket: int, error: BaseException | None) -> None:
+        """End a pending operation with an error, by default that of its deadline."""
+        told: Told = deque()
+        try:
+            with self._lock:
+                waiter = self._waiters.get(ticket)
+                if waiter is None:
+                    return
+                if waiter.answer is None:
+                    answer = error or DeadlineExceeded(self._too_late(ticket, waiter))
+                    self._decided(self._give_up(ticket), told)
+                    waiter.answer = answer
+                told.appendleft((ticket, waiter.answer))
+            self._tell(told)
+        finally:
+            self._tell(told)
+
+    def _decided(self, event: Event, told: Told) -> None:
+        """Apply an event; add the answers to `told` and to the waiters. The lock is held."""
+        # A single call, so that an interrupt here drops no answer.
+        told.extend(self._decide(event))
+        for ticket, answer in told:
+            self._waiters[ticket].answer = answer
+
+    def _tell(self, told: Told) -> None:
+        """Call the callbacks of `told` and empty it, also after an interrupt. The lock is not held."""
+        try:
+            while told:
+                self._tell_one(*told[0])
+                told.popleft()
+        finally:
+            # An interrupt of this thread must not keep other threads waiting.
+            if told:
+                self._tell(told)
+
+    def _tell_one(self, ticket: int, answer: Answer) -> None:
+        waiter = self._waiters.get(ticket)
+        if waiter is None:
+            return
+        if waiter.timer is not None:
+            waiter.timer.stop()
+        try:
+            # The thread that removes the ticket calls the callback, so it is called once.
+            self._waiters.pop(ticket, _TOLD).on_done(answer)
+        except Exception:
+            LOGGER.exception("what was to %s could not take the answer; other waiters are told", waiter.what)
+
+
+#: Stands for a waiter whose callback another thread calls.
+_TOLD = Waiter("nothing", lambda answer: None, 0.0, "")
+
+
+def wait(start: Callable[[OnDone], Cancel]) -> tuple[Any, ...]:
+    """Start an operation and wait for its results. Raises its error; an interrupt cancels the operation."""
+    # Cheaper than a Future, and `put` is atomic: an interrupt of the thread that answers cannot leave it half done.
+    done: SimpleQueue[Answer] = SimpleQueue()
+    cancel: Cancel | None = None
+    try:
+        cancel = start(done.put)
+        answer = done.get()
+    except BaseException as error:
+        if cancel is not None:
+            cancel(error)
+        raise
+    if isinstance(answer, BaseException):
+        raise answer
+    return answer

@@ -1,0 +1,159 @@
+"""Queues shared by threads: a `QueueMachine` with a callback and a deadline for each pending operation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from dflow.lowering.queues.pending_operations import Answer, Cancel, OnDone, Shared, Waiter
+from dflow.lowering.queues.queue_machine import (
+    CloseAsked,
+    DequeueAsked,
+    Element,
+    EnqueueAsked,
+    Event,
+    Fail,
+    FifoOrder,
+    Order,
+    PriorityOrder,
+    QueueMachine,
+    Serve,
+    ShuffleOrder,
+    WaitEnded,
+    Why,
+)
+from dflow.tracing.errors import DflowError, FeedError, QueueClosed, QueueError
+from dflow.tracing.ir.queue_settings import QueueKind, QueueSettings
+from dflow.tracing.source import at, raised_at
+
+#: Remedies for a queue that cannot take or give elements: at a deadline, and when it is closed.
+_LATE = {
+    "take": "does every thread that dequeues still run? timeout_s says how long to wait",
+    "give": "does every thread that enqueues still run? timeout_s says how long to wait",
+}
+_CLOSED = {
+    "take": "close it after the last enqueue, or make a new queue",
+    "give": "stop at dflow.QueueClosed, or take what is left by dequeue_up_to",
+}
+
+
+class SharedQueue(Shared[Event]):
+    """A queue of elements, each a tuple of arrays. Every method may be called from any thread."""
+
+    error = QueueError
+
+    def __init__(self, name: str, settings: QueueSettings) -> None:
+        super().__init__()
+        self.name = name
+        self._settings = settings
+        self._machine = QueueMachine(settings.capacity, order_of(settings))
+        #: The error of the queue's feed, if it was closed by `fail`, and the line where it is fed.
+        self._failure: tuple[BaseException, str] | None = None
+
+    def enqueue(self, elements: Sequence[Element], on_done: OnDone, timeout_s: float, where: str = "") -> Cancel:
+        """Put the elements in, in order; return the function that cancels this.
+
+        `on_done` is called once, from any thread, when all elements are in, or with an error: QueueClosed,
+        DeadlineExceeded after `timeout_s`, or the error of the cancellation. Elements that were put in before an error
+        stay in.
+        """
+        if self._settings.kind is QueueKind.PRIORITY:
+            # Computed here, so that no thread waits for a device with the lock held.
+            elements = [(np.asarray(element[0]), *element[1:]) for element in elements]
+        waiter = Waiter(f"take {_elements(len(elements))}", on_done, timeout_s, where, count=len(elements))
+        return self._ask(waiter, lambda ticket: EnqueueAsked(ticket, tuple(elements)))
+
+    def dequeue(
+        self, count: int, on_done: OnDone, timeout_s: float, where: str = "", *, or_fewer: bool = False
+    ) -> Cancel:
+        """Take `count` elements, like `enqueue`; with `or_fewer`, take the rest of a closed queue that is not empty."""
+        waiter = Waiter(f"give {_elements(count)}", on_done, timeout_s, where)
+        return self._ask(waiter, lambda ticket: DequeueAsked(ticket, count, or_fewer))
+
+    def close(self, *, cancel_pending: bool = False, where: str = "") -> None:
+        """Refuse later enqueues; with `cancel_pending`, pending ones fail too."""
+        self._do(CloseAsked(cancel_pending), where)
+
+    def fail(self, failure: BaseException, fed: str) -> None:
+        """Close the queue because its feed, at the line `fed`, failed.
+
+        A later enqueue, and a dequeue of more elements than it holds, raise FeedError, with `failure` as its cause.
+        """
+        self._do(CloseAsked(cancel_pending=True), fed, before=lambda: self._note(failure, fed))
+
+    def _note(self, failure: BaseException, fed: str) -> None:
+        self._failure = self._failure or (failure, fed)
+
+    def size(self, where: str = "") -> int:
+        """Return the number of elements that it holds now."""
+        with self._lock:
+            self._check_there(where)
+            return len(self._machine.order)
+
+    def depth(self) -> tuple[int, int]:
+        """Return the number of elements and the capacity; for a queue that was forgotten, 0 and the capacity."""
+        with self._lock:
+            return len(self._machine.order), self._machine.capacity
+
+    def contents(self) -> list[Element]:
+        """Return the elements, for inspection."""
+        with self._lock:
+            return self._machine.order.contents()
+
+    def _decide(self, event: Event) -> Iterable[tuple[int, Answer]]:
+        for command in self._machine.handle(event):
+            match command:
+                case Serve(ticket, elements):
+                    yield ticket, elements
+                case Fail(ticket, Why.CLOSED, left):
+                    waiter = self._waiters[ticket]
+                    yield ticket, self._closed(waiter, left)
+
+    def _closed(self, waiter: Waiter, left: int) -> DflowError:
+        if self._failure is None:
+            what = f"{waiter.what}{_part(waiter, left)}"
+            fact = f"queue {self.name!r} is closed and cannot {what}; {self._held()}{waiter.where}"
+            return QueueClosed(f"{fact}\n  {_CLOSED[waiter.what.split()[0]]}")
+        failure, fed = self._failure
+        error = FeedError(
+            f"queue {self.name!r} cannot {waiter.what}, because what feeds it failed; {self._held()}{waiter.where}\n"
+            f"  it raised {type(failure).__name__}: {failure}{at(raised_at(failure))}\n"
+            f"  it is fed{fed}"
+        )
+        error.__cause__ = failure
+        return error
+
+    def _give_up(self, ticket: int) -> Event:
+        return WaitEnded(ticket)
+
+    def _too_late(self, ticket: int, waiter: Waiter) -> str:
+        part = _part(waiter, self._machine.left(ticket))
+        fact = f"queue {self.name!r} could not {waiter.what} within {waiter.timeout_s:g} s{part}; {self._held()}"
+        return f"{fact}{waiter.where}\n  {_LATE[waiter.what.split()[0]]}"
+
+    def _clear(self) -> None:
+        self._machine = QueueMachine(self._settings.capacity, order_of(self._settings))
+
+    def _held(self) -> str:
+        return f"it holds {len(self._machine.order)} of at most {self._machine.capacity}"
+
+
+def _part(waiter: Waiter, left: int) -> str:
+    """Return text for the number of elements that went in, for an enqueue of several."""
+    return f", of which {waiter.count - left} went in" if waiter.count > 1 else ""
+
+
+def _elements(count: int) -> str:
+    return f"{count} element{'s' if count != 1 else ''}"
+
+
+def order_of(settings: QueueSettings) -> Order:
+    """Return a new, empty order for a queue of these settings."""
+    match settings.kind:
+        case QueueKind.FIFO:
+            return FifoOrder()
+        case QueueKind.SHUFFLE:
+            return ShuffleOrder(settings.seed, settings.min_after_dequeue)
+        case QueueKind.PRIORITY:
+            return PriorityOrder(lambda element: int(np.asarray(element[0])))

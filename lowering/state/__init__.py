@@ -1,0 +1,1 @@
+"""The table of variables, queues and accumulators of one process."""

@@ -1,0 +1,1 @@
+"""A planned step, and the threads that run it."""

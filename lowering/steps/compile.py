@@ -1,0 +1,267 @@
+"""Make one plan per task from a lowered graph, with the programs that the plans call.
+
+The graph must be the result of the pipeline: its nodes are XLA calls, sends, receives, copies, and host nodes (ops on
+queues and accumulators, branches and loops that wait), each on a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dflow.lowering.passes.task_control_flow import tasks_of
+from dflow.lowering.placement.work import is_quick
+from dflow.lowering.programs.discharge import Discharged, discharge
+from dflow.lowering.steps.plan import Branch, Call, Copy, Item, Plan, Read, Recv, Scalar, Scan, Send, UseResource, While
+from dflow.lowering.values.snapshots import snapshots
+from dflow.tracing.devices.device_name import split_device_name
+from dflow.tracing.errors import InternalError
+from dflow.tracing.ir import ops
+from dflow.tracing.ir.effects import Effect
+from dflow.tracing.ir.graph import Graph, Literal, Node, Operand, Value
+from dflow.tracing.ir.types import HANDLES, ArrayType, dtype_name
+from dflow.tracing.jaxprs.callbacks import calls_python
+from dflow.tracing.parallel_iterations import DEFAULT_PARALLEL_ITERATIONS
+from dflow.tracing.source import at
+
+
+@dataclass(frozen=True)
+class TaskPlan:
+    """A task's plan, and the functions of its programs, which calls name by index."""
+
+    plan: Plan
+    programs: tuple[Discharged, ...]
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """The plans of a graph. The feeds of the caller's plan are the graph's array inputs, then `literals`."""
+
+    local: TaskPlan
+    remote: Mapping[str, TaskPlan]
+    literals: tuple[Literal, ...]
+
+
+def make_plans(graph: Graph, local: str, keys: Mapping[Value, str]) -> Compiled:
+    """Return the plans of a lowered graph with the caller `local`; `keys` has each variable's key in its store."""
+    moved = snapshots(graph)
+    makers: dict[str, _Maker] = {local: _Maker(local, keys, snapshots=moved)}
+    feeds: list[Operand] = [value for value in graph.inputs if not isinstance(value.type, HANDLES)]
+    literals = tuple(output for output in graph.outputs if isinstance(output, Literal))
+    caller = makers[local]
+    caller.feeds = [caller.slot(operand) for operand in (*feeds, *literals)]
+    for node in graph.nodes:
+        for task in tasks_of(node):
+            makers.setdefault(task, _Maker(task, keys, snapshots=moved)).add(node)
+    caller.fetches = [caller.slot(output) for output in graph.outputs]
+    plans = {task: maker.plan() for task, maker in makers.items()}
+    return Compiled(plans.pop(local), plans, literals)
+
+
+def _device(node: Node) -> str:
+    """Return the device, within its task, on which a node runs; empty for any."""
+    return split_device_name(node.device or "")[1]
+
+
+class _Share:
+    """The share of a task in a branch or loop: all of it, or the task's partition of one on several tasks."""
+
+    def __init__(self, node: Node, task: str) -> None:
+        self._node, self._task = node, task
+        self._tasks: tuple[str, ...] = node.attributes.get("tasks", ())
+        self.is_divided = bool(self._tasks)
+
+    @property
+    def index(self) -> Operand:
+        """The operand that is the index of the branch."""
+        picks = self._node.attributes.get("picks")
+        return self._node.inputs[picks[self._tasks.index(self._task)] if picks else 0]
+
+    def takes(self, place: int) -> bool:
+        """Whether the operand of the bodies at index `place` is an array for this task."""
+        given = self._node.bodies[0].inputs[place]
+        return not isinstance(given.type, HANDLES) and (not self.is_divided or given.device == self._task)
+
+    @property
+    def gives(self) -> list[int]:
+        """The indices of the results on this task."""
+        homes = self._node.attributes.get("homes", ())
+        return [place for place in range(len(self._node.array_outputs)) if not homes or homes[place] == self._task]
+
+    def given(self, body: Graph) -> list[Operand]:
+        """Return the outputs of the task's share of a body."""
+        if self._node.op is ops.ctrl_while and body is self._node.bodies[0]:
+            return [body.outputs[self._tasks.index(self._task) if self.is_divided else 0]]
+        return [body.outputs[place] for place in self.gives]
+
+
+@dataclass
+class _Maker:
+    task: str
+    keys: Mapping[Value, str]
+    feeds: list[int] = field(default_factory=list)
+    fetches: list[int] = field(default_factory=list)
+    items: list[Item] = field(default_factory=list)
+    programs: list[Discharged] = field(default_factory=list)
+    slots: dict[Operand, int] = field(default_factory=dict)
+    makers: dict[Value, int] = field(default_factory=dict)
+    #: The results of branches and loops that several tasks run.
+    divided: set[Value] = field(default_factory=set)
+    scalars: list[Scalar] = field(default_factory=list)
+    bodies: list[Plan] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    snapshots: frozenset[Node] = frozenset()
+
+    def slot(self, operand: Operand) -> int:
+        return self.slots.setdefault(operand, len(self.slots))
+
+    def add(self, node: Node) -> None:
+        before: Iterable[Value] = node.after
+        if "tasks" in node.attributes:
+            # This node may take results of an earlier divided node on other tasks only. Then only an order edge keeps
+            # the two nodes' shares in order on this task.
+            before = (*before, *(value for value in node.values if value in self.divided))
+        after = tuple(dict.fromkeys(self.makers[value] for value in before if value in self.makers))
+        self.divided.update(node.outputs if "tasks" in node.attributes else ())
+        self.makers.update(dict.fromkeys(node.outputs, len(self.items)))
+        self.items.append(self._item(node, after))
+        self.names.append(f"%{node.outputs[0].name} ({node.op.name}){at(node.loc)}")
+
+    def _item(self, node: Node, after: tuple[int, ...]) -> Item:
+        if node.op is ops.net_send:
+            edge, destination = node.attributes["edge"], node.attributes["destination"]
+            return Send(edge, destination, self.slot(node.inputs[0]), after)
+        if node.op is ops.net_recv:
+            type: ArrayType = node.attributes["type"]
+            edge, source = node.attributes["edge"], node.attributes["source"]
+            return Recv(edge, source, self.slot(node.outputs[0]), dtype_name(type.dtype), type.shape, after)
+        if node.op is ops.dev_copy:
+            return Copy(_device(node), self.slot(node.inputs[0]), self.slot(node.outputs[0]), after)
+        if node in self.snapshots:
+            return self._read(node, after)
+        if node.op is ops.xla_call:
+            return self._call(node, after)
+        if node.op in ops.CONTROL_OPS:
+            return self._control(node, after)
+        if node.op in ops.HOST_OPS:
+            return self._use_resource(node, after)
+        raise InternalError(f"{node.op.name} is not part of a lowered graph")
+
+    def _use_resource(self, node: Node, after: tuple[int, ...]) -> UseResource:
+        ref, *operands = node.inputs
+        return UseResource(
+            self._key(ref),
+            node.op.name,
+            takes=self._takes(operands),
+            gives=tuple(self.slot(value) for value in node.array_outputs),
+            line=at(node.loc),
+            after=after,
+            **node.attributes,
+        )
+
+    def _control(self, node: Node, after: tuple[int, ...]) -> Branch | While | Scan:
+        share = _Share(node, self.task)
+        numbers = tuple(self._body(node, body) for body in node.bodies)
+        taken = [operand for place, operand in enumerate(node.handed) if share.takes(place)]
+        gives = tuple(self.slot(node.array_outputs[place]) for place in share.gives)
+        if node.op is ops.ctrl_cond:
+            return Branch(numbers, self._takes([share.index, *taken]), gives, after)
+        takes = self._takes(taken)
+        parallel = node.attributes.get("parallel", DEFAULT_PARALLEL_ITERATIONS)
+        carry = sum(place < node.attributes["carry"] for place in share.gives)
+        if node.op is ops.ctrl_while:
+            test, repeated = numbers
+            return While(test, repeated, carry, takes, gives, after, parallel)
+        first_row = len(node.handed) - node.attributes["rows"]
+        return Scan(
+            numbers[0],
+            length=node.attributes["length"],
+            reverse=node.attributes["reverse"],
+            carry=carry,
+            rows=sum(map(share.takes, range(first_row, len(node.handed)))),
+            stacked=tuple(str(node.bodies[0].outputs[place].type) for place in share.gives[carry:]),
+            takes=takes,
+            gives=gives,
+            after=after,
+            parallel=parallel,
+        )
+
+    def _body(self, node: Node, body: Graph) -> int:
+        """Add the plan of a body and return its index. Its programs are added to those of the whole plan."""
+        keys = {
+            ref: self._key(operand)
+            for ref, operand in zip(body.inputs, node.handed, strict=True)
+            if isinstance(ref.type, HANDLES)
+        }
+        maker, share = _Maker(self.task, keys, programs=self.programs), _Share(node, self.task)
+        maker.feeds = [maker.slot(value) for place, value in enumerate(body.inputs) if share.takes(place)]
+        maker.snapshots = snapshots(body)
+        for inner in body.nodes:
+            if not share.is_divided or self.task in tasks_of(inner):
+                maker.add(inner)
+        maker.fetches = list(maker._takes(share.given(body)))
+        self.bodies.append(maker.plan().plan)
+        return len(self.bodies) - 1
+
+    def _takes(self, operands: Sequence[Operand]) -> tuple[int, ...]:
+        """Return the slots of operands. The slot of a literal is filled initially."""
+        for operand in operands:
+            if isinstance(operand, Literal) and operand not in self.slots:
+                type = operand.type
+                data = np.asarray(operand.value).astype(type.dtype).tobytes()
+                self.scalars.append(Scalar(self.slot(operand), dtype_name(type.dtype), data))
+        return tuple(self.slot(operand) for operand in operands)
+
+    def _read(self, node: Node, after: tuple[int, ...]) -> Read:
+        (body,) = node.bodies
+        outer = dict(zip(body.inputs, node.handed, strict=True))
+        reads = {value: outer[ref] for inner in body.nodes for value in inner.outputs for ref in inner.values}
+        keys = tuple(self._key(reads[output]) for output in body.outputs if isinstance(output, Value))
+        return Read(keys, tuple(self.slot(value) for value in node.outputs), after)
+
+    def _call(self, node: Node, after: tuple[int, ...]) -> Call:
+        (body,) = node.bodies
+        pure = discharge(body)
+        outer = dict(zip(body.inputs, node.handed, strict=True))
+        self.programs.append(pure)
+        return Call(
+            program=len(self.programs) - 1,
+            writes=tuple(self._key(outer[ref]) for ref in pure.written),
+            reads=tuple(self._key(outer[ref]) for ref in pure.read),
+            takes=tuple(self.slot(outer[value]) for value in pure.operands),
+            gives=tuple(self.slot(value) for value in node.array_outputs),
+            after=after,
+            device=_device(node),
+            touches_anything=any(effect is Effect.UNKNOWN for effect, _ in node.effects),
+            keeps=self._keeps(node),
+            quick=is_quick(node),
+        )
+
+    def _keeps(self, node: Node) -> bool:
+        """Whether the call overwrites none of the variables that it writes."""
+        written = {ref for effect, ref in node.effects if effect is Effect.WRITE}
+        donated = {node.inputs[index] for index in node.attributes["donate"]}
+        if written and not donated and calls_python(node.bodies[0]):
+            return True
+        if donated != written:
+            raise InternalError(f"{node} donates {donated} but writes {written}; run the pass 'donate'")
+        return False
+
+    def _key(self, operand: Operand) -> str:
+        assert isinstance(operand, Value)
+        return self.keys[operand]
+
+    def plan(self) -> TaskPlan:
+        plan = Plan(
+            self.task,
+            len(self.slots),
+            tuple(self.items),
+            tuple(self.feeds),
+            tuple(self.fetches),
+            tuple(self.scalars),
+            tuple(self.bodies),
+            tuple(self.names),
+        )
+        return TaskPlan(plan, tuple(self.programs))

@@ -1,0 +1,255 @@
+"""The dependency index of a plan: the items that each item waits for, computed once per plan."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from functools import cached_property
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflow.lowering.queues.resource_use import ResourceUse
+from dflow.lowering.steps.plan import Branch, Call, Copy, Item, Plan, Read, Recv, Scalar, Scan, Send, UseResource, While
+from dflow.lowering.values.devices import device_named
+from dflow.tracing.ir import ops
+from dflow.tracing.ir.types import parse_dtype
+
+#: Stands for all variables and resources: an item that touches this may touch any.
+ANYTHING = ""
+
+
+class Role(Enum):
+    """An effect of an item on the order of queues and variables."""
+
+    USES = "reads or writes a variable"
+    WRITES = "writes a variable"
+    RELEASES = "does what others learn from"
+    ACQUIRES = "learns what others did"
+
+
+#: Two items with these roles keep their order in the program.
+_IN_ORDER = ((Role.WRITES, Role.RELEASES), (Role.ACQUIRES, Role.USES))
+
+
+class Schedule:
+    """The order of a plan's items, by index.
+
+    waiting     number of items that each item waits for
+    dependents  the items that wait for each item, transfers first
+    at_once     the items that wait for none, receives first, so that arriving values find their receive
+    takers      the items that take each slot
+    bodies      schedules of the plans that branches and loops run
+    awaited     the slots that must be computed before a copy starts
+    lets_go     the slots that each item takes, gives or awaits, without those fetched
+    uses        number of items that take, give or await each slot; after the last one its value is freed
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.bodies = tuple(Schedule(body) for body in plan.bodies)
+        self.scalars = tuple((scalar.slot, _number(scalar)) for scalar in plan.scalars)
+        self.devices = {item.device: device_named(item.device) for item in plan.items if isinstance(item, Copy)}
+        producers = {slot: index for index, item in enumerate(plan.items) for slot in gives(item)}
+        needs = [_needs(item, producers) for item in plan.items]
+        self.waiting = [len(need) for need in needs]
+        self.dependents: list[list[int]] = [[] for _ in plan.items]
+        # Transfers first, so that they start before a later call occupies the device.
+        for index in sorted(range(len(needs)), key=lambda index: not isinstance(plan.items[index], Copy | Send)):
+            for producer in needs[index]:
+                self.dependents[producer].append(index)
+        ready = [index for index, count in enumerate(self.waiting) if count == 0]
+        self.at_once = sorted(ready, key=lambda index: not isinstance(plan.items[index], Recv))
+        self.uses_of_resources = {
+            index: ResourceUse(item.op, item.count, item.timeout_s, item.cancel_pending, item.line)
+            for index, item in enumerate(plan.items)
+            if isinstance(item, UseResource)
+        }
+        self.awaited = {index: found for index in range(len(needs)) if (found := self._awaited_by(index))}
+        self.lets_go = [self._let_go_by(index) for index in range(len(needs))]
+        self.uses = [0] * plan.slots
+        for slot in itertools.chain.from_iterable(self.lets_go):
+            self.uses[slot] += 1
+
+    def _awaited_by(self, index: int) -> tuple[int, ...]:
+        """Return a slot of each item that must be computed before a copy to a CPU device starts.
+
+        Other devices run their work in the order of submission. The CPU starts a copy as soon as its source is ready.
+        """
+        item = self.plan.items[index]
+        if not isinstance(item, Copy) or self.devices[item.device].platform != "cpu":
+            return ()
+        return tuple(slot for earlier in item.after for slot in gives(self.plan.items[earlier])[:1])
+
+    def _let_go_by(self, index: int) -> tuple[int, ...]:
+        item = self.plan.items[index]
+        found = dict.fromkeys((*takes(item), *gives(item), *self.awaited.get(index, ())))
+        return tuple(slot for slot in found if slot not in self.fetched)
+
+    @cached_property
+    def fetched(self) -> frozenset[int]:
+        """The slots that the plan returns."""
+        return frozenset(self.plan.fetches)
+
+    @cached_property
+    def takers(self) -> Mapping[int, tuple[int, ...]]:
+        """The items that take each slot."""
+        found: dict[int, list[int]] = {}
+        for index, item in enumerate(self.plan.items):
+            for slot in dict.fromkeys(takes(item)):
+                found.setdefault(slot, []).append(index)
+        return {slot: tuple(items) for slot, items in found.items()}
+
+    @cached_property
+    def sent(self) -> frozenset[int]:
+        """The reads whose values are sent and not used otherwise."""
+        items = self.plan.items
+        return frozenset(
+            index
+            for index, item in enumerate(items)
+            if isinstance(item, Read)
+            and all(isinstance(items[taker], Send) for slot in item.gives for taker in self.takers.get(slot, ()))
+        )
+
+    @cached_property
+    def touched(self) -> Mapping[str, bool]:
+        """The variables, queues and accumulators that the plan touches, and whether it changes each."""
+        found: dict[str, bool] = {}
+        for item in self.plan.items:
+            for key, changes in self._touched_by(item).items():
+                found[key] = found.get(key, False) or changes
+        return found
+
+    @cached_property
+    def follows(self) -> Mapping[int, frozenset[int]]:
+        """For each item of a loop's body, the items of the previous iteration that it runs after, for shared state.
+
+        Items of one iteration that touch the same state are ordered already. So the first of them wait for the last
+        ones of the previous iteration. Besides, items that release data to other threads or tasks run after writes of
+        variables, and items that use variables run after items that acquire such data, as the pass `order` does within
+        an iteration.
+        """
+        accesses: dict[str, list[tuple[int, bool]]] = {}
+        for index in self._in_order():
+            for key, changes in self._touched_by(self.plan.items[index]).items():
+                accesses.setdefault(key, []).append((index, changes))
+        found: dict[int, set[int]] = {}
+        for line in accesses.values():
+            changing = [place for place, (_, changes) in enumerate(line) if changes]
+            if changing:
+                first, last = line[changing[0]][0], line[changing[-1]][0]
+                for index, _ in line[: changing[0] + 1]:
+                    found.setdefault(index, set()).add(last)
+                found[first].update(index for index, _ in line[changing[-1] :])
+        doing: dict[Role, list[int]] = {role: [] for role in Role}
+        for index, item in enumerate(self.plan.items):
+            for role in self._roles_of(item):
+                doing[role].append(index)
+        for earlier, later in _IN_ORDER:
+            for index in doing[later] if doing[earlier] else ():
+                found.setdefault(index, set()).update(doing[earlier])
+        return {index: frozenset(before) for index, before in found.items()}
+
+    @cached_property
+    def roles(self) -> frozenset[Role]:
+        """The roles of the plan's items."""
+        return frozenset[Role]().union(*map(self._roles_of, self.plan.items))
+
+    @cached_property
+    def followed(self) -> Mapping[int, tuple[int, ...]]:
+        """For each item, the items of the next iteration that wait for it."""
+        found: dict[int, list[int]] = {}
+        for index, before in self.follows.items():
+            for other in before:
+                found.setdefault(other, []).append(index)
+        return {index: tuple(later) for index, later in found.items()}
+
+    def _in_order(self) -> Iterator[int]:
+        waiting = list(self.waiting)
+        ready = [index for index, count in enumerate(waiting) if count == 0]
+        for index in ready:
+            yield index
+            for dependent in self.dependents[index]:
+                waiting[dependent] -= 1
+                if waiting[dependent] == 0:
+                    ready.append(dependent)
+
+    def _roles_of(self, item: Item) -> frozenset[Role]:
+        match item:
+            case Call():
+                used = (Role.USES, bool(item.reads or item.writes)), (Role.WRITES, bool(item.writes))
+                return frozenset(role for role, is_so in used if is_so)
+            case Read():
+                return frozenset({Role.USES})
+            case UseResource():
+                return frozenset({Role.RELEASES if item.op in ops.RELEASING_OPS else Role.ACQUIRES})
+            case Branch() | While() | Scan():
+                return frozenset[Role]().union(*(self.bodies[body].roles for body in bodies_of(item)))
+        return frozenset()
+
+    def _touched_by(self, item: Item) -> dict[str, bool]:
+        found: dict[str, bool] = {}
+        match item:
+            case Call():
+                found = dict.fromkeys(item.reads, False) | dict.fromkeys(item.writes, True)
+                if item.touches_anything:
+                    found[ANYTHING] = True
+            case Read():
+                found = dict.fromkeys(item.keys, False)
+            case UseResource():
+                found = {item.key: True}
+            case Branch() | While() | Scan():
+                for body in bodies_of(item):
+                    for key, changes in self.bodies[body].touched.items():
+                        found[key] = found.get(key, False) or changes
+        if found:
+            found.setdefault(ANYTHING, False)
+        return found
+
+
+def may_conflict(one: Schedule, other: Schedule) -> bool:
+    """Whether two plans touch the same state such that their order matters."""
+    if any(changes or other.touched[key] for key, changes in one.touched.items() if key in other.touched):
+        return True
+    pairs = ((one.roles, other.roles), (other.roles, one.roles))
+    return any(earlier in before and later in after for before, after in pairs for earlier, later in _IN_ORDER)
+
+
+def bodies_of(item: Branch | While | Scan) -> tuple[int, ...]:
+    """Return the indices of the plans that an item runs."""
+    match item:
+        case Branch():
+            return item.bodies
+        case While():
+            return (item.test, item.body)
+    return (item.body,)
+
+
+def takes(item: Item) -> tuple[int, ...]:
+    """Return the slots that an item takes its values from."""
+    match item:
+        case Send() | Copy():
+            return (item.take,)
+        case Recv() | Read():
+            return ()
+    return item.takes
+
+
+def gives(item: Item) -> tuple[int, ...]:
+    """Return the slots that an item fills."""
+    match item:
+        case Send():
+            return ()
+        case Recv() | Copy():
+            return (item.give,)
+    return item.gives
+
+
+def _number(scalar: Scalar) -> jax.Array:
+    return jnp.asarray(np.frombuffer(scalar.data, parse_dtype(scalar.dtype))[0])
+
+
+def _needs(item: Item, producers: Mapping[int, int]) -> set[int]:
+    return {producers[slot] for slot in takes(item) if slot in producers} | set(item.after)

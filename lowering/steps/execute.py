@@ -1,0 +1,331 @@
+"""Run the plan of one task in one step: each item when its inputs are ready.
+
+No thread waits for a value. A receive registers a callback with the channel; the thread that delivers the value submits
+the items that became ready to a worker thread. An item that waits for a queue or an accumulator does the same. A branch
+or loop with such items runs its bodies as separate executions (`loops.py`). The first error ends the execution and
+cancels its pending operations; later arrivals are ignored. A value is freed when all items that take it are done.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from dflow.lowering.programs.program import Program
+from dflow.lowering.queues.channel import Channel, Sent, StepId, frame_of_turn
+from dflow.lowering.queues.pending_operations import Cancel
+from dflow.lowering.state.store import Store
+from dflow.lowering.steps.dependency_index import Schedule, gives
+from dflow.lowering.steps.loops import PENDING, Loop, OnItem
+from dflow.lowering.steps.plan import Branch, Call, Copy, Item, Read, Recv, Scan, Send, UseResource, While
+from dflow.lowering.steps.recorder import ITEM_BEGAN, ITEM_ENDED, ITEM_FAILED, NOWHERE, Recorder
+from dflow.lowering.values.host_values import on_device
+from dflow.tracing.errors import InternalError, StepCancelled
+
+#: The outcome of an execution: the fetches, or the error.
+Outcome = tuple[jax.Array, ...] | BaseException
+#: Submits a function to a thread that may block.
+Submit = Callable[[Callable[[], None]], object]
+
+
+class Execution:
+    """One run of a plan, from `start` on.
+
+    on_done   called once, from any thread, with the fetches or with the first error
+    feeds     the plan's inputs; inputs that an iteration of a loop still lacks are PENDING and come by `feed`
+    held      number of calls of `release` that an item waits for, by item
+    on_item   called with each item that is done, and its results
+    recorder  records when items begin and end
+    frame     suffix of edges: the iteration numbers of the loops around, see `channel.frame_of_turn`
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        programs: Sequence[Program],
+        store: Store,
+        channel: Channel,
+        step: StepId,
+        feeds: Sequence[Any],
+        on_done: Callable[[Outcome], None],
+        submit: Submit,
+        held: Mapping[int, int] | None = None,
+        on_item: OnItem | None = None,
+        recorder: Recorder = NOWHERE,
+        frame: str = "",
+    ) -> None:
+        plan = schedule.plan
+        if len(feeds) != len(plan.feeds):
+            raise InternalError(f"the plan of {plan.task} takes {len(plan.feeds)} feeds but was given {len(feeds)}")
+        self._schedule, self._programs, self._store, self._channel = schedule, programs, store, channel
+        self._step, self._on_done, self._submit = step, on_done, submit
+        self._frame = frame
+        self._slots: list[Any] = [None] * plan.slots
+        for slot, value in schedule.scalars:
+            self._slots[slot] = value
+        pending = []
+        for slot, value in zip(plan.feeds, feeds, strict=True):
+            self._slots[slot] = value
+            if value is PENDING and slot not in pending:
+                pending.append(slot)
+        self._lock = threading.Lock()
+        self._on_item, self._recorder, self._note = on_item, recorder, recorder.note
+        self._waiting, self._uses = list(schedule.waiting), list(schedule.uses)
+        self._left = len(plan.items)
+        self._has_started = False
+        for index, count in (held or {}).items():
+            self._waiting[index] += count
+        for slot in pending:
+            self._wait_for_feed(slot, 1)
+        self._ended = False
+        self._outcome: Outcome | None = None
+        #: Cancels the operation that an item waits for, by item; called when the execution fails.
+        self._cancels: dict[int, Cancel] = {}
+
+    def _wait_for_feed(self, slot: int, by: int) -> list[int]:
+        """Add `by` to the missing inputs of the items that take a pending feed; return the items that became ready."""
+        self._left += by if slot in self._schedule.fetched else 0
+        ready = []
+        for index in self._schedule.takers.get(slot, ()):
+            self._waiting[index] += by
+            if self._waiting[index] == 0:
+                ready.append(index)
+        return ready
+
+    def start(self) -> None:
+        """Run the items that are ready, on this thread."""
+        with self._lock:
+            ready = [index for index in self._schedule.at_once if self._waiting[index] == 0]
+            self._has_started = True
+            complete = self._left == 0
+        if complete:
+            self._complete()
+        self._run(ready)
+
+    def feed(self, place: int, value: Any) -> None:
+        """Supply the value of the feed at index `place`, which was PENDING."""
+        slot = self._schedule.plan.feeds[place]
+        with self._lock:
+            self._slots[slot] = value
+            ready = self._wait_for_feed(slot, -1)
+            has_started, complete = self._has_started, self._left == 0
+        if has_started:
+            self._went_on(ready, complete)
+
+    def release(self, item: int) -> None:
+        """Notify that one of the items that `item` is held for is done."""
+        with self._lock:
+            self._waiting[item] -= 1
+            ready = [item] if self._waiting[item] == 0 else []
+            has_started = self._has_started
+        if has_started:
+            self._went_on(ready, False)
+
+    def _went_on(self, ready: list[int], complete: bool) -> None:
+        """Submit items that became ready after `start`, which runs the earlier ones itself."""
+        if complete:
+            self._complete()
+        elif ready and not self._ended:
+            self._submit(lambda: self._run(ready))
+
+    def _complete(self) -> None:
+        self._end(on_device(self._slots[slot] for slot in self._schedule.plan.fetches))
+
+    def cancel(self, error: BaseException) -> None:
+        """End with `error` unless it has ended."""
+        self._end(error)
+
+    def _run(self, ready: Sequence[int]) -> None:
+        queue = deque(ready)
+        while queue and not self._ended:
+            index = queue.popleft()
+            try:
+                plan = self._schedule.plan
+                self._note(ITEM_BEGAN, self._step, plan, index)
+                if self._perform(plan.items[index], index):
+                    queue.extend(self._done(index))
+            except BaseException as error:
+                self._fail(index, error)
+
+    def _perform(self, item: Item, index: int) -> bool:
+        """Run an item; return False if it is done later, when its callback is called."""
+        return _PERFORM[type(item)](self, item, index)
+
+    def _receive(self, item: Recv, index: int) -> bool:
+        self._channel.receive(self._step, item.edge + self._frame, item.source, partial(self._received, index, item))
+        return False
+
+    def _send(self, item: Send, index: int) -> bool:
+        self._channel.send(self._step, item.edge + self._frame, item.destination, self._slots[item.take])
+        return True
+
+    def _call(self, item: Call, index: int) -> bool:
+        operands = [self._slots[slot] for slot in item.takes]
+        results = self._store.call(self._programs[item.program], item.writes, item.reads, operands)
+        self._fill(item.gives, results)
+        if (watched := self._recorder.watched) is not None:
+            watched.put((results, self._step, self._schedule.plan, index))
+        return True
+
+    def _copy(self, item: Copy, index: int) -> bool:
+        if index in self._schedule.awaited:
+            # Waiting for the device here would delay other items that are ready.
+            self._submit(partial(self._copy_after, index, item))
+            return False
+        self._slots[item.give] = self._copied(item)
+        return True
+
+    def _read(self, item: Read, index: int) -> bool:
+        if index in self._schedule.sent:
+            self._fill(item.gives, self._store.views(item.keys))
+        else:
+            values = self._store.snapshot(item.keys)
+            self._fill(item.gives, [values[key] for key in item.keys])
+        return True
+
+    def _copied(self, item: Copy) -> jax.Array:
+        copy: jax.Array = jax.device_put(self._slots[item.take], self._schedule.devices[item.device])
+        return copy
+
+    def _copy_after(self, index: int, item: Copy) -> None:
+        """Copy after the results that the copy must follow are computed, not only dispatched."""
+        if self._ended:
+            return
+        try:
+            jax.block_until_ready([self._slots[slot] for slot in self._schedule.awaited[index]])
+            self._slots[item.give] = self._copied(item)
+            self._run(self._done(index))
+        except BaseException as error:
+            self._fail(index, error)
+
+    def _fill(self, slots: Sequence[int], values: Sequence[Any]) -> None:
+        for slot, value in zip(slots, values, strict=True):
+            self._slots[slot] = value
+
+    def _use_resource(self, item: UseResource, index: int) -> bool:
+        use = self._schedule.uses_of_resources[index]
+        operands = [self._slots[slot] for slot in item.takes]
+        held = self._store.resource(item.key)
+        self._cancel_at_end(index, held.start(use, operands, lambda results: self._arrived(index, item.gives, results)))
+        return False
+
+    def _branch(self, item: Branch, index: int) -> bool:
+        number, *operands = [self._slots[slot] for slot in item.takes]
+        body = item.bodies[min(max(int(np.asarray(number)), 0), len(item.bodies) - 1)]
+        child = self._run_of(body, operands, lambda outcome: self._arrived(index, item.gives, outcome))
+        self._cancel_at_end(index, child.cancel)
+        child.start()
+        return False
+
+    def _loop(self, item: While | Scan, index: int) -> bool:
+        values = [self._slots[slot] for slot in item.takes]
+        end = partial(self._arrived, index, item.gives)
+        loop = Loop(item, values, self._schedule.bodies, self._run_of, end, self._submit)
+        self._cancel_at_end(index, loop.cancel)
+        loop.start()
+        return False
+
+    def _run_of(
+        self,
+        body: int,
+        feeds: Sequence[Any],
+        on_done: Callable[[Outcome], None],
+        held: Mapping[int, int] | None = None,
+        on_item: OnItem | None = None,
+        turn: int | None = None,
+    ) -> Execution:
+        schedule, around = self._schedule.bodies[body], (self._programs, self._store, self._channel, self._step)
+        frame = self._frame if turn is None else frame_of_turn(self._frame, turn)
+        return Execution(schedule, *around, feeds, on_done, self._submit, held, on_item, self._recorder, frame)
+
+    def _cancel_at_end(self, index: int, cancel: Cancel) -> None:
+        with self._lock:
+            self._cancels[index] = cancel
+            outcome = self._outcome
+        if isinstance(outcome, BaseException):
+            cancel(outcome)
+
+    def _received(self, index: int, item: Recv, value: Sent | BaseException) -> None:
+        self._arrived(index, (item.give,), value if isinstance(value, BaseException) else (value,))
+
+    def _arrived(self, index: int, slots: Sequence[int], values: Sequence[Any] | BaseException) -> None:
+        """Continue after an item that waited. This runs on the thread that delivers its results."""
+        if isinstance(values, BaseException):
+            self._fail(index, values)
+            return
+        try:
+            self._fill(slots, values)
+            ready = self._done(index)
+            # After the end there may be no worker left to submit to.
+            if ready and not self._ended:
+                self._submit(lambda: self._run(ready))
+        except BaseException as error:
+            # This is the producer's thread: fail the step here, or it would hang.
+            if isinstance(error, Exception):
+                self._fail(index, error)
+                return
+            self._fail(index, StepCancelled("the thread that brought what this step waited for was interrupted"))
+            raise
+
+    def _fail(self, index: int, error: BaseException) -> None:
+        """End with the error of an item, and add its name to it; a body's item is named before the branch or loop."""
+        plan = self._schedule.plan
+        names = plan.names
+        if not self._ended:
+            self._note(ITEM_FAILED, self._step, plan, (index, type(error).__name__))
+        if isinstance(error, Exception) and names and not self._ended:
+            error.add_note(f"in {names[index]}")
+        self._end(error)
+
+    def _done(self, index: int) -> list[int]:
+        """Count an item as done; return the items that became ready."""
+        self._note(ITEM_ENDED, self._step, self._schedule.plan, index)
+        if self._on_item is not None:
+            # Before it is counted, so that the last item is reported before the end of the execution.
+            self._on_item(index, [(slot, self._slots[slot]) for slot in gives(self._schedule.plan.items[index])])
+        ready = []
+        with self._lock:
+            for dependent in self._schedule.dependents[index]:
+                self._waiting[dependent] -= 1
+                if self._waiting[dependent] == 0:
+                    ready.append(dependent)
+            for slot in self._schedule.lets_go[index]:
+                self._uses[slot] -= 1
+                if self._uses[slot] == 0:
+                    self._slots[slot] = None
+            self._left -= 1
+            complete = self._left == 0
+        if complete:
+            self._complete()
+        return ready
+
+    def _end(self, outcome: Outcome) -> None:
+        with self._lock:
+            if self._ended:
+                return
+            self._ended, self._outcome = True, outcome
+            cancels = list(self._cancels.values())
+        if isinstance(outcome, BaseException):
+            for cancel in cancels:
+                cancel(outcome)
+        self._on_done(outcome)
+
+
+#: The method that runs an item, by class: a lookup is faster than a chain of isinstance tests.
+_PERFORM: Mapping[type[Item], Callable[[Execution, Any, int], bool]] = {
+    Recv: Execution._receive,
+    Send: Execution._send,
+    Call: Execution._call,
+    Copy: Execution._copy,
+    Read: Execution._read,
+    UseResource: Execution._use_resource,
+    Branch: Execution._branch,
+    While: Execution._loop,
+    Scan: Execution._loop,
+}

@@ -1,0 +1,179 @@
+"""The plan of a task for a step, as data that can be sent to the task.
+
+A plan is a small dataflow program over numbered slots, each holding one array. An item runs when the slots in `takes`
+are filled and the items in `after` are done. Nothing else orders the items: their position in `Plan.items` has no
+meaning. Programs (compiled XLA computations) are named by their index and sent separately, so a plan has a few hundred
+bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from dflow.tracing.ir.queue_settings import DEFAULT_TIMEOUT_S
+from dflow.tracing.parallel_iterations import DEFAULT_PARALLEL_ITERATIONS
+
+
+class Call(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="call"):
+    """Run a program on variables and slots.
+
+    The program's arguments are the values of `writes`, then of `reads`, then the slots `takes`; its results are
+    the new values of `writes`, then the slots `gives`. The values of `writes` are donated, unless `keeps` is true. The
+    program runs on `device`, such as `cpu:1`, or where JAX puts it. With `touches_anything` it may have any effect, for
+    example in a Python callback. A `quick` program ends within about 1 ms of one core.
+    """
+
+    program: int
+    writes: tuple[str, ...]
+    reads: tuple[str, ...]
+    takes: tuple[int, ...]
+    gives: tuple[int, ...]
+    after: tuple[int, ...] = ()
+    device: str = ""
+    touches_anything: bool = False
+    keeps: bool = False
+    quick: bool = False
+
+
+class Copy(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="copy"):
+    """Copy the array in slot `take` to `device`, such as `cpu:1`, and put the copy into slot `give`."""
+
+    device: str
+    take: int
+    give: int
+    after: tuple[int, ...] = ()
+
+
+class Read(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="read"):
+    """Put the values of variables at one moment into the slots `gives`.
+
+    They are not copied but alias the store's buffers, so only a `Copy` or a `Send` may take them.
+    """
+
+    keys: tuple[str, ...]
+    gives: tuple[int, ...]
+    after: tuple[int, ...] = ()
+
+
+class Send(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="send"):
+    """Send the array in slot `take` over `edge` to the task `destination`."""
+
+    edge: str
+    destination: str
+    take: int
+    after: tuple[int, ...] = ()
+
+
+class Recv(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="recv"):
+    """Wait for the array that the task `source` sends over `edge`, and put it into slot `give`."""
+
+    edge: str
+    source: str
+    give: int
+    dtype: str
+    shape: tuple[int, ...]
+    after: tuple[int, ...] = ()
+
+
+class UseResource(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="use"):
+    """Run `op` on the queue or accumulator `key`; it may wait. `line` is the user's line, which ends messages."""
+
+    key: str
+    op: str
+    takes: tuple[int, ...] = ()
+    gives: tuple[int, ...] = ()
+    count: int = 0
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    cancel_pending: bool = False
+    line: str = ""
+    after: tuple[int, ...] = ()
+
+
+class Branch(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="branch"):
+    """Run one of `bodies`. The first slot of `takes` holds its index, the others its operands."""
+
+    bodies: tuple[int, ...]
+    takes: tuple[int, ...]
+    gives: tuple[int, ...]
+    after: tuple[int, ...] = ()
+
+
+class While(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="while"):
+    """Run `body` while `test` returns true, both on `takes`; `body` returns new values of the last `carry` of these.
+
+    At most `parallel` iterations run concurrently.
+    """
+
+    test: int
+    body: int
+    carry: int
+    takes: tuple[int, ...]
+    gives: tuple[int, ...]
+    after: tuple[int, ...] = ()
+    parallel: int = DEFAULT_PARALLEL_ITERATIONS
+
+
+class Scan(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="scan"):
+    """Run `body` `length` times on `takes`.
+
+    The last `rows` of `takes` are arrays, and each iteration gets one row of each. `body` returns new values of the
+    `carry` slots before these, and results of the types `stacked`, which are stacked. At most `parallel` iterations run
+    concurrently.
+    """
+
+    body: int
+    length: int
+    reverse: bool
+    carry: int
+    rows: int
+    stacked: tuple[str, ...]
+    takes: tuple[int, ...]
+    gives: tuple[int, ...]
+    after: tuple[int, ...] = ()
+    parallel: int = DEFAULT_PARALLEL_ITERATIONS
+
+
+#: Items that the host runs, between programs; they may wait.
+HostItem = UseResource | Branch | While | Scan
+Item = Call | Copy | Read | Send | Recv | HostItem
+
+
+class Scalar(msgspec.Struct, frozen=True, repr_omit_defaults=True):
+    """An initial number for `slot`, as the bytes `data`."""
+
+    slot: int
+    dtype: str
+    data: bytes
+
+
+class Plan(msgspec.Struct, frozen=True, repr_omit_defaults=True):
+    """The items that one task runs in one step.
+
+    `task`     the task this plan is for, such as `/job:ps/task:0`
+    `slots`    number of slots that the items use; slots are numbered from 0
+    `feeds`    slots filled from the caller's arguments, in order
+    `fetches`  slots returned to the caller, in order
+    `scalars`  slots filled with numbers of the program
+    `bodies`   the plans that branches and loops run, by index; they share the programs of the whole plan
+    `names`    name of each item in errors: its node, and the user's line
+    """
+
+    task: str
+    slots: int
+    items: tuple[Item, ...]
+    feeds: tuple[int, ...] = ()
+    fetches: tuple[int, ...] = ()
+    scalars: tuple[Scalar, ...] = ()
+    bodies: tuple[Plan, ...] = ()
+    names: tuple[str, ...] = ()
+
+
+def calls_in(plan: Plan) -> Iterator[Call]:
+    """Yield the calls of a plan and of the bodies within it."""
+    for item in plan.items:
+        if isinstance(item, Call):
+            yield item
+    for body in plan.bodies:
+        yield from calls_in(body)

@@ -1,0 +1,197 @@
+"""The flight recorder of a task: the newest events of its steps, recorded at a cost too small to slow a step.
+
+An event is stored as a tuple of objects at hand; names and texts are looked up when events are read. The ring is a
+bounded deque. `append` to it is atomic in CPython, so any thread may record without a lock; the oldest event is freed
+when the ring is full. No other part of dflow bases decisions on the events.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import Any, Final, Protocol
+
+import jax
+import msgspec
+
+from dflow.lowering.queues.channel import StepId
+from dflow.lowering.steps.plan import Plan
+
+#: Number of events that a recorder keeps by default.
+EVENTS_KEPT = 10_000
+#: An error's text is cut to at most this number of characters.
+MOST_TEXT = 1000
+
+# A step, at the task that started it; and the partition of a step that a task runs.
+STEP_BEGAN: Final = "step began"
+STEP_ENDED: Final = "step ended"
+PART_BEGAN: Final = "part began"
+PART_ENDED: Final = "part ended"
+# An item of a plan. It may wait for a value, a queue, a branch or a loop.
+ITEM_BEGAN: Final = "item began"
+ITEM_ENDED: Final = "item ended"
+ITEM_FAILED: Final = "item failed"
+# The results of an XLA call are computed; recorded between `watch` and `unwatch`.
+COMPUTED: Final = "computed"
+# A transferred value, with the other task and the size.
+SENT: Final = "sent"
+RECEIVED: Final = "received"
+WAIT_EXPIRED: Final = "wait expired"
+# Connections and the roster.
+CONNECTED: Final = "connected"
+CONNECTION_LOST: Final = "connection lost"
+ROSTER_CHANGED: Final = "roster changed"
+
+
+class Event(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An event on a task.
+
+    `at_ns`       the time, by the task's monotonic clock
+    `what`        one of the constants above
+    `origin`      the task that started the step, and `step` its number; empty for an event outside of steps
+    `kind`        class of the item, such as Call
+    `name`        the item's node, or the edge of a send, a receive or a value
+    `line`        the user's line of the item
+    `peer`        the other task
+    `size_bytes`  size of the value
+    `began_ns`    when the transfer or wait that ended at `at_ns` began, if no event records that, else 0
+    `number`      index of the item in its plan; an item of a loop's body runs once per iteration
+    `text`        anything else, such as an error
+    """
+
+    at_ns: int
+    what: str
+    origin: str = ""
+    step: int = 0
+    kind: str = ""
+    name: str = ""
+    line: str = ""
+    peer: str = ""
+    size_bytes: int = 0
+    began_ns: int = 0
+    number: int = 0
+    text: str = ""
+
+
+class Note(Protocol):
+    """See `Recorder.note`."""
+
+    def __call__(
+        self, what: str, step: StepId | None = None, subject: Any = "", detail: Any = "", size: int = 0, began: int = 0
+    ) -> int:
+        """Record an event."""
+        ...
+
+
+#: The results of a call, its step, its plan and its index there.
+Called = tuple[Sequence[Any], StepId, Plan, int]
+
+
+class Recorder:
+    """The newest `capacity` events of one task. `clock` returns ns since some fixed moment."""
+
+    def __init__(self, capacity: int = EVENTS_KEPT, clock: Callable[[], int] = time.monotonic_ns) -> None:
+        self.clock = clock
+        self._capacity = capacity
+        self._ring: deque[tuple[Any, ...]] = deque(maxlen=capacity)
+        #: Queue for the calls whose completion is recorded; None while none is.
+        self.watched: SimpleQueue[Called | None] | None = None
+
+    def note(
+        self, what: str, step: StepId | None = None, subject: Any = "", detail: Any = "", size: int = 0, began: int = 0
+    ) -> int:
+        """Record an event and return its time, in ns.
+
+        event of   subject         detail
+        an item    its plan        its index in the plan, or the index and the name of its error's class
+        a value    its edge        the other task
+        all else   the other task  a text
+        """
+        at_ns = self.clock()
+        self._ring.append((at_ns, what, step, subject, detail, size, began))
+        return at_ns
+
+    def keep(self, events: int) -> None:
+        """Keep `events` events from now on, but at least the initial capacity.
+
+        Events that other threads record during this call may be missed.
+        """
+        self._ring = deque(self._ring, maxlen=max(events, self._capacity))
+
+    def watch(self) -> None:
+        """Record from now on when calls are computed. A separate thread waits for them in the order of dispatch."""
+        self.unwatch()
+        self.watched = SimpleQueue()
+        threading.Thread(target=self._wait_for_all, args=(self.watched,), name="dflow computed", daemon=True).start()
+
+    def unwatch(self) -> None:
+        """Stop recording when calls are computed, except those dispatched before."""
+        watched, self.watched = self.watched, None
+        if watched is not None:
+            watched.put(None)
+
+    def _wait_for_all(self, watched: SimpleQueue[Called | None]) -> None:
+        while (called := watched.get()) is not None:
+            results, step, plan, index = called
+            # The results were donated to another call, or the call failed, which is reported elsewhere.
+            with contextlib.suppress(Exception):
+                jax.block_until_ready(results)
+            self.note(COMPUTED, step, plan, index)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the next event replaces the oldest one."""
+        return len(self._ring) == self._ring.maxlen
+
+    def events(self, since_ns: int = 0) -> list[Event]:
+        """Return the kept events from `since_ns` on, oldest first."""
+        return [_read(noted) for noted in self._ring.copy() if noted[0] >= since_ns]
+
+
+def described_end(outcome: object) -> str:
+    """Return a short text of an outcome that is an error, else "". An error itself would keep too much in memory."""
+    return f"{type(outcome).__name__}: {outcome}"[:MOST_TEXT] if isinstance(outcome, BaseException) else ""
+
+
+def not_noted(
+    what: str, step: StepId | None = None, subject: Any = "", detail: Any = "", size: int = 0, began: int = 0
+) -> int:
+    """Stands for `Recorder.note` where nothing is recorded."""
+    return 0
+
+
+class _Nowhere(Recorder):
+    """A recorder that records nothing."""
+
+    note = staticmethod(not_noted)
+
+
+NOWHERE: Final = _Nowhere()
+
+
+def _read(noted: tuple[Any, ...]) -> Event:
+    at_ns, what, step, subject, detail, size, began = noted
+    origin, number = step if step is not None else ("", 0)
+    if isinstance(subject, Plan):
+        index, text = detail if isinstance(detail, tuple) else (detail, "")
+        item = subject.items[index]
+        # An item's name in errors: the node, then the user's line on a separate line.
+        name, _, line = (subject.names[index] if subject.names else "").partition("\n")
+        line = line.strip().removeprefix("at ")
+        # Sends and receives are named by their edge, like the events of the value.
+        name = str(getattr(item, "edge", name))
+        return Event(at_ns, what, origin, number, type(item).__name__, name, line, _peer(item), number=index, text=text)
+    if what in _OF_VALUES:
+        return Event(at_ns, what, origin, number, name=subject, peer=detail, size_bytes=size, began_ns=began)
+    return Event(at_ns, what, origin, number, peer=subject, text=detail)
+
+
+def _peer(item: Any) -> str:
+    return str(getattr(item, "source", "") or getattr(item, "destination", ""))
+
+
+_OF_VALUES = (SENT, RECEIVED, WAIT_EXPIRED)

@@ -1,0 +1,1 @@
+"""Values of variables and steps on the devices of this process."""

@@ -1,0 +1,85 @@
+"""How the initial value of a variable is made: by one thread, and with the variable's sharding."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import jit as jax_jit
+from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
+
+from dflow.lowering.values.held_value import HeldValue
+from dflow.tracing.errors import DeadlineExceeded, DflowError, VariableError
+from dflow.tracing.ir.types import ArrayType, array_type_of
+
+#: A variable of at least this size is computed before the next one is begun.
+_LARGE_BYTES = 1 << 20
+
+#: Longest wait for an initial value that another thread makes, in s.
+MAKING_S = 600.0
+
+
+class Making:
+    """A running initialiser, with its thread."""
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+        self.ended = threading.Event()
+
+    def wait(self, key: str) -> None:
+        """Wait until the initialiser has returned or raised.
+
+        Raises VariableError on the initialiser's own thread, DeadlineExceeded after `MAKING_S`.
+        """
+        if self.thread == threading.get_ident():
+            raise VariableError(
+                f"the initialiser of variable {key!r} creates variable {key!r} itself\n  give one of them another name"
+            )
+        if not self.ended.wait(MAKING_S):
+            raise DeadlineExceeded(
+                f"the initialiser of variable {key!r}, on another thread, has not ended within {MAKING_S:g} s\n"
+                "  does it wait for this thread?"
+            )
+
+
+def first_value(key: str, type: ArrayType, make: Callable[[], Any], place: Sharding | None) -> HeldValue:
+    """Return the value of `make()`, with sharding `place` if given. Raises VariableError when it has another type."""
+    # A copy, because JAX may alias the memory of a NumPy array, which must not be donated.
+    value = jnp.array(make(), copy=True) if place is None else _made_at(place, make)
+    if array_type_of(value).strong != type:
+        raise VariableError(
+            f"the initial value of variable {key!r} is {array_type_of(value)}, but it is to hold {type}"
+        )
+    if type.size_bytes >= _LARGE_BYTES:
+        # Otherwise JAX runs ahead, and the originals of many variables are in memory beside their copies.
+        value.block_until_ready()
+    # A Python number becomes a weakly typed array; a variable's array always has the variable's type.
+    return HeldValue(jax.lax.convert_element_type(value, type.dtype), type)
+
+
+def _within_mesh(place: Sharding) -> AbstractContextManager[Any]:
+    """Return the context of an explicit mesh, which ops recorded over its axes need."""
+    mesh = place.mesh if isinstance(place, NamedSharding) else None
+    if not isinstance(mesh, Mesh) or AxisType.Explicit not in mesh.axis_types:
+        return nullcontext()
+    context: AbstractContextManager[Any] = jax.set_mesh(mesh)
+    return context
+
+
+def _made_at(place: Sharding, make: Callable[[], Any]) -> jax.Array:
+    """Return the value of `make()` with a sharding; several devices make a shard each, if JAX can trace `make`."""
+    made: jax.Array
+    if len(place.device_set) == 1:
+        with jax.default_device(next(iter(place.device_set))):
+            made = jax.device_put(jnp.array(make(), copy=True), place)
+        return made
+    try:
+        with _within_mesh(place):
+            made = jax_jit(lambda: jnp.asarray(make()), out_shardings=place)()
+    except (DflowError, jax.errors.JAXTypeError):  # `make` reads variables, or cannot be traced
+        made = jax.device_put(jnp.array(make(), copy=True), place)
+    return made

@@ -1,0 +1,137 @@
+"""A value of a traced function that is kept after the trace is told of at once, where it was made."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+import weakref
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import dflow
+from dflow.tracing.jaxprs.leaks import LeakedTracerWarning, leaks
+
+pytestmark = pytest.mark.usefixtures("all_holders")
+KEPT: list[Any] = []
+LAST: Any = None
+BOX = SimpleNamespace()
+
+
+def to_a_global(value: Any) -> None:
+    globals()["LAST"] = value
+
+
+def to_a_closure(value: Any) -> None:
+    KEPT.append(lambda: value)
+
+
+WAYS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "list": (KEPT.append, "as element 0 of a list"),
+    "attribute": (lambda value: setattr(BOX, "hidden", value), "as attribute 'hidden' of a SimpleNamespace"),
+    "global": (to_a_global, "as global 'LAST' of module .*test_leaks"),
+    "dict": (lambda value: KEPT.append({"h": value}), "under 'h' in a dict"),
+    "closure": (to_a_closure, "by a function that closes over it"),
+}
+
+
+@pytest.fixture(autouse=True)
+def forgets() -> Any:
+    yield
+    KEPT.clear()
+    BOX.__dict__.clear()
+    to_a_global(None)
+
+
+@pytest.mark.parametrize("has_state", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_what_keeps_a_value_is_named_at_the_line_that_made_it(way: str, has_state: bool) -> None:
+    v = dflow.Variable(1.0)
+    keep, holder = WAYS[way]
+
+    @dflow.jit
+    def f(x: Any) -> Any:
+        doubled = x * 2
+        keep(doubled)
+        return doubled.sum() + (v if has_state else 0.0)
+
+    with pytest.warns(LeakedTracerWarning, match=rf"a value of f, f32\[3\], is kept after its trace: {holder}") as seen:
+        f(jnp.ones(3))
+    [warning] = seen
+    assert (warning.filename, warning.lineno) == (__file__, f.fn.__code__.co_firstlineno + 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        f(jnp.ones(3))
+
+
+def test_a_value_kept_by_a_function_called_within_is_named_too() -> None:
+    @dflow.jit
+    def inner(x: Any) -> Any:
+        KEPT.append(x + 1)
+        return x
+
+    with pytest.warns(LeakedTracerWarning, match="a value of inner, "):
+        dflow.jit(lambda x: inner(x) * 2)(1.0)
+
+
+def test_what_is_kept_while_tracing_only_is_fine() -> None:
+    v = dflow.Variable(jnp.ones(3), name="v")
+
+    @jax.custom_jvp
+    def cube(x: Any) -> Any:
+        return x**3
+
+    cube.defjvp(lambda primals, tangents: (cube(primals[0]), 3 * primals[0] ** 2 * tangents[0]))
+
+    @dflow.jit
+    def f(x: Any) -> Any:
+        cache = {"x": x, "again": [x * 2]}
+        cycle: list[Any] = [x + 1]
+        cycle.append(cycle)
+        total, _ = jax.lax.scan(lambda c, row: (c + cube(row), row), jnp.zeros(3), cache["again"][0] + v)
+        try:
+            jnp.ones(3) + jnp.ones(4)
+        except TypeError as error:
+            cycle.append(error)
+        v.assign_add(total)
+        return dflow.value_and_grad(lambda: jnp.vdot(v, total), [v])(), jax.grad(lambda y: cube(y).sum())(total)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        f(jnp.ones((4, 3)))
+
+
+def test_what_is_in_the_making_is_not_kept() -> None:
+    """A tuple that only a running function holds: residuals on their way to JAX, a result that is refused."""
+    scaled = jax.custom_vjp(lambda x: x * 2)
+    scaled.defvjp(dflow.jit(lambda x: (x * 2, x)), dflow.jit(lambda x, g: (g * x,)))
+    refused = dflow.jit(lambda x: (x * 2, (x, "text")))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert float(jax.grad(scaled)(3.0)) == 3.0
+        with pytest.raises(TypeError, match="not a valid JAX type"):
+            refused(1.0)
+
+
+def test_a_trace_that_is_garbage_leaks_nothing_though_others_do() -> None:
+    class Trace:
+        """What stands for a trace that is garbage in a cycle."""
+
+    kept: list[Any] = []
+    jax.jit(lambda x: kept.append((x * 2, None)))(1.0)
+    gc.collect()
+    gc.disable()
+    try:
+        trace: Any = Trace()
+        trace.itself = trace
+        garbage = weakref.ref(trace)
+        del trace
+        assert garbage() is not None
+        assert leaks(garbage) == []
+    finally:
+        gc.enable()
+    assert kept

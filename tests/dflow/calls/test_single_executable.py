@@ -1,0 +1,438 @@
+"""Steps that are one XLA call: what they keep between calls is what everyone else sees."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.experimental import io_callback
+
+import dflow
+from dflow.calls.plans import UNKNOWN, Plan, Plans
+from dflow.tracing.primitives.namesakes import StepResources
+from tests.effort import examples
+
+THREADS, CALLS = 4, 50
+
+# Of functions that are made anew for each case.
+pytestmark = pytest.mark.filterwarnings("ignore::dflow.RetraceWarning")
+
+
+def adder(*variables: dflow.Variable, **options: Any) -> Callable[..., Any]:
+    def add(x: Any) -> Any:
+        for variable in variables:
+            variable.assign_add(jnp.broadcast_to(x, variable.shape))
+        return sum(variable.read() for variable in variables)
+
+    return dflow.jit(add, **options)
+
+
+@settings(max_examples=examples(30), deadline=None)
+@given(st.lists(st.sampled_from(["a", "b", "ab", "read a", "read b", "set a", "scatter b", "retype", "eager"])))
+def test_steps_and_others_in_any_order_see_each_others_writes(doings: list[str]) -> None:
+    a, b = dflow.Variable(jnp.zeros(3), name="a"), dflow.Variable(jnp.zeros(3), name="b")
+    only_a, only_b, both = adder(a), adder(b), adder(b, a)
+    model = {"a": np.zeros(3, np.float32), "b": np.zeros(3, np.float32)}
+    for number, doing in enumerate(doings, 1):
+        if doing in ("a", "b", "ab"):
+            for name in doing:
+                model[name] = model[name] + number
+            given = {"a": only_a, "b": only_b, "ab": both}[doing](float(number))
+            np.testing.assert_array_equal(given, sum(model[name] for name in doing))
+        elif doing == "set a":
+            model["a"] = np.full(3, number, np.float32)
+            a.assign(jnp.full(3, float(number)))
+        elif doing == "scatter b":
+            model["b"] = model["b"] + np.eye(3, dtype=np.float32)[number % 3]
+            b.scatter_add([number % 3], jnp.ones(1))
+        elif doing == "retype":
+            model["a"] = model["a"] + number
+            only_a(np.full(3, number, np.float32))
+        elif doing == "eager":
+            model["b"] = model["b"] + number
+            with dflow.eager():
+                only_b(float(number))
+        else:
+            np.testing.assert_array_equal({"a": a, "b": b}[doing[-1]].read(), model[doing[-1]])
+    np.testing.assert_array_equal(a.read(), model["a"])
+    np.testing.assert_array_equal(b.read(), model["b"])
+
+
+def test_steps_of_several_threads_over_overlapping_variables_lose_nothing() -> None:
+    variables = [dflow.Variable(jnp.zeros(2), name=f"v{number}") for number in range(THREADS + 1)]
+    steps = [adder(variables[number], variables[number + 1]) for number in range(THREADS)]
+    start = threading.Barrier(THREADS)
+
+    def work(step: Callable[..., Any]) -> None:
+        start.wait(60)
+        for _ in range(CALLS):
+            step(1.0)
+
+    threads = [threading.Thread(target=work, args=(step,)) for step in steps]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [variable.read().tolist()[0] for variable in variables] == [CALLS, *[2 * CALLS] * (THREADS - 1), CALLS]
+
+
+def test_a_value_read_stays_what_it_was() -> None:
+    v = dflow.Variable(jnp.zeros(3), name="v")
+    step = adder(v)
+    results = [step(1.0) for _ in range(3)]
+    read = v.read()
+    step(1.0)
+    assert [result.tolist()[0] for result in [*results, read]] == [1, 2, 3, 3]
+
+
+def test_results_have_buffers_of_their_own() -> None:
+    v, w = dflow.Variable(jnp.zeros(64), name="v"), dflow.Variable(jnp.ones(64), name="w")
+
+    @dflow.jit
+    def step(x: Any) -> Any:
+        v.assign(x)
+        return w.read(), x
+
+    x = jnp.full(64, 5.0)
+    kept, same = step(x)
+    seen = {array.unsafe_buffer_pointer() for array in (kept, same, x)}
+    assert len(seen) == 3
+    v.assign_add(jnp.ones(64))
+    w.assign_add(jnp.ones(64))
+    adder(v, w)(1.0)
+    assert (kept.tolist()[0], same.tolist()[0], x.tolist()[0]) == (1, 5, 5)
+
+
+def test_what_only_passes_through_is_given_back() -> None:
+    v = dflow.Variable(0.0, name="v")
+
+    @dflow.jit
+    def step(x: Any, names: dict[str, Any]) -> Any:
+        v.assign_add(x)
+        return names, 3, x
+
+    for _ in range(2):
+        names, three, x = step(2.0, {"a": np.ones(2), "b": None})
+        assert names["a"].tolist() == [1, 1]
+        assert (names["b"], three, x) == (None, 3, 2.0)
+    assert v.read() == 4.0
+
+
+def test_static_and_donated_arguments_keep_their_places() -> None:
+    v = dflow.Variable(jnp.zeros(3), name="v")
+
+    def step(x: Any, by: int, y: Any, *, scale: int = 1) -> Any:
+        v.assign_add(jnp.full(3, x * by * scale))
+        return y + 1
+
+    at_end = dflow.jit(lambda x, by: v.assign_add(x * by), static_argnums=-1)
+    fn = dflow.jit(step, static_argnums=1, static_argnames="scale", donate_argnames="y")
+    for _ in range(2):
+        y = jnp.zeros(3)
+        assert fn(1.0, 2, y, scale=3).tolist() == [1, 1, 1]
+        assert y.is_deleted()
+        fn(1.0, by=2, y=jnp.zeros(3), scale=3)
+        at_end(jnp.ones(3), 5)
+    assert v.read().tolist() == [2 * 6 * 2 + 10] * 3
+
+
+def test_a_call_that_is_refused_leaves_the_variables_as_they_are() -> None:
+    v = dflow.Variable(jnp.zeros(3), name="v")
+    step = adder(v)
+    step(1.0)
+    with pytest.raises(TypeError):
+        step("one")
+    with pytest.raises(TypeError):
+        step()
+    assert step(1.0).tolist() == [2, 2, 2]
+
+
+def test_the_memory_of_variables_is_free_when_they_and_the_function_are_gone() -> None:
+    v = dflow.Variable(jnp.zeros((7, 77)), name="v")
+    step = adder(v)
+    step(1.0)
+    step(1.0)
+    del v, step
+    gc.collect()
+    assert not [array for array in jax.live_arrays() if array.shape == (7, 77)]
+
+
+def test_variables_live_on_when_the_function_is_gone() -> None:
+    v = dflow.Variable(jnp.zeros(3), name="v")
+    step = adder(v)
+    step(1.0)
+    del step
+    gc.collect()
+    assert v.read().tolist() == [1, 1, 1]
+
+
+def test_plans_are_gone_with_the_function_though_a_variable_that_was_passed_lives() -> None:
+    def made() -> Callable[..., Any]:
+        table = jnp.ones((3, 79))
+        return dflow.jit(lambda variable, x: variable.assign_add(table[:, 0] * x))
+
+    v, step = dflow.Variable(jnp.zeros(3), name="v"), made()
+    step(v, 1.0)
+    del step
+    gc.collect()
+    assert not [array for array in jax.live_arrays() if array.shape == (3, 79)]
+    assert v.read().tolist() == [1, 1, 1]
+
+
+def test_plans_are_gone_with_a_variable_that_was_passed() -> None:
+    step = dflow.jit(lambda variable, x: variable.assign_add(jnp.full(variable.shape, x)))
+    for number in range(3):
+        v = dflow.Variable(jnp.zeros((7, 78)), name=f"v{number}")
+        step(v, 1.0)
+        step(v, 1.0)
+        assert v.read().sum() == 2 * 7 * 78
+    del v
+    gc.collect()
+    assert not [array for array in jax.live_arrays() if array.shape == (7, 78)]
+
+
+def test_a_function_may_have_state_for_some_types_only() -> None:
+    v = dflow.Variable(0, name="v")
+
+    @dflow.jit
+    def step(x: Any) -> Any:
+        if x.ndim:
+            v.assign_add(1)
+        return x * 2
+
+    for _ in range(2):
+        assert step(jnp.ones(2)).tolist() == [2, 2]
+        assert step(jnp.float32(3)) == 6
+    assert v.read() == 2
+
+
+INTERRUPTS, LARGE = 20, 300
+
+
+def interrupted(work: Callable[[], Any]) -> int:
+    """How often `work` was called well, until an interrupt (Ctrl-C) at a moment that nobody chose."""
+    calls, begun = 0, threading.Event()
+
+    def interrupt() -> None:
+        begun.wait(60)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    gc.disable()  # in a callback of a collection an interrupt is lost
+    thread.start()
+    try:
+        for _ in range(100_000):
+            begun.set()
+            work()
+            calls += 1
+    except KeyboardInterrupt:
+        pass
+    finally:
+        begun.set()
+        thread.join(60)
+        gc.enable()
+    return calls
+
+
+def test_an_interrupt_loses_no_variable_and_tears_none() -> None:
+    one, two = (dflow.Variable(jnp.eye(LARGE), name=name) for name in ("one", "two"))
+
+    @dflow.jit
+    def step(x: Any) -> None:
+        for variable in (one, two):
+            variable.assign((variable @ variable) * 0 + variable + x)
+
+    queue = dflow.FIFOQueue(1, jax.ShapeDtypeStruct((), jnp.float32))
+
+    @dflow.jit
+    def parts(x: Any) -> None:
+        queue.enqueue(x)
+        step(queue.dequeue())
+
+    ways = {"whole": lambda: step(1.0), "parts": lambda: parts(1.0), "eager": lambda: one.assign_add(two)}
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        for name, work in ways.items():
+            work()
+            for _ in range(INTERRUPTS):
+                before = float(one.read()[0, 1])
+                calls = interrupted(work)
+                if name == "parts":
+                    while int(queue.size()):
+                        queue.dequeue()
+                if name != "eager":
+                    after = float(one.read()[0, 1])
+                    assert after - before in (calls, calls + 1)
+                    np.testing.assert_array_equal(one.read(), two.read())
+            assert one.read().shape == two.read().shape
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
+def refuse(x: Any) -> Any:
+    raise OSError(f"no file {float(np.sum(x)):g}")
+
+
+def in_a_callback(x: Any) -> Any:
+    return jax.pure_callback(refuse, jax.typeof(x), x)
+
+
+def in_an_ordered_callback(x: Any) -> Any:
+    return io_callback(refuse, jax.typeof(x), x, ordered=True)
+
+
+def in_a_callback_of_a_loop(x: Any) -> Any:
+    return jax.lax.fori_loop(0, 3, lambda _, value: jax.jit(in_a_callback)(value), x)
+
+
+@pytest.mark.parametrize("value", [in_a_callback, in_an_ordered_callback, in_a_callback_of_a_loop])
+@pytest.mark.parametrize("parts", [False, True], ids=["whole", "parts"])
+def test_a_step_whose_callback_raises_leaves_the_variables_it_writes(value: Callable[[Any], Any], parts: bool) -> None:
+    v, u = dflow.Variable(jnp.zeros(3), name="v"), dflow.Variable(jnp.zeros(3), name="u")
+    queue = dflow.FIFOQueue(1, jax.ShapeDtypeStruct((3,), jnp.float32))
+
+    @dflow.jit
+    def step(x: Any) -> None:
+        if parts:
+            queue.enqueue(x)
+            x = queue.dequeue()
+        u.assign_add(x)
+        v.assign_add(value(x) + u)
+
+    for number in (1, 2):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=f"no file {3 * number}") as raised:
+            step(jnp.full(3, float(number)))
+        assert raised.value.__context__ is None or "NotEntered" not in repr(raised.value.__context__)
+        jax.effects_barrier()
+        assert v.read().tolist() == u.read().tolist() == [0, 0, 0]
+
+
+class Resource:
+    """Something passed to a function, which is gone when another is."""
+
+    def __init__(self, meet: Callable[[], Any] = lambda: None) -> None:
+        self._meet = meet
+
+    def __del__(self) -> None:
+        self._meet()
+
+
+class MeetingKey:
+    """The types of a call, whose hash is asked for as a plan is put: meanwhile garbage is collected."""
+
+    def __init__(self, collect: Callable[[], Any]) -> None:
+        self._collect = [collect]
+
+    def __hash__(self) -> int:
+        while self._collect:
+            self._collect.pop()()
+        return 1
+
+
+def both_end(first: Callable[[], Any], second: Callable[[], Any]) -> bool:
+    threads = [threading.Thread(target=work, daemon=True) for work in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return not any(thread.is_alive() for thread in threads)
+
+
+def plan_of(*resources: Any) -> Plan:
+    return Plan(lambda *_: None, resources, frozenset(), weakref.ref(Resource()), StepResources(()))
+
+
+def test_plans_that_keep_alive_what_others_were_made_for_are_forgotten_at_once() -> None:
+    one, other, meeting = Plans(), Plans(), threading.Barrier(2, timeout=30)
+    passed = {"one": Resource(), "other": Resource()}
+    kept = {"one": Resource(meeting.wait), "other": Resource(meeting.wait)}
+    one.put("passed", plan_of(kept["one"]), [passed["one"]])
+    other.put("kept", plan_of(), [kept["one"]])
+    other.put("passed", plan_of(kept["other"]), [passed["other"]])
+    one.put("kept", plan_of(), [kept["other"]])
+    kept.clear()
+    assert both_end(lambda: passed.pop("one"), lambda: passed.pop("other"))
+    assert one.is_empty
+    assert other.is_empty
+
+
+def test_garbage_collected_as_a_plan_is_kept_waits_for_no_other_function() -> None:
+    one, other, meeting = Plans(), Plans(), threading.Barrier(2, timeout=30)
+    passed = {"one": Resource(), "other": Resource()}
+    one.put("passed", plan_of(), [passed["one"]])
+    other.put("passed", plan_of(), [passed["other"]])
+
+    def collect(name: str) -> None:
+        meeting.wait()
+        del passed[name]
+        meeting.wait()
+
+    for_one, for_other = MeetingKey(lambda: collect("other")), MeetingKey(lambda: collect("one"))
+    assert both_end(lambda: one.put(for_one, None), lambda: other.put(for_other, None))
+    assert one.get("passed") is other.get("passed") is UNKNOWN
+    assert one.get(for_one) is other.get(for_other) is None
+
+
+def test_plans_come_and_go_from_several_threads() -> None:
+    plans, start = Plans(), threading.Barrier(THREADS)
+    errors: list[BaseException] = []
+
+    def work(first: int) -> None:
+        start.wait(60)
+        try:
+            for number in range(2000):
+                plans.put((first, number), None)
+                plans.drop((first, number - 1))
+        except RuntimeError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(THREADS)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    finally:
+        sys.setswitchinterval(interval)
+    assert not errors
+    assert all(plans.get((first, 1999)) is None for first in range(THREADS))
+
+
+def test_calls_of_a_function_without_variables_do_not_wait_for_each_other() -> None:
+    table = jnp.arange(float(1 << 15))
+    looked_up = dflow.jit(lambda i: table[i])
+    assert looked_up(3) == 3
+    whole = looked_up._plans.whole
+    assert whole is not None
+    whole._state.given = []  # as in a call on another thread
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(looked_up, 5).result(60) == 5
+
+
+def test_a_step_is_one_call_again_once_a_namesake_was_warned_of() -> None:
+    first, other = dflow.Variable(0.0, name="w"), dflow.Variable(0.0, name="v")
+    add, unrelated = adder(first), adder(other)
+    add(1.0), unrelated(1.0)
+    whole = add._plans.whole
+    assert whole is not None
+    second = dflow.Variable(0.0, name="w")
+    assert add._plans.whole is None
+    assert unrelated._plans.whole is not None
+    with pytest.warns(dflow.DuplicateNameWarning):
+        add(1.0)
+    assert add._plans.whole is whole
+    assert (float(first), float(second)) == (2.0, 0.0)

@@ -1,0 +1,190 @@
+"""Each trace is logged with what changed, from which line, and what it cost."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dflow
+from dflow.calls.trace_log import WARN_AFTER, RetraceWarning
+
+
+def test_the_argument_that_changed_is_named() -> None:
+    f = dflow.jit(lambda x, batch, n=1: (x, batch["image"] * n))
+    f(jnp.ones(4), {"image": jnp.ones(2)})
+    f(jnp.ones(5), {"image": jnp.ones(2)})
+    f(jnp.ones(5), {"image": jnp.ones(2, jnp.int32)})
+    f(jnp.ones(5), {"image": jnp.ones(2, jnp.int32)}, n=2)
+    assert [record.changes for record in f.trace_log().records] == [
+        ("first trace",),
+        ("x: f32[4] -> f32[5]",),
+        ("batch/image: f32[2] -> i32[2]",),
+        ("n: absent -> ~i32[]",),
+    ]
+
+
+def test_the_most_similar_earlier_trace_is_compared_with() -> None:
+    f = dflow.jit(lambda x, y: x)
+    f(jnp.ones(1), jnp.ones(1))
+    f(jnp.ones(2), jnp.ones(2))
+    f(jnp.ones(1), jnp.ones(3))
+    assert f.trace_log()[2].changes == ("y: f32[1] -> f32[3]",)
+
+
+def test_a_static_argument_is_logged_by_its_value() -> None:
+    f = dflow.jit(lambda x, mode: x, static_argnames="mode")
+    f(1.0, mode="train")
+    f(1.0, mode="test")
+    assert f.trace_log()[1].changes == ("mode: 'train' -> 'test'",)
+
+
+@pytest.mark.parametrize("has_state", [False, True])
+def test_the_line_and_the_cost_are_logged(has_state: bool) -> None:
+    v = dflow.Variable(1.0)
+    f = dflow.jit(lambda x: x + v if has_state else x + 1)
+    f(1.0)
+    [record] = f.trace_log().records
+    assert record.call is not None
+    assert record.call.file == __file__
+    assert record.total_ms is not None
+    assert record.total_ms >= record.trace_ms > 0
+    assert re.match(
+        r"trace 1 at .*test_trace_log.py:\d+: [\d.]+ ms, [\d.]+ ms in all\n  first trace", str(f.trace_log())
+    )
+
+
+def test_warm_calls_are_not_logged() -> None:
+    v = dflow.Variable(1.0)
+    f = dflow.jit(lambda x: x + v)
+    for x in (1.0, np.float32(1), 2.0, np.float32(2)):
+        f(x)
+    assert len(f.trace_log()) == 2
+
+
+def test_a_setting_that_changed_is_said_to() -> None:
+    v = dflow.Variable(jnp.ones((2, 2)))
+    f = dflow.jit(lambda x: x @ v)
+    f(jnp.ones(2))
+    f.clear_cache()
+    f(jnp.ones(2))
+    assert f.trace_log()[1].changes[0].startswith("no argument changed: a setting of JAX")
+
+
+def test_a_large_closed_over_array_becomes_an_input_and_is_reported() -> None:
+    table = jnp.ones((128, 256))
+    f = dflow.jit(lambda i: table[i])
+    assert f(3).shape == (256,)
+    assert f(4).shape == (256,)
+    assert f.trace_log()[0].captured == ("f32[128,256]",)
+    assert "closed over f32[128,256], which became an input" in str(f.trace_log())
+    assert "const_0: f32[128,256]" in str(dflow.graph(f, 3)).splitlines()[0]
+
+
+def test_repeated_traces_warn_once_with_the_remedy() -> None:
+    f = dflow.jit(lambda x: x.sum())
+    for size in range(1, WARN_AFTER):
+        f(jnp.ones(size))
+    with pytest.warns(RetraceWarning) as caught:
+        f(jnp.ones(WARN_AFTER))
+    text = str(caught[0].message)
+    assert "was traced 6 times, the last time because of x: f32[5] -> f32[6] (called at" in text
+    assert "pad or bucket arguments" in text
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        f(jnp.ones(WARN_AFTER + 1))
+
+
+def test_a_trace_within_another_has_no_total() -> None:
+    inner = dflow.jit(lambda x: x + 1)
+
+    @dflow.jit
+    def outer(x: Any) -> Any:
+        return inner(x)
+
+    outer(1.0)
+    assert inner.trace_log()[0].total_ms is None
+    assert "within another trace" in str(inner.trace_log())
+
+
+def test_a_function_not_traced_says_so() -> None:
+    @dflow.jit
+    def never(x: Any) -> Any:
+        return x
+
+    assert str(never.trace_log()) == "never has not been traced"
+
+
+def test_a_variable_that_is_another_is_named() -> None:
+    f = dflow.jit(lambda model, x: model["w"] + x)
+    f({"w": dflow.Variable(1.0, name="a")}, 1.0)
+    f({"w": dflow.Variable(jnp.ones(2), name="b")}, 1.0)
+    assert f.trace_log()[1].changes == ("model/w: <Variable 'a': f32[]> -> <Variable 'b': f32[2]>",)
+
+
+@pytest.fixture
+def remade(monkeypatch: pytest.MonkeyPatch) -> int:
+    """How often a function may be made anew."""
+    monkeypatch.setattr("dflow.calls.trace_log.WARN_AFTER_REMAKING", 4)
+    return 4
+
+
+def test_a_function_that_is_made_anew_each_time_is_warned_about_once(remade: int) -> None:
+    v = dflow.Variable(1.0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2 * remade):
+            dflow.jit(lambda x: x + 1)(1.0)
+            dflow.jit(lambda x: x + v)(1.0)
+    assert [warning.category for warning in caught] == [RetraceWarning] * 2
+    for warning in caught:
+        assert f"<lambda> was compiled {remade} times for the same arguments" in str(warning.message)
+        assert "call dflow.jit once, outside of the loop" in str(warning.message)
+        assert warning.filename == __file__
+
+
+def test_methods_of_many_objects_are_no_function_made_anew(remade: int) -> None:
+    class Model:
+        @dflow.jit
+        def step(self, x: Any) -> Any:
+            return x + 1
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(remade + 1):
+            Model().step(1.0)
+
+
+def test_functions_made_for_other_arguments_or_from_other_code_are_not(remade: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for size in range(remade + 1):
+            dflow.jit(lambda x: x + 1)(jnp.ones(size))
+        fn = dflow.jit(lambda x: x + 1)
+        for _ in range(remade + 1):
+            fn(1.0)
+
+
+@pytest.mark.parametrize("state", [False, True])
+def test_so_does_one_that_a_function_within_closes_over_however_deep(state: bool) -> None:
+    table, count = jnp.arange(128 * 256.0).reshape(128, 256), dflow.Variable(0)
+
+    @dflow.jit
+    def looked_up(i: Any) -> Any:
+        return jax.jit(lambda j: table[j])(i) * 2
+
+    @dflow.jit
+    def outer(i: Any) -> Any:
+        if state:
+            count.assign_add(1)
+        return looked_up(i) + 1
+
+    np.testing.assert_array_equal(outer(3), table[3] * 2 + 1)
+    assert outer.trace_log()[0].captured == ("f32[128,256]",)
+    if state:
+        assert len(outer.lower(3).as_text()) < 128 * 256

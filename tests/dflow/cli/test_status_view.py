@@ -1,0 +1,190 @@
+import io
+
+import pytest
+from rich.console import Console
+
+from dflow.cli.status_view import (
+    PlainView,
+    StepRate,
+    TerminalView,
+    TrafficRow,
+    closing_tables,
+    grouped_traffic,
+    make_view,
+    progress_line,
+    size_text,
+    type_text,
+)
+from dflow.distributed.wire.messages import EdgeTraffic, NotFinite, Status, TaskInfo, VariableInfo, WorkerProgress
+
+PS0, PS1 = "/job:ps/task:0", "/job:ps/task:1"
+WORKERS = tuple(f"/job:worker/task:{index}" for index in range(3))
+
+
+def status(**changes: object) -> Status:
+    made: dict[str, object] = {
+        "now_s": 10.0,
+        "tasks": (TaskInfo(PS0, "h:1", 0.5), TaskInfo(WORKERS[0], "h:2", 1.0), TaskInfo(WORKERS[1], "h:3", 1.0)),
+        "expected": (),
+        "workers": (
+            WorkerProgress(WORKERS[0], 40, 0.0123, {"loss": 0.5}),
+            WorkerProgress(WORKERS[1], 20, 0.025, {"loss": 1.0, "accuracy": 0.9}),
+        ),
+        "steps_done": 60,
+        "steps_total": 100,
+        "variables": (),
+        "traffic": (),
+        "results": {},
+    }
+    return Status(**{**made, **changes})  # type: ignore[arg-type]
+
+
+def printed(view: Status, **ends: str) -> str:
+    console = Console(file=io.StringIO(), width=120)
+    console.print(closing_tables(view, {f"/job:{name.replace('_', '/task:')}": end for name, end in ends.items()}))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def sent(edge: str, source: str, destination: str, values: int = 2, size_bytes: int = 100) -> EdgeTraffic:
+    return EdgeTraffic(edge, source, destination, values, size_bytes)
+
+
+def test_progress_has_steps_rate_mean_loss_and_step_times() -> None:
+    line = progress_line(status(), 12.34)
+    assert line == "step 60/100  12.3 steps/s  loss 0.7500  worker:0 12.3 ms  worker:1 25.0 ms"
+
+
+def test_the_closing_tables_name_losses_that_were_not_finite() -> None:
+    found = NotFinite(37, "loss", float("nan"), "run_0", WORKERS[1])
+    shown = printed(status(not_finite=(found,)))
+    assert "Not finite" in shown
+    assert [line.split() for line in shown.splitlines() if "run_0" in line] == [
+        ["run_0", "loss", "nan", "37", "worker:1"]
+    ]
+    assert "Not finite" not in printed(status())
+
+
+def test_progress_leaves_out_the_step_time_of_a_worker_that_left() -> None:
+    gone = (TaskInfo(WORKERS[0], "h:2", 1.0, 5.0, "killed"), TaskInfo(WORKERS[1], "h:3", 1.0))
+    assert "worker:0" not in progress_line(status(tasks=gone), 1.0)
+
+
+def test_before_the_first_step_progress_says_who_is_awaited() -> None:
+    assert progress_line(status(steps_total=0, expected=(PS1, WORKERS[2])), 0.0) == (
+        " 10.0 s  3 of 5 tasks are up; waiting for ps:1, worker:2"
+    )
+
+
+def test_the_rate_is_that_of_the_last_seconds() -> None:
+    rate = StepRate()
+    assert rate.add(status(now_s=0.0, steps_done=0)) == 0.0
+    assert rate.add(status(now_s=2.0, steps_done=20)) == 10.0
+    for second in range(3, 20):
+        newest = rate.add(status(now_s=float(second), steps_done=20 + 2 * (second - 2)))
+    assert newest == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (999_960, "1.0 MB"), (3_400_000, "3.4 MB")]
+)
+def test_sizes(size_bytes: int, text: str) -> None:
+    assert size_text(size_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("dtype", "text"), [("float32", "f32[3,1]"), ("bfloat16", "bf16[3,1]"), ("uint8", "u8[3,1]"), ("bool", "bool[3,1]")]
+)
+def test_types(dtype: str, text: str) -> None:
+    assert type_text(dtype, (3, 1)) == text
+
+
+def test_the_workers_that_get_or_send_the_same_are_one_row() -> None:
+    rows = grouped_traffic(
+        [
+            *(sent("w", PS0, worker, size_bytes=300) for worker in WORKERS),
+            *(sent("dw", worker, PS0) for worker in WORKERS[:2]),
+            sent("b", PS1, WORKERS[0]),
+        ]
+    )
+    assert rows == [
+        TrafficRow("w", "ps:0", "worker:*", 6, 900),
+        TrafficRow("dw", "worker:*", "ps:0", 4, 200),
+        TrafficRow("b", "ps:1", "worker:0", 2, 100),
+    ]
+
+
+def test_the_largest_edges_are_shown_and_the_rest_is_summed_up() -> None:
+    traffic = tuple(sent(f"edge{n:02}", PS0, WORKERS[0], size_bytes=n * 1_000_000) for n in range(40))
+    text = printed(status(traffic=traffic))
+    assert "edge10" in text
+    assert "edge09" not in text
+    assert "10 more" in text
+    assert "45.000" in text
+
+
+def test_variables_say_their_type_size_and_task() -> None:
+    variables = (VariableInfo("conv1/kernel", "float32", (3, 3, 1, 16), 576, PS1),)
+    [row] = [line.split() for line in printed(status(variables=variables)).splitlines() if "conv1" in line]
+    assert row == ["conv1/kernel", "f32[3,3,1,16]", "576", "B", "ps:1"]
+
+
+def test_results_are_shown() -> None:
+    assert "0.9375" in printed(status(results={"test accuracy": 0.9375}))
+
+
+def test_tasks_say_when_they_left_and_why() -> None:
+    tasks = (
+        TaskInfo(PS0, "h:1", 0.5, 9.0, "stopped"),
+        TaskInfo(WORKERS[0], "h:2", 1.0, 3.0, "connection reset"),
+        TaskInfo(WORKERS[1], "h:3", 1.0, 8.0, "the other side closed the connection"),
+        TaskInfo(WORKERS[2], "h:4", 1.0),
+    )
+    rows = printed(status(tasks=tasks, expected=(PS1,)), worker_0="killed by SIGKILL", worker_1="finished")
+    lines = {line.split()[0]: line.strip() for line in rows[rows.index("Tasks") :].splitlines() if ":" in line}
+    assert lines["ps:0"].endswith("finished")
+    assert lines["worker:0"].endswith("3.0 s   killed by SIGKILL (connection reset)")
+    assert lines["worker:1"].endswith("finished")
+    assert lines["worker:2"].endswith("live")
+    assert lines["ps:1"].endswith("never")
+
+
+def test_output_to_a_file_is_plain_and_progress_comes_every_two_seconds() -> None:
+    console = Console(file=io.StringIO(), width=120)
+    view = make_view(console)
+    assert isinstance(view, PlainView)
+    with view:
+        view.show_line("worker:0", "[red]as it is[/red]")
+        for tenth in range(20, 45):
+            view.show_status(status(now_s=tenth / 10), ())
+        view.show_event("worker:0 ended")
+        view.show_end(None, {})
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert lines[0] == "[worker:0] [red]as it is[/red]"
+    assert len([line for line in lines if line.startswith("step 60/100")]) == 2
+    assert lines[-1] == "dflow: worker:0 ended"
+
+
+def test_in_a_file_who_is_up_is_told_when_it_changes_and_every_half_minute() -> None:
+    console = Console(file=io.StringIO(), width=120)
+    view = PlainView(console)
+    for second in range(100):
+        expected = (WORKERS[0],) if second < 10 else ()
+        view.show_status(status(now_s=float(second), steps_total=0, expected=expected), ())
+    assert isinstance(console.file, io.StringIO)
+    times = [float(line.split()[0]) for line in console.file.getvalue().splitlines()]
+    assert times == [2.0, 10.0, 40.0, 70.0]
+
+
+def test_a_terminal_gets_a_live_line_and_the_tables_after_it() -> None:
+    console = Console(file=io.StringIO(), width=120, force_terminal=True)
+    view = make_view(console)
+    assert isinstance(view, TerminalView)
+    with view:
+        view.show_line("worker:0", "hello")
+        view.show_status(status(), ())
+        view.show_end(status(results={"accuracy": 0.5}), {})
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert text.index("hello") < text.index("accuracy")

@@ -1,0 +1,260 @@
+"""`dflow.graph`: text there and back, and running any part, fed and fetched by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dflow
+from dflow.lowering.local import LocalHome
+from dflow.testing import memory_cluster
+from dflow.tracing.errors import GraphNameError, GraphTypeError, ParseError
+from dflow.tracing.ir.graph import Graph
+from dflow.tracing.ir.types import ArrayType
+from dflow.tracing.reference.interpret import interpret
+from tests.effort import examples
+from tests.programs.draw import programs
+from tests.programs.machines import Traced
+from tests.programs.made import ARGUMENTS, variables_of
+from tests.programs.statements import Program
+
+HERE = Path(__file__).name
+
+
+class Model:
+    """A step whose values have names, on two variables."""
+
+    def __init__(self) -> None:
+        self.w = dflow.Variable(jnp.ones(3), name="w")
+        self.steps = dflow.Variable(0, name="steps")
+        self.ran: list[str] = []
+
+    def step(self, x: Any) -> Any:
+        hidden = dflow.name(x * self.w, "hidden")
+        self.steps.assign_add(1)
+        self.w.assign_add(hidden)
+        tripled = jax.jit(lambda h: dflow.name(h * 3, "inside") + 1)(hidden)
+        loss = dflow.name(tripled.sum(), "loss")
+        return loss, self.w.read()
+
+    def graph(self) -> dflow.GraphView:
+        return dflow.graph(self.step, X)
+
+
+X = np.arange(3, dtype=np.float32)
+
+
+def plain(tree: Any) -> Any:
+    return jax.tree.map(lambda array: np.asarray(array).tolist(), tree)
+
+
+def test_a_value_is_fetched_by_its_name_with_or_without_the_sign() -> None:
+    model = Model()
+    assert plain(model.graph().run("hidden")) == plain(model.graph().run("%hidden")) == [0, 1, 2]
+    assert plain(model.graph().run({"a": "loss", "b": ("hidden", "x")})) == {"a": 12, "b": ([0, 1, 2], [0, 1, 2])}
+
+
+def test_what_is_not_needed_does_not_run() -> None:
+    model = Model()
+    model.graph().run(["loss", "hidden", "x"])
+    assert (plain(model.w.read()), int(model.steps.read())) == ([1, 1, 1], 0)
+    ran: list[int] = []
+
+    def noisy(x: Any) -> Any:
+        jax.debug.callback(lambda: ran.append(1))
+        return dflow.name(x + 1, "next")
+
+    assert int(dflow.graph(noisy, 1).run("next")) == 2
+    jax.effects_barrier()
+    assert ran == []
+
+
+def test_a_read_after_a_write_has_the_write_made_for_it() -> None:
+    model = Model()
+    view = model.graph()
+    assert plain(view.run("w_2")) == plain(model.w.read()) == [1, 2, 3]
+    assert int(model.steps.read()) == 0
+    assert plain(view.run("w_2")) == [1, 4, 9]
+
+
+def test_a_write_is_run_by_fetching_it() -> None:
+    model = Model()
+    node = next(node for node in model.graph().graph.nodes if node.op.name == "var.assign_add")
+    assert model.graph().run(node.outputs[0].name) is None
+    assert (int(model.steps.read()), plain(model.w.read())) == (1, [1, 1, 1])
+
+
+def test_a_variable_is_fetched_by_name_after_all_else() -> None:
+    model = Model()
+    assert plain(model.graph().run(["w", "steps"])) == [[1, 1, 1], 0]
+    assert plain(model.graph().run(["w", "w_2", "w_1"])) == [[1, 2, 3], [1, 2, 3], [1, 1, 1]]
+    odd = dflow.Variable(2.0, name="layer 0/w")
+    assert float(dflow.graph(odd.read).run("layer 0/w")) == 2.0
+
+
+def test_any_value_is_fed() -> None:
+    model = Model()
+    view = model.graph()
+    assert float(view.run("loss", {"hidden": np.full(3, 2.0, np.float32)})) == 21
+    assert float(view.run("loss", {"%x": X + 1})) == 21
+    assert float(view.run("loss", {"loss": 5})) == 5
+    assert plain(view.run(["hidden", "w_2"], {"hidden": jnp.zeros(3)})) == [[0, 0, 0], [1, 1, 1]]
+    assert plain(model.w.read()) == [1, 1, 1]
+
+
+def test_a_variable_that_is_fed_is_not_touched() -> None:
+    model = Model()
+    assert plain(model.graph().run(["w_1", "w_2", "w"], {"w": jnp.full(3, 7.0)})) == [
+        [7, 7, 7],
+        [7, 14, 21],
+        [7, 14, 21],
+    ]
+    assert plain(model.w.read()) == [1, 1, 1]
+
+
+def test_a_write_runs_though_what_it_gives_is_fed() -> None:
+    table = dflow.Variable(jnp.zeros(2), name="table")
+
+    def step() -> Any:
+        table.assign(dflow.name(table.read() + 1, "next"))
+        return dflow.name(table.read(), "after")
+
+    view = dflow.graph(step)
+    assert plain(view.run(["after", "next"], {"next": jnp.full(2, 5.0)})) == [[5, 5], [5, 5]]
+    assert plain(table.read()) == [5, 5]
+
+
+def test_of_an_op_that_gives_two_values_one_may_be_fed() -> None:
+    def step(x: Any) -> Any:
+        total, partial = jax.lax.scan(lambda c, r: (c + r, c), 0.0, x)
+        return dflow.name(total, "total") * 1, dflow.name(partial, "partial"), total + 1
+
+    view = dflow.graph(step, X)
+    after = view.graph.outputs[2].name  # type: ignore[union-attr]
+    assert plain(view.run(["total", "partial", after], {"total": 10.0})) == [10, [0, 0, 1], 11]
+
+
+def test_a_value_inside_a_call_is_fetched_and_fed() -> None:
+    model = Model()
+    assert plain(model.graph().run("inside")) == [0, 3, 6]
+    assert float(model.graph().run("loss", {"inside": jnp.ones(3)})) == 6
+    constant = jnp.arange(40.0)
+    nested = jax.jit(lambda x: jax.jit(lambda y: dflow.name(y * constant, "deep") + constant)(x) * 2)
+    assert plain(dflow.graph(nested, 2.0).run("deep")) == plain(2 * constant)
+
+
+def test_a_type_without_a_value_must_be_fed() -> None:
+    view = dflow.graph(Model().step, jax.ShapeDtypeStruct((3,), jnp.float32))
+    assert plain(view.run("hidden", {"x": X})) == [0, 1, 2]
+    with pytest.raises(GraphTypeError, match=r"%x: f32\[3\] is needed and has no value\n  at .*\n  give it in feeds"):
+        view.run("hidden")
+
+
+def test_a_name_that_is_not_there_is_refused_with_those_that_are_near() -> None:
+    view = Model().graph()
+    with pytest.raises(
+        GraphNameError, match=rf"no value 'hiden' to be fed\n  at .*{HERE}:\d+\n  near it are %hidden at {HERE}:\d+$"
+    ):
+        view.run("loss", {"hiden": 1})
+    with pytest.raises(
+        GraphNameError, match=r"no value '%zzz' to be fetched\n  at .*\n  print the graph to see its values"
+    ):
+        view.run("%zzz")
+    looped = dflow.graph(lambda: jax.lax.scan(lambda c, x: (dflow.name(c + x, "sum"), x), 0.0, jnp.ones(2)))
+    with pytest.raises(GraphNameError, match=r"'sum' is in the body of %\w+ \(jax.scan at .*\), which runs as one"):
+        looped.run("sum")
+
+
+def test_a_feed_of_another_type_is_refused_with_both_types() -> None:
+    view = Model().graph()
+    with pytest.raises(
+        GraphTypeError, match=rf"%hidden is f32\[3\] but was fed f32\[4\]\n  at .*{HERE}.*\n.*shape \(3,\)"
+    ):
+        view.run("loss", {"hidden": jnp.ones(4)})
+    with pytest.raises(GraphTypeError, match=r"%hidden is f32\[3\] but was fed i32\[3\]\n(.|\n)*astype\(jnp.float32\)"):
+        view.run("loss", {"hidden": np.arange(3)})
+    with pytest.raises(GraphTypeError, match=r"%steps is i32\[\] but was fed ~f32\[\]"):
+        view.run("steps", {"steps": 1.5})
+    token = next(node for node in view.graph.nodes if not node.array_outputs).outputs[0].name
+    with pytest.raises(GraphTypeError, match=rf"%{token} is a token, which has no value to feed"):
+        view.run("loss", {token: 1})
+
+
+def test_a_graph_read_from_text_runs_on_what_it_is_fed() -> None:
+    model = Model()
+    view = dflow.GraphView.parse(str(model.graph()))
+    assert str(view) == str(model.graph())
+    fed = {"x": X, "w": jnp.full(3, 2.0)}
+    assert plain(view.run(["loss", "w_2", "inside"], fed)) == [21, [2, 4, 6], [0, 6, 12]]
+    with pytest.raises(
+        GraphTypeError, match=r"%w: ref<f32\[3\]> is needed, and a graph .* text has no variables(.|\n)*feeds"
+    ):
+        view.run("loss", {"x": X})
+    with pytest.raises(ParseError, match="line 1"):
+        dflow.GraphView.parse("graph(")
+
+
+def test_a_part_runs_over_a_cluster() -> None:
+    with memory_cluster(ps=1, workers=1) as cluster:
+        worker = cluster.worker()
+        with worker.parameter_servers():
+            model = Model()
+        view = model.graph()
+        results = plain(view.run(["w_2", "loss"])), plain(view.run("w")), int(model.steps.read())
+        worker.close()
+    assert results == ([[1, 2, 3], 12], [1, 2, 3], 0)
+
+
+def bound(program: Program) -> tuple[dflow.GraphView, list[dflow.Variable]]:
+    machine = Traced(variables_of(program))
+    return dflow.graph(lambda x, y: program(machine, x, y), *ARGUMENTS), machine.variables
+
+
+def reference(graph: Graph, made: list[dflow.Variable]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Every array of the graph by name, and the state at the end, from running all of it."""
+    values = [value for node in graph.nodes for value in node.outputs if isinstance(value.type, ArrayType)]
+    state = {variable.name: variable.read() for variable in made if variable.name in {ref.name for ref in graph.refs}}
+    results, after = interpret(Graph(graph.inputs, graph.nodes, tuple(values)), ARGUMENTS, state)
+    return {value.name: np.asarray(result) for value, result in zip(values, results, strict=True)}, after
+
+
+@settings(max_examples=examples(18))
+@given(programs(most=3), st.data())
+def test_each_value_is_what_the_whole_graph_gives(program: Program, data: st.DataObject) -> None:
+    view, made = bound(program)
+    values, after = reference(view.graph, made)
+    names = data.draw(st.lists(st.sampled_from(sorted(values)), max_size=3)) if values else []
+    fed = data.draw(st.sets(st.sampled_from(sorted(values)), max_size=2)) if values else set()
+    tokens = [node.outputs[0].name for node in view.graph.nodes if not node.array_outputs]
+    before = [variable.read() for variable in made]
+    for name, result in zip(names, view.run(names, {name: values[name] for name in fed}), strict=True):
+        np.testing.assert_array_equal(result, values[name])
+    for variable, value in zip(made, before, strict=True):
+        variable.assign(value)
+    view.run([*tokens, *names])
+    for name, value in after.items():
+        np.testing.assert_array_equal(next(variable for variable in made if variable.name == name), value)
+
+
+def test_the_same_part_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plan, compiled = Model(), LocalHome.plan, 0
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal compiled
+        compiled += 1
+        return plan(*args, **kwargs)
+
+    monkeypatch.setattr(LocalHome, "plan", counted)
+    view = model.graph()
+    for turn in range(1, 4):
+        assert plain(view.run("hidden", {"x": X + turn})) == plain(X + turn)
+        assert plain(view.run(["w_1", "w"], {"w": jnp.full(3, float(turn))})) == [[turn] * 3] * 2
+    assert compiled == 2
+    assert plain(model.w.read()) == [1, 1, 1]

@@ -1,0 +1,286 @@
+"""Saving, restoring and exporting variables that live on tasks: what one process does, and each task does its part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dflow
+from dflow.distributed.task import task_checkpoints
+from dflow.distributed.task.task_checkpoints import TaskCheckpoints
+from dflow.distributed.wire.messages import EndRestore, ReadCheckpoint, ReadVariables, SavedVariable, SaveVariables
+from dflow.distributed.worker.cluster import Cluster
+from dflow.lowering.files.array_files import ArrayFiles, read_arrays, write_arrays
+from dflow.lowering.state.store import Store
+from dflow.testing import MemoryCluster, memory_cluster
+from dflow.tracing.ir.types import ArrayType
+from tests.effort import examples
+
+X = jnp.ones((2, 3))
+
+
+@dataclass
+class Program:
+    """A model, its optimizer, a generator and a counter, some of them on tasks."""
+
+    state: Any
+    step: Any
+
+    def values(self) -> dict[str, Any]:
+        model = {"w": self.state["w"], "b": self.state["b"], "seen": self.state["seen"]}
+        read: dict[str, Any] = jax.tree.map(np.asarray, dflow.read([model, self.state["opt"].slots]))
+        return read
+
+
+def program(cluster: Any) -> Program:
+    """Variables among the parameter servers, or in this process where `cluster` is of one."""
+    with cluster.parameter_servers():
+        w = dflow.Variable(jnp.arange(6.0).reshape(3, 2), name="w")
+        b = dflow.Variable(jnp.zeros(2, jnp.bfloat16), name="b")
+        opt = dflow.Optimizer(optax.adam(0.1), [w, b], name="adam")
+    noise, seen = dflow.Generator(0, name="noise"), dflow.Variable(0, name="seen")
+
+    @dflow.jit
+    def step(x: jax.Array) -> jax.Array:
+        seen.assign_add(1)
+        moved = x + jax.random.normal(noise.split(), x.shape)
+        loss, gradients = dflow.value_and_grad(lambda: jnp.sum((moved @ w + b) ** 2), [w, b])()
+        opt.apply(gradients)
+        return loss
+
+    return Program({"w": w, "b": b, "opt": opt, "noise": noise, "seen": seen}, step)
+
+
+@pytest.fixture
+def memory() -> Iterator[MemoryCluster]:
+    with memory_cluster(ps=2, workers=2) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def worker(memory: MemoryCluster) -> Iterator[Cluster]:
+    # The second worker is expected as well.
+    with ThreadPoolExecutor(2) as pool:
+        joined = list(pool.map(memory.worker, range(2)))
+    yield joined[0]
+    for one in joined:
+        one.close()
+
+
+def same(one: Any, other: Any) -> None:
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+def test_a_run_goes_on_from_what_was_saved(worker: Cluster, tmp_path: Path) -> None:
+    run = program(worker)
+    run.step(X)
+    dflow.save(tmp_path / "c", run.state)
+    saved = run.values()
+    losses = [run.step(X) for _ in range(3)]
+    report = dflow.restore(tmp_path / "c", run.state)
+    assert len(report.restored) == 9
+    same(run.values(), saved)
+    assert [run.step(X) for _ in range(3)] == losses
+
+
+def test_the_checkpoint_is_that_of_one_process(worker: Cluster, tmp_path: Path) -> None:
+    on_tasks, here = program(worker), program(dflow.connect())
+    for run, name in ((on_tasks, "tasks"), (here, "here")):
+        dflow.save(tmp_path / name, run.state)
+    files = [
+        sorted(str(file.relative_to(tmp_path / name)) for file in (tmp_path / name).rglob("*"))
+        for name in ("tasks", "here")
+    ]
+    assert files[0] == files[1]
+    for file in files[0]:
+        one, other = tmp_path / "tasks" / file, tmp_path / "here" / file
+        assert one.is_dir() or file == "dflow.json" or one.read_bytes() == other.read_bytes(), file
+    one, other = read_arrays(tmp_path / "tasks"), read_arrays(tmp_path / "here")
+    assert (one.types, one.metadata) == (other.types, other.metadata)
+    here.step(X)
+    dflow.restore(tmp_path / "tasks", here.state)
+    same(here.values(), on_tasks.values())
+
+
+def test_no_value_goes_through_the_worker(memory: MemoryCluster, worker: Cluster, tmp_path: Path) -> None:
+    with worker.parameter_servers():
+        table = dflow.Variable(lambda: jnp.ones((1000, 1000)), name="table")
+    served = memory.tasks["ps:0"].server
+    before = sum(edge.size_bytes for edge in served.traffic()), sum(edge.size_bytes for edge in worker.traffic())
+    dflow.save(tmp_path / "c", {"table": table})
+    table.assign(jnp.zeros((1000, 1000)))
+    sent = sum(edge.size_bytes for edge in worker.traffic())
+    dflow.restore(tmp_path / "c", {"table": table})
+    assert sum(edge.size_bytes for edge in served.traffic()) - before[0] < 10_000
+    assert sum(edge.size_bytes for edge in worker.traffic()) - sent < 10_000
+    assert float(table.read().sum()) == 1e6
+
+
+def test_a_damaged_array_leaves_every_variable_as_it_was(
+    memory: MemoryCluster, worker: Cluster, tmp_path: Path
+) -> None:
+    run = program(worker)
+    dflow.save(tmp_path / "c", run.state)
+    run.step(X)
+    now = run.values()
+    (part,) = (tmp_path / "c" / "w").glob("c*")
+    part.write_bytes(b"?" + part.read_bytes()[1:])
+    with pytest.raises(dflow.CheckpointError, match=r"ps/task:\d: array 'w' \(f32\[3,2\]\) in .*c is damaged"):
+        dflow.restore(tmp_path / "c", run.state)
+    same(run.values(), now)
+    assert not any(task.server._checkpoints._read for task in memory.tasks.values())
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_again(
+    worker: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = program(worker)
+    dflow.save(tmp_path / "c", run.state)
+    run.step(X)
+    newer = run.values()
+    looks = iter([True])
+
+    def is_replaced(files: ArrayFiles) -> bool:
+        if next(looks, False):
+            dflow.save(tmp_path / "c", run.state, overwrite=True)
+            run.step(X)
+        return read_arrays(files.path).id != files.id
+
+    monkeypatch.setattr(ArrayFiles, "is_replaced", is_replaced)
+    dflow.restore(tmp_path / "c", run.state)
+    same(run.values(), newer)
+
+
+@settings(max_examples=examples(3), deadline=None)
+@given(steps=st.integers(5, 20))
+def test_what_a_task_saves_is_of_one_moment(steps: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("saves")
+    with memory_cluster(ps=1, workers=1) as memory, ThreadPoolExecutor(1) as pool:
+        worker = memory.worker()
+        with worker.parameter_servers():
+            pair = [dflow.Variable(lambda: jnp.zeros(50_000), name=name) for name in "ab"]
+
+        @dflow.jit
+        def step() -> None:
+            for one in pair:
+                one.assign_add(1.0)
+
+        training = pool.submit(lambda: [step() for _ in range(steps)])
+        count = 0
+        while not training.done():
+            dflow.save(folder / str(count), pair)
+            count += 1
+        for number in range(count):
+            dflow.restore(folder / str(number), pair)
+            first, second = dflow.read(pair)
+            same(first, second)
+        worker.close()
+
+
+def test_an_export_has_the_values_of_the_tasks(worker: Cluster, tmp_path: Path) -> None:
+    run = program(worker)
+    run.step(X)
+    w, b = run.state["w"], run.state["b"]
+    dflow.export(dflow.jit(lambda x: x @ w + b), X).save(tmp_path / "e")
+    there = dflow.load(tmp_path / "e", prefix="loaded/")
+    same(there.call(X), X @ w.read() + b.read())
+    dflow.restore(tmp_path / "e" / "variables", {"w": w, "b": b})
+
+
+def test_an_export_is_loaded_onto_the_tasks(worker: Cluster, tmp_path: Path) -> None:
+    v = dflow.Variable(jnp.arange(3.0), name="v")
+    dflow.export({"scale": (dflow.jit(lambda x: x * v), 2.0)}).save(tmp_path / "e")
+    with worker.parameter_servers():
+        there = dflow.load(tmp_path / "e", prefix="served/")
+    assert there.variables["v"].device == "/job:ps/task:0"
+    same(there.scale(2.0), 2.0 * jnp.arange(3.0))
+    there.save(tmp_path / "again")
+    same(read_arrays(tmp_path / "again" / "variables").read({"v": None})["v"], jnp.arange(3.0))
+
+
+def saving(folder: Path, place: str = "w") -> SaveVariables:
+    return SaveVariables(str(folder), (SavedVariable("w", "w", place),))
+
+
+@pytest.fixture
+def checkpoints() -> TaskCheckpoints:
+    store = Store()
+    store.create("w", ArrayType(jnp.dtype(jnp.float32), (3,)), lambda: jnp.ones(3))
+    return TaskCheckpoints("/job:ps/task:0", store, lambda task: task == "/job:worker/task:9")
+
+
+BEGUN = ".c.0123456789abcdef.writing"
+
+
+@pytest.mark.parametrize(
+    ("folder", "place"), [("c", "w"), (BEGUN, "../w"), (BEGUN, "/etc/w"), (BEGUN, "a/../../w"), (BEGUN, "")]
+)
+def test_a_task_writes_nowhere_but_in_a_save(
+    checkpoints: TaskCheckpoints, tmp_path: Path, folder: str, place: str
+) -> None:
+    (tmp_path / folder).mkdir()
+    with pytest.raises(dflow.CheckpointError, match=r"writes only into a folder that dflow\.save has begun"):
+        checkpoints.save(saving(tmp_path / folder, place))
+    with pytest.raises(dflow.CheckpointError, match="writes only into"):
+        checkpoints.save(saving(Path(folder), place))
+    assert not any((tmp_path / folder).iterdir())
+
+
+def test_a_task_that_sees_other_files_says_so(checkpoints: TaskCheckpoints, tmp_path: Path) -> None:
+    with pytest.raises(dflow.CheckpointError, match=r"ps:0 sees no folder(.|\n)*save where all tasks of the cluster"):
+        checkpoints.save(saving(tmp_path / BEGUN))
+    write_arrays(tmp_path / "c", {"w": np.zeros(3, np.float32)})
+    with pytest.raises(dflow.CheckpointError, match=r"ps:0 finds another checkpoint at (.|\n)*save where all tasks"):
+        checkpoints.read(ReadCheckpoint("/job:worker/task:0", 1, str(tmp_path / "c"), "of another", {"w": "w"}))
+
+
+def test_a_restore_of_a_worker_that_has_left_is_let_go_of(checkpoints: TaskCheckpoints, tmp_path: Path) -> None:
+    write_arrays(tmp_path / "c", {"w": np.zeros(3, np.float32)})
+    id = read_arrays(tmp_path / "c").id
+    for worker in ("/job:worker/task:0", "/job:worker/task:9"):
+        checkpoints.read(ReadCheckpoint(worker, 1, str(tmp_path / "c"), id, {"w": "w"}))
+    assert [*checkpoints._read] == [("/job:worker/task:0", 1)]
+    checkpoints.task_left("/job:worker/task:0")
+    assert not checkpoints._read
+
+
+def test_a_restore_that_ends_while_its_values_are_read_keeps_none(
+    checkpoints: TaskCheckpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_arrays(tmp_path / "c", {"w": np.zeros(3, np.float32)})
+    read = task_checkpoints.read_variables
+
+    def read_late(*args: Any) -> Any:
+        values = read(*args)
+        checkpoints.end(EndRestore("/job:worker/task:0", 1, is_set=False))  # of a worker that waits no longer
+        return values
+
+    monkeypatch.setattr(task_checkpoints, "read_variables", read_late)
+    id = read_arrays(tmp_path / "c").id
+    checkpoints.read(ReadCheckpoint("/job:worker/task:0", 1, str(tmp_path / "c"), id, {"w": "w"}))
+    assert not checkpoints._read
+
+
+def test_a_damaged_checkpoint_leaves_no_restore_behind(checkpoints: TaskCheckpoints, tmp_path: Path) -> None:
+    with pytest.raises(dflow.CheckpointError, match="there is no checkpoint"):
+        checkpoints.read(ReadCheckpoint("/job:worker/task:0", 1, str(tmp_path / "c"), "", {"w": "w"}))
+    assert not checkpoints._read
+
+
+def test_several_values_are_read_by_one_message(memory: MemoryCluster, worker: Cluster) -> None:
+    run = program(worker)
+    peer = worker.server.peer("/job:ps/task:0")
+    keys = tuple(v.key for v in (run.state["w"], *run.state["opt"].variables) if v.device == "/job:ps/task:0")
+    answer: Any = peer.call(ReadVariables(keys), timeout_s=30.0).message
+    assert len(answer.arrays) == len(keys) > 1

@@ -1,0 +1,102 @@
+"""Calls that other devices wait for go before the rest of their stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from unittest import mock
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflow.lowering.passes import cluster
+from dflow.lowering.passes.base import run_passes
+from dflow.lowering.pipeline import pipeline
+from dflow.lowering.placement import early_transfers
+from dflow.lowering.placement.work import Work
+from dflow.tracing.ir.graph import Graph, Node
+from dflow.tracing.syntax.text import parse
+from tests.effort import examples
+from tests.graphs_ import Case, cases
+from tests.lowering.meaning import DEVICES, PLACES, TASKS, WORKER, assert_same_meaning, chooser
+from tests.lowering.stateful_graphs import stateful_graphs
+
+ANY_REST = mock.patch.object(early_transfers, "LEAST", Work(0.0, 0.0))
+DOT = "dimension_numbers=(((1,), (0,)), ((), ())), out_sharding=None, precision=None, preferred_element_type=f32"
+
+
+def fork(size: int, update: str = "", result: str = "") -> Graph:
+    """`a` is copied to another device; `b` takes it too, and nobody there waits for `b`."""
+    array = f"f32[{size},{size}]"
+    return parse(f"""
+graph(%w: ref<f32[]> @/device:cpu:0, %x: {array}) {{
+  %a: {array} = jax.sin(%x)  @/device:cpu:0
+  %b: {array} = jax.dot_general(%a, %a) {{{DOT}}}  @/device:cpu:0
+  %c: {array} = jax.dot_general(%a, %a) {{{DOT}}}  @/device:cpu:1
+{update}  return %b, %c{result}
+}}""")
+
+
+def calls(graph: Graph) -> list[tuple[str, list[str]]]:
+    """Each call's device and the names of what its nodes give, and each copy, in the order of the list."""
+    found = []
+    for node in graph.nodes:
+        inner = [n.outputs[0].name for body in node.bodies for n in body.nodes]
+        found.append(((node.device or "").rpartition("/device:")[2], inner))
+    return found
+
+
+def lowered(graph: Graph) -> Graph:
+    return run_passes(graph, pipeline(WORKER, TASKS, DEVICES), check=True)
+
+
+def test_what_is_copied_is_a_call_before_the_rest_and_its_copy_goes_first() -> None:
+    assert calls(lowered(fork(512))) == [("cpu:0", ["a"]), ("cpu:1", []), ("cpu:0", ["b"]), ("cpu:1", ["c"])]
+
+
+def test_a_short_rest_stays_in_the_call() -> None:
+    assert calls(lowered(fork(8))) == [("cpu:0", ["a", "b"]), ("cpu:1", []), ("cpu:1", ["c"])]
+
+
+def test_state_is_touched_by_one_call() -> None:
+    """What reads and what writes go with what is copied, where one of them must; the rest of the work does not."""
+    update = (
+        " !%r: f32[] = var.read(%w)  @/device:cpu:0\n"
+        "  %s: f32[512,512] = jax.mul(%a, %r)  @/device:cpu:1\n"
+        "  %t: f32[] = jax.neg(%r)  @/device:cpu:0\n"
+        " !%done: token = var.assign(%w, %t)  @/device:cpu:0\n"
+    )
+    first = calls(lowered(fork(512, update, ", %s")))[0]
+    assert first == ("cpu:0", ["a", "r", "t", "done"])
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(stateful_graphs(PLACES), st.integers(0, 2**16))
+def test_any_graph_keeps_its_meaning_however_short_the_rest(graph: Graph, seed: int) -> None:
+    with ANY_REST:
+        assert_same_meaning(graph, lowered(graph), choose=chooser(seed))
+
+
+@settings(max_examples=examples(18), deadline=None)
+@given(cases(PLACES), st.integers(0, 2**16))
+def test_any_program_keeps_its_meaning_however_short_the_rest(case: Case, seed: int) -> None:
+    with ANY_REST:
+        made = lowered(case.graph)
+    assert_same_meaning(case.graph, made, case.inputs, case.state, chooser(seed))
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(stateful_graphs(PLACES))
+def test_nothing_of_the_rest_is_needed_by_what_goes_first_and_state_is_never_divided(graph: Graph) -> None:
+    divided: list[tuple[list[Node], list[Node]]] = []
+
+    def recorded(graph: Graph, nodes: Sequence[Node]) -> list[Node]:
+        rest = early_transfers.rest_of(graph, nodes)
+        divided.append(([node for node in nodes if node not in rest], rest))
+        return rest
+
+    with ANY_REST, mock.patch.object(cluster, "rest_of", recorded):
+        lowered(graph)
+    for first, rest in divided:
+        later = {value for node in rest for value in node.outputs}
+        assert not any(later.intersection((*node.values, *node.after)) for node in first)
+        assert not (any(node.effects for node in first) and any(node.effects for node in rest))

@@ -1,0 +1,155 @@
+"""From a lowered graph to a plan a task."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+import msgspec
+import pytest
+
+from dflow.lowering.passes.base import run_passes
+from dflow.lowering.passes.donate import Donate
+from dflow.lowering.pipeline import pipeline
+from dflow.lowering.steps.compile import Compiled, make_plans
+from dflow.lowering.steps.plan import Call, Plan, Read, Recv, Send
+from dflow.tracing.errors import InternalError
+from dflow.tracing.ir.graph import Graph
+from dflow.tracing.syntax.text import parse
+from tests.lowering.meaning import PS_0, PS_1, TASKS, WORKER
+from tests.lowering.one_process import Cluster
+
+TRAIN = """
+graph(%w: ref<f32[3]> @/job:ps/task:0, %rate: ref<f32[3]> @/job:ps/task:0, %steps: ref<i32[]>, %x: f32[3]) {
+ !%w_1: f32[3] = var.read(%w)
+  %1: f32[3] = jax.mul(%w_1, %x)
+ !%rate_1: f32[3] = var.read(%rate)  @with-state
+  %2: f32[3] = jax.mul(%rate_1, %1)  @with-state
+ !%3: token = var.assign_add(%w, %2)  @with-state
+ !%4: token = var.assign_add(%steps, 1:i32[])
+  return %1, %x, 7:i32[]
+}"""
+
+
+def plans(text: str, local: str = WORKER) -> Compiled:
+    """The plans of a graph before placement; a variable's key is its name with a mark."""
+    graph = run_passes(parse(text), pipeline(local, TASKS), check=True)
+    return make_plans(graph, local, {ref: f"{ref.name}!" for ref in graph.refs})
+
+
+def test_the_plan_of_a_parameter_server() -> None:
+    remote = plans(TRAIN).remote
+    assert set(remote) == {PS_0}
+    assert remote[PS_0].plan == Plan(
+        task=PS_0,
+        slots=2,
+        items=(
+            Read(keys=("w!",), gives=(0,)),
+            Send(edge="w", destination=WORKER, take=0),
+            Recv(edge="jax.mul.1", source=WORKER, give=1, dtype="f32", shape=(3,)),
+            Call(program=0, writes=("w!",), reads=("rate!",), takes=(1,), gives=(), after=(0,), quick=True),
+        ),
+        names=("%w_1 (xla.call)", "%w_1.sent (net.send)", "%1.received (net.recv)", "%done (xla.call)"),
+    )
+    assert [list(map(str, pure.types)) for pure in remote[PS_0].programs] == [["f32[3]"] * 3]
+
+
+def test_the_plan_of_the_caller_has_the_feeds_and_the_fetches() -> None:
+    compiled = plans(TRAIN)
+    plan = compiled.local.plan
+    # Fed are the argument, then the literal that is given back.
+    assert [literal.value for literal in compiled.literals] == [7]
+    assert plan.feeds == (0, 1)
+    received, product = 2, 3
+    assert plan.fetches == (product, 0, 1)
+    assert plan.slots == 4
+    assert plan.items == (
+        Call(program=0, writes=("steps!",), reads=(), takes=(), gives=(), quick=True),
+        Recv(edge="w", source=PS_0, give=received, dtype="f32", shape=(3,)),
+        Call(program=1, writes=(), reads=(), takes=(received, 0), gives=(product,), quick=True),
+        Send(edge="jax.mul.1", destination=PS_0, take=product),
+    )
+
+
+def test_a_plan_travels_as_data() -> None:
+    for part in (plans(TRAIN).local, plans(TRAIN).remote[PS_0]):
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(part.plan), type=Plan) == part.plan
+
+
+def test_the_same_graph_has_the_same_plans() -> None:
+    assert plans(TRAIN).local.plan == plans(TRAIN).local.plan
+
+
+def test_two_tasks_train() -> None:
+    graph = parse(TRAIN)
+    state = {"w": jnp.ones(3), "rate": jnp.full(3, 0.5), "steps": jnp.int32(0)}
+    cluster = Cluster(graph, state)
+    for seed, wanted in enumerate([2.0, 4.0, 8.0]):
+        product, x, seven = cluster.run([jnp.full(3, 2.0)], seed)
+        assert product.tolist() == [wanted] * 3
+        assert x.tolist() == [2.0] * 3
+        assert seven == 7
+    assert cluster.state()["w"].tolist() == [8.0] * 3
+    assert cluster.state()["steps"].item() == 3
+
+
+def test_alone_there_is_one_plan_of_one_call() -> None:
+    compiled = plans("""
+graph(%w: ref<f32[]>, %unused: f32[], %x: f32[]) {
+ !%w_1: f32[] = var.read(%w)
+  %1: f32[] = jax.mul(%x, %w_1)
+ !%2: token = var.assign(%w, %1)
+  return %1
+}""")
+    assert compiled.remote == {}
+    assert compiled.literals == ()
+    call = Call(program=0, writes=("w!",), reads=(), takes=(1,), gives=(2,), quick=True)
+    assert compiled.local.plan == Plan(WORKER, 3, (call,), (0, 1), (2,), names=("%1 (xla.call)",))
+
+
+def test_a_caller_with_nothing_to_do_has_an_empty_plan() -> None:
+    compiled = plans("""
+graph(%w: ref<f32[]> @/job:ps/task:0, %v: ref<f32[]> @/job:ps/task:1) {
+ !%w_1: f32[] = var.read(%w)
+ !%1: token = var.assign(%v, %w_1)
+  return
+}""")
+    assert compiled.local.plan == Plan(WORKER, 0, ())
+    assert set(compiled.remote) == {PS_0, PS_1}
+
+
+def test_an_item_comes_after_another_once() -> None:
+    compiled = plans("""
+graph(%w: ref<f32[]>, %v: ref<f32[]>, %u: ref<f32[]> @/job:ps/task:0) {
+ !%w_1: f32[] = var.read(%w)
+ !%v_1: f32[] = var.read(%v)
+ !%u_1: f32[] = var.read(%u)
+  %s: f32[] = jax.add(%w_1, %v_1)
+ !%1: token = var.assign(%w, %u_1)
+ !%2: token = var.assign(%v, %u_1)
+ !%3: token = var.assign(%u, %s)
+  return
+}""")
+    *_, last = compiled.local.plan.items
+    assert isinstance(last, Call)
+    assert last.writes == ("w!", "v!")
+    assert last.after == (0,)
+
+
+def test_a_graph_that_was_not_lowered_is_refused() -> None:
+    graph = parse("graph(%x: f32[]) {\n  %1: f32[] = jax.neg(%x)  @/job:worker/task:0\n  return %1\n}")
+    with pytest.raises(InternalError, match=r"jax\.neg is not part of a lowered graph"):
+        make_plans(graph, WORKER, {})
+
+
+def without_donation(graph: Graph) -> Graph:
+    nodes = tuple(dataclasses.replace(node, attributes={"donate": ()}) if node.bodies else node for node in graph.nodes)
+    return dataclasses.replace(graph, nodes=nodes)
+
+
+def test_a_call_that_does_not_donate_what_it_writes_is_refused() -> None:
+    graph = run_passes(parse(TRAIN), pipeline(WORKER, TASKS))
+    keys = {ref: ref.name for ref in graph.refs}
+    with pytest.raises(InternalError, match=r"donates set\(\) but writes .*; run the pass 'donate'"):
+        make_plans(without_donation(graph), WORKER, keys)
+    assert make_plans(Donate()(without_donation(graph)), WORKER, keys).local.plan.slots == 4

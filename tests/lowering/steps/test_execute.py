@@ -1,0 +1,461 @@
+"""One task's part of a step: what waits for what, and how an execution ends."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dflow.lowering.local import fetched
+from dflow.lowering.programs.program import Program, lower_program
+from dflow.lowering.queues.channel import StepId
+from dflow.lowering.state.store import Store
+from dflow.lowering.steps.dependency_index import Schedule
+from dflow.lowering.steps.execute import Execution, Outcome
+from dflow.lowering.steps.plan import Call, Copy, Item, Plan, Recv, Send, UseResource
+from dflow.tracing.errors import InternalError, StepCancelled
+from dflow.tracing.ir.types import ArrayType
+from tests.lowering.meaning import PS_0, WORKER
+from tests.lowering.one_process import Mail, Mailbox
+
+F32 = ArrayType(np.dtype("float32"), ())
+STEP = StepId(WORKER, 1)
+ONE = jnp.float32(1)
+
+
+class Task:
+    """A task, its mail from and to another, and the executions it was asked for. Work waits until `work` is called."""
+
+    def __init__(self, *programs: Program) -> None:
+        self.store, self.mail, self.outcomes = Store(), Mail(), list[Outcome]()
+        self.submitted: list[Callable[[], None]] = []
+        self.programs = programs
+
+    def execution(self, *items: Item, slots: int = 9, feeds: Any = (), fetches: Sequence[int] = ()) -> Execution:
+        """An execution of a plan, not yet started; `feeds` maps slots to values."""
+        feeds = dict(feeds)
+        plan = Plan(WORKER, slots, items, tuple(feeds), tuple(fetches))
+        mailbox = Mailbox(self.mail, WORKER)
+        return Execution(
+            Schedule(plan),
+            self.programs,
+            self.store,
+            mailbox,
+            STEP,
+            list(feeds.values()),
+            self.outcomes.append,
+            self.submitted.append,
+        )
+
+    def start(self, *items: Item, **options: Any) -> Execution:
+        """Start a plan."""
+        execution = self.execution(*items, **options)
+        execution.start()
+        return execution
+
+    def arrive(self, edge: str, value: Any) -> None:
+        """Deliver what the other task sent."""
+        self.mail.put((STEP, edge, PS_0, WORKER), value)
+
+    def work(self) -> None:
+        """Do all work that was submitted."""
+        while self.submitted:
+            self.submitted.pop()()
+
+    @property
+    def sent(self) -> dict[str, Any]:
+        """What was sent to the other task, by edge."""
+        return {edge: value for (_, edge, _, to), value in self.mail.values.items() if to == PS_0}
+
+
+def calls(log: list[int], count: int) -> list[Program]:
+    """Programs that note when they run and give their number."""
+
+    def run(index: int, *_: Any) -> list[jax.Array]:
+        log.append(index)
+        return [jnp.float32(index)]
+
+    return [Program(functools.partial(run, index)) for index in range(count)]
+
+
+def call(program: int, *takes: int, gives: int, after: Sequence[int] = ()) -> Call:
+    return Call(program, (), (), takes, (gives,), tuple(after))
+
+
+def recv(edge: str, give: int) -> Recv:
+    return Recv(edge, PS_0, give, "f32", ())
+
+
+def send(edge: str, take: int, *after: int) -> Send:
+    return Send(edge, PS_0, take, after)
+
+
+# What waits for what.
+
+
+def test_a_plan_without_items_gives_its_feeds() -> None:
+    task = Task()
+    task.start(feeds={0: jnp.float32(3), 1: ONE}, fetches=(1, 0, 1))
+    assert task.outcomes == [(1, 3, 1)]
+
+
+def test_an_item_waits_for_its_operands_wherever_it_stands() -> None:
+    log: list[int] = []
+    task = Task(*calls(log, 3))
+    task.start(call(2, 1, gives=2), call(1, 0, gives=1), call(0, gives=0), fetches=(2,))
+    assert log == [0, 1, 2]
+    assert task.outcomes == [(jnp.float32(2),)]
+
+
+def test_an_item_waits_for_those_it_comes_after() -> None:
+    log: list[int] = []
+    Task(*calls(log, 3)).start(call(0, gives=0, after=[1, 2]), call(1, gives=1, after=[2]), call(2, gives=2))
+    assert log == [2, 1, 0]
+
+
+@given(data=st.data())
+def test_order_edges_are_kept_in_any_order_of_items_and_arrivals(data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, 6))
+    log: list[int] = []
+    task = Task(*calls(log, count))
+    after = {index: data.draw(st.sets(st.integers(0, index - 1))) if index else set() for index in range(count)}
+    places = data.draw(st.permutations(range(2 * count)))
+    items: list[Item] = [send("unused", 0)] * (2 * count)
+    for index in range(count):
+        items[places[index]] = call(index, 10 + index, gives=index, after=[places[other] for other in after[index]])
+        items[places[count + index]] = recv(f"edge {index}", 10 + index)
+    task.start(*items, slots=20, fetches=range(count))
+    for index in data.draw(st.permutations(range(count))):
+        assert not task.outcomes
+        task.arrive(f"edge {index}", ONE)
+        if data.draw(st.booleans()):
+            task.work()
+    task.work()
+    assert sorted(log) == list(range(count))
+    assert all(log.index(other) < log.index(index) for index in range(count) for other in after[index])
+    assert [value.item() for value in fetched(task.outcomes[0])] == list(range(count))
+    assert len(task.outcomes) == 1
+
+
+def test_a_value_is_let_go_of_when_all_that_take_it_are_done() -> None:
+    made: list[weakref.ref[Any]] = []
+    alive: list[list[bool]] = []
+
+    def run(*_: Any) -> list[jax.Array]:
+        alive.append([ref() is not None for ref in made])
+        result = jnp.float32(len(made))
+        made.append(weakref.ref(result))
+        return [result]
+
+    task = Task(Program(run))
+    items = call(0, gives=0), call(0, 0, gives=1), call(0, 0, gives=2, after=[1]), call(0, 2, gives=3, after=[2])
+    task.start(*items, fetches=(1,))
+    assert alive == [[], [True], [True, True], [False, True, True]]
+    assert task.outcomes == [(jnp.float32(1),)]
+
+
+def test_a_result_that_nobody_takes_is_let_go_of_at_once() -> None:
+    made: list[weakref.ref[Any]] = []
+
+    def run(*_: Any) -> list[jax.Array]:
+        assert all(ref() is None for ref in made)
+        result = jnp.float32(1)
+        made.append(weakref.ref(result))
+        return [result]
+
+    task = Task(Program(run))
+    task.start(call(0, gives=0), call(0, gives=1, after=[0]))
+    assert task.outcomes == [()]
+
+
+class Computed:
+    """What stands for an array: notes that somebody waits for it."""
+
+    def __init__(self, log: list[Any]) -> None:
+        self._log = log
+
+    def block_until_ready(self) -> Computed:
+        self._log.append("waited")
+        return self
+
+
+def test_a_copy_on_the_cpu_waits_for_what_it_comes_after_when_all_else_has_been_started() -> None:
+    log: list[Any] = []
+
+    def run(name: str, *_: Any) -> list[Any]:
+        log.append(name)
+        return [Computed(log)]
+
+    task = Task(*(Program(functools.partial(run, name)) for name in ("before", "beside", "user")))
+    copy = Copy("cpu:0", 0, 2, (0,))
+    items = call(0, 0, gives=1), copy, call(1, 1, gives=3), call(2, 2, gives=4)
+    task.start(*items, feeds={0: ONE}, fetches=(2,))
+    assert log == ["before", "beside"]
+    assert not task.outcomes
+    task.work()
+    assert log == ["before", "beside", "waited", "user"]
+    assert task.outcomes == [(ONE,)]
+
+
+def test_what_a_copy_waits_for_may_have_failed() -> None:
+    class Failed(Computed):
+        def block_until_ready(self) -> Computed:
+            raise ValueError("computed in vain")
+
+    task = Task(Program(lambda *_: [Failed([])]))
+    task.start(call(0, gives=1), Copy("cpu:0", 0, 2, (0,)), feeds={0: ONE}, fetches=(2,))
+    task.work()
+    with pytest.raises(ValueError, match="computed in vain"):
+        fetched(task.outcomes[0])
+
+
+def test_a_receive_before_its_value_leaves_no_thread_waiting() -> None:
+    task = Task()
+    task.start(recv("x", 0), fetches=(0,))
+    assert task.outcomes == []
+    task.arrive("x", ONE)
+    assert task.outcomes == [(ONE,)]
+    assert task.submitted == []
+
+
+def test_a_receive_after_its_value() -> None:
+    task = Task(*calls([], 1))
+    task.arrive("x", ONE)
+    task.start(recv("x", 0), call(0, 0, gives=1), send("y", 1), fetches=(0,))
+    task.work()
+    assert task.outcomes == [(ONE,)]
+    assert task.sent == {"y": jnp.float32(0)}
+
+
+def test_what_a_value_makes_ready_is_done_by_a_worker_not_by_who_delivers_it() -> None:
+    log: list[int] = []
+    task = Task(*calls(log, 1))
+    task.start(recv("x", 0), call(0, 0, gives=1))
+    task.arrive("x", ONE)
+    assert log == []
+    assert len(task.submitted) == 1
+    task.work()
+    assert log == [0]
+
+
+def test_receives_are_left_before_anything_is_sent() -> None:
+    task = Task()
+    task.start(send("there", 0), recv("back", 1), feeds={0: ONE})
+    assert task.mail.log == [("receive", "back"), ("send", "there")]
+
+
+def test_a_send_waits_for_what_it_comes_after() -> None:
+    task = Task()
+    task.start(send("there", 0, 1), recv("first", 1), feeds={0: ONE})
+    assert task.sent == {}
+    task.arrive("first", ONE)
+    task.work()
+    assert task.sent == {"there": ONE}
+
+
+def test_an_execution_ends_when_all_is_done_not_when_its_fetches_are_there() -> None:
+    task = Task(*calls([], 1))
+    task.start(call(0, gives=0), recv("late", 1), fetches=(0,))
+    assert task.outcomes == []
+    task.arrive("late", ONE)
+    assert len(task.outcomes) == 1
+
+
+def test_calls_run_on_the_variables_of_the_store() -> None:
+    add = lower_program(lambda w, v, x: [w + v * x, w], [F32] * 3, 1).compile()
+    task = Task(add)
+    task.store.create("w", F32, lambda: jnp.float32(1))
+    task.store.create("v", F32, lambda: jnp.float32(2))
+    task.start(Call(0, ("w",), ("v",), (0,), (1,)), feeds={0: jnp.float32(3)}, fetches=(1,))
+    assert task.outcomes == [(jnp.float32(1),)]
+    assert task.store.read("w") == 7
+    assert task.store.read("v") == 2
+
+
+# How it ends.
+
+
+def test_feeds_are_counted() -> None:
+    plan = Plan(WORKER, 2, (), (0, 1), ())
+    with pytest.raises(InternalError, match="the plan of /job:worker/task:0 takes 2 feeds but was given 1"):
+        Execution(Schedule(plan), [], Store(), Mailbox(Mail(), WORKER), STEP, [ONE], never, never)
+
+
+def never(_: Any) -> None:
+    pytest.fail("called")
+
+
+def failing(error: BaseException) -> Program:
+    def fail(*_: Any) -> Any:
+        raise error
+
+    return Program(fail)
+
+
+@pytest.mark.parametrize("error", [ValueError("bad"), KeyboardInterrupt("stop")], ids=["error", "interrupt"])
+def test_the_first_error_ends_the_execution_once(error: BaseException) -> None:
+    log: list[int] = []
+    task = Task(failing(error), *calls(log, 1))
+    task.start(call(0, gives=0), call(1, 0, gives=1), call(1, gives=2, after=[0]), recv("x", 3))
+    assert task.outcomes == [error]
+    task.arrive("x", ONE)
+    task.work()
+    assert task.outcomes == [error]
+    assert log == []
+
+
+def test_an_error_that_arrives_ends_the_execution() -> None:
+    task, error = Task(), StepCancelled("the peer gave up")
+    task.start(recv("x", 0), recv("y", 1))
+    task.arrive("x", error)
+    task.arrive("y", StepCancelled("another"))
+    assert task.outcomes == [error]
+
+
+def test_what_arrives_after_the_end_makes_no_work() -> None:
+    log: list[int] = []
+    task, error = Task(*calls(log, 1)), StepCancelled("cancelled")
+    execution = task.start(recv("x", 0), call(0, 0, gives=1))
+    execution.cancel(error)
+    task.arrive("x", ONE)
+    assert task.submitted == []
+    assert log == []
+    assert task.outcomes == [error]
+
+
+def test_work_submitted_before_the_end_and_done_after_it_does_nothing() -> None:
+    log: list[int] = []
+    task, error = Task(*calls(log, 1)), StepCancelled("cancelled")
+    execution = task.start(recv("x", 0), call(0, 0, gives=1))
+    task.arrive("x", ONE)
+    execution.cancel(error)
+    task.work()
+    assert log == []
+    assert task.outcomes == [error]
+
+
+def test_cancel_before_the_start() -> None:
+    log: list[int] = []
+    task, error = Task(*calls(log, 1)), StepCancelled("cancelled")
+    several: list[list[Item]] = [[call(0, gives=0), recv("x", 1)], []]
+    for items in several:
+        task.outcomes.clear()
+        execution = task.execution(*items)
+        execution.cancel(error)
+        execution.start()
+        assert task.outcomes == [error]
+    assert log == []
+    assert task.mail.waiting == {}
+
+
+def test_cancel_after_the_end_changes_nothing() -> None:
+    task = Task(*calls([], 1))
+    execution = task.start(call(0, gives=0), fetches=(0,))
+    execution.cancel(StepCancelled("too late"))
+    assert task.outcomes == [(jnp.float32(0),)]
+
+
+def test_cancelled_twice_it_ends_with_the_first_reason() -> None:
+    task, error = Task(), StepCancelled("first")
+    execution = task.start(recv("x", 0))
+    execution.cancel(error)
+    execution.cancel(StepCancelled("second"))
+    assert task.outcomes == [error]
+
+
+def test_a_channel_that_cannot_send_ends_the_execution() -> None:
+    class Broken(Mailbox):
+        def send(self, step: StepId, edge: str, destination: str, value: jax.Array) -> None:
+            raise ConnectionError(f"no way to {destination}")
+
+    outcomes: list[Outcome] = []
+    plan = Plan(WORKER, 2, (send("x", 0), recv("y", 1)), (0,), ())
+    Execution(Schedule(plan), [], Store(), Broken(Mail(), WORKER), STEP, [ONE], outcomes.append, never).start()
+    with pytest.raises(ConnectionError, match="no way to /job:ps/task:0"):
+        fetched(outcomes[0])
+    assert len(outcomes) == 1
+
+
+# Many threads.
+
+
+def test_values_that_arrive_on_many_threads_end_it_once() -> None:
+    add = lower_program(lambda x, y: [x + y], [F32] * 2, 0).compile()
+    width, rounds = 8, 20
+    items: list[Item] = [recv(f"edge {index}", index) for index in range(width)]
+    items += [Call(0, (), (), (width + index, index), (width + index + 1,)) for index in range(width)]
+    with ThreadPoolExecutor(8) as pool:
+        for _ in itertools.repeat(None, rounds):
+            task, done = Task(add), Future[Outcome]()
+            plan = Plan(WORKER, 2 * width + 1, tuple(items), (width,), (2 * width,))
+            Execution(
+                Schedule(plan), [add], Store(), Mailbox(task.mail, WORKER), STEP, [ONE], done.set_result, pool.submit
+            ).start()
+            order = random.Random(0).sample(range(width), width)
+            list(pool.map(lambda index, task=task: task.arrive(f"edge {index}", jnp.float32(index)), order))
+            assert fetched(done.result())[0] == 1 + sum(range(width))
+
+
+# Which node an error is of.
+
+
+def named_plan(*items: Item) -> Plan:
+    return Plan(WORKER, 9, items, (8,), (), names=tuple(f"%{index} (op)\n  at x.py:{index}" for index in range(9)))
+
+
+def run_named(task: Task, plan: Plan) -> None:
+    mailbox = Mailbox(task.mail, WORKER)
+    Execution(
+        Schedule(plan), task.programs, task.store, mailbox, STEP, [ONE], task.outcomes.append, task.submitted.append
+    ).start()
+
+
+def notes(task: Task) -> list[str]:
+    [outcome] = task.outcomes
+    return list(getattr(outcome, "__notes__", []))
+
+
+def test_an_error_of_a_call_names_its_node_and_line() -> None:
+    task = Task(*calls([], 1), failing(ValueError("bad")))
+    run_named(task, named_plan(call(0, gives=0), call(1, 0, gives=1)))
+    assert notes(task) == ["in %1 (op)\n  at x.py:1"]
+
+
+def test_an_error_of_a_transfer_names_its_node_and_line() -> None:
+    task = Task()
+    run_named(task, named_plan(send("there", 8), recv("x", 0)))
+    task.arrive("x", ConnectionError("gone"))
+    assert notes(task) == ["in %1 (op)\n  at x.py:1"]
+
+
+def test_an_error_of_a_resource_names_its_node_and_line() -> None:
+    task = Task()
+    run_named(task, named_plan(UseResource("no such queue", "queue.dequeue", gives=(0,))))
+    assert notes(task) == ["in %0 (op)\n  at x.py:0"]
+
+
+def test_an_interrupt_is_of_no_node() -> None:
+    task = Task(failing(KeyboardInterrupt()))
+    run_named(task, named_plan(call(0, gives=0)))
+    assert notes(task) == []
+
+
+def test_what_ends_a_step_from_outside_is_of_no_node() -> None:
+    task = Task()
+    plan = named_plan(recv("x", 0))
+    mailbox = Mailbox(task.mail, WORKER)
+    execution = Execution(Schedule(plan), [], task.store, mailbox, STEP, [ONE], task.outcomes.append, never)
+    execution.start()
+    execution.cancel(StepCancelled("stop"))
+    assert notes(task) == []

@@ -1,0 +1,441 @@
+"""Loops that wait, several turns at once. A test plays the other end of each queue, and sees who waits."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dflow
+from dflow.lowering.local import fetched, lower_programs
+from dflow.lowering.passes.base import run_passes
+from dflow.lowering.pipeline import ALONE, pipeline
+from dflow.lowering.queues.channel import StepId
+from dflow.lowering.queues.pending_operations import Cancel
+from dflow.lowering.queues.resource_use import OnResults, ResourceUse
+from dflow.lowering.state.store import Store
+from dflow.lowering.steps.compile import make_plans
+from dflow.lowering.steps.dependency_index import Schedule
+from dflow.lowering.steps.execute import Execution, Outcome
+from dflow.tracing.errors import QueueClosed, StepCancelled
+from dflow.tracing.ir.graph import Graph
+from dflow.tracing.ir.types import RefType
+from dflow.tracing.syntax.parse import parse
+from tests.effort import examples
+from tests.lowering.one_process import Mail, Mailbox
+
+STEP = StepId(ALONE, 1)
+
+
+class Played:
+    """A queue whose other end the test plays: ops wait until `answer`, unless they are enqueues."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[OnResults] = deque()
+        self.put: list[int] = []
+        self.cancelled: list[BaseException] = []
+        self.asked = threading.Semaphore(0)
+
+    def start(self, use: ResourceUse, operands: Sequence[Any], on_results: OnResults) -> Cancel:
+        if use.op == "queue.enqueue":
+            self.put.append(int(operands[0]))
+            on_results(())
+        else:
+            self.waiting.append(on_results)
+            self.asked.release()
+        return self.cancelled.append
+
+    def forget(self, reason: str, remedy: str) -> None:
+        raise NotImplementedError
+
+    def answer(self, number: int) -> None:
+        """Give a number to who waits longest."""
+        self.waiting.popleft()((jnp.int32(number),))
+
+
+class Run:
+    """A run of a graph whose queues are played."""
+
+    def __init__(self, text: str, *inputs: int, pool: ThreadPoolExecutor | None = None, **variables: int) -> None:
+        graph = run_passes(parse(text), pipeline(), check=True)
+        self.queues = {ref.name: Played() for ref in graph.refs if not isinstance(ref.type, RefType)}
+        self.outcomes: list[Outcome] = []
+        self.work: deque[Callable[[], None]] = deque()
+        self.ended = threading.Event()
+        self.store = Store()
+        for ref in graph.refs:
+            if isinstance(ref.type, RefType):
+                self.store.create(ref.name, ref.type.of, lambda name=ref.name: jnp.int32(variables[name]))
+            else:
+                self.store.create_resource(ref.name, self.queues[ref.name])
+        part = make_plans(graph, ALONE, {ref: ref.name for ref in graph.refs}).local
+        self.plan = part.plan
+        programs = [program.compile() for program in lower_programs(part, self.store)]
+        feeds = [jnp.int32(number) for number in inputs]
+        mailbox = Mailbox(Mail(), ALONE)
+        self.execution = Execution(
+            Schedule(part.plan),
+            programs,
+            self.store,
+            mailbox,
+            STEP,
+            feeds,
+            self.end,
+            pool.submit if pool else self.work.append,
+        )
+        self.execution.start()
+        self.go_on()
+
+    def end(self, outcome: Outcome) -> None:
+        self.outcomes.append(outcome)
+        self.ended.set()
+
+    def go_on(self) -> None:
+        """Do all that can be done."""
+        while self.work:
+            self.work.popleft()()
+
+    def answer(self, queue: str, number: int) -> None:
+        """Let who waits longest for a queue go on, as far as it comes."""
+        self.queues[queue].answer(number)
+        self.go_on()
+
+    def answer_all(self, queue: str, count: int) -> None:
+        """Give the numbers below `count` to a queue, each as soon as one waits for it."""
+        for number in range(count):
+            played = self.queues[queue]
+            assert played.asked.acquire(timeout=300), f"nobody waits for {queue!r} a {number}th time"
+            played.answer(number)
+
+    def waits(self, queue: str) -> int:
+        """How many wait for a queue."""
+        return len(self.queues[queue].waiting)
+
+
+def scan(body: str, length: int, parallel: int | None = None, start: str = "0:i32[]") -> str:
+    """A scan over queues `a`, `b`, `out` and a variable `w`, with one number carried and one stacked."""
+    options = f"carry=1, length={length}, reverse=False, rows=0"
+    options += "" if parallel is None else f", parallel={parallel}"
+    return f"""
+graph(%w: ref<i32[]>, %a: queue<i32[]>, %b: queue<i32[]>, %out: queue<i32[]>) {{
+ !%last: i32[], %all: i32[{length}] = ctrl.scan(%w, %a, %b, %out, {start}) {{{options}}} {{
+    graph(%w: ref<i32[]>, %a: queue<i32[]>, %b: queue<i32[]>, %out: queue<i32[]>, %c: i32[]) {{
+{body}
+    }}
+  }}
+  return %last, %all
+}}"""
+
+
+TWO_QUEUES = """
+     !%x: i32[] = queue.dequeue(%a)
+     !%y: i32[] = queue.dequeue(%b)
+      %z: i32[] = jax.add(%x, %y)
+      %d: i32[] = jax.add(%z, %c)
+     !%e: token = queue.enqueue(%out, %z)
+      return %d, %z"""
+
+
+def test_a_turn_dequeues_while_the_turns_before_still_wait_for_something_else() -> None:
+    run = Run(scan(TWO_QUEUES, 3), w=0)
+    for number in range(3):
+        assert run.waits("a") == 1  # of one queue in the order of the program
+        run.answer("a", number)
+    assert (run.waits("a"), run.waits("b")) == (0, 1)
+    assert run.queues["out"].put == []
+    for number in (10, 20, 30):
+        run.answer("b", number)
+    assert run.queues["out"].put == [10, 21, 32]
+    last, stacked = fetched(run.outcomes[0])
+    assert (last, stacked.tolist()) == (63, [10, 21, 32])
+
+
+def test_no_more_turns_are_under_way_than_the_loop_says() -> None:
+    run = Run(scan(TWO_QUEUES, 4, parallel=2), w=0)
+    run.answer("a", 0)
+    run.answer("a", 1)
+    assert run.waits("a") == 0
+    run.answer("b", 0)
+    assert run.waits("a") == 1
+    run.answer("a", 2)
+    assert run.waits("a") == 0
+
+
+def test_ten_turns_are_under_way_unless_the_loop_says_otherwise() -> None:
+    run = Run(scan(TWO_QUEUES, 12), w=0)
+    taken = 0
+    while run.waits("a"):
+        run.answer("a", taken)
+        taken += 1
+    assert taken == 10
+
+
+def test_with_one_turn_at_once_a_turn_starts_when_the_one_before_has_ended() -> None:
+    run = Run(scan(TWO_QUEUES, 2, parallel=1), w=0)
+    run.answer("a", 0)
+    assert run.waits("a") == 0
+    run.answer("b", 0)
+    assert run.waits("a") == 1
+
+
+def test_what_needs_the_number_carried_waits_for_it() -> None:
+    run = Run(
+        scan(
+            """
+     !%x: i32[] = queue.dequeue(%a)
+      %d: i32[] = jax.add(%x, %c)
+     !%e: token = queue.enqueue(%out, %c)
+      return %d, %c""",
+            3,
+        ),
+        w=0,
+    )
+    assert run.queues["out"].put == [0]
+    run.answer("a", 5)
+    assert run.queues["out"].put == [0, 5]
+    run.answer("a", 6)
+    run.answer("a", 7)
+    last, stacked = fetched(run.outcomes[0])
+    assert (last, stacked.tolist()) == (18, [0, 5, 11])
+
+
+def test_a_variable_sees_the_turns_in_order_whatever_they_wait_for() -> None:
+    run = Run(
+        scan(
+            """
+     !%v: i32[] = var.read(%w)
+     !%x: i32[] = queue.dequeue(%a)
+      %n: i32[] = jax.mul(%v, %x)
+     !%s: token = var.assign(%w, %n)
+     !%y: i32[] = queue.dequeue(%b)
+      return %y, %v""",
+            3,
+        ),
+        w=1,
+    )
+    for number, product in ((2, 2), (3, 6), (4, 24)):
+        run.answer("a", number)
+        assert run.store.read("w") == product
+        # The variable of the next turn is of then or later.
+        assert not run.outcomes
+        run.answer("b", number + 5)
+    last, stacked = fetched(run.outcomes[0])
+    assert (last, stacked.tolist()) == (9, [1, 2, 6])
+
+
+def test_a_value_that_is_handed_through_comes_at_once() -> None:
+    run = Run(
+        """
+graph(%a: queue<i32[]>, %out: queue<i32[]>, %n: i32[]) {
+ !%1: i32[], %2: i32[] = ctrl.scan(%a, %out, %n, 3:i32[]) {carry=2, length=3, reverse=False, rows=0} {
+    graph(%a: queue<i32[]>, %out: queue<i32[]>, %c: i32[], %d: i32[]) {
+     !%x: i32[] = queue.dequeue(%a)
+     !%e: token = queue.enqueue(%out, %d)
+      return %d, %d
+    }
+  }
+  return %1, %2
+}""",
+        9,
+    )
+    assert run.queues["out"].put == [3, 3, 3]
+    for _ in range(3):
+        run.answer("a", 0)
+    assert fetched(run.outcomes[0]) == (3, 3)
+
+
+WHILE = """
+graph(%w: ref<i32[]>, %a: queue<i32[]>, %b: queue<i32[]>, %n: i32[]) {
+ !%i: i32[], %sum: i32[] = ctrl.while(%w, %a, %b, %n, 0:i32[], 0:i32[]) {carry=2} {
+    graph(%w: ref<i32[]>, %a: queue<i32[]>, %b: queue<i32[]>, %n: i32[], %c: i32[], %s: i32[]) {
+      TEST
+    }
+    graph(%w: ref<i32[]>, %a: queue<i32[]>, %b: queue<i32[]>, %n: i32[], %c: i32[], %s: i32[]) {
+      %c_1: i32[] = jax.add(%c, 1:i32[])
+     !%x: i32[] = queue.dequeue(%a)
+     !%y: i32[] = queue.dequeue(%b)
+      %z: i32[] = jax.add(%x, %y)
+      %t: i32[] = jax.add(%z, %s)
+     !%done: token = var.assign(%w, %t)
+      return %c_1, %t
+    }
+  }
+  return %i, %sum
+}"""
+COUNTED = WHILE.replace("TEST", "%1: bool[] = jax.lt(%c, %n)\n      return %1")
+BY_STATE = WHILE.replace("TEST", "!%v: i32[] = var.read(%w)\n      %1: bool[] = jax.lt(%v, %n)\n      return %1")
+
+
+def test_a_while_goes_ahead_as_far_as_its_test_is_known() -> None:
+    run = Run(COUNTED, 3, w=0)
+    for number in range(3):
+        run.answer("a", number)
+    assert (run.waits("a"), run.waits("b")) == (0, 1)
+    for number in (10, 20, 30):
+        assert not run.outcomes
+        run.answer("b", number)
+    assert fetched(run.outcomes[0]) == (3, 63)
+    assert run.store.read("w") == 63
+
+
+def test_a_test_of_state_that_the_body_changes_waits_for_the_turn_before() -> None:
+    run = Run(BY_STATE, 25, w=0)
+    run.answer("a", 1)
+    assert run.waits("a") == 0
+    run.answer("b", 10)
+    assert run.waits("a") == 1
+    run.answer("a", 4)
+    run.answer("b", 20)
+    assert fetched(run.outcomes[0]) == (2, 35)
+
+
+def test_a_loop_without_turns_gives_what_it_started_with() -> None:
+    assert fetched(Run(COUNTED, 0, w=0).outcomes[0]) == (0, 0)
+    last, stacked = fetched(Run(scan(TWO_QUEUES, 0), w=0).outcomes[0])
+    assert (last, stacked.shape) == (0, (0,))
+
+
+def test_an_error_in_one_turn_ends_all_that_wait_and_is_told_once() -> None:
+    run, error = Run(scan(TWO_QUEUES, 3), w=0), QueueClosed("closed")
+    run.answer("a", 1)
+    assert (run.waits("a"), run.waits("b")) == (1, 1)
+    run.queues["b"].waiting.popleft()(error)
+    run.go_on()
+    assert run.outcomes == [error]
+    assert run.queues["a"].cancelled == [error, error]  # one was answered before, which its queue knows
+    run.answer("a", 2)
+    assert run.outcomes == [error]
+    assert run.queues["out"].put == []
+
+
+def test_a_step_that_is_cancelled_ends_the_waits_of_all_turns() -> None:
+    run, error = Run(scan(TWO_QUEUES, 3), w=0), StepCancelled("stop")
+    run.answer("a", 1)
+    run.execution.cancel(error)
+    assert run.outcomes == [error]
+    assert run.queues["a"].cancelled[-1] is error
+    assert run.queues["b"].cancelled == [error]
+
+
+def test_many_turns_need_no_stack() -> None:
+    run = Run(scan("     !%e: token = queue.enqueue(%out, %c)\n      return %c, %c", 3000, start="7:i32[]"), w=0)
+    assert fetched(run.outcomes[0])[0] == 7
+    assert run.queues["out"].put == [7] * 3000
+
+
+def programs() -> Iterator[str]:
+    yield TWO_QUEUES
+    yield """
+     !%v: i32[] = var.read(%w)
+     !%x: i32[] = queue.dequeue(%a)
+      %n: i32[] = jax.add(%v, %x)
+     !%s: token = var.assign(%w, %n)
+     !%y: i32[] = queue.dequeue(%b)
+      %d: i32[] = jax.mul(%c, %y)
+     !%t: token = var.assign_add(%w, %d)
+     !%e: token = queue.enqueue(%out, %n)
+      return %x, %d"""
+    yield """
+     !%x: i32[] = queue.dequeue(%a)
+     !%s: token = var.assign_add(%w, %x)
+     !%k: i32[] = ctrl.scan(%w, %b, %c) {carry=1, length=2, reverse=False, rows=0} {
+        graph(%w: ref<i32[]>, %b: queue<i32[]>, %c: i32[]) {
+         !%y: i32[] = queue.dequeue(%b)
+         !%v: i32[] = var.read(%w)
+          %z: i32[] = jax.add(%y, %v)
+          return %z
+        }
+      }
+     !%e: token = queue.enqueue(%out, %k)
+      return %k, %x"""
+
+
+@settings(max_examples=examples(30))
+@given(data=st.data(), body=st.sampled_from([*programs()]), length=st.integers(0, 4))
+def test_whatever_comes_first_all_ends_as_turn_by_turn(data: st.DataObject, body: str, length: int) -> None:
+    ends = []
+    for parallel in (1, data.draw(st.integers(2, 5))):
+        run, came = Run(scan(body, length, parallel, "1:i32[]"), w=5), {"a": 0, "b": 0}
+        while not run.outcomes:
+            name = data.draw(st.sampled_from([name for name in "ab" if run.waits(name)]))
+            came[name] += 1
+            run.answer(name, 3 * came[name] + ord(name))
+        results = [np.asarray(value).tolist() for value in fetched(run.outcomes[0])]
+        ends.append((results, run.queues["out"].put, int(run.store.read("w")), came))
+    assert ends[0] == ends[1]
+
+
+def test_turns_that_many_threads_work_on_end_once_and_in_order() -> None:
+    body = """
+     !%x: i32[] = queue.dequeue(%a)
+     !%y: i32[] = queue.dequeue(%b)
+      %z: i32[] = jax.mul(%x, %y)
+     !%s: token = var.assign_add(%w, %z)
+     !%v: i32[] = var.read(%w)
+      %d: i32[] = jax.add(%z, %c)
+     !%e: token = queue.enqueue(%out, %d)
+      return %d, %v"""
+    length = 12
+    with ThreadPoolExecutor(4) as pool, ThreadPoolExecutor(2) as others:
+        for seed in range(5):
+            run = Run(scan(body, length, 4), pool=pool, w=0)
+            answered = [others.submit(run.answer_all, name, length) for name in "ab"]
+            for each in answered:
+                each.result(300)
+            assert run.ended.wait(300)
+            last, stacked = fetched(run.outcomes[0])
+            sums = [sum(number * number for number in range(turn + 1)) for turn in range(length)]
+            assert (last, stacked.tolist(), run.queues["out"].put) == (sums[-1], sums, sums), seed
+            assert len(run.outcomes) == 1
+
+
+def test_effects_that_nobody_told_us_of_come_in_the_order_of_the_turns() -> None:
+    turn = """
+     !%x: i32[] = queue.dequeue(%a)
+     !%n: i32[] = jax.neg(%x)
+     !%y: i32[] = queue.dequeue(%b)
+      return %y, %n"""
+    run = Run(scan(turn, 2), w=0)
+    body = Schedule(run.plan.bodies[0])
+    names = [name.split(" ")[0] for name in body.plan.names]
+    follows = {names[index]: {names[other] for other in before} for index, before in body.follows.items()}
+    # What waits for a queue may see what nobody told us of, and so is in order with it.
+    assert follows == {"%x": {"%x", "%n"}, "%n": {"%n", "%y"}, "%y": {"%y"}}
+
+
+# As a user says it.
+
+
+def test_a_scope_says_how_many_turns_are_under_way_at_once() -> None:
+    queue = dflow.FIFOQueue(2, jax.ShapeDtypeStruct((), jnp.int32))
+
+    @dflow.jit
+    def total(n: jax.Array) -> jax.Array:
+        with dflow.parallel_iterations(3):
+            first = jax.lax.fori_loop(0, n, lambda i, t: t + queue.dequeue(), 0)
+            with dflow.parallel_iterations(1):
+                return jax.lax.scan(lambda t, _: (t + queue.dequeue(), None), first, None, length=1)[0]
+
+    graph: Graph = dflow.graph(total, 1).graph
+    assert [node.attributes["parallel"] for node in graph.nodes if node.bodies] == [3, 1]
+    queue.enqueue_many(jnp.array([4, 5]))
+    assert total(1) == 9
+
+
+@pytest.mark.parametrize("count", [0, -1, 1.5, True, "2"])
+def test_a_number_of_turns_is_a_positive_integer(count: Any) -> None:
+    with (
+        pytest.raises(dflow.GraphTypeError, match=f"expected a positive integer, got {re.escape(repr(count))}\n"),
+        dflow.parallel_iterations(count),
+    ):
+        pass

@@ -1,0 +1,109 @@
+"""The newest events of a task: which are kept, and what is read of them."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dflow.lowering.queues.channel import StepId
+from dflow.lowering.steps.plan import Call, Plan, Recv
+from dflow.lowering.steps.recorder import (
+    CONNECTED,
+    ITEM_BEGAN,
+    ITEM_FAILED,
+    MOST_TEXT,
+    RECEIVED,
+    SENT,
+    STEP_BEGAN,
+    Event,
+    Recorder,
+    described_end,
+)
+
+STEP = StepId("/job:worker/task:0", 7)
+PLAN = Plan(
+    "/job:ps/task:0",
+    2,
+    (Recv("w", "/job:worker/task:0", 0, "float32", ()), Call(0, (), (), (0,), (1,))),
+    names=("%w (net.recv)\n  at model.py:12", "%y (xla.call)"),
+)
+
+
+class Clock:
+    """Counts up by one at each look."""
+
+    def __init__(self) -> None:
+        self.now_ns = 0
+
+    def __call__(self) -> int:
+        self.now_ns += 1
+        return self.now_ns
+
+
+@given(st.integers(1, 20), st.lists(st.one_of(st.none(), st.integers(1, 40)), max_size=80))
+def test_the_newest_are_kept_in_order_and_as_many_as_was_asked_for_last(
+    capacity: int, orders: list[int | None]
+) -> None:
+    recorder, expected, most, number = Recorder(capacity, Clock()), [], capacity, 0
+    for order in orders:
+        if order is None:
+            number = recorder.note(STEP_BEGAN, StepId("a", number))
+            expected.append(number)
+        else:
+            recorder.keep(order)
+            most = max(order, capacity)
+        expected = expected[-most:]
+    assert [event.at_ns for event in recorder.events()] == expected
+    assert [event.at_ns for event in recorder.events(since_ns=number)] == expected[-1:]
+
+
+def test_threads_note_at_once_and_nothing_of_the_newest_is_missing() -> None:
+    recorder, together = Recorder(4000), threading.Barrier(4)
+
+    def work(origin: str) -> None:
+        together.wait()
+        for number in range(1000):
+            recorder.note(STEP_BEGAN, StepId(origin, number))
+
+    threads = [threading.Thread(target=work, args=(str(index),)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for index in range(4):
+        assert [event.step for event in recorder.events() if event.origin == str(index)] == list(range(1000))
+
+
+def test_an_item_is_told_by_its_class_its_node_and_the_users_line() -> None:
+    recorder = Recorder(clock=Clock())
+    recorder.note(ITEM_BEGAN, STEP, PLAN, 0)
+    recorder.note(ITEM_FAILED, STEP, PLAN, (1, "VariableError"))
+    assert recorder.events() == [
+        Event(1, ITEM_BEGAN, *STEP, "Recv", "w", "model.py:12", "/job:worker/task:0"),
+        Event(2, ITEM_FAILED, *STEP, "Call", "%y (xla.call)", number=1, text="VariableError"),
+    ]
+
+
+def test_a_value_is_told_by_its_edge_its_peer_and_its_size() -> None:
+    recorder = Recorder(clock=Clock())
+    recorder.note(SENT, STEP, "w", "/job:ps/task:0", 4, 17)
+    recorder.note(RECEIVED, STEP, "v", "/job:ps/task:0", 8)
+    recorder.note(CONNECTED, None, "/job:ps/task:0", "127.0.0.1:7711")
+    assert recorder.events() == [
+        Event(1, SENT, *STEP, name="w", peer="/job:ps/task:0", size_bytes=4, began_ns=17),
+        Event(2, RECEIVED, *STEP, name="v", peer="/job:ps/task:0", size_bytes=8),
+        Event(3, CONNECTED, peer="/job:ps/task:0", text="127.0.0.1:7711"),
+    ]
+
+
+@pytest.mark.parametrize("outcome", [None, (), (1,)])
+def test_what_ends_well_says_nothing(outcome: object) -> None:
+    assert described_end(outcome) == ""
+
+
+def test_an_error_is_kept_as_a_text_of_bounded_length() -> None:
+    assert described_end(ValueError("too few")) == "ValueError: too few"
+    assert len(described_end(ValueError("x" * 10_000))) == MOST_TEXT

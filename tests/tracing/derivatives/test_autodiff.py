@@ -1,0 +1,352 @@
+"""Gradients with state, against `jax.grad` of the same function written without."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dflow.tracing.derivatives.autodiff import grad, hvp, jvp, value_and_grad, vjp
+from dflow.tracing.errors import DflowError, GraphTypeError, LostWriteError, VariableError
+from dflow.tracing.jaxprs.trace import trace
+from dflow.tracing.reference.interpret import interpret
+from dflow.tracing.state.resources import Variable, name
+from dflow.tracing.state.variable_trees import trainable_variables
+from tests.graphs_ import a_home
+
+X = jnp.array([1.0, 2.0, 3.0])
+W = jnp.array([0.5, -1.0, 2.0])
+
+
+@pytest.fixture
+def w() -> Variable:
+    with a_home():
+        return Variable(W, name="w")
+
+
+@pytest.fixture
+def count() -> Variable:
+    with a_home():
+        return Variable(jnp.zeros(()), name="count")
+
+
+def loss(w: Any, x: Any) -> Any:
+    return jnp.sin(w * x).sum() + (w**2).sum()
+
+
+def test_with_respect_to_variables(w: Variable) -> None:
+    value, gradient = value_and_grad(lambda x: loss(w.read(), x), [w])(X)
+    np.testing.assert_allclose(value, loss(W, X), rtol=1e-6)
+    np.testing.assert_allclose(gradient[0], jax.grad(loss)(W, X), rtol=1e-6)
+    structured = grad(lambda x: loss(w.read(), x), {"a": (w,)})(X)
+    np.testing.assert_allclose(structured["a"][0], jax.grad(loss)(W, X), rtol=1e-6)
+
+
+def test_with_respect_to_arguments(w: Variable) -> None:
+    def fn(x: Any, y: Any) -> Any:
+        return loss(w.read(), x * y["k"])
+
+    def pure(x: Any, y: Any) -> Any:
+        return loss(W, x * y["k"])
+
+    arguments = (X, {"k": X + 1})
+    for argnums in (0, 1, -1, (0, 1), (1,)):
+        expected = jax.grad(pure, argnums=argnums)(*arguments)
+        jax.tree.map(np.testing.assert_allclose, grad(fn, argnums=argnums)(*arguments), expected)
+    np.testing.assert_allclose(grad(fn)(*arguments), jax.grad(pure)(*arguments))
+
+
+def test_with_respect_to_both_and_aux(w: Variable) -> None:
+    def fn(x: Any, *, scale: float) -> Any:
+        return loss(w.read(), x) * scale, {"x": x + 1, "n": 3}
+
+    (value, aux), (by_w, by_x) = value_and_grad(fn, w, argnums=0, has_aux=True)(X, scale=2.0)
+    expected = jax.grad(loss, argnums=(0, 1))(W, X)
+    np.testing.assert_allclose(value, 2 * loss(W, X), rtol=1e-6)
+    np.testing.assert_allclose(by_w, 2 * expected[0], rtol=1e-6)
+    np.testing.assert_allclose(by_x, 2 * expected[1], rtol=1e-6)
+    np.testing.assert_array_equal(aux["x"], X + 1)
+    assert aux["n"] == 3
+    gradient, aux = grad(fn, w, has_aux=True)(X, scale=2.0)
+    np.testing.assert_allclose(gradient, 2 * expected[0], rtol=1e-6)
+
+
+def test_a_write_carries_its_gradient_to_a_later_read(w: Variable) -> None:
+    def fn(x: Any) -> Any:
+        w.assign(w.read() * x)
+        return loss(w.read(), x)
+
+    gradient = grad(fn, w)(X)
+    np.testing.assert_allclose(gradient, jax.grad(lambda v: loss(v * X, X))(W), rtol=1e-6)
+    np.testing.assert_array_equal(w.read(), W * X)
+
+
+def in_scan(w: Variable, count: Variable, x: Any) -> Any:
+    def step(carry: Any, row: Any) -> Any:
+        count.assign_add(row.astype(jnp.float32))
+        w.assign(w.read() + jnp.sin(carry))
+        return carry * row, None
+
+    return jax.lax.scan(step, x, jnp.arange(1.0, 4.0))[0].sum() + w.read().sum()
+
+
+def in_cond(w: Variable, count: Variable, x: Any) -> Any:
+    def yes() -> Any:
+        count.assign_add(x.sum())
+        w.assign(x * w.read())
+        return w.read().sum()
+
+    return jax.lax.cond(x.sum() > 0, yes, count.read) + (w.read() ** 2).sum()
+
+
+def in_nested_jit(w: Variable, count: Variable, x: Any) -> Any:
+    @jax.jit
+    def inner(y: Any) -> Any:
+        count.assign_add(y.sum())
+        return w.read() * y
+
+    return inner(x).sum() + inner(x + 1).sum()
+
+
+def in_remat(w: Variable, count: Variable, x: Any) -> Any:
+    @jax.checkpoint
+    def inner(y: Any) -> Any:
+        count.assign_add(y.sum())
+        return jnp.sin(w.read() * y)
+
+    return inner(x).sum()
+
+
+EXPECTED = {
+    in_scan: (
+        lambda w, x: (x * 6).sum() + (w + jnp.sin(x) + jnp.sin(x) + jnp.sin(2 * x)).sum(),
+        lambda x: 6.0,
+    ),
+    in_cond: (lambda w, x: (x * w).sum() + ((x * w) ** 2).sum(), lambda x: x.sum()),
+    in_nested_jit: (lambda w, x: (w * x).sum() + (w * (x + 1)).sum(), lambda x: 2 * x.sum() + 3),
+    in_remat: (lambda w, x: jnp.sin(w * x).sum(), lambda x: x.sum()),
+}
+
+
+@pytest.mark.parametrize("fn", EXPECTED)
+@pytest.mark.parametrize("traced", [False, True])
+def test_what_is_written_inside_control_flow_is_kept(fn: Any, traced: bool, w: Variable, count: Variable) -> None:
+    def step(x: Any) -> Any:
+        return value_and_grad(lambda y: fn(w, count, y), w, argnums=0)(x)
+
+    if traced:
+        graph = trace(step, (X,), {})
+        state = {ref.name: v.read() for ref, v in zip(graph.graph.refs, graph.variables, strict=True)}
+        outputs, after = interpret(graph.graph, [*graph.constants, X], state)
+        value, (by_w, by_x) = jax.tree.unflatten(graph.out_tree, outputs)
+        written = after["count"]
+    else:
+        value, (by_w, by_x) = step(X)
+        written = count.read()
+    pure, counted = EXPECTED[fn]
+    expected = jax.grad(pure, argnums=(0, 1))(W, X)
+    np.testing.assert_allclose(value, pure(W, X), rtol=1e-5)
+    np.testing.assert_allclose(by_w, expected[0], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(by_x, expected[1], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(written, counted(X), rtol=1e-6)
+
+
+def test_second_order_by_nesting(w: Variable, count: Variable) -> None:
+    def inner(x: Any) -> Any:
+        count.assign_add(jnp.ones(()))
+        return (w.read() ** 3 * x).sum()
+
+    def outer(x: Any) -> Any:
+        return (grad(inner, w)(x) ** 2).sum()
+
+    def pure(v: Any) -> Any:
+        return (jax.grad(lambda u: (u**3 * X).sum())(v) ** 2).sum()
+
+    np.testing.assert_allclose(grad(outer, w)(X), jax.grad(pure)(W), rtol=1e-5)
+    assert count.read() == 1
+
+
+def test_plain_grad_over_a_dependent_write_raises(w: Variable, count: Variable) -> None:
+    def direct(x: Any) -> Any:
+        w.assign(x * 2)
+        return x.sum()
+
+    def looped(x: Any) -> Any:
+        return jax.lax.scan(lambda c, _: (w.assign_add(c), c * 2)[::-1], x, None, length=2)[0].sum()
+
+    for fn in (direct, looped):
+        with pytest.raises(LostWriteError, match=r"\bw\b(.|\n)*use dflow.grad or") as caught:
+            jax.make_jaxpr(jax.grad(fn))(X)
+        assert f"test_autodiff.py:{fn.__code__.co_firstlineno + 1}\n" in str(caught.value)
+
+
+def test_plain_grad_lets_other_writes_be(w: Variable, count: Variable) -> None:
+    def fn(x: Any) -> Any:
+        count.assign_add(jnp.ones(()))
+        w.assign(jax.lax.stop_gradient(x * 2))
+        return (x * w.read()).sum()
+
+    gradient = jax.grad(fn)(X)
+    np.testing.assert_array_equal(gradient, X * 2)
+    assert count.read() == 1
+
+
+def test_a_batched_write_is_refused(w: Variable) -> None:
+    with pytest.raises(
+        DflowError, match="variable 'w' is written under vmap with a value that differs along the batch"
+    ):
+        jax.vmap(w.assign_add)(jnp.ones((2, 3)))
+
+
+def test_reads_under_vmap_are_shared(w: Variable) -> None:
+    np.testing.assert_array_equal(jax.vmap(lambda x: w.read() * x)(jnp.ones((2, 3))), jnp.stack([W, W]))
+
+
+def test_gradients_are_named_after_their_variables(w: Variable) -> None:
+    graph = trace(lambda x: grad(lambda: loss(w.read(), x), w)(), (X,), {}).graph
+    assert [output.name for output in graph.outputs if not hasattr(output, "value")] == ["grad/w"]
+
+
+def test_a_named_value_is_differentiated(w: Variable) -> None:
+    np.testing.assert_array_equal(grad(lambda x: (name(w.read(), "here") * x).sum(), w)(X), X)
+
+
+def test_what_cannot_be_differentiated_is_named(w: Variable, count: Variable) -> None:
+    with pytest.raises(GraphTypeError, match=r"returned f32\[3\], not a real scalar(.|\n)*mean"):
+        grad(lambda x: w.read() * x, w)(X)
+    with pytest.raises(GraphTypeError, match="returned str, not a scalar"):
+        grad(lambda x: "loss", w)(X)
+    with pytest.raises(GraphTypeError, match=r"an argument to differentiate is int32, which has no gradient"):
+        grad(lambda x: x.sum())(jnp.arange(3))
+    with pytest.raises(GraphTypeError, match="argnums has 3 but the function was given 1 arguments"):
+        grad(lambda x: x.sum(), argnums=3)(X)
+    with pytest.raises(VariableError, match=r"among its variables(.|\n)*give argnums"):
+        grad(lambda x: x.sum(), [X])(X)
+    with pytest.raises(GraphTypeError, match="nothing to differentiate"):
+        grad(lambda x: x.sum(), [])(X)
+    with a_home():
+        integers = Variable(jnp.arange(3), name="n")
+    with pytest.raises(GraphTypeError, match="variable 'n' is int32, which has no gradient"):
+        grad(lambda: integers.read().sum(), integers)()
+
+
+def counted(w: Variable, count: Variable, x: Any) -> Any:
+    """Reads one variable, adds to another: what is written is told from the value alone."""
+    count.assign_add(jnp.ones(()))
+    return {"y": jnp.sin(w.read() * x) + x, "n": jnp.int32(3)}
+
+
+def counted_by_hand(w: Any, x: Any) -> Any:
+    return {"y": jnp.sin(w * x) + x, "n": jnp.int32(3)}
+
+
+def run_traced(fn: Any, variables: list[Variable], *args: Any) -> tuple[Any, dict[str, Any]]:
+    """What `fn` gives and leaves when it is traced to a graph."""
+    traced = trace(fn, args, {})
+    state = {ref.name: v.read() for ref, v in zip(traced.graph.refs, traced.variables, strict=True)}
+    outputs, after = interpret(traced.graph, [*traced.constants, *args], state)
+    return jax.tree.unflatten(traced.out_tree, outputs), after
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_jvp_is_jaxs(traced: bool, w: Variable, count: Variable) -> None:
+    def moved(x: Any) -> Any:
+        out, tangent = jvp(lambda x: counted(w, count, x)["y"], (x,), (x + 1,), variables=[w], directions=[x * 2])
+        return out, tangent
+
+    (out, tangent), counts = run_traced(moved, [w, count], X) if traced else (moved(X), {"count": count.read()})
+    want = jax.jvp(lambda w, x: counted_by_hand(w, x)["y"], (W, X), (X * 2, X + 1))
+    np.testing.assert_allclose(out, want[0], rtol=1e-6)
+    np.testing.assert_allclose(tangent, want[1], rtol=1e-5)
+    assert counts["count"] == 1
+
+
+def test_jvp_of_a_tree_with_integers(w: Variable, count: Variable) -> None:
+    _, tangent = jvp(lambda x: counted(w, count, x), (X,), (X,))
+    _, want = jax.jvp(lambda x: counted_by_hand(W, x), (X,), (X,))
+    np.testing.assert_allclose(tangent["y"], want["y"], rtol=1e-6)
+    assert tangent["n"].dtype == jax.dtypes.float0
+    assert count.read() == 1
+
+
+def test_vjp_is_jaxs_and_writes_once(w: Variable, count: Variable) -> None:
+    out, pull = vjp(lambda x, k: counted(w, count, x)["y"] * k["k"], X, {"k": X}, variables={"w": w})
+    _, want = jax.vjp(lambda w, x, k: counted_by_hand(w, x)["y"] * k["k"], W, X, {"k": X})
+    np.testing.assert_allclose(out, counted_by_hand(W, X)["y"] * X, rtol=1e-6)
+    for cotangent in (X, -X):
+        by_w, by_x, by_k = want(cotangent)
+        by_variable, by_argument = pull(cotangent)
+        np.testing.assert_allclose(by_variable["w"], by_w, rtol=1e-5)
+        np.testing.assert_allclose(by_argument[0], by_x, rtol=1e-5)
+        np.testing.assert_allclose(by_argument[1]["k"], by_k["k"], rtol=1e-5)
+    assert count.read() == 1
+    _, pull_arguments = vjp(lambda x: w.read() * x, X)
+    np.testing.assert_allclose(pull_arguments(X)[0], W * X)
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_hvp_is_the_hessian_times_a_vector(traced: bool, w: Variable, count: Variable) -> None:
+    def fn(x: Any) -> Any:
+        count.assign_add(jnp.ones(()))
+        return loss(w.read(), x) * (x**2).sum()
+
+    def product(x: Any) -> Any:
+        return hvp(fn, [w], argnums=0)(([x + 1], x * 3), x)
+
+    ((by_w,), by_x), counts = run_traced(product, [w, count], X) if traced else (product(X), {"count": count.read()})
+    hessian = jax.hessian(lambda w, x: loss(w, x) * (x**2).sum(), argnums=(0, 1))(W, X)
+    np.testing.assert_allclose(by_w, hessian[0][0] @ (X + 1) + hessian[0][1] @ (X * 3), rtol=1e-4)
+    np.testing.assert_allclose(by_x, hessian[1][0] @ (X + 1) + hessian[1][1] @ (X * 3), rtol=1e-4)
+    assert counts["count"] == 1
+    np.testing.assert_allclose(hvp(fn)(X, X), jax.hessian(lambda x: loss(W, x) * (x**2).sum())(X) @ X, rtol=1e-4)
+    np.testing.assert_allclose(hvp(fn, w)(X, X), hessian[0][0] @ X, rtol=1e-4)
+
+
+def test_hvp_and_jvp_of_lookups_are_dense(w: Variable) -> None:
+    indices = jnp.array([0, 2, 2])
+    product = hvp(lambda i: (w[i] ** 3).sum(), w)(X, indices)
+    np.testing.assert_allclose(product, jax.hessian(lambda v: (v[indices] ** 3).sum())(W) @ X, rtol=1e-6)
+    _, tangent = jvp(lambda: w[indices], variables=w, directions=X)
+    np.testing.assert_array_equal(tangent, X[indices])
+
+
+def test_stop_gradient_stops_at_a_variable(w: Variable) -> None:
+    gradient = grad(lambda x: (jax.lax.stop_gradient(w.read()) * w.read() * x).sum(), w)(X)
+    np.testing.assert_allclose(gradient, W * X)
+
+
+def test_a_variable_may_change_its_own_gradient() -> None:
+    with a_home():
+        half = Variable(W, name="half", gradient=lambda g: g / 2)
+        wrong = Variable(W, name="wrong", gradient=lambda g: g.sum())
+    np.testing.assert_allclose(grad(lambda x: (half.read() * x).sum(), half)(X), X / 2)
+    _, pull = vjp(lambda: half.read(), variables=[half])  # noqa: PLW0108
+    np.testing.assert_allclose(pull(X)[0][0], X / 2)
+    np.testing.assert_allclose(grad(lambda x: (half.read() * x).sum())(X), W)
+    with pytest.raises(GraphTypeError, match=r"gradient function of variable 'wrong' gives is f32\[\] where f32\[3\]"):
+        grad(lambda x: (wrong.read() * x).sum(), wrong)(X)
+
+
+def test_a_variable_that_is_not_trained_has_no_gradient(w: Variable) -> None:
+    with a_home():
+        mean = Variable(W, name="mean", trainable=False)
+    assert trainable_variables({"a": [w, mean], "b": 3.0}) == [w]
+    for take in (value_and_grad(loss, [w, mean]), hvp(loss, mean)):
+        with pytest.raises(VariableError, match=r"variable 'mean' is not trainable(.|\n)*dflow.trainable_variables"):
+            take(W, X)
+
+
+def test_what_does_not_fit_a_derivative_is_named(w: Variable) -> None:
+    with pytest.raises(GraphTypeError, match=r"the structure of the directions is .* where .* is due"):
+        jvp(lambda: w.read(), variables=[w], directions=[X, X])  # noqa: PLW0108
+    with pytest.raises(GraphTypeError, match=r"direction of variable 'w' is f32\[2\] where f32\[3\] is due"):
+        jvp(lambda: w.read(), variables=[w], directions=[X[:2]])  # noqa: PLW0108
+    with pytest.raises(GraphTypeError, match=r"the direction is i32\[3\] where f32\[3\] is due"):
+        hvp(lambda: w.read().sum(), w)(jnp.arange(3))
+    with pytest.raises(GraphTypeError, match="the structure of the cotangent is"):
+        vjp(lambda x: w.read() * x, X)[1]((X, X))
+    with pytest.raises(VariableError, match="jvp was given ArrayImpl among its variables"):
+        jvp(lambda x: x, (X,), (X,), variables=[X], directions=[X])

@@ -1,0 +1,343 @@
+"""Updates and lookups of variables: what each computes, beside plain JAX, and what each refuses."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import dflow
+from dflow.tracing.errors import DflowError, GraphTypeError, VariableError, VariableShapeError
+from dflow.tracing.ir.op import OPS
+from dflow.tracing.ir.types import parse_type
+from dflow.tracing.ir.updates import ASSIGNS, KINDS, SCATTERS
+from dflow.tracing.jaxprs.trace import trace
+from dflow.tracing.primitives.state_primitives import record_update
+from dflow.tracing.reference.interpret import interpret
+from dflow.tracing.state.resources import Variable
+from dflow.tracing.syntax.text import parse, text
+
+HERE = Path(__file__).name
+TABLE = np.arange(10, dtype=np.float32).reshape(5, 2)
+INDICES = np.array([1, 1, -1, 7, -9], np.int32)
+ROWS = np.arange(10, 20, dtype=np.float32).reshape(5, 2) / 4
+
+#: What each kind does to a NumPy table; `at` repeats for equal indices, which indexing does not.
+REFERENCE: dict[str, Any] = {
+    "assign": np.copyto,
+    "assign_add": lambda old, new: np.add(old, new, out=old),
+    "assign_add_rounded": lambda old, new: np.add(old, new, out=old),
+    "assign_sub": lambda old, new: np.subtract(old, new, out=old),
+    "assign_mul": lambda old, new: np.multiply(old, new, out=old),
+    "assign_max": lambda old, new: np.maximum(old, new, out=old),
+    "assign_min": lambda old, new: np.minimum(old, new, out=old),
+    "scatter_update": lambda old, at, rows: old.__setitem__(at, rows),
+    "scatter_add": np.add.at,
+    "scatter_mul": np.multiply.at,
+    "scatter_max": np.maximum.at,
+    "scatter_min": np.minimum.at,
+}
+
+
+def operands_of(kind: str) -> tuple[Any, ...]:
+    if kind in ASSIGNS:
+        return (ROWS,)
+    # Which of the rows for one index stays is open, so each index stands once.
+    return (INDICES[1:], ROWS[1:]) if kind == "scatter_update" else (INDICES, ROWS)
+
+
+def method(table: Variable, kind: str) -> Any:
+    """The method for this kind of update; the one that an optimizer alone uses has none."""
+    return getattr(table, kind, None) or functools.partial(record_update, table, kind)
+
+
+def expected(kind: str) -> Any:
+    table, operands = TABLE.copy(), operands_of(kind)
+    if kind in SCATTERS:
+        there = (operands[0] >= -5) & (operands[0] < 5)
+        operands = tuple(operand[there] for operand in operands)
+    REFERENCE[kind](table, *operands)
+    return table
+
+
+@pytest.fixture
+def table() -> Variable:
+    return dflow.Variable(TABLE, name="table")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_each_update_does_what_numpy_does(kind: str, compiled: bool, table: Variable) -> None:
+    update = method(table, kind)
+    before = table.read()
+    (dflow.jit(update) if compiled else update)(*operands_of(kind))
+    np.testing.assert_array_equal(table.read(), expected(kind))
+    np.testing.assert_array_equal(before, TABLE)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_update_means_what_numpy_does(kind: str, table: Variable) -> None:
+    graph = trace(method(table, kind), operands_of(kind), {}).graph
+    np.testing.assert_array_equal(interpret(graph, operands_of(kind), {"table": TABLE})[1]["table"], expected(kind))
+    effects = [effect.value for effect, ref in graph.nodes[0].effects if ref is graph.refs[0]]
+    assert effects == (["write"] if kind == "assign" else ["read", "write"])
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("indices", [INDICES, INDICES.reshape(5, 1), np.int32(3), np.zeros((0,), np.int64)])
+def test_a_lookup_is_jax_indexing(indices: Any, compiled: bool, table: Variable) -> None:
+    rows = (dflow.jit(table.gather) if compiled else table.gather)(indices)
+    np.testing.assert_array_equal(rows, jnp.asarray(TABLE)[indices])
+    np.testing.assert_array_equal(table[indices], jnp.asarray(TABLE)[indices])
+
+
+def test_indexing_by_integers_with_a_type_is_recorded_as_a_lookup(table: Variable) -> None:
+    graph = trace(lambda i: (table[i], table[1], table[1:3], table[i, i]), (INDICES,), {}).graph
+    assert [node.op.name for node in graph.nodes if node.op.name.startswith("var.")] == [
+        "var.gather",
+        *["var.read"] * 3,
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_update_is_one_op_that_prints_and_parses(kind: str, table: Variable) -> None:
+    graph = trace(method(table, kind), operands_of(kind), {}).graph
+    printed = text(graph, locs=False)
+    assert f" !%1: token = var.{kind}(%table, %" in printed
+    assert text(parse(printed)) == printed
+    assert len(graph.nodes) == 1
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "assign"])
+def test_the_compiled_update_writes_into_the_variables_own_buffer(kind: str, table: Variable) -> None:
+    step = dflow.jit(method(table, kind))
+    operands = [jnp.asarray(operand) for operand in operands_of(kind)]
+    step(*operands)
+
+    def where() -> int:
+        return int(table.home.store.buffer(table.key).unsafe_buffer_pointer())  # type: ignore[attr-defined]
+
+    before = where()
+    step(*operands)
+    method(table, kind)(*operands)
+    assert where() == before
+
+
+ANY_DTYPE = [np.bool_, np.int8, np.uint32, np.float16, np.complex64, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn]
+
+
+@pytest.mark.parametrize("dtype", [*ANY_DTYPE, ml_dtypes.float8_e5m2, ml_dtypes.int4])
+def test_any_dtype_is_read_assigned_and_looked_up(dtype: Any) -> None:
+    v = dflow.Variable(jnp.zeros((3, 2), dtype))
+    v.assign(jnp.ones((3, 2), dtype))
+    v.scatter_update(jnp.array([2]), jnp.zeros((1, 2), dtype))
+    v.assign_max(jnp.zeros((3, 2), dtype))
+    assert v.gather(jnp.array([1, 2])).dtype == v.dtype == np.dtype(dtype)
+    np.testing.assert_array_equal(np.asarray(v.read(), np.complex64)[:, 0], [1, 1, 0])
+
+
+def test_keys_are_read_written_and_looked_up_but_not_computed_with() -> None:
+    keys = dflow.Variable(jax.random.split(jax.random.key(3), 4), name="keys")
+
+    @dflow.jit
+    def step() -> Any:
+        keys.scatter_update(jnp.array([0]), keys.gather(jnp.array([2])))
+        keys.assign(keys.read()[::-1])
+        return jax.random.uniform(keys[jnp.int32(3)])
+
+    assert step() == jax.random.uniform(jax.random.split(jax.random.key(3), 4)[2])
+    for kind in set(KINDS) - {"assign", "scatter_update", "assign_add_rounded"}:
+        with pytest.raises(VariableShapeError, match=rf"'keys' has no {kind}: key<fry>\[4\] cannot be computed with"):
+            getattr(keys, kind)(*operands_of(kind))
+    for value, remedy in ((jnp.ones(4), "give it keys of key<fry>"), (1.0, r"the shape \(4,\)")):
+        with pytest.raises(VariableShapeError, match=rf"holds key<fry>\[4\] but assign was given(.|\n)*{remedy}"):
+            keys.assign(value)
+
+
+def test_truth_values_have_no_difference() -> None:
+    flags = dflow.Variable(jnp.zeros(2, bool), name="flags")
+    with pytest.raises(VariableShapeError, match=r"'flags' has no assign_sub: JAX has none for bool\[2\]"):
+        flags.assign_sub(jnp.ones(2, bool))
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "indices": (
+        lambda v: v.scatter_add(jnp.ones(2), jnp.ones((2, 2))),
+        r"holds f32\[5,2\] and has no scatter_add here: the indices are f32\[2\], not integers(.|\n)*give it integers",
+    ),
+    "lookup": (lambda v: v.gather([True]), r"has no gather here: the indices are bool\[1\], not integers"),
+    "shape": (
+        lambda v: v.scatter_max(jnp.arange(2), jnp.ones((3, 2))),
+        r"holds f32\[5,2\], at these indices rows of f32\[2,2\], but scatter_max was given f32\[3,2\](.|\n)*\(2, 2\)",
+    ),
+    "dtype": (
+        lambda v: v.scatter_mul(jnp.arange(2), jnp.ones((2, 2), jnp.int32)),
+        r"scatter_mul was given i32\[2,2\](.|\n)*convert it with .astype\(jnp.float32\)",
+    ),
+    "whole": (lambda v: v.assign_max(jnp.ones(2)), r"holds f32\[5,2\] but assign_max was given f32\[2\]"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("traced", [False, True], ids=["eager", "traced"])
+def test_what_does_not_fit_names_both_types_the_line_and_the_remedy(wrong: str, traced: bool, table: Variable) -> None:
+    update, message = WRONG[wrong]
+    with pytest.raises(VariableShapeError, match=f"variable 'table' .*{message}") as caught:
+        trace(lambda: update(table), (), {}) if traced else update(table)
+    assert f"{HERE}:" in str(caught.value)
+
+
+def test_a_scalar_has_no_rows() -> None:
+    with pytest.raises(VariableShapeError, match=r"holds f32\[\] and has no gather here: f32\[\] has no rows"):
+        dflow.Variable(1.0, name="one").gather(jnp.array([0]))
+
+
+def test_an_unknown_reduction_is_refused(table: Variable) -> None:
+    with pytest.raises(VariableError, match=r"assign_add was given reduce='mean'(.|\n)*give it None or 'sum'"):
+        table.assign_add(ROWS, reduce="mean")
+
+
+@pytest.mark.parametrize(
+    ("op", "operands", "message"),
+    [
+        ("var.gather", ["f32[5,2]", "i32[1]"], r"the first operand is f32\[5,2\], not a variable"),
+        ("var.gather", ["ref<f32[5,2]>", "token"], "the indices are token, not an array"),
+        ("var.gather", ["ref<f32[5,2]>", "f32[1]"], r"the indices are f32\[1\], not integers"),
+        ("var.scatter_add", ["i32[1]", "i32[1]", "f32[1,2]"], r"the first operand is i32\[1\], not a variable"),
+        ("var.scatter_add", ["ref<f32[5,2]>", "i32[1]", "f32[2]"], r"the rows are f32\[2\] but i32\[1\] of f32\[5,2\]"),
+        ("var.assign_mul", ["ref<key<fry>[]>", "key<fry>[]"], r"key<fry>\[\] cannot be computed with"),
+    ],
+)
+def test_the_typing_rules(op: str, operands: list[str], message: str) -> None:
+    rule: Any = OPS[op].rule
+    with pytest.raises(GraphTypeError, match=f"{op}: {message}"):
+        rule(*map(parse_type, operands))
+
+
+# Under vmap.
+
+
+def test_a_lookup_is_batched_and_a_read_is_shared(table: Variable) -> None:
+    indices = jnp.array([[0, 4], [2, 9]])
+    rows, whole = jax.vmap(lambda i: (table.gather(i), table.read() * i[0]), in_axes=1)(indices.T)
+    np.testing.assert_array_equal(rows, jnp.asarray(TABLE)[indices])
+    np.testing.assert_array_equal(whole, jnp.stack([TABLE * 0, TABLE * 2]))
+
+
+def test_a_value_that_is_the_same_for_the_batch_is_written_once(table: Variable) -> None:
+    for reduce in (None, "sum"):
+        jax.vmap(lambda x, reduce=reduce: (table.assign_add(ROWS, reduce=reduce), x))(jnp.arange(3.0))
+    np.testing.assert_array_equal(table.read(), TABLE + 2 * ROWS)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_deltas_are_summed_over_the_batch_when_asked(nested: bool, table: Variable) -> None:
+    def add(delta: Any) -> None:
+        table.assign_add(delta, reduce="sum")
+
+    deltas = jnp.arange(60, dtype=jnp.float32).reshape(5, 2, 3, 2)
+    if nested:
+        dflow.jit(jax.vmap(jax.vmap(add, in_axes=2), in_axes=2))(deltas)
+        np.testing.assert_array_equal(table.read(), TABLE + deltas.sum((2, 3)))
+    else:
+        dflow.jit(jax.vmap(add, in_axes=2))(deltas[..., 0])
+        np.testing.assert_array_equal(table.read(), TABLE + deltas[..., 0].sum(2))
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_compiled_function_may_be_batched_from_outside(depth: int, table: Variable) -> None:
+    other = Variable(jnp.float32(1), name="other")
+
+    def step(delta: Any) -> Any:
+        seen = other * 2 + delta.sum()
+        table.assign_add(delta, reduce="sum")
+        table.scatter_add(jnp.array([1, 1]), delta[:2], reduce="sum")
+        other.assign_mul(2.0)
+        return seen
+
+    deltas = jnp.arange(60, dtype=jnp.float32).reshape(2, 3, 5, 2)
+    batched = dflow.jit(step)
+    for _ in range(depth):
+        batched = jax.vmap(batched)
+    seen = batched(deltas := deltas if depth == 2 else deltas[0])
+    np.testing.assert_array_equal(seen, 2 + deltas.sum((-2, -1)))
+    total = np.asarray(deltas).reshape(-1, 5, 2).sum(0)
+    total[1] += total[0] + total[1]
+    np.testing.assert_array_equal(table.read(), TABLE + total)
+    assert float(other) == 2.0
+
+
+def test_a_compiled_function_batched_from_outside_may_not_write_what_differs(table: Variable) -> None:
+    with pytest.raises(DflowError, match=r'differs along the batch(.|\n)*reduce="sum"') as caught:
+        jax.vmap(dflow.jit(table.assign))(jnp.zeros((3, 5, 2)))
+    assert f"{HERE}:" in str(caught.value)
+
+
+@pytest.mark.parametrize("axes", [(0, 0), (0, None), (None, 0), (1, 1)])
+def test_rows_are_summed_over_the_batch_when_asked(axes: Any, table: Variable) -> None:
+    indices, rows = jnp.array([[0, 1], [1, 1]]), jnp.arange(8, dtype=jnp.float32).reshape(2, 2, 2)
+    taken = [jnp.take(a, 0, 0) if axis is None else a for a, axis in zip((indices, rows), axes, strict=True)]
+    want = TABLE.copy()
+    for turn in range(2):
+        one = [a if axis is None else jnp.take(a, turn, axis) for a, axis in zip(taken, axes, strict=True)]
+        np.add.at(want, np.asarray(one[0]), np.asarray(one[1]))
+    dflow.jit(jax.vmap(lambda i, r: table.scatter_add(i, r, reduce="sum"), in_axes=axes))(*taken)
+    np.testing.assert_array_equal(table.read(), want)
+
+
+def test_values_that_differ_are_refused_unless_summed(table: Variable) -> None:
+    for update in (
+        lambda i: table.scatter_add(i, jnp.ones(2)),
+        lambda i: table.assign_mul(jnp.full((5, 2), i.astype(jnp.float32))),
+    ):
+        with pytest.raises(DflowError, match=r'differs along the batch(.|\n)*reduce="sum"') as caught:
+            jax.vmap(update)(jnp.arange(2))
+        assert f"{HERE}:" in str(caught.value)
+
+
+def test_a_branch_that_the_batch_does_not_agree_on_may_not_write(table: Variable) -> None:
+    def branching(x: Any) -> Any:
+        return jax.lax.cond(x > 0, lambda: table.assign_add(ROWS), lambda: None)
+
+    def looping(x: Any) -> Any:
+        return jax.lax.while_loop(lambda c: c < 3, lambda c: (table.assign_add(ROWS), c + 1)[1], x)
+
+    for fn, name in ((branching, "cond"), (looping, "while")):
+        with pytest.raises(DflowError, match=rf"\(table\) are written under vmap inside a {name} that may(.|\n)*where"):
+            jax.vmap(fn)(jnp.arange(3.0))
+    dflow.jit(lambda flag: jax.vmap(lambda x: (branching(flag), x)[1])(jnp.arange(3.0)))(jnp.float32(1))
+    np.testing.assert_array_equal(table.read(), TABLE + ROWS)
+
+
+def test_reads_in_such_a_branch_are_fine(table: Variable) -> None:
+    got = dflow.jit(jax.vmap(lambda x: jax.lax.cond(x > 0, lambda: table.read()[1], lambda: table.read()[0])))(
+        jnp.arange(2.0)
+    )
+    np.testing.assert_array_equal(got, TABLE[:2])
+
+
+def test_reads_in_a_loop_that_each_element_leaves_by_itself_are_fine(table: Variable) -> None:
+    def loops(limit: Any, x: Any) -> Any:
+        return jax.lax.while_loop(lambda c: c[0] < limit()[1], lambda c: c + limit(), x)
+
+    start = np.arange(12, dtype=np.float32).reshape(2, 3, 2) - 6
+    batched = jax.vmap(jax.vmap(lambda x: loops(lambda: table.read()[1], x)))
+    want = jax.vmap(jax.vmap(lambda x: loops(lambda: TABLE[1], x)))(start)
+    traced = trace(batched, (start,), {})
+    np.testing.assert_array_equal(dflow.jit(batched)(start), want)
+    np.testing.assert_array_equal(interpret(traced.graph, [*traced.constants, start], {"table": TABLE})[0][0], want)
+
+
+def test_the_reference_lets_each_element_leave_a_loop_by_itself() -> None:
+    loop = jax.vmap(lambda x, y: jax.lax.while_loop(lambda c: c[0] < y, lambda c: (c[0] + 1, c[1] * 2), (x, x)))
+    x, y = jnp.arange(3.0), jnp.array([5.0, 0.0, 3.0])
+    traced = trace(loop, (x, y), {})
+    jax.tree.map(
+        np.testing.assert_array_equal, tuple(interpret(traced.graph, [*traced.constants, x, y], {})[0]), loop(x, y)
+    )

@@ -1,0 +1,149 @@
+"""Variables as a user holds them, and what they say when used wrongly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dflow.tracing.errors import DflowError, InternalError, VariableError, VariableShapeError
+from dflow.tracing.jaxprs.trace import trace
+from dflow.tracing.reference.interpret import interpret
+from dflow.tracing.state.context import current_home
+from dflow.tracing.state.resources import Variable, read
+from dflow.tracing.state.variable_trees import variables
+from dflow.tracing.syntax.text import text
+from tests.graphs_ import a_home
+
+HERE = "test_resources.py:"
+
+
+@pytest.fixture
+def w() -> Variable:
+    with a_home():
+        return Variable(jnp.arange(3.0), name="w")
+
+
+def test_a_wrong_shape_names_both_types_the_variable_the_line_and_the_remedy(w: Variable) -> None:
+    for method in (w.assign, w.assign_add):
+        with pytest.raises(VariableShapeError) as caught:
+            method(jnp.zeros((2, 3)))
+        first, place, remedy = str(caught.value).split("\n")
+        assert first == f"variable 'w' holds f32[3] but {method.__name__} was given f32[2,3]"
+        assert HERE in place
+        assert "reshape or broadcast_to" in remedy
+
+
+def test_a_wrong_dtype_names_the_conversion(w: Variable) -> None:
+    with pytest.raises(
+        VariableShapeError, match=r"holds f32\[3\] but assign was given i32\[3\](.|\n)*astype\(jnp.float32"
+    ):
+        w.assign(jnp.arange(3))
+    with pytest.raises(VariableShapeError, match=r"given i32\[3\]"):
+        trace(w.assign, (np.arange(3, dtype=np.int32),), {})
+
+
+def test_python_scalars_take_the_variables_dtype() -> None:
+    with a_home():
+        half = Variable(jnp.zeros((), jnp.bfloat16), name="half")
+    half.assign_add(2.5)
+    half.assign_add(1)
+    assert half.read() == 3.5
+    assert half.read().dtype == jnp.bfloat16
+
+
+def test_a_variable_is_not_made_inside_traced_code() -> None:
+    def step(x: Any) -> Any:
+        return Variable(x, name="inner").read()
+
+    with (
+        a_home(),
+        pytest.raises(VariableError, match=r"\(inner\) is created inside traced code(.|\n)*create it before"),
+    ):
+        jax.make_jaxpr(step)(1.0)
+
+
+def test_a_variable_is_an_argument_a_result_and_twice_the_same(w: Variable) -> None:
+    def step(tree: Any, again: Variable, x: Any) -> Any:
+        tree["w"].assign_add(x)
+        again.assign_add(x)
+        return again, tree["w"].read()
+
+    traced = trace(step, ({"w": w}, w, np.ones(3, np.float32)), {})
+    assert traced.variables == (w,)
+    assert [str(value.type) for value in traced.graph.inputs] == ["ref<f32[3]>", "f32[3]"]
+    outputs, state = interpret(traced.graph, [np.ones(3, np.float32)], {"w": np.zeros(3, np.float32)})
+    np.testing.assert_array_equal(state["w"], [2.0, 2.0, 2.0])
+    returned, value = jax.tree.unflatten(traced.out_tree, outputs)
+    assert returned is w
+    np.testing.assert_array_equal(value, [2.0, 2.0, 2.0])
+
+
+def test_it_stands_where_an_array_stands(w: Variable) -> None:
+    def use(x: Any) -> Any:
+        return [w + x, x - w, w @ x, -w, w[1:], w > x, w**2, jnp.asarray(w)]
+
+    for value, wanted in zip(use(jnp.ones(3)), _plain(jnp.ones(3)), strict=True):
+        np.testing.assert_array_equal(value, wanted)
+    assert (len(w), w.ndim, w.size, w.shape, str(w.dtype)) == (3, 1, 3, (3,), "float32")
+    assert repr(w) == "<Variable 'w': f32[3]>"
+
+
+def test_in_traced_code_any_function_of_jax_takes_it(w: Variable) -> None:
+    traced = trace(lambda: jnp.sin(w) + jnp.dot(w, w), (), {})
+    outputs, _ = interpret(traced.graph, traced.constants, {"w": w.read()})
+    np.testing.assert_allclose(outputs[0], jnp.sin(w.read()) + 5.0, rtol=1e-6)
+
+
+def _plain(x: Any) -> Any:
+    v = jnp.arange(3.0)
+    return [v + x, x - v, v @ x, -v, v[1:], v > x, v**2, v]
+
+
+def test_plain_jit_of_a_stateful_function_says_what_to_do(w: Variable) -> None:
+    with pytest.raises(
+        DflowError,
+        match=r"'w' is used in a function that JAX compiles without dflow(.|\n)*@dflow.jit, or pass it the variable as",
+    ):
+        jax.jit(lambda x: w.read() + x)(1.0)
+
+
+def test_a_tree_of_arrays_becomes_a_tree_of_named_variables() -> None:
+    with a_home():
+        made = variables({"dense": [jnp.ones(2), lambda: jnp.zeros(3)]}, prefix="model/")
+    assert [v.name for v in jax.tree.leaves(made, is_leaf=lambda v: isinstance(v, Variable))] == [
+        "model/dense/0",
+        "model/dense/1",
+    ]
+    jax.tree.map(np.testing.assert_array_equal, read(made), {"dense": [jnp.ones(2), jnp.zeros(3)]})
+
+
+def test_an_initialiser_and_a_dtype() -> None:
+    with a_home():
+        made = Variable(lambda: jnp.ones(2), dtype=jnp.float16)
+        near = Variable(0, near=made)
+    assert str(made.type) == "f16[2]"
+    assert made.name.startswith("variable_")
+    assert near.home is made.home
+    assert str(near.type) == "i32[]"
+
+
+def test_the_graph_shows_variables_by_name(w: Variable) -> None:
+    printed = text(trace(lambda x: w.assign(w * x), (np.ones(3, np.float32),), {}).graph, locs=False)
+    assert "graph(%w: ref<f32[3]>, %x: f32[3]) {\n !%w_1: f32[3] = var.read(%w)" in printed
+
+
+def test_two_variables_of_one_name_stay_two_in_a_graph() -> None:
+    with a_home():
+        one, other = Variable(1.0, name="w"), Variable(2.0, name="w")
+    graph = trace(lambda: one.assign_add(other.read()), (), {}).graph
+    assert [ref.name for ref in graph.refs] == ["w", "w_1"]
+
+
+def test_without_a_home_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dflow.tracing.state.context._default", [])
+    with pytest.raises(InternalError, match="no home for variables is set; import dflow"):
+        current_home()

@@ -1,0 +1,435 @@
+"""Derivatives with respect to variables and arguments, of functions that read and write state.
+
+The function is traced, its state is discharged to values, the pure function is differentiated by JAX, and what the
+function wrote is written back, once. So a counter or a batch-norm statistic that is written inside a loop of the
+differentiated function survives, which under plain `jax.grad` it would not.
+
+A variable that the function only looks rows up in is not read whole. Its gradient is the result of `rows_to_dense`: an
+array like any other, which `keep_rows` leaves out of the compiled program where its rows are enough.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dflow.tracing.derivatives.discharge import Border, State, evaluate
+from dflow.tracing.derivatives.early_lookups import lookup_sites
+from dflow.tracing.derivatives.loops import NOT_REVERSED, REVERSED
+from dflow.tracing.derivatives.one_device import on_one_device
+from dflow.tracing.derivatives.uncalled import Derivative
+from dflow.tracing.derivatives.unread_variables import warn_of_unread
+from dflow.tracing.devices.device_name import is_on_task
+from dflow.tracing.errors import GraphTypeError, VariableError
+from dflow.tracing.ir.types import array_type_of
+from dflow.tracing.jax_frontend import hides_frames, is_tracing, make_jaxpr
+from dflow.tracing.rows.lookups import TappedLookups, rows_found
+from dflow.tracing.rows.row_gradient import RowGradient
+from dflow.tracing.rows.rows_to_dense import rows_to_dense
+from dflow.tracing.source import at, caller
+from dflow.tracing.state.resources import Variable, is_variable, name, read
+from dflow.tracing.state.variable_trees import handles
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    variables: Any = None,
+    *,
+    argnums: int | Sequence[int] | None = None,
+    has_aux: bool = False,
+    rows: bool = False,
+) -> Callable[..., Any]:
+    """A function that gives `fun`'s value and its gradient.
+
+    fun        returns a real scalar, or `(scalar, aux)` when `has_aux` is set; it may read and write variables
+    variables  a pytree of variables to differentiate with respect to
+    argnums    which positional arguments to differentiate with respect to; 0 when no variables are given
+    returns    `(value, gradient)`; the gradient has the structure of `variables` (of the argument, of the tuple of
+               arguments when `argnums` is a sequence) with arrays for leaves, and is the pair of both when both are
+               given
+    rows       give a `RowGradient`, and no array, for a variable that `fun` only looks rows up in
+    raises     GraphTypeError when the value is no real scalar or something to differentiate is not floating;
+               VariableError for a variable that is not trainable
+
+    `fun` writes its variables once, as if it had run alone. A write itself carries no gradient; a later read in `fun`
+    does.
+    """
+    return _value_and_grad("value_and_grad", fun, variables, argnums, has_aux, rows)
+
+
+def _value_and_grad(
+    function: str,
+    fun: Callable[..., Any],
+    variables: Any,
+    argnums: int | Sequence[int] | None,
+    has_aux: bool,
+    rows: bool,
+) -> Callable[..., Any]:
+    """`value_and_grad`, as errors of `function`."""
+    _check_function(function, fun)
+    if variables is None and argnums is None:
+        argnums = 0
+
+    def differentiated(*args: Any, **kwargs: Any) -> Any:
+        wrt, wrt_tree = _flat_variables(function, variables)
+        picked, picked_tree, rebuild = _pick(function, args, argnums)
+        _check_any(function, wrt, picked)
+        pure = _Pure(lambda *leaves: _loss(fun(*rebuild(leaves), **kwargs), has_aux), wrt, picked, by_rows=True)
+        warn_of_unread(function, wrt, pure.effects)
+        (value, aux), grads = pure.value_and_grad(rows)
+        by_variable = jax.tree_util.tree_unflatten(wrt_tree, grads[0])
+        by_argument = jax.tree_util.tree_unflatten(picked_tree, grads[1])
+        gradient = _chosen(variables, argnums, by_variable, by_argument)
+        return ((value, aux), gradient) if has_aux else (value, gradient)
+
+    return Derivative(function, fun, differentiated)
+
+
+def grad(
+    fun: Callable[..., Any],
+    variables: Any = None,
+    *,
+    argnums: int | Sequence[int] | None = None,
+    has_aux: bool = False,
+    rows: bool = False,
+) -> Callable[..., Any]:
+    """As `value_and_grad`, without the value: the gradient, or `(gradient, aux)` when `has_aux` is set."""
+    both = _value_and_grad("grad", fun, variables, argnums, has_aux, rows)
+
+    def gradient(*args: Any, **kwargs: Any) -> Any:
+        value, grads = both(*args, **kwargs)
+        return (grads, value[1]) if has_aux else grads
+
+    return Derivative("grad", fun, gradient)
+
+
+@hides_frames
+def jvp(
+    fun: Callable[..., Any],
+    primals: Sequence[Any] = (),
+    tangents: Sequence[Any] = (),
+    *,
+    variables: Any = None,
+    directions: Any = None,
+) -> tuple[Any, Any]:
+    """`fun(*primals)` and its derivative along `tangents` and, for `variables`, along `directions`.
+
+    primals, tangents      the positional arguments, and a tangent of the same structure for each, as in `jax.jvp`
+    variables, directions  a pytree of variables, and arrays in its structure; the other variables stay as they are
+    returns                `(value, tangent)` of the same structure, which may be any
+    raises                 GraphTypeError when a tangent does not fit what it is the tangent of
+
+    What `fun` writes is written once.
+    """
+    _check_function("jvp", fun)
+    wrt, tree = _flat_variables("jvp", variables)
+    along = _flat_like("the directions", directions, tree)
+    leaves, in_tree = _flat_arguments(tuple(primals))
+    moved = _flat_like("the tangents", tuple(tangents), in_tree)
+    for variable, direction in zip(wrt, along, strict=True):
+        _check_fits(f"the direction of variable {variable.name!r}", direction, variable.type)
+    pure = _Pure(lambda *new: (fun(*jax.tree_util.tree_unflatten(in_tree, new)), None), wrt, leaves)
+    primal, out, after = jax.jvp(pure.values_first, (pure.start, leaves), (along, moved), has_aux=True)
+    pure.write_back(after)
+    return pure.result(primal), pure.result(out)
+
+
+@hides_frames
+def vjp(fun: Callable[..., Any], *primals: Any, variables: Any = None) -> tuple[Any, Callable[[Any], Any]]:
+    """`fun(*primals)` and a function from a cotangent of that value to the gradients.
+
+    The function gives a tuple with one gradient per argument, as `jax.vjp`'s does, and with `variables` the pair
+    `(by_variable, by_argument)`. What `fun` writes is written now; the function writes nothing, and may be called
+    again.
+    """
+    _check_function("vjp", fun)
+    wrt, tree = _flat_variables("vjp", variables)
+    leaves, in_tree = _flat_arguments(primals)
+    pure = _Pure(lambda *new: (fun(*jax.tree_util.tree_unflatten(in_tree, new)), None), wrt, leaves)
+    value, pull, after = jax.vjp(pure.values_first, pure.start, leaves, has_aux=True)
+    pure.write_back(after)
+
+    def pulled(cotangent: Any) -> Any:
+        by_variable, by_argument = pull(pure.flat_result(cotangent))
+        by_argument = jax.tree_util.tree_unflatten(in_tree, by_argument)
+        if variables is None:
+            return by_argument
+        named = [_finished(variable, gradient) for variable, gradient in zip(wrt, by_variable, strict=True)]
+        return jax.tree_util.tree_unflatten(tree, named), by_argument
+
+    return pure.result(value), pulled
+
+
+def hvp(
+    fun: Callable[..., Any], variables: Any = None, *, argnums: int | Sequence[int] | None = None
+) -> Callable[..., Any]:
+    """A function from a direction and the arguments of `fun` to the Hessian of `fun` times that direction.
+
+    `fun`, `variables` and `argnums` are as in `grad`; the direction and the result have the structure of the
+    gradient that `grad` gives, with an array for every leaf. It costs about two gradients, and what `fun` writes is
+    written once.
+    """
+    _check_function("hvp", fun)
+    if variables is None and argnums is None:
+        argnums = 0
+
+    @hides_frames
+    @functools.wraps(fun)
+    def product(direction: Any, *args: Any, **kwargs: Any) -> Any:
+        wrt, tree = _flat_variables("hvp", variables)
+        picked, picked_tree, rebuild = _pick("hvp", args, argnums)
+        _check_any("hvp", wrt, picked)
+        given = _split(variables, argnums, direction)
+        along = [_flat_like("the direction", part, of) for part, of in zip(given, (tree, picked_tree), strict=True)]
+        for leaf, step in zip([*wrt, *picked], [*along[0], *along[1]], strict=True):
+            _check_fits("the direction", step, leaf.type if is_variable(leaf) else array_type_of(leaf))
+        pure = _Pure(lambda *leaves: _loss(fun(*rebuild(leaves), **kwargs), False), wrt, picked)
+        gradient = jax.grad(pure.scalar_first, argnums=(0, 1), has_aux=True)
+        _, moved, after = jax.jvp(gradient, (pure.start, picked), tuple(along), has_aux=True)
+        pure.write_back(after)
+        by_variable = jax.tree_util.tree_unflatten(tree, moved[0])
+        by_argument = jax.tree_util.tree_unflatten(picked_tree, moved[1])
+        return _chosen(variables, argnums, by_variable, by_argument)
+
+    return product
+
+
+class _Pure:
+    """A function with state, traced once, as pure functions of the values of `wrt` and of the `picked` leaves.
+
+    `fun` takes the leaves and gives a pair: what is differentiated, and what is only handed on.
+    """
+
+    def __init__(
+        self, fun: Callable[..., tuple[Any, Any]], wrt: list[Variable], picked: list[Any], *, by_rows: bool = False
+    ) -> None:
+        trees: list[Any] = []
+
+        def flat(*leaves: Any) -> tuple[list[Any], list[Any]]:
+            result, beside = fun(*leaves)
+            results, tree = jax.tree_util.tree_flatten(result)
+            aux, aux_tree = jax.tree_util.tree_flatten(handles(beside))
+            trees[:] = [tree, aux_tree]
+            return results, aux
+
+        self._jaxpr, self._consts, _ = make_jaxpr(flat, *picked)
+        self.effects = self._jaxpr.effects
+        self._tree, self._aux_tree = trees
+        self._wrt, self._picked = wrt, picked
+        kept = {id(variable) for variable in wrt}
+        at_once = not is_tracing()
+        self._border = Border(
+            self._jaxpr.effects, lambda variable: id(variable) not in kept and (at_once or is_on_task(variable.device))
+        )
+        self._writes = self._border.writes
+        self._sites = lookup_sites(self._jaxpr, wrt if by_rows else [])
+        tables = {site.variable for site in self._sites}
+        touched = dict.fromkeys([*self._border.touched, *wrt])
+        held = [variable for variable in touched if variable not in tables]
+        self._before = dict(zip(held, on_one_device([self._border.value(variable) for variable in held]), strict=True))
+        self._whole = [variable for variable in wrt if variable not in tables]
+        #: The values of those of `wrt` that are read whole: all, unless `by_rows`.
+        self.start = [self._before[variable] for variable in self._whole]
+
+    def values_first(self, values: list[Any], leaves: list[Any]) -> tuple[list[Any], list[Any]]:
+        """The results; and beside them the values that the variables are left with."""
+        results, _, after, _ = self._run(values, leaves, [])
+        return results, after
+
+    def scalar_first(self, values: list[Any], leaves: list[Any]) -> tuple[Any, list[Any]]:
+        """As `values_first`, of a function with one result."""
+        (value,), after = self.values_first(values, leaves)
+        return value, after
+
+    def value_and_grad(self, rows: bool) -> tuple[tuple[Any, Any], tuple[list[Any], list[Any]]]:
+        """The value and what is handed on; and the gradients by variable and by leaf. Writes what was written."""
+
+        def loss(values: list[Any], leaves: list[Any], taps: list[Any]) -> tuple[Any, Any]:
+            (value,), *rest = self._run(values, leaves, taps)
+            return value, rest
+
+        taps = [jnp.zeros(site.rows.shape, site.rows.dtype) for site in self._sites]
+        differentiate = jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)
+        try:
+            (value, (aux, after, indices)), grads = differentiate(self.start, self._picked, taps)
+        except ValueError as error:
+            _advise(error)
+            raise
+        self.write_back(after)
+        whole = dict(zip(self._whole, grads[0], strict=True))
+        by_variable = [
+            _finished(variable, whole[variable])
+            if variable in whole
+            else _finished_rows(variable, *rows_found(variable, self._sites, indices, grads[2]), rows)
+            for variable in self._wrt
+        ]
+        return (value, jax.tree_util.tree_unflatten(self._aux_tree, aux)), (by_variable, grads[1])
+
+    def _run(self, values: list[Any], leaves: list[Any], taps: list[Any]) -> Any:
+        lookups = TappedLookups(self._sites, taps)
+        state = State({**self._before, **dict(zip(self._whole, values, strict=True))}, lookups)
+        flat = evaluate(self._jaxpr, self._consts, leaves, state)
+        count = self._tree.num_leaves
+        return flat[:count], flat[count:], state.of(self._writes), lookups.indices
+
+    def write_back(self, after: list[Any]) -> None:
+        """Write what the function wrote."""
+        self._border.write_back(after)
+
+    def result(self, flat: Sequence[Any]) -> Any:
+        """The results in the structure that the function gave."""
+        return jax.tree_util.tree_unflatten(self._tree, flat)
+
+    def flat_result(self, tree: Any) -> list[Any]:
+        """The leaves of something that has the structure of the results."""
+        return _flat_like("the cotangent", tree, self._tree)
+
+
+def _advise(error: ValueError) -> None:
+    """Add to JAX's error about a loop that has no gradient, unless that was done for a gradient within."""
+    if str(error).startswith(NOT_REVERSED) and not any(REVERSED in note for note in getattr(error, "__notes__", ())):
+        error.add_note(f"{at(caller())}\n{REVERSED}".removeprefix("\n"))
+
+
+def _finished(variable: Variable, gradient: Any) -> Any:
+    """A variable's gradient as the user gets it: by the variable's own function, and named."""
+    if variable.gradient is not None:
+        changed = variable.gradient(gradient)
+        _check_fits(f"what the gradient function of variable {variable.name!r} gives", changed, variable.type)
+        gradient = changed
+    return name(gradient, _label(variable))
+
+
+def _finished_rows(variable: Variable, indices: Any, rows: Any, as_rows: bool) -> Any:
+    """As `_finished`, of a gradient that is known by rows."""
+    if as_rows and variable.gradient is None:
+        return RowGradient(indices, name(rows, _label(variable)), variable.shape)
+    return _finished(variable, rows_to_dense(indices, rows, variable.shape, variable.name))
+
+
+def _label(variable: Variable) -> str:
+    return f"grad/{variable.name}"
+
+
+def _loss(result: Any, has_aux: bool) -> tuple[Any, Any]:
+    value, aux = result if has_aux else (result, None)
+    return _scalar(value), aux
+
+
+def _chosen(variables: Any, argnums: Any, by_variable: Any, by_argument: Any) -> Any:
+    return by_argument if variables is None else by_variable if argnums is None else (by_variable, by_argument)
+
+
+def _split(variables: Any, argnums: Any, both: Any) -> tuple[Any, Any]:
+    """The parts by variable and by argument of something that `_chosen` would have given."""
+    return (None, both) if variables is None else (both, ()) if argnums is None else tuple(both)
+
+
+def _flat_variables(function: str, variables: Any) -> tuple[list[Any], Any]:
+    wrt, tree = jax.tree_util.tree_flatten(variables, is_leaf=is_variable)
+    _check_variables(function, wrt)
+    return wrt, tree
+
+
+def _flat_arguments(arguments: Any) -> tuple[list[Any], Any]:
+    leaves, tree = jax.tree_util.tree_flatten(read(arguments))
+    return leaves, tree
+
+
+def _flat_like(what: str, value: Any, tree: Any) -> list[Any]:
+    given: Any = jax.tree_util.tree_structure(value)
+    if given != tree:
+        raise GraphTypeError(f"the structure of {what} is {given} where {tree} is due{at(caller())}")
+    return list(jax.tree_util.tree_leaves(value))
+
+
+def _check_fits(what: str, value: Any, type: Any) -> None:
+    given = array_type_of(value)
+    if given.shape != type.shape or (given.dtype != type.dtype and not given.weak):
+        raise GraphTypeError(f"{what} is {given} where {type} is due{at(caller())}")
+
+
+def _check_any(function: str, wrt: Sequence[Any], picked: Sequence[Any]) -> None:
+    if not wrt and not picked:
+        raise _nothing(function, "there is no variable and no array")
+
+
+def _nothing(function: str, why: str) -> GraphTypeError:
+    return GraphTypeError(
+        f"nothing to differentiate: {why}{at(caller())}\n"
+        f"  name the variables, dflow.{function}(loss, [w]), or give arguments and argnums"
+    )
+
+
+def _check_function(function: str, fun: Any) -> None:
+    if not callable(fun) or isinstance(fun, Variable):
+        raise GraphTypeError(
+            f"{function} was given {type(fun).__name__} to differentiate, which is no function{at(caller())}\n"
+            f"  the function comes first: dflow.{function}(loss, [w])"
+        )
+
+
+def _check_variables(function: str, wrt: Sequence[Any]) -> None:
+    for leaf in wrt:
+        if not isinstance(leaf, Variable):
+            raise VariableError(
+                f"{function} was given {type(leaf).__name__} among its variables{at(caller())}\n"
+                "  to differentiate with respect to arguments, give argnums"
+            )
+        _check_floating(f"variable {leaf.name!r}", leaf.dtype)
+        if not leaf.trainable:
+            raise VariableError(
+                f"variable {leaf.name!r} is not trainable{at(caller())}\n"
+                "  leave it out, for instance by dflow.trainable_variables(tree), or make it with trainable=True"
+            )
+
+
+def _check_floating(what: str, dtype: Any) -> None:
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        raise GraphTypeError(
+            f"{what} is {dtype}, which has no gradient{at(caller())}\n"
+            "  leave it out, or make it floating with .astype(jnp.float32)"
+        )
+
+
+def _pick(
+    function: str, args: tuple[Any, ...], argnums: int | Sequence[int] | None
+) -> tuple[list[Any], Any, Callable[..., Any]]:
+    """The leaves of the arguments to differentiate, their structure, and how to put leaves back among the others."""
+    numbers = [] if argnums is None else [argnums] if isinstance(argnums, int) else list(argnums)
+    for number in numbers:
+        if not args:
+            raise _nothing(function, "the function has no arguments, and no variables were given")
+        if not -len(args) <= number < len(args):
+            raise GraphTypeError(f"argnums has {number} but the function was given {len(args)} arguments{at(caller())}")
+    numbers = [number % len(args) for number in numbers]
+    chosen: Any = tuple(args[number] for number in numbers)
+    leaves, tree = _flat_arguments(chosen[0] if isinstance(argnums, int) else chosen)
+    for leaf in leaves:
+        _check_floating("an argument to differentiate", array_type_of(leaf).dtype)
+
+    def rebuild(new: Sequence[Any]) -> tuple[Any, ...]:
+        values = jax.tree_util.tree_unflatten(tree, new)
+        by_number = dict(zip(numbers, [values] if isinstance(argnums, int) else values, strict=True))
+        return tuple(by_number.get(index, arg) for index, arg in enumerate(args))
+
+    return leaves, tree, rebuild
+
+
+def _scalar(value: Any) -> Any:
+    if not hasattr(value, "dtype") and not isinstance(value, (int, float)):
+        raise GraphTypeError(
+            f"the function to differentiate returned {type(value).__name__}, not a scalar{at(caller())}\n"
+            "  return a number, or (number, aux) with has_aux=True"
+        )
+    array = jnp.asarray(value)
+    if array.shape != () or not jnp.issubdtype(array.dtype, jnp.floating):
+        raise GraphTypeError(
+            f"the function to differentiate returned {array_type_of(array)}, not a real scalar{at(caller())}\n"
+            "  reduce it, for instance with .mean() or .sum()"
+        )
+    return array

@@ -1,0 +1,132 @@
+"""The lookups of a function that are taken apart from other uses of a variable, those inside bodies included.
+
+A lookup in the body of a `scan`, a `cond` or a `checkpoint` is done before that equation. A part of the body computes
+the places of the lookups of all iterations and branches, one lookup finds their rows, and the body takes its rows as
+an operand. So their gradient is rows too, and a loop over a table on another task takes one lookup there.
+
+That cannot be where a place depends on rows that the same equation looks up (a decoder that feeds its own output
+back), and it does not pay where the iterations look up as many rows as the table has, or more.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from dflow.tracing.derivatives.discharge import State, run_bodies
+from dflow.tracing.jax_frontend import Equation, Jaxpr, accesses, inner_parts, live_part, make_jaxpr, origin_of
+from dflow.tracing.rows.lookups import BodyLookups, BodyUse, Search, Site, Table, later_p, sites_inside
+from dflow.tracing.rows.rows_to_dense import LARGE_BYTES, LARGE_RATIO, DenseGradientWarning
+from dflow.tracing.source import at
+
+
+def lookup_sites(jaxpr: Jaxpr, variables: Sequence[Any]) -> list[Site]:
+    """Every lookup of the variables that `jaxpr` uses by lookups alone, in the order it runs them.
+
+    A lookup in a table with an explicit sharding, which says how its result is spread, is a use like any other.
+    """
+    search = Search()
+    search.walk(jaxpr, {})
+    wanted = {variable for variable in variables if variable.type.sharding is None}
+    tables = wanted.intersection(site.variable for site in search.sites) - search.used_whole - search.inside.keys()
+    late = _late(search.bodies, tables)
+    for variable in variables:
+        if variable in wanted and variable not in search.used_whole and variable in (inside := search.inside | late):
+            _warn_of_lookups_inside(variable, inside[variable])
+    often = _looked_up_often(search, tables - late.keys())
+    for variable in variables:
+        if variable in often and variable in search.branched:
+            _warn_of_branches(variable, often[variable], search)
+    tables -= late.keys() | often.keys()
+    return [site for site in search.sites if site.variable in tables]
+
+
+def _looked_up_often(search: Search, tables: Collection[Any]) -> dict[Any, int]:
+    """The tables with lookups in bodies that find as many rows as there are, or more; each with that number.
+
+    The rows of all branches of a `cond` count, since all are looked up, whichever branch runs.
+    """
+    inside = set().union(*(_tables_of(use, tables) for use in search.bodies))
+    found = {
+        table: sum(math.prod(site.places.shape) for site in search.sites if site.variable is table) for table in inside
+    }
+    return {table: count for table, count in found.items() if count >= table.shape[0]}
+
+
+def _operands(use: BodyUse) -> list[Any]:
+    """The operands of an equation: their types, but for tables."""
+    atoms = enumerate(use.equation.invars)
+    return [Table(use.tables[number]) if number in use.tables else atom.aval for number, atom in atoms]
+
+
+def _tables_of(use: BodyUse, tables: Collection[Any]) -> set[Any]:
+    return {site.variable for site in sites_inside(use.equation, _operands(use), tables)}
+
+
+def _late(bodies: Sequence[BodyUse], tables: Collection[Any]) -> dict[Any, Equation]:
+    """The tables with a lookup in a body whose places cannot be computed before it, each with the equation."""
+    return {table: use.equation for use in bodies for table in _late_in(use, tables)}
+
+
+def _late_in(use: BodyUse, tables: Collection[Any]) -> set[Any]:
+    equation, operands = use.equation, _operands(use)
+    sites = sites_inside(equation, operands, tables)
+    if not sites:
+        return set()
+    read = [variable for variable in {v: 0 for vs in accesses(equation.effects) for v in vs} if variable not in tables]
+    # A table that is no candidate is an array like any other.
+    is_table = [isinstance(operand, Table) and operand.variable in tables for operand in operands]
+
+    def places(values: list[Any], arrays: list[Any]) -> list[Any]:
+        rest = iter(arrays)
+        given = [operand if table else next(rest) for operand, table in zip(operands, is_table, strict=True)]
+        state = State(dict(zip(read, values, strict=True)), BodyLookups(tables, None))
+        return run_bodies(equation, given, state, None)[1]
+
+    arrays = [atom.aval for atom, table in zip(equation.invars, is_table, strict=True) if not table]
+    jaxpr, _, _ = make_jaxpr(places, [variable.type.struct for variable in read], arrays)
+    return {
+        site.variable
+        for number, site in enumerate(sites)
+        if not _is_early(live_part(jaxpr, [other == number for other in range(len(sites))]))
+    }
+
+
+def _is_early(jaxpr: Jaxpr) -> bool:
+    """Whether a program has no effects, and needs no rows that are looked up later."""
+    return not jaxpr.effects and not any(
+        equation.primitive is later_p or not all(_is_early(inner) for inner, _ in inner_parts(equation.params))
+        for equation in jaxpr.eqns
+    )
+
+
+def _warn_of_lookups_inside(variable: Any, equation: Equation) -> None:
+    """Warn where the gradient of a large table is dense only because it is looked up inside a body."""
+    size_bytes = variable.type.size_bytes
+    if size_bytes < LARGE_BYTES:
+        return
+    body = "checkpoint" if equation.primitive.name.startswith("remat") else equation.primitive.name
+    warnings.warn(
+        f"variable {variable.name!r} is looked up inside a {body}, so its gradient is dense, "
+        f"{size_bytes / 1e6:.0f} MB{at(origin_of(equation).own_loc)}\n"
+        f"  look the rows up before the {body}, and pass them to it",
+        DenseGradientWarning,
+        stacklevel=2,
+    )
+
+
+def _warn_of_branches(variable: Any, count: int, search: Search) -> None:
+    """Warn where the gradient of a large table is dense although a branch of a `cond` looks up few of its rows."""
+    size_bytes, rows = variable.type.size_bytes, variable.shape[0]
+    if size_bytes < LARGE_BYTES or rows < LARGE_RATIO * search.least[variable]:
+        return
+    warnings.warn(
+        f"variable {variable.name!r}: {count} lookups in {rows} rows, with those of every branch of a cond, so its "
+        f"gradient is dense, {size_bytes / 1e6:.0f} MB, whichever branch runs"
+        f"{at(origin_of(search.branched[variable]).own_loc)}\n"
+        "  call dflow.grad inside each branch, and update the variable there",
+        DenseGradientWarning,
+        stacklevel=2,
+    )

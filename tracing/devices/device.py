@@ -1,0 +1,85 @@
+"""Device scopes: where the ops traced inside are placed, and where the variables made inside live.
+
+A device in a graph is a full name as in `device_name.py`, or a request to placement: `WITH_STATE` puts an op beside the
+state that it updates, `WITH_CALLER` on the caller's default device. A scope reaches an op through JAX's own trace
+context, so that the ops of a gradient take the device of the op they come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from jax.experimental.xla_metadata import set_xla_metadata
+
+from dflow.tracing.devices.device_name import full_device_name
+from dflow.tracing.errors import DeviceError
+from dflow.tracing.source import at, caller
+
+#: The key under which a device scope travels in JAX's trace context.
+METADATA_KEY = "dflow_device"
+
+#: The placement of an op that belongs to an update: it goes where the variables that it feeds live.
+WITH_STATE = "with-state"
+
+#: The placement of an op that was put beside a variable that has no device.
+WITH_CALLER = "with-caller"
+
+#: The placement of an op whose device dflow chooses: among the caller's devices, or among the ones listed after it.
+AUTO = "auto"
+
+_scope: ContextVar[str | None] = ContextVar("dflow_device", default=None)
+
+
+@contextmanager
+def device(name: str) -> Iterator[None]:
+    """Place the ops traced inside on the device or task of this name, in any form that people write.
+
+    Raises DeviceError when the name cannot be read; that there is no such device is found when the function is placed.
+    """
+    try:
+        full = full_device_name(name)
+    except DeviceError as error:
+        raise DeviceError(f"{error}{at(caller())}") from None
+    with device_scope(full):
+        yield
+
+
+@contextmanager
+def device_scope(full: str) -> Iterator[None]:
+    """Place the ops traced inside on the device of this full name; inside of another scope, on this one."""
+    token = _scope.set(full)
+    try:
+        with set_xla_metadata(**{METADATA_KEY: full}):
+            yield
+    finally:
+        _scope.reset(token)
+
+
+def scope_here() -> str | None:
+    """The device that the scope around this line names; None without one."""
+    return _scope.get()
+
+
+@contextmanager
+def with_state() -> Iterator[None]:
+    """Place the ops traced inside where the variables they update live. `Optimizer.apply` runs under it."""
+    with set_xla_metadata(**{METADATA_KEY: WITH_STATE}):
+        yield
+
+
+def choice_among(devices: Sequence[str]) -> str:
+    """The wish for one of the caller's devices `cpu:1`, ...; for any of them, when none is named."""
+    return "/".join([AUTO, *devices])
+
+
+def choices_in(device: str | None) -> tuple[str, ...] | None:
+    """The devices among which one is to be chosen, none of them for any; None where there is nothing to choose."""
+    first, *names = (device or "").split("/")
+    return tuple(names) if first == AUTO else None
+
+
+def is_within_task(device: str | None) -> bool:
+    """Whether a scope names a device within the caller's own task, rather than a task."""
+    return device is not None and (device == WITH_CALLER or device.startswith("/device:"))

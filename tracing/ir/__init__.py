@@ -1,0 +1,1 @@
+"""The graph: types, ops, effects and nodes."""

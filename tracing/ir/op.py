@@ -1,0 +1,110 @@
+"""What an op is: a name, a typing rule, and its effects.
+
+An op of ours is declared with `@op` over its typing rule, an ordinary function from operand types (positional) and
+attributes (keyword) to result types. A numeric op holds a JAX primitive and asks JAX for its types. The
+implementations of an op are in tables of other layers, keyed by the op, so that this layer never meets XLA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from dflow.tracing.errors import InternalError
+from dflow.tracing.ir.effects import Effect
+from dflow.tracing.ir.types import Type
+
+if TYPE_CHECKING:
+    from dflow.tracing.ir.graph import Node, Value
+
+#: An effect and the index of the operand it is on; None for an effect that is on no operand.
+Declared = tuple[Effect, int | None]
+
+
+@dataclass(frozen=True, eq=False)
+class OpDef:
+    """An op.
+
+    `rule`          gives the types of its results
+    `declared`      its effects; those of an op with bodies are its bodies'
+    `primitive`     is set on numeric ops
+    `own_operands`  how many of its first operands it does not hand to its bodies
+    """
+
+    name: str
+    rule: Callable[..., Any] | None
+    declared: tuple[Declared, ...] = ()
+    primitive: Any = None
+    own_operands: int = 0
+
+    def effects_of(self, node: Node) -> tuple[tuple[Effect, Value | None], ...]:
+        """The effects of a node of this op, each with the value it is on."""
+        if node.bodies:
+            return _effects_of_bodies(node)
+        if not self.declared:
+            return ()
+        return tuple((effect, None if index is None else _ref(node, index)) for effect, index in self.declared)
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def _ref(node: Node, index: int) -> Value:
+    operand: Value = node.inputs[index]  # type: ignore[assignment]  # a literal is no resource
+    return operand
+
+
+def _effects_of_bodies(node: Node) -> tuple[tuple[Effect, Value | None], ...]:
+    found: dict[tuple[Effect, Value | None], None] = {}
+    for body in node.bodies:
+        outer = dict(zip(body.inputs, node.handed, strict=True))
+        for inner in body.nodes:
+            for effect, resource in inner.effects:
+                operand: Any = None if resource is None else outer[resource]
+                found[effect, operand] = None
+    return tuple(found)
+
+
+#: Every op of ours, by name.
+OPS: dict[str, OpDef] = {}
+
+
+class Signature(NamedTuple):
+    """What a body takes and what it gives."""
+
+    takes: tuple[Type, ...]
+    gives: tuple[Type, ...]
+
+    def __str__(self) -> str:
+        return f"({', '.join(map(str, self.takes))})"
+
+
+def op(name: str, *effects: Declared, own_operands: int = 0) -> Callable[[Callable[..., Any]], OpDef]:
+    """Declare an op of ours over its typing rule. Raises InternalError when the name is taken.
+
+    The rule of an op with bodies is given their signatures as `bodies`.
+    """
+
+    def declare(rule: Callable[..., Any]) -> OpDef:
+        if name in OPS:
+            raise InternalError(f"op {name!r} is declared twice")
+        OPS[name] = OpDef(name, rule, effects, own_operands=own_operands)
+        return OPS[name]
+
+    return declare
+
+
+_NUMERIC: dict[tuple[Any, bool], OpDef] = {}
+
+
+def numeric(primitive: Any, *, unknown_effects: bool = False) -> OpDef:
+    """The op of a JAX primitive. One with effects that JAX does not tell us of orders with everything."""
+    key = (primitive, unknown_effects)
+    if key not in _NUMERIC:
+        effects: tuple[Declared, ...] = ((Effect.UNKNOWN, None),) if unknown_effects else ()
+        _NUMERIC[key] = OpDef(f"jax.{primitive.name}", None, effects, primitive)
+    return _NUMERIC[key]
+
+
+Attributes = Mapping[str, Any]

@@ -1,0 +1,401 @@
+"""Every op of our own. Numbers are JAX's; these are state, communication and the calls that passes make.
+
+An op that gives no array gives one `token`, so that each node has a value to be named by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from dflow.tracing.errors import GraphTypeError
+from dflow.tracing.ir.effects import Effect
+from dflow.tracing.ir.op import OpDef, Signature, op
+from dflow.tracing.ir.queue_settings import DEFAULT_TIMEOUT_S
+from dflow.tracing.ir.types import AccumulatorType, ArrayType, QueueType, RefType, RowsType, TokenType, Type, strong
+from dflow.tracing.ir.updates import ASSIGNS, KINDS, indices_refusal, kind_refusal, lookup_type, operand_types
+from dflow.tracing.ir.wire_codecs import encoded_type
+from dflow.tracing.parallel_iterations import DEFAULT_PARALLEL_ITERATIONS
+
+
+@op("var.read", (Effect.READ, 0))
+def var_read(ref: RefType, /) -> tuple[Type, ...]:
+    """The value of the variable `ref`."""
+    if not isinstance(ref, RefType):
+        raise GraphTypeError(f"var.read: the operand is {ref}, not a variable")
+    return (ref.of,)
+
+
+@op("var.gather", (Effect.READ, 0))
+def var_gather(ref: RefType, indices: ArrayType, /) -> tuple[Type, ...]:
+    """The rows of the variable `ref` at `indices`, which may have any shape."""
+    _check_indices("var.gather", ref, indices)
+    return (lookup_type(ref.of, indices),)
+
+
+def _check_indices(name: str, ref: Type, indices: Type) -> None:
+    if not isinstance(ref, RefType):
+        raise GraphTypeError(f"{name}: the first operand is {ref}, not a variable")
+    if not isinstance(indices, ArrayType):
+        raise GraphTypeError(f"{name}: the indices are {indices}, not an array")
+    refusal = indices_refusal(ref.of, indices)
+    if refusal is not None:
+        raise GraphTypeError(f"{name}: {refusal}")
+
+
+def _update(kind: str) -> OpDef:
+    """The op of one kind of update; of rows, it takes their indices before them."""
+    name = f"var.{kind}"
+
+    def rule(ref: RefType, /, *operands: ArrayType) -> tuple[Type, ...]:
+        if not isinstance(ref, RefType):
+            raise GraphTypeError(f"{name}: the first operand is {ref}, not a variable")
+        refusal = kind_refusal(kind, ref.of)
+        if refusal is not None:
+            raise GraphTypeError(f"{name}: {refusal}")
+        _check_value(kind, ref, operands) if kind in ASSIGNS else _check_rows(name, ref, operands)
+        return (TokenType(),)
+
+    # An assign ignores the old value; every other update computes the new value from it.
+    return op(name, *([] if kind == "assign" else [(Effect.READ, 0)]), (Effect.WRITE, 0))(rule)
+
+
+def _check_value(kind: str, ref: RefType, operands: Sequence[Type]) -> None:
+    (value,) = operands
+    if not isinstance(value, ArrayType) or value.strong != operand_types(kind, ref.of, [value])[0].strong:
+        raise GraphTypeError(f"var.{kind}: the value is {value} but the variable holds {ref.of}")
+
+
+def _check_rows(name: str, ref: RefType, operands: Sequence[Type]) -> None:
+    indices, rows = operands
+    _check_indices(name, ref, indices)
+    assert isinstance(indices, ArrayType)
+    wanted = lookup_type(ref.of, indices)
+    if not isinstance(rows, ArrayType) or rows.strong != wanted.strong:
+        raise GraphTypeError(f"{name}: the rows are {rows} but {indices} of {ref.of} need {wanted}")
+
+
+#: The updates of a variable, by their kind: `assign`, `assign_add`, ... `scatter_min`.
+UPDATES = {kind: _update(kind) for kind in KINDS}
+var_assign, var_assign_add = UPDATES["assign"], UPDATES["assign_add"]
+
+
+@op("net.send", (Effect.SEND, None))
+def net_send(value: ArrayType, /, *, edge: str, destination: str, codec: str = "none") -> tuple[Type, ...]:
+    """Send `value`, which a `codec` may have made smaller, over `edge` to the task `destination`."""
+    return (TokenType(),)
+
+
+@op("net.recv", (Effect.RECV, None))
+def net_recv(*, edge: str, source: str, type: ArrayType, codec: str = "none") -> tuple[Type, ...]:
+    """The value that the task `source` sends over `edge`."""
+    return (type,)
+
+
+@op("net.encode")
+def net_encode(value: ArrayType, /, *, codec: str) -> tuple[Type, ...]:
+    """The encoded form of `value`, which is sent."""
+    made = encoded_type(codec, value)
+    if made is None:
+        raise GraphTypeError(f"net.encode: {value} is not made smaller by {codec}")
+    return (made,)
+
+
+@op("net.decode")
+def net_decode(sent: ArrayType, /, *, codec: str, type: ArrayType) -> tuple[Type, ...]:
+    """The array of this type that is left of one that was encoded."""
+    _check_given("net.encode", [sent], [encoded_type(codec, type) or type])
+    return (type,)
+
+
+@op("dev.copy")
+def dev_copy(value: ArrayType, /, *, source: str) -> tuple[Type, ...]:
+    """`value`, which lies on `source`, on the node's device: another one of the same task."""
+    return (value,)
+
+
+@op("xla.call")
+def xla_call(
+    *operands: Type, donate: tuple[int, ...] = (), bodies: tuple[Signature, ...] = ()
+) -> tuple[Type, ...] | None:
+    """Run the body as one XLA computation; its results are the body's.
+
+    `donate` lists the operands, all variables, whose buffers the computation may overwrite.
+    """
+    for body in bodies:
+        _check_taken(body, operands)
+        return body.gives or (TokenType(),)
+    return None
+
+
+def _check_taken(body: Signature, given: Sequence[Type]) -> None:
+    if [*map(strong, given)] != [*map(strong, body.takes)]:
+        raise GraphTypeError(f"its body takes {body} and was given {Signature(tuple(given), ())}")
+
+
+def _check_given(what: str, given: Sequence[Type], wanted: Sequence[Type]) -> None:
+    if [*map(strong, given)] != [*map(strong, wanted)]:
+        raise GraphTypeError(f"{what} gives {_listed(given)} where {_listed(wanted)} is wanted")
+
+
+def _listed(types: Sequence[Type]) -> str:
+    return f"({', '.join(map(str, types))})"
+
+
+# What lies on several tasks says where each of its results is, `homes`; and once it is cut, on which `tasks` it runs:
+# each runs its part of the bodies, on the operands that the bodies take there.
+
+
+@op("ctrl.cond", own_operands=1)
+def ctrl_cond(
+    index: ArrayType,
+    /,
+    *operands: Type,
+    homes: tuple[str, ...] = (),
+    tasks: tuple[str, ...] = (),
+    picks: tuple[int, ...] = (),
+    bodies: tuple[Signature, ...],
+) -> tuple[Type, ...]:
+    """Run the body whose number is `index`: the first for less than 0, the last for more than there are.
+
+    Once it is cut, the operands numbered `picks` are the index as it is on each of its tasks.
+    """
+    _check_given("the index", [index], [ArrayType(np.dtype("int32"), ())])
+    for body in bodies:
+        _check_taken(body, operands)
+        _check_given("a body", body.gives, bodies[0].gives)
+    return bodies[0].gives or (TokenType(),)
+
+
+@op("ctrl.while")
+def ctrl_while(
+    *operands: Type,
+    carry: int,
+    parallel: int = DEFAULT_PARALLEL_ITERATIONS,
+    homes: tuple[str, ...] = (),
+    tasks: tuple[str, ...] = (),
+    bodies: tuple[Signature, ...],
+) -> tuple[Type, ...]:
+    """Run the second body as long as the first gives true. Its results replace the last `carry` operands.
+
+    At most `parallel` iterations run concurrently. After partitioning, the first body gives one copy of its result for
+    each task.
+    """
+    test, body = bodies
+    carried = operands[len(operands) - carry :]
+    _check_taken(test, operands)
+    _check_taken(body, operands)
+    _check_given("the test", test.gives, [ArrayType(np.dtype("bool"), ())] * max(1, len(tasks)))
+    _check_given("the body", body.gives, carried)
+    return body.gives or (TokenType(),)
+
+
+@op("ctrl.scan")
+def ctrl_scan(
+    *operands: Type,
+    carry: int,
+    rows: int,
+    length: int,
+    reverse: bool = False,
+    parallel: int = DEFAULT_PARALLEL_ITERATIONS,
+    homes: tuple[str, ...] = (),
+    tasks: tuple[str, ...] = (),
+    bodies: tuple[Signature, ...],
+) -> tuple[Type, ...]:
+    """Run the body `length` times: the results are the last carry, and the stacked other results of each iteration.
+
+    Each iteration takes one row of each of the last `rows` operands, beginning with the last row if `reverse`. Its
+    first results replace the `carry` operands before these. At most `parallel` iterations run concurrently.
+    """
+    (body,) = bodies
+    whole, sliced = operands[: len(operands) - rows], operands[len(operands) - rows :]
+    _check_taken(body, (*whole, *(_row(type, length) for type in sliced)))
+    _check_given("the body", body.gives[:carry], whole[len(whole) - carry :])
+    stacked = tuple(_stacked(type, length) for type in body.gives[carry:])
+    return (*body.gives[:carry], *stacked) or (TokenType(),)
+
+
+def _row(type: Type, length: int) -> Type:
+    if not isinstance(type, ArrayType) or type.shape[:1] != (length,):
+        raise GraphTypeError(f"a row of {length} is to be taken from {type}")
+    return ArrayType(type.dtype, type.shape[1:])
+
+
+def _stacked(type: Type, length: int) -> Type:
+    assert isinstance(type, ArrayType)
+    return ArrayType(type.dtype, (length, *type.shape))
+
+
+def _check_components(name: str, queue: Type, given: Sequence[Type], before: tuple[int, ...] = ()) -> None:
+    if not isinstance(queue, QueueType):
+        raise GraphTypeError(f"{name}: the first operand is {queue}, not a queue")
+    wanted = [ArrayType(type.dtype, (*before, *type.shape)) for type in queue.components]
+    if len(given) != len(wanted) or not all(map(_fits, given, wanted)):
+        raise GraphTypeError(f"{name}: the element is {_listed(given)} but the queue holds {_listed(wanted)}")
+
+
+def _fits(given: Type, wanted: ArrayType) -> bool:
+    if not isinstance(given, ArrayType) or given.dtype != wanted.dtype or len(given.shape) != len(wanted.shape):
+        return False
+    return all(dim is None or size == dim for size, dim in zip(given.shape, wanted.shape, strict=True))
+
+
+def _given_by(name: str, queue: Type, before: tuple[int, ...] = ()) -> tuple[Type, ...]:
+    if not isinstance(queue, QueueType):
+        raise GraphTypeError(f"{name}: the operand is {queue}, not a queue")
+    if any(None in type.shape for type in queue.components):
+        raise GraphTypeError(f"{name}: the elements of {queue} have no one shape")
+    return tuple(ArrayType(type.dtype, (*before, *type.shape)) for type in queue.components)
+
+
+@op("queue.enqueue", (Effect.HOST, 0))
+def queue_enqueue(queue: QueueType, /, *element: ArrayType, timeout_s: float = DEFAULT_TIMEOUT_S) -> tuple[Type, ...]:
+    """Put an element into the queue, waiting for room. It fails on a closed queue."""
+    _check_components("queue.enqueue", queue, element)
+    return (TokenType(),)
+
+
+@op("queue.enqueue_many", (Effect.HOST, 0))
+def queue_enqueue_many(
+    queue: QueueType, /, *elements: ArrayType, timeout_s: float = DEFAULT_TIMEOUT_S
+) -> tuple[Type, ...]:
+    """Put the rows of `elements` into the queue one after the other, waiting for room."""
+    _check_components("queue.enqueue_many", queue, elements, elements[0].shape[:1] if elements else ())
+    return (TokenType(),)
+
+
+@op("queue.dequeue", (Effect.HOST, 0))
+def queue_dequeue(queue: QueueType, /, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> tuple[Type, ...]:
+    """Take an element, waiting for one. It fails on a queue that is closed and empty."""
+    return _given_by("queue.dequeue", queue)
+
+
+@op("queue.dequeue_many", (Effect.HOST, 0))
+def queue_dequeue_many(queue: QueueType, /, *, count: int, timeout_s: float = DEFAULT_TIMEOUT_S) -> tuple[Type, ...]:
+    """Take `count` elements, stacked. It fails on a closed queue that holds fewer."""
+    return _given_by("queue.dequeue_many", queue, (count,))
+
+
+@op("queue.dequeue_up_to", (Effect.HOST, 0))
+def queue_dequeue_up_to(queue: QueueType, /, *, count: int, timeout_s: float = DEFAULT_TIMEOUT_S) -> tuple[Type, ...]:
+    """As `dequeue_many`, and how many there are: of a closed queue fewer, with zeros in the rows that are missing."""
+    return (*_given_by("queue.dequeue_up_to", queue, (count,)), ArrayType(np.dtype("int32"), ()))
+
+
+@op("queue.size", (Effect.HOST, 0))
+def queue_size(queue: QueueType, /) -> tuple[Type, ...]:
+    """How many elements the queue holds."""
+    _check_components("queue.size", queue, queue.components)
+    return (ArrayType(np.dtype("int32"), ()),)
+
+
+@op("queue.close", (Effect.HOST, 0))
+def queue_close(queue: QueueType, /, *, cancel_pending: bool = False) -> tuple[Type, ...]:
+    """Let nothing more in; with `cancel_pending`, fail the enqueues that wait."""
+    _check_components("queue.close", queue, queue.components)
+    return (TokenType(),)
+
+
+def _parts(name: str, accumulator: Type) -> tuple[ArrayType | RowsType, ...]:
+    if not isinstance(accumulator, AccumulatorType):
+        raise GraphTypeError(f"{name}: the first operand is {accumulator}, not an accumulator")
+    return accumulator.components
+
+
+def _check_step(name: str, step: Type) -> None:
+    if step != ArrayType(np.dtype("int32"), ()):
+        raise GraphTypeError(f"{name}: the step is {step}, not i32[]")
+
+
+@op("accumulator.apply", (Effect.HOST, 0))
+def accumulator_apply(accumulator: AccumulatorType, /, *operands: ArrayType) -> tuple[Type, ...]:
+    """Add a gradient that was computed in the step that is the last operand; whether it was fresh.
+
+    Of a row-sparse component it takes the indices and the rows, as many as there are.
+    """
+    parts = _parts("accumulator.apply", accumulator)
+    *given, step = [strong(operand) for operand in operands] or [TokenType()]
+    _check_step("accumulator.apply", step)
+    if given != _gradient(parts, given):
+        raise GraphTypeError(f"accumulator.apply: the gradient is {_listed(given)} but {accumulator} is to take it")
+    return (ArrayType(np.dtype("bool"), ()),)
+
+
+def _gradient(parts: Sequence[ArrayType | RowsType], given: Sequence[Type]) -> list[Type]:
+    """The types of a gradient; of a row-sparse part as many rows as are given."""
+    wanted: list[Type] = []
+    for part in parts:
+        if isinstance(part, RowsType):
+            indices = given[len(wanted)] if len(wanted) < len(given) else None
+            wanted += part.arrays(indices.shape[0] if isinstance(indices, ArrayType) and indices.shape else 0)
+        else:
+            wanted.append(part)
+    return wanted
+
+
+@op("accumulator.take", (Effect.HOST, 0))
+def accumulator_take(
+    accumulator: AccumulatorType, /, *, count: int, timeout_s: float = DEFAULT_TIMEOUT_S
+) -> tuple[Type, ...]:
+    """Wait for `count` gradients; the mean or the sum of all that are there, and the step goes on by one."""
+    parts = _parts("accumulator.take", accumulator)
+    return tuple(type for part in parts for type in (part.arrays() if isinstance(part, RowsType) else [part]))
+
+
+@op("accumulator.set_step", (Effect.HOST, 0))
+def accumulator_set_step(accumulator: AccumulatorType, step: ArrayType, /) -> tuple[Type, ...]:
+    """Set the step; gradients of earlier ones are stale."""
+    _parts("accumulator.set_step", accumulator)
+    _check_step("accumulator.set_step", strong(step))
+    return (TokenType(),)
+
+
+def _number_of(name: str) -> OpDef:
+    def rule(accumulator: AccumulatorType, /) -> tuple[Type, ...]:
+        _parts(name, accumulator)
+        return (ArrayType(np.dtype("int32"), ()),)
+
+    return op(name, (Effect.HOST, 0))(rule)
+
+
+#: The step, how many gradients are there, and how many were stale since the beginning.
+accumulator_step, accumulator_count, accumulator_dropped = map(
+    _number_of, ("accumulator.step", "accumulator.count", "accumulator.dropped")
+)
+
+
+#: What may be done to queues and accumulators, by name.
+RESOURCE_OPS = {
+    definition.name: definition
+    for definition in (
+        queue_enqueue,
+        queue_enqueue_many,
+        queue_dequeue,
+        queue_dequeue_many,
+        queue_dequeue_up_to,
+        queue_size,
+        queue_close,
+        accumulator_apply,
+        accumulator_take,
+        accumulator_set_step,
+        accumulator_step,
+        accumulator_count,
+        accumulator_dropped,
+    )
+}
+
+#: Names of ops that release (other programs learn of the writes before them) and acquire (they learn of other programs'
+#: writes). A program's writes before a release are visible to a program that has acquired after it.
+RELEASING_OPS = frozenset(
+    definition.name
+    for definition in (queue_enqueue, queue_enqueue_many, queue_close, accumulator_apply, accumulator_set_step)
+)
+ACQUIRING_OPS = frozenset(RESOURCE_OPS.keys() - RELEASING_OPS)
+
+#: Branches and loops with ops that wait, and so are run by an executor rather than by XLA.
+CONTROL_OPS = (ctrl_cond, ctrl_while, ctrl_scan)
+LOOPS = (ctrl_while, ctrl_scan)
+
+#: Ops that the host runs itself, between XLA computations.
+HOST_OPS = (*RESOURCE_OPS.values(), *CONTROL_OPS)

@@ -1,0 +1,35 @@
+"""Parts of a graph that call the user's Python functions at run time, and so may fail with those functions' errors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dflow.tracing.ir.graph import Graph
+from dflow.tracing.jax_frontend import Jaxpr, inner_parts
+from dflow.tracing.jaxprs.attributes import Body
+
+#: Not those of `jax.debug`: what it prints is not worth a copy of the state.
+_PRIMITIVES = frozenset({"pure_callback", "io_callback"})
+
+
+def calls_python(graph: Graph) -> bool:
+    """Whether a node, or one within the body of another, calls a function of the user's."""
+    return any(
+        (node.op.primitive is not None and node.op.primitive.name in _PRIMITIVES)
+        or any(map(calls_python, node.bodies))
+        or _within(node.attributes)
+        for node in graph.nodes
+    )
+
+
+def _within(params: Mapping[str, Any]) -> bool:
+    bodies = any(calls_python(value.graph) for value in params.values() if isinstance(value, Body))
+    return bodies or any(_calls_python(jaxpr) for jaxpr, _ in inner_parts(params))
+
+
+def _calls_python(jaxpr: Jaxpr) -> bool:
+    return any(
+        equation.primitive.name in _PRIMITIVES or any(_calls_python(inner) for inner, _ in inner_parts(equation.params))
+        for equation in jaxpr.eqns
+    )

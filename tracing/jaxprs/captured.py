@@ -1,0 +1,50 @@
+"""Closed-over arrays, as a trace keeps them: with the values of the moment of the trace, whatever becomes of theirs.
+
+A NumPy array may be written to afterwards, and an array of JAX deleted or donated; what a function closed over when it
+was traced is a constant of it all the same.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dflow.tracing.ir.types import array_type_of
+from dflow.tracing.jax_frontend import Jaxpr, closed_parts, is_array_type, same_buffers
+from dflow.tracing.rows.lookups import CALLS
+
+#: Closed-over arrays of this size or more become inputs instead of constants of the program, and are reported.
+CAPTURE_BYTES = 1 << 16
+
+#: The arrays that traces hold, by the identity of the arrays closed over, so that traces of one array share one.
+_held: weakref.WeakValueDictionary[int, jax.Array] = weakref.WeakValueDictionary()
+
+
+def closed_over(jaxpr: Jaxpr, consts: Sequence[Any]) -> Iterator[Any]:
+    """What a trace closed over, and what the compiled functions closed over that it calls."""
+    yield from consts
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in CALLS:
+            yield from closed_over(*closed_parts(equation.params[CALLS[equation.primitive.name]]))
+
+
+def is_large(constant: Any) -> bool:
+    """Whether a closed-over array is one that becomes an input."""
+    return is_array_type(jax.typeof(constant)) and array_type_of(constant).size_bytes >= CAPTURE_BYTES
+
+
+def captured(constant: Any) -> jax.Array:
+    """A closed-over array as its trace holds it: over the same memory, or a copy where the memory may be written to."""
+    if not isinstance(constant, jax.Array):
+        return jnp.array(constant, copy=True)
+    number = id(constant)
+    found = _held.get(number)
+    if found is None:
+        shared = same_buffers(constant)
+        found = _held[number] = jnp.copy(constant) if shared is None else shared
+        weakref.finalize(constant, _held.pop, number, None).atexit = False
+    return found

@@ -1,0 +1,427 @@
+"""From a jaxpr to a `Graph`.
+
+Inner functions that touch state, or that hold ops with a device of their own, are taken apart so that placement
+sees their ops; all others stay one node. Control flow that touches state becomes a pure node between reads before
+it and assigns after it, where the state is, if that is one other task. Control flow that touches queues or
+accumulators becomes a node with bodies, since it may have to wait; so does what is to run on several devices or tasks,
+or changes state on one task and uses another's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflow.tracing.derivatives.discharge import Border, State, apply
+from dflow.tracing.devices.device import is_within_task
+from dflow.tracing.devices.device_name import is_on_task
+from dflow.tracing.errors import DeviceError, DflowError
+from dflow.tracing.ir import ops
+from dflow.tracing.ir.graph import FreshNames, Graph, Literal, Node, Operand, Value
+from dflow.tracing.ir.op import OpDef, numeric
+from dflow.tracing.ir.types import HOST_HANDLES, ArrayType, RefType, TokenType, Type, array_type_of, type_of_aval
+from dflow.tracing.ir.wire_codecs import wire_p
+from dflow.tracing.jax_frontend import (
+    Equation,
+    Jaxpr,
+    Origin,
+    accesses,
+    closed_parts,
+    has_other_effects,
+    host_resources,
+    is_jaxpr,
+    is_literal,
+    make_jaxpr,
+    origin_of,
+    scan_counts,
+    touches_state,
+)
+from dflow.tracing.jaxprs.captured import closed_over, is_large
+from dflow.tracing.primitives.host_primitives import host_p
+from dflow.tracing.primitives.kernel_choice import is_kernel
+from dflow.tracing.primitives.state_primitives import gather_p, name_p, read_p, split_p, update_p
+from dflow.tracing.rows.keep_rows import keep_rows
+from dflow.tracing.rows.lookups import CALLS
+from dflow.tracing.source import at
+
+_INLINED = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
+
+
+def graph_of(
+    jaxpr: Jaxpr, consts: Sequence[Any], argument_names: Sequence[str]
+) -> tuple[Graph, tuple[Any, ...], tuple[Any, ...]]:
+    """The graph of a traced function, the variables and the closed-over arrays that its first inputs stand for.
+
+    The graph's inputs are one `ref` for each variable touched, then the closed-over arrays, then the arguments.
+    """
+    jaxpr, consts = keep_rows(jaxpr, consts)
+    reads, writes = accesses(jaxpr.effects)
+    variables = (
+        *sorted({*reads, *writes}, key=lambda variable: variable.serial),
+        *host_resources(jaxpr.effects),
+    )
+    builder = _Builder(variables)
+    wanted = _wanted_names(jaxpr)
+    arguments = [
+        builder.argument(wanted.get(var, name), var) for var, name in zip(jaxpr.invars, argument_names, strict=True)
+    ]
+    captured = [builder.captured(const) for const in consts]
+    outputs = builder.inline(jaxpr, [*captured, *arguments])
+    inputs = (*builder.refs.values(), *builder.constants, *arguments)
+    return Graph(inputs, tuple(builder.nodes), tuple(outputs)), variables, tuple(builder.constants.values())
+
+
+def clean_name(name: str) -> str:
+    """The name with only what a value's name may hold in the text form."""
+    return re.sub(r"[^\w./]+", "_", name).strip("_") or "value"
+
+
+def _wanted_names(jaxpr: Jaxpr) -> dict[Any, str]:
+    named = (equation for equation in jaxpr.eqns if equation.primitive is name_p)
+    return {equation.invars[0]: equation.params["name"] for equation in named if not is_literal(equation.invars[0])}
+
+
+def holds_device(jaxpr: Jaxpr) -> bool:
+    """Whether an op of the jaxpr, or of one within it, was traced under a device scope."""
+    return any(True for _ in _scopes(jaxpr))
+
+
+def _holds_wire(jaxpr: Jaxpr) -> bool:
+    """Whether a value of the jaxpr, or of one called within it, is to travel by a codec."""
+    inner = (
+        closed_parts(one.params[CALLS[one.primitive.name]])[0] for one in jaxpr.eqns if one.primitive.name in CALLS
+    )
+    return any(equation.primitive is wire_p for equation in jaxpr.eqns) or any(map(_holds_wire, inner))
+
+
+def _scopes(jaxpr: Jaxpr) -> Iterator[str]:
+    """The device scope of each op of a jaxpr that has one, and of each op within it."""
+    for equation in jaxpr.eqns:
+        device = origin_of(equation).device
+        if device is not None:
+            yield device
+        yield from _scopes_within(equation.params)
+
+
+def _border(equation: Equation) -> Border:
+    return Border(equation.effects, lambda variable: is_on_task(variable.device))
+
+
+def _tasks_bound(border: Border) -> set[str | None]:
+    """The tasks of the variables whose values come in; None among them for the caller."""
+    bound = [variable for variable in border.touched if variable not in border.added]
+    return {variable.device if is_on_task(variable.device) else None for variable in bound}
+
+
+def _changes_tasks(border: Border) -> bool:
+    """Whether variables of other tasks are written by more than adding to them."""
+    return any(is_on_task(variable.device) and variable not in border.added for variable in border.writes)
+
+
+def _is_over_tasks(equation: Equation, scopes: Iterable[str]) -> bool:
+    """Whether an equation spans several tasks: a scope in it names another task, or it changes state there."""
+    own = origin_of(equation).device
+    if any(scope != own and is_on_task(scope) for scope in scopes):
+        return True
+    if is_on_task(own) or not touches_state(equation.effects):
+        return False
+    border = _border(equation)
+    return _changes_tasks(border) and len(_tasks_bound(border)) > 1
+
+
+def _scopes_within(params: Mapping[str, Any]) -> Iterator[str]:
+    for param in params.values():
+        for one in param if isinstance(param, (tuple, list)) else [param]:
+            if is_jaxpr(one):
+                yield from _scopes(closed_parts(one)[0])
+
+
+def handle_type(resource: Any) -> Type:
+    """The type of the graph input that stands for a variable, a queue or an accumulator."""
+    return resource.type if isinstance(resource.type, HOST_HANDLES) else RefType(resource.type)
+
+
+class _Builder:
+    """Appends nodes; the one place where a traced node is made."""
+
+    def __init__(self, variables: Sequence[Any]) -> None:
+        self._fresh = FreshNames()
+        self._count = 0
+        self.refs = {
+            variable: Value(self._fresh(clean_name(variable.name)), handle_type(variable), variable.device)
+            for variable in variables
+        }
+        self.constants: dict[Value, Any] = {}
+        self.nodes: list[Node] = []
+
+    def argument(self, name: str, var: Any) -> Value:
+        return Value(self._fresh(clean_name(name)), type_of_aval(var.aval))
+
+    def taken(self, type: Type) -> Value:
+        """A new argument of a body, with a made-up name."""
+        return Value(self._fresh("arg"), type)
+
+    def captured(self, constant: Any) -> Operand:
+        """A closed-over array becomes an input of the graph, a scalar a literal."""
+        type = array_type_of(constant)
+        if type.shape == () and isinstance(constant, (bool, int, float, complex, np.generic, np.ndarray)):
+            return Literal(constant, type)
+        value = Value(self._fresh(f"const_{len(self.constants)}"), type)
+        self.constants[value] = constant
+        return value
+
+    def inline(
+        self,
+        jaxpr: Jaxpr,
+        operands: Sequence[Operand],
+        origin: Origin | None = None,
+        names: Sequence[str | None] = (),
+    ) -> list[Operand]:
+        """Add the nodes of `jaxpr` applied to `operands`; its outputs.
+
+        `origin` stands in for the nodes' own; `names` are what the first outputs shall be called.
+        """
+        env: dict[Any, Operand] = dict(zip((*jaxpr.constvars, *jaxpr.invars), operands, strict=True))
+        wanted = _wanted_names(jaxpr) | {
+            atom: name
+            for atom, name in zip(jaxpr.outvars, names, strict=False)
+            if name is not None and not is_literal(atom)
+        }
+
+        def operand(atom: Any) -> Operand:
+            return Literal(atom.val, type_of_aval(atom.aval)) if is_literal(atom) else env[atom]
+
+        for equation in jaxpr.eqns:
+            inputs = [operand(atom) for atom in equation.invars]
+            names = [wanted.get(var) for var in equation.outvars]
+            outputs = self._add(equation, inputs, names, origin or origin_of(equation))
+            env.update(zip(equation.outvars, outputs, strict=True))
+        return [operand(atom) for atom in jaxpr.outvars]
+
+    def _add(
+        self, equation: Equation, inputs: list[Operand], names: Sequence[str | None], origin: Origin
+    ) -> Sequence[Operand]:
+        primitive, params = equation.primitive, equation.params
+        if primitive in (name_p, split_p):
+            return inputs
+        if primitive in (read_p, gather_p, update_p):
+            ref = self.refs[params["handle"].variable]
+            op = {read_p: ops.var_read, gather_p: ops.var_gather}.get(primitive) or ops.UPDATES[params["kind"]]
+            outputs = [Value(self._name(names[0], ref.name), type_of_aval(var.aval)) for var in equation.outvars]
+            return self._node(op, (ref, *inputs), outputs, {}, origin, origin_of(equation).device)
+        if primitive is host_p:
+            return self._use_resource(equation, inputs, names, origin)
+        if primitive.name in _RULED and is_kernel(closed_parts(params[_RULED[primitive.name]])[0]):
+            jaxpr, consts = closed_parts(params[_RULED[primitive.name]])
+            return self.inline(jaxpr, [*map(self.captured, consts), *inputs], origin, names)
+        said = dict.fromkeys(_scopes_within(params))
+        scopes = [scope for scope in said if is_within_task(scope)]
+        is_divided = len(scopes) > 1 or _is_over_tasks(equation, said)
+        if primitive.name in _INLINED or (
+            primitive.name in _HOLDING and (is_divided or host_resources(equation.effects))
+        ):
+            jaxpr, consts = closed_parts(params[(_INLINED | _HOLDING)[primitive.name]])
+            is_called = primitive.name in CALLS
+            if (
+                touches_state(equation.effects)
+                or holds_device(jaxpr)
+                or _holds_wire(jaxpr)
+                or (is_called and any(map(is_large, closed_over(jaxpr, consts))))
+            ):
+                return self.inline(jaxpr, [*map(self.captured, consts), *inputs], None, names)
+        if host_resources(equation.effects) or is_divided:
+            return self._control(equation, inputs, names, origin)
+        if touches_state(equation.effects):
+            return self._discharged(equation, inputs, names, origin)
+        op = numeric(primitive, unknown_effects=has_other_effects(equation.effects))
+        outputs = self._results(names, equation)
+        # What is not taken apart runs where the one device in it says.
+        return self._node(op, inputs, outputs, params, origin, next(iter(scopes), origin_of(equation).device))
+
+    def _use_resource(
+        self, equation: Equation, inputs: list[Operand], names: Sequence[str | None], origin: Origin
+    ) -> list[Value]:
+        attributes = dict(equation.params)
+        ref, op = self.refs[attributes.pop("handle").variable], ops.RESOURCE_OPS[attributes.pop("op")]
+        outputs = [
+            Value(self._name(name, ref.name), type_of_aval(var.aval))
+            for name, var in zip(names, equation.outvars, strict=True)
+        ]
+        return self._node(op, (ref, *inputs), outputs, attributes, origin, origin_of(equation).device)
+
+    def _control(
+        self, equation: Equation, inputs: list[Operand], names: Sequence[str | None], origin: Origin
+    ) -> list[Value]:
+        """Control flow that may wait: a node whose bodies are graphs over the same state."""
+        kind = equation.primitive.name
+        if kind not in _CONTROL:
+            shown = ", ".join(resource.title for resource in host_resources(equation.effects))
+            if not shown:
+                raise DeviceError(
+                    f"{kind} holds ops for several devices, and cannot be cut{at(origin_of(equation).loc)}\n"
+                    f"  name one device inside it, or divide it by a loop or branch: {', '.join(_CONTROL)}"
+                )
+            raise DflowError(
+                f"{shown}: used inside {kind}, which cannot hold ops that wait{at(origin_of(equation).loc)}\n"
+                f"  use them before it or after it, or inside {', '.join(_CONTROL)}"
+            )
+        control = _CONTROL[kind](equation.params, inputs)
+        parallel = origin_of(equation).parallel
+        attributes = dict(control.attributes)
+        if control.op in ops.LOOPS and parallel is not None:
+            attributes["parallel"] = parallel
+        reads, writes = accesses(equation.effects)
+        touched = [*sorted({*reads, *writes}, key=lambda variable: variable.serial), *host_resources(equation.effects)]
+        bodies, constants = _bodies_of(control, touched)
+        own, handed = inputs[: control.op.own_operands], inputs[control.op.own_operands :]
+        operands = (*own, *(self.refs[resource] for resource in touched), *map(self.captured, constants), *handed)
+        outputs = self._results(names, equation)
+        return self._node(control.op, operands, outputs, attributes, origin, None, bodies)
+
+    def _discharged(
+        self, equation: Equation, inputs: list[Operand], names: Sequence[str | None], origin: Origin
+    ) -> list[Operand]:
+        """Control flow with state: its variables read before it, a pure node, and updates after it."""
+        border = _border(equation)
+        writes, added = border.writes, border.added
+        carried = [variable for variable in border.touched if variable not in added]
+
+        def pure(values: list[Any], *operands: Any) -> tuple[list[Any], list[Any]]:
+            zeros = {variable: jnp.zeros(variable.shape, variable.dtype) for variable in added}
+            state = State({**dict(zip(carried, values, strict=True)), **zeros})
+            return apply(equation, operands, state), state.of(writes)
+
+        structs = [variable.type.struct for variable in carried]
+        jaxpr, consts, _ = make_jaxpr(pure, structs, *(_struct(operand) for operand in inputs))
+        values = [self._read(variable, origin) for variable in carried]
+        first = len(self.nodes)
+        results = self.inline(jaxpr, [*map(self.captured, consts), *values, *inputs], origin, names)
+        if _changes_tasks(border) and len(tasks := _tasks_bound(border)) == 1:
+            # There it is one call with the reads and the assigns, and no other step comes between.
+            [task] = tasks
+            self.nodes[first:] = [replace(node, device=node.device or task) for node in self.nodes[first:]]
+        count = len(equation.outvars)
+        for variable, value in zip(writes, results[count:], strict=True):
+            update = ops.var_assign_add if variable in added else ops.var_assign
+            self._node(update, (self.refs[variable], value), [], {}, origin, None)
+        return results[:count]
+
+    def _read(self, variable: Any, origin: Origin) -> Value:
+        ref = self.refs[variable]
+        value = Value(self._fresh(ref.name), variable.type)
+        self._node(ops.var_read, (ref,), [value], {}, origin, None)
+        return value
+
+    def _node(
+        self,
+        op: Any,
+        inputs: Sequence[Operand],
+        outputs: list[Value],
+        attributes: Mapping[str, Any],
+        origin: Origin,
+        device: str | None,
+        bodies: tuple[Graph, ...] = (),
+    ) -> list[Value]:
+        named = outputs or [Value(self._name(None), TokenType())]
+        self.nodes.append(Node(op, tuple(inputs), tuple(named), attributes, bodies, device, (), origin))
+        return outputs
+
+    def _results(self, names: Sequence[str | None], equation: Equation) -> list[Value]:
+        return [
+            Value(self._name(name), type_of_aval(var.aval)) for name, var in zip(names, equation.outvars, strict=True)
+        ]
+
+    def _name(self, wanted: str | None, otherwise: str | None = None) -> str:
+        if wanted is not None:
+            return self._fresh(clean_name(wanted))
+        if otherwise is not None:
+            return self._fresh(otherwise)
+        self._count += 1
+        return self._fresh(str(self._count))
+
+
+class _Control(NamedTuple):
+    """Control flow as an op: `bodies` are jaxprs, each with the indices of its operands among those passed on."""
+
+    op: OpDef
+    attributes: Mapping[str, Any]
+    types: Sequence[ArrayType]
+    bodies: Sequence[tuple[Any, Sequence[int]]]
+
+
+def _cond(params: Mapping[str, Any], inputs: Sequence[Operand]) -> _Control:
+    types = [_array(operand) for operand in inputs[1:]]
+    return _Control(ops.ctrl_cond, {}, types, [(branch, range(len(types))) for branch in params["branches"]])
+
+
+def _while(params: Mapping[str, Any], inputs: Sequence[Operand]) -> _Control:
+    test_end = params["cond_nconsts"]
+    body_end, end = test_end + params["body_nconsts"], len(inputs)
+    test = (params["cond_jaxpr"], [*range(test_end), *range(body_end, end)])
+    body = (params["body_jaxpr"], range(test_end, end))
+    return _Control(ops.ctrl_while, {"carry": end - body_end}, [_array(operand) for operand in inputs], [test, body])
+
+
+def _scan(params: Mapping[str, Any], inputs: Sequence[Operand]) -> _Control:
+    consts, carry = scan_counts(params)
+    attributes = {
+        "carry": carry,
+        "rows": len(inputs) - consts - carry,
+        "length": params["length"],
+        "reverse": params["reverse"],
+    }
+    types = [_array(operand) for operand in inputs]
+    rows = [type_of_aval(taken.aval) for taken in closed_parts(params["jaxpr"])[0].invars[consts + carry :]]
+    return _Control(
+        ops.ctrl_scan, attributes, [*types[: consts + carry], *rows], [(params["jaxpr"], range(len(inputs)))]
+    )
+
+
+#: Control flow that may hold ops that wait.
+_CONTROL: Mapping[str, Callable[[Mapping[str, Any], Sequence[Operand]], _Control]] = {
+    "cond": _cond,
+    "while": _while,
+    "scan": _scan,
+}
+#: These say how to differentiate, which was done before there is a graph; with ops that wait in them, or around a
+#: kernel, they are inlined.
+_RULED = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
+_HOLDING = {"remat2": "jaxpr", "checkpoint": "jaxpr"} | _RULED
+
+
+def _bodies_of(control: _Control, touched: Sequence[Any]) -> tuple[tuple[Graph, ...], list[Any]]:
+    """The bodies, which all take the same: the resources touched, the constants of all, and what is handed on."""
+    builders = [_Builder(touched) for _ in control.bodies]
+    arguments = [[builder.taken(type) for type in control.types] for builder in builders]
+    outputs = [
+        builder.inline(jaxpr, [*map(builder.captured, consts), *(taken[place] for place in places)])
+        for builder, taken, (closed, places) in zip(builders, arguments, control.bodies, strict=True)
+        for jaxpr, consts in [closed_parts(closed)]
+    ]
+    bodies = tuple(
+        Graph((*builder.refs.values(), *_constants(builder, builders), *taken), tuple(builder.nodes), tuple(given))
+        for builder, taken, given in zip(builders, arguments, outputs, strict=True)
+    )
+    return bodies, [constant for builder in builders for constant in builder.constants.values()]
+
+
+def _constants(builder: _Builder, builders: Sequence[_Builder]) -> Iterator[Value]:
+    """The builder's constants in their place among those of all, whose it takes and does not use."""
+    for other in builders:
+        yield from (value if other is builder else builder.taken(value.type) for value in other.constants)
+
+
+def _array(operand: Operand) -> ArrayType:
+    assert isinstance(operand.type, ArrayType)
+    return operand.type
+
+
+def _struct(operand: Operand) -> jax.ShapeDtypeStruct:
+    assert isinstance(operand.type, ArrayType)
+    return operand.type.struct

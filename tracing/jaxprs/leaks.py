@@ -1,0 +1,193 @@
+"""Values of a trace that are still referenced after it has ended: their types, the lines that made them, their holders.
+
+While a function is traced its values are tracers, without numbers. JAX raises an error when a leaked tracer is used,
+which may be far away and much later. A trace that is still alive after its end shows the leak immediately.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import threading
+import types
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from dflow.tracing.ir.types import ArrayType, array_type_of
+from dflow.tracing.jax_frontend import LivingTraces, line_of_tracer, source_of_trace, tracers_of
+from dflow.tracing.source import Loc, caller
+
+
+class LeakedTracerWarning(UserWarning):
+    """A value of a traced function is referenced after the trace, where it is useless; the message names its holder."""
+
+
+@dataclass(frozen=True)
+class Leak:
+    """A kept value: its type, the user's line that made it, and what keeps it."""
+
+    type: ArrayType
+    made: Loc | None
+    holder: str
+
+
+class _Watch(threading.local):
+    """The functions traced since the outermost watch of this thread began, or None when there is none.
+
+    By where they stand, as their traces tell; the names are those of the warnings.
+    """
+
+    names: dict[str, str] | None = None
+
+
+class _Ended:
+    """What was traced in watches that have ended while those of other threads had not.
+
+    Threads may trace the same function, and the values of a trace that goes on are kept by right. So the watch that
+    ends last looks for all of them.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running = 0
+        self._names: dict[str, str] = {}
+
+    def begin(self) -> None:
+        """Note that a watch begins."""
+        with self._lock:
+            self._running += 1
+
+    def end(self, names: Mapping[str, str]) -> dict[str, str]:
+        """Note that a watch ends; the functions to look at now."""
+        with self._lock:
+            self._running -= 1
+            self._names.update(names)
+            if self._running:
+                return {}
+            found, self._names = self._names, {}
+            return found
+
+
+_watch = _Watch()
+_ended = _Ended()
+_living = LivingTraces()
+#: The traces already examined, so that a living trace is reported once.
+_looked_at: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def note_trace(source: str, name: str) -> None:
+    """Note for the watch of this thread, if there is one, that the function `name` at `source` was traced."""
+    if _watch.names is not None:
+        _watch.names[source] = name
+
+
+@contextmanager
+def watched_for_leaks() -> Iterator[None]:
+    """Warn, once all within has ended well, of each value that is kept of a trace noted within."""
+    if _watch.names is not None:
+        yield  # a value of an inner trace may be of use until the outermost has ended
+        return
+    watched: dict[str, str] = {}
+    _watch.names = watched
+    _ended.begin()
+    try:
+        yield
+    finally:
+        _watch.names = None
+        names = _ended.end(watched)
+    if names:
+        for trace in _living.found():
+            name = _name_of(trace(), names)
+            if name is not None:
+                _warn_of_leaks(name, trace)
+
+
+def _name_of(trace: Any, names: Mapping[str, str]) -> str | None:
+    """What the function of a living trace is called, if it was noted and not looked at before."""
+    if trace is None or trace in _looked_at or (name := names.get(source_of_trace(trace))) is None:
+        return None
+    _looked_at.add(trace)
+    return name
+
+
+def _warn_of_leaks(name: str, trace: weakref.ref[Any]) -> None:
+    for leak in leaks(trace):
+        text = (
+            f"a value of {name}, {leak.type}, is kept after its trace: {leak.holder}\n"
+            f"  it stood for an array while {name} was traced and holds no numbers\n"
+            f"  return it from {name}, or keep it in a dflow.Variable"
+        )
+        line = leak.made or caller()
+        if line is None:
+            warnings.warn(text, LeakedTracerWarning, stacklevel=2)
+        else:
+            warnings.warn_explicit(text, LeakedTracerWarning, line.file, line.line)
+
+
+def leaks(trace: weakref.ref[Any]) -> list[Leak]:
+    """The values of a trace, which has ended, that something other than garbage keeps."""
+    if not _has_values(trace):
+        return []
+    gc.collect()
+    alive = trace()
+    if alive is None:  # it was garbage that had not been collected yet
+        return []
+    kept, found = tracers_of(alive), []
+    for tracer in kept:
+        holders = [holder for holder in gc.get_referrers(tracer) if holder is not kept]
+        named = dict.fromkeys(map(_described, holders, itertools.repeat(tracer), itertools.repeat(holders)))
+        named.pop(None, None)
+        if named:
+            found.append(Leak(array_type_of(tracer), line_of_tracer(tracer), " and ".join(map(str, named))))
+    return found
+
+
+def _has_values(trace: weakref.ref[Any]) -> bool:
+    """Whether a value of the trace is alive, perhaps as garbage. A jaxpr with a custom rule keeps its trace alone."""
+    alive = trace()
+    return alive is not None and bool(tracers_of(alive))
+
+
+def _described(holder: Any, value: Any, holders: list[Any]) -> str | None:
+    """What a user calls a holder, one of `holders`, or None when it is JAX's or ours."""
+    if isinstance(holder, types.FrameType) or _is_of(holder, "jax", "jaxlib", "dflow"):
+        return None
+    if isinstance(holder, dict):
+        return _dictionary(holder, value)
+    if isinstance(holder, list | tuple):
+        return _sequence(holder, value, holders)
+    if isinstance(holder, types.CellType):
+        return "by a function that closes over it"
+    held = [name for name, each in getattr(holder, "__dict__", {}).items() if each is value]
+    return f"as attribute {held[0]!r} of a {type(holder).__name__}" if held else f"by a {type(holder).__name__}"
+
+
+def _is_of(holder: Any, *packages: str) -> bool:
+    return type(holder).__module__.split(".")[0] in packages
+
+
+def _dictionary(holder: dict[Any, Any], value: Any) -> str | None:
+    keys = [key for key, each in holder.items() if each is value]
+    if not keys:
+        return None
+    for owner in gc.get_referrers(holder):
+        if getattr(owner, "__dict__", None) is holder:
+            if isinstance(owner, types.ModuleType):
+                return f"as global {keys[0]!r} of module {owner.__name__}"
+            return f"as attribute {keys[0]!r} of a {type(owner).__name__}"
+    return f"under {keys[0]!r} in a dict"
+
+
+def _sequence(holder: list[Any] | tuple[Any, ...], value: Any, holders: list[Any]) -> str | None:
+    owners = [
+        owner for owner in gc.get_referrers(holder) if owner is not holders and not isinstance(owner, types.FrameType)
+    ]
+    # JAX's own records hold lists of values too; and an object that only a frame holds is not finished yet.
+    if not owners or any(_is_of(owner, "jax", "jaxlib") for owner in owners):
+        return None
+    places = [place for place, each in enumerate(holder) if each is value]
+    return f"as element {places[0]} of a {type(holder).__name__}" if places else None

@@ -1,0 +1,1 @@
+"""The JAX primitives that stand for ops on state in a jaxpr."""

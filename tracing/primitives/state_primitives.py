@@ -1,0 +1,267 @@
+"""The JAX primitives that record state: reads, lookups and updates of variables, and the names of values.
+
+Outside of a trace, each is run by the variable's home. Its rules say what JAX may do to it: compiling it without dflow
+is refused, since the state would be lost, and so is an update that depends on a value differentiated by plain
+`jax.grad`, since JAX would drop the update.
+
+Under `vmap` a read is shared and a lookup is batched. An update by a value that is the same for the whole batch
+happens once; one by values that differ is refused, unless it says that they are to be summed. An update in a branch
+that the batch does not agree on is refused: JAX runs both branches then, and an update cannot be half run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core as jex
+from jax.extend.core import primitives as jax_primitives
+from jax.interpreters import ad, batching, mlir
+
+from dflow.tracing.errors import LostWriteError, PlainJitError, VariableError
+from dflow.tracing.ir.explicit_sharding import axes_split_over, manual_axes, sharding_here
+from dflow.tracing.ir.types import ArrayType, type_of_aval
+from dflow.tracing.ir.updates import lookup_sharding, lookup_type
+from dflow.tracing.jax_frontend import (
+    Access,
+    Handle,
+    ResourceEffect,
+    accesses,
+    closed_parts,
+    line_bound,
+    line_of_program,
+    wrap_differentiation,
+)
+from dflow.tracing.primitives.namesakes import warn_of_namesakes
+from dflow.tracing.primitives.watched_primitive import BATCHED, WatchedPrimitive
+from dflow.tracing.source import as_code, at, caller
+
+
+def _aval(type: ArrayType) -> Any:
+    return jax.core.ShapedArray(type.shape, type.dtype, sharding=type.sharding)
+
+
+def _type_here(handle: Handle) -> ArrayType:
+    """The type of a variable's value in the trace that runs now."""
+    _refuse_whole_in_shards(handle)
+    held: ArrayType = handle.type
+    return replace(held, sharding=sharding_here(held.sharding, held.shape))
+
+
+def _refuse_whole_in_shards(handle: Handle) -> None:
+    """Raise VariableError where a variable that is divided along an axis is used inside a `shard_map` over it."""
+    if handle.type.sharding is None or not (axes := axes_split_over(handle.type.sharding) & manual_axes()):
+        return
+    names = ", ".join(sorted(map(repr, axes)))
+    raise VariableError(
+        f"variable {handle.name!r} holds {handle.type} and is used inside a shard_map over {names}, where each shard "
+        f"would need the whole of it{at(caller())}\n"
+        f"  pass its value to the shard_map, {as_code(handle.name)}.read() with its own spec in in_specs, and write "
+        "what it returns"
+    )
+
+
+def _refuse_plain_jit(*_: Any, handle: Handle, **__: Any) -> Any:
+    raise PlainJitError(
+        f"variable {handle.name!r} is used in a function that JAX compiles without dflow{at(line_of_program())}\n"
+        f"  decorate the outermost function with @dflow.jit, or pass it the variable as an argument, to read it alone"
+    )
+
+
+def _state_primitive(name: str, abstract: Callable[..., Any], run: Callable[..., Any]) -> Any:
+    primitive = jex.Primitive(name)
+    primitive.def_effectful_abstract_eval(abstract)
+    primitive.def_impl(run)
+    mlir.register_lowering(primitive, _refuse_plain_jit)
+    return primitive
+
+
+def _read_now(*, handle: Handle) -> Any:
+    warn_of_namesakes((handle.variable,))
+    return handle.variable.home.read(handle.variable)
+
+
+def _gather_now(indices: Any, *, handle: Handle) -> Any:
+    warn_of_namesakes((handle.variable,))
+    return handle.variable.home.gather(handle.variable, indices)
+
+
+def _update_now(*operands: Any, handle: Handle, kind: str, reduce: str | None) -> list[Any]:
+    warn_of_namesakes((handle.variable,))
+    handle.variable.home.update(handle.variable, kind, *operands)
+    return []
+
+
+def _read_type(*, handle: Handle) -> Any:
+    return _aval(_type_here(handle)), {ResourceEffect(Access.READ, handle)}
+
+
+def value_type(handle: Handle) -> Any:
+    """The type of a variable's value, as JAX has it."""
+    return _read_type(handle=handle)[0]
+
+
+def _gather_type(indices: Any, *, handle: Handle) -> Any:
+    held, places = _type_here(handle), type_of_aval(indices)
+    rows = replace(lookup_type(held, places), sharding=lookup_sharding(held, places))
+    return _aval(rows), {ResourceEffect(Access.READ, handle)}
+
+
+_ADDS = ("assign_add", "assign_sub", "scatter_add")
+
+
+def _update_type(*_: Any, handle: Handle, kind: str, reduce: str | None) -> Any:
+    _refuse_whole_in_shards(handle)
+    touches: tuple[Access, ...]
+    if kind in _ADDS:
+        touches = (Access.SUM if reduce == "sum" else Access.ADD,)
+    else:
+        touches = (Access.WRITE,) if kind == "assign" else (Access.READ, Access.WRITE)
+    return [], {ResourceEffect(access, handle) for access in touches}
+
+
+#: The value of a variable.
+read_p = _state_primitive("var_read", _read_type, _read_now)
+#: Rows of a variable.
+gather_p = _state_primitive("var_gather", _gather_type, _gather_now)
+#: An update; `kind` is a key of `updates.KINDS`, `reduce` is "sum" or None.
+update_p = _state_primitive("var_update", _update_type, _update_now)
+update_p.multiple_results = True
+
+
+def record_update(variable: Any, kind: str, *operands: Any) -> None:
+    """Update a variable: `kind` is a key of `updates.KINDS`, and the operands fit it."""
+    update_p.bind(*operands, handle=variable.handle, kind=kind, reduce=None)
+
+
+def _update_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, handle: Handle, **params: Any) -> Any:
+    if all(type(tangent) is ad.Zero for tangent in tangents):
+        return update_p.bind(*primals, handle=handle, **params), []
+    raise LostWriteError(
+        f"variable {handle.name!r} is written a value that depends on what jax.grad differentiates, and JAX "
+        f"would drop that write{at(line_bound())}\n"
+        "  use dflow.grad or dflow.value_and_grad in the place of jax.grad: they carry the state through; "
+        "or write jax.lax.stop_gradient(value)"
+    )
+
+
+def _gather_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, handle: Handle) -> Any:
+    rows = gather_p.bind(*primals, handle=handle)
+    return rows, ad.Zero(jax.typeof(rows).to_tangent_aval())
+
+
+def _gather_batched(args: Sequence[Any], dims: Sequence[Any], *, handle: Handle) -> Any:
+    return gather_p.bind(_batch_first(args[0], dims[0]), handle=handle), 0
+
+
+def _update_batched(
+    args: Sequence[Any], dims: Sequence[Any], *, handle: Handle, kind: str, reduce: str | None
+) -> tuple[list[Any], list[Any]]:
+    if reduce is None:
+        raise VariableError(
+            f"variable {handle.name!r} is written under vmap with a value that differs along the batch; which of the "
+            f"values should it hold?{at(line_bound())}\n"
+            "  reduce over the batch first, write outside the vmap, or sum over the batch with assign_add or\n"
+            '  scatter_add and reduce="sum"'
+        )
+    whole = [_batch_first(arg, dim) for arg, dim in zip(args, dims, strict=True)]
+    if kind == "assign_add":
+        operands = [whole[0].sum(0, dtype=whole[0].dtype)]
+    else:
+        size = next(arg.shape[dim] for arg, dim in zip(args, dims, strict=True) if dim is not None)
+        operands = [
+            jnp.broadcast_to(arg, (size, *arg.shape)) if dim is None else arg
+            for arg, dim in zip(whole, dims, strict=True)
+        ]
+    return update_p.bind(*operands, handle=handle, kind=kind, reduce=reduce), []
+
+
+def _batch_first(value: Any, dim: Any) -> Any:
+    return value if dim is None else jnp.moveaxis(value, dim, 0)
+
+
+ad.primitive_jvps[update_p] = _update_jvp
+ad.primitive_jvps[gather_p] = _gather_jvp
+batching.primitive_batchers[gather_p] = _gather_batched
+batching.primitive_batchers[update_p] = _update_batched
+
+
+def _refuse_divided_writes(
+    primitive: Any, bodies_of: Callable[..., list[Any]], is_divided: Callable[..., bool]
+) -> None:
+    """Make JAX's batching of a control-flow primitive refuse updates where it would run them once too often."""
+    batch = batching.fancy_primitive_batchers[primitive]
+
+    def checked(axis_data: Any, args: Any, dims: Any, **params: Any) -> Any:
+        effects = set().union(*(closed_parts(body)[0].effects for body in bodies_of(**params)))
+        _, writes = accesses(effects)
+        if writes and is_divided(dims):
+            names = ", ".join(variable.name for variable in writes)
+            raise VariableError(
+                f"variables ({names}) are written under vmap inside a {primitive.name} that may go another way for "
+                f"each element of the batch{at(line_bound())}\n"
+                "  write outside the vmap, or choose the value with jnp.where and write that"
+            )
+        return batch(axis_data, args, dims, **params)
+
+    batching.fancy_primitive_batchers[primitive] = checked
+
+
+_refuse_divided_writes(
+    jax_primitives.cond_p,
+    lambda *, branches, **_: list(branches),
+    lambda dims: dims[0] is not None,
+)
+# Whether the batch agrees on the condition is known only after JAX's fixed point; without a batch it is not asked.
+_refuse_divided_writes(
+    jax_primitives.while_p, lambda *, cond_jaxpr, body_jaxpr, **_: [cond_jaxpr, body_jaxpr], lambda dims: True
+)
+
+
+def _refuse_lost_writes(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """JAX takes what does not depend on the differentiated input out of a scan, and runs it once or never."""
+
+    def checked(*args: Any, **params: Any) -> Any:
+        _, writes = accesses(closed_parts(params["jaxpr"])[0].effects)
+        if writes:
+            names = ", ".join(variable.name for variable in writes)
+            raise LostWriteError(
+                f"variables ({names}) are written in a scan, map or fori_loop that plain jax.grad differentiates, and "
+                f"JAX would run those writes once or never{at(line_bound())}\n"
+                "  use dflow.grad or dflow.value_and_grad in the place of jax.grad: they carry the state through"
+            )
+        return rule(*args, **params)
+
+    return checked
+
+
+wrap_differentiation(jax_primitives.scan_p, _refuse_lost_writes)
+
+name_p = jex.Primitive("name")
+name_p.def_impl(lambda value, *, name: value)
+name_p.def_abstract_eval(lambda value, *, name: value)
+ad.primitive_jvps[name_p] = lambda primals, tangents, *, name: (name_p.bind(*primals, name=name), tangents[0])
+batching.defvectorized(name_p)
+mlir.register_lowering(name_p, lambda ctx, value, *, name: [value])
+
+
+def _refuse_batched(trace: str, params: Any) -> None:
+    if trace == BATCHED:
+        raise VariableError(
+            f"generator {params['generator']!r} is split under vmap, where all of the batch would get the same key"
+            f"{at(line_bound())}\n  split before, keys = generator.split(n), and map over the keys too"
+        )
+
+
+#: The state of a generator as it is split, which happens once and not for each element of a batch.
+split_p: Any = WatchedPrimitive("generator_split", _refuse_batched)
+split_p.def_impl(lambda value, *, generator: value)
+split_p.def_abstract_eval(lambda value, *, generator: value)
+ad.primitive_jvps[split_p] = lambda primals, tangents, *, generator: (
+    split_p.bind(*primals, generator=generator),
+    tangents[0],
+)
+mlir.register_lowering(split_p, lambda ctx, value, *, generator: [value])

@@ -1,0 +1,1 @@
+"""The reference interpreter, which defines what each op means."""

@@ -1,0 +1,99 @@
+"""An accumulator with one user at a time: what the accumulator ops mean.
+
+The reference for tests of every other accumulator, so it is a list of gradients and nothing more. It never waits: a
+take that would have to wait is an error of the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from dflow.tracing.errors import AccumulatorError, DeadlineExceeded
+from dflow.tracing.ir.accumulator_settings import AccumulatorSettings, Reduction
+from dflow.tracing.ir.graph import Node
+from dflow.tracing.ir.types import AccumulatorType, RowsType
+
+
+class AccumulatorModel:
+    """The gradients that are there, each as the operands of its op; the step, and how many were dropped."""
+
+    def __init__(self, type: AccumulatorType, settings: AccumulatorSettings) -> None:
+        self.type, self.settings = type, settings
+        self.gradients: list[tuple[Any, ...]] = []
+        self.step = self.dropped = 0
+
+    def copy(self) -> AccumulatorModel:
+        """The same accumulator, to go its own way."""
+        other = AccumulatorModel(self.type, self.settings)
+        other.gradients, other.step, other.dropped = list(self.gradients), self.step, self.dropped
+        return other
+
+    def use(self, node: Node, operands: Sequence[Any]) -> list[Any]:
+        """Do the op of a node: its results. Raises as the methods."""
+        match node.op.name.removeprefix("accumulator."):
+            case "apply":
+                *gradient, step = operands
+                return [jnp.asarray(self.apply(tuple(gradient), int(step)))]
+            case "take":
+                return self.take(node.attributes["count"])
+            case "set_step":
+                self.step = int(operands[0])
+                return []
+            case "count":
+                return [jnp.int32(len(self.gradients))]
+            case name:
+                return [jnp.int32(getattr(self, name))]
+
+    def apply(self, gradient: tuple[Any, ...], step: int) -> bool:
+        """Add a gradient; whether it was fresh. Raises AccumulatorError when there are more rows than a take gives."""
+        if step < self.step or len(self.gradients) == self.settings.limit:
+            self.dropped += 1
+            return False
+        together = [*self.gradients, gradient]
+        for component, parts in self._by_component(together):
+            distinct = len(_row_sums(parts)) if isinstance(component, RowsType) else 0
+            if isinstance(component, RowsType) and distinct > component.count:
+                raise AccumulatorError(f"it would hold {distinct} different rows, but a take gives {component}")
+        self.gradients = together
+        return True
+
+    def take(self, count: int) -> list[Any]:
+        """The mean or the sum. Raises DeadlineExceeded when fewer than `count` gradients are there."""
+        if len(self.gradients) < count:
+            raise DeadlineExceeded(f"a take of {count} waits for ever: it holds {len(self.gradients)}")
+        divisor = len(self.gradients) if self.settings.reduction is Reduction.MEAN else None
+        results: list[Any] = []
+        for component, parts in self._by_component(self.gradients):
+            if isinstance(component, RowsType):
+                sums = _row_sums(parts)
+                missing = component.count - len(sums)
+                results.append(jnp.asarray([*sorted(sums), *[0] * missing], jnp.int32))
+                zeros = np.zeros(component.of.shape[1:], component.of.dtype)
+                rows = [sums[index] for index in sorted(sums)] + [zeros] * missing
+                total: Any = np.stack(rows) if rows else np.zeros((0, *zeros.shape), zeros.dtype)
+            else:
+                total = sum((np.asarray(part) for (part,) in parts[1:]), np.asarray(parts[0][0]))
+            results.append(jnp.asarray(total if divisor is None else total / component.dtype.type(divisor)))
+        self.gradients, self.step = [], self.step + 1
+        return results
+
+    def _by_component(self, gradients: Sequence[tuple[Any, ...]]) -> Iterator[tuple[Any, list[tuple[Any, ...]]]]:
+        """Each component with its operands in each gradient."""
+        start = 0
+        for component in self.type.components:
+            end = start + (2 if isinstance(component, RowsType) else 1)
+            yield component, [gradient[start:end] for gradient in gradients]
+            start = end
+
+
+def _row_sums(parts: Sequence[tuple[Any, ...]]) -> dict[int, Any]:
+    """The sum of the rows of each index."""
+    sums: dict[int, Any] = {}
+    for indices, rows in parts:
+        for index, row in zip(np.asarray(indices).tolist(), np.asarray(rows), strict=True):
+            sums[index] = sums[index] + row if index in sums else row
+    return sums

@@ -1,0 +1,1 @@
+"""Lookups of rows, and gradients that have rows."""

@@ -1,0 +1,413 @@
+"""The pass over a traced program that keeps the gradients of lookups as rows where rows are enough.
+
+It runs the program again, symbolically: a result of `rows_to_dense` is a `Rowwise` array, and stays one through every
+op that computes each row from the same row of its operands. An update of a variable by a `Rowwise` array that leaves
+all other rows as they are becomes an update of rows; a sum over one becomes a sum over its rows. Any other op takes the
+dense form, as the program was written. So the pass changes the cost of a program, not its results (but see `row_values`
+on `0 * x`).
+
+The pass finds from the program which rows an update leaves as they are. All other rows of an Adagrad slot become
+`stored + 0 * 0`, which is the stored value; all other rows of a momentum become `0.9 * stored`, which is not.
+
+A gradient whose dense form is needed, though it has few of the rows of a large table, is reported by
+`DenseGradientWarning`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflow.tracing.ir.updates import updated
+from dflow.tracing.ir.wire_codecs import wire_p
+from dflow.tracing.jax_frontend import (
+    Equation,
+    Jaxpr,
+    accesses,
+    bind,
+    closed_parts,
+    host_resources,
+    inner_parts,
+    is_array_type,
+    is_literal,
+    make_jaxpr,
+    origin_of,
+    retraced,
+    scan_counts,
+)
+from dflow.tracing.primitives.state_primitives import gather_p, name_p, read_p, update_p
+from dflow.tracing.rows.lookups import CALLS
+from dflow.tracing.rows.row_branches import branched
+from dflow.tracing.rows.row_sums import carried_sums, of_rows, summed_over
+from dflow.tracing.rows.row_values import (
+    Fill,
+    Index,
+    Made,
+    NotOfRowsError,
+    Rowwise,
+    Stored,
+    computed_now,
+    is_zero,
+    operands_first,
+)
+from dflow.tracing.rows.row_wise import ELEMENTWISE, row_by_row
+from dflow.tracing.rows.rows_to_dense import dense_to_rows_p, is_bound, note_p, rows_to_dense_p, warn_of_dense
+
+#: These say how to differentiate, which was done before there is a program to pass over.
+_RULED = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
+#: Every call of a function, and which parameter holds it.
+_FUNCTIONS = {**CALLS, **_RULED}
+#: Calls that are left as they are, since what is inside runs under another mesh.
+_CLOSED = ("shard_map",)
+
+
+def keep_rows(jaxpr: Jaxpr, consts: Sequence[Any]) -> tuple[Jaxpr, list[Any]]:
+    """The program, and its constants, with gradients of lookups kept as rows where that is enough."""
+    if (
+        not is_bound.is_set()
+        or not _counts(jaxpr)
+        or not all(is_array_type(var.aval) for var in (*jaxpr.invars, *jaxpr.constvars))
+    ):
+        return jaxpr, list(consts)
+    anew, captured, _ = make_jaxpr(lambda *args: _Pass().outputs(jaxpr, consts, args), *_structs(jaxpr))
+    return anew, captured
+
+
+def noted_rows(jaxpr: Jaxpr, consts: Sequence[Any]) -> list[list[jax.ShapeDtypeStruct | None]]:
+    """For each `note_gradients` in a program the types of the rows of its arrays; None for one that is not of rows."""
+    found: list[list[jax.ShapeDtypeStruct | None]] = []
+    make_jaxpr(lambda *args: _Pass(found.append).outputs(jaxpr, consts, args), *_structs(jaxpr))
+    return found
+
+
+def _structs(jaxpr: Jaxpr) -> list[Any]:
+    return [var.aval for var in jaxpr.invars]
+
+
+class _Frame:
+    """A program that is being run: its values, by its variables."""
+
+    def __init__(self, jaxpr: Jaxpr, args: Sequence[Any]) -> None:
+        self.env: dict[Any, Any] = {}
+        #: Number of the equation that runs.
+        self.position = 0
+        #: Number of the last equation that takes each value.
+        self._last_use = _last_uses(jaxpr)
+        #: By variable of the user: names of values that are computed from its value.
+        self._made_of: dict[Any, list[Any]] = {}
+        self.set((*jaxpr.constvars, *jaxpr.invars), args)
+
+    def set(self, names: Sequence[Any], values: Sequence[Any]) -> None:
+        """Give names their values."""
+        for name, value in zip(names, values, strict=True):
+            self.env[name] = value
+            for variable in value.variables if isinstance(value, Rowwise) else ():
+                self._made_of.setdefault(variable, []).append(name)
+
+    def value(self, atom: Any) -> Any:
+        """The value of a name or of a literal."""
+        return atom.val if is_literal(atom) else self.env[atom]
+
+    def forget(self, variable: Any) -> list[tuple[Any, Rowwise]]:
+        """Names and values, computed from a variable's value, that are needed after this equation, once each."""
+        names = dict.fromkeys(self._made_of.pop(variable, ()))
+        found = [(name, self.env[name]) for name in names if self._last_use.get(name, -1) > self.position]
+        return [(name, value) for name, value in found if isinstance(value, Rowwise)]
+
+    def variables(self) -> list[Any]:
+        """The variables of the user that values are made of."""
+        return [*self._made_of]
+
+
+class _Pass:
+    """One run over a program and the functions it calls; bodies of loops and branches have runs of their own."""
+
+    def __init__(self, note: Callable[[list[Any]], None] = lambda rows: None) -> None:
+        self._note = note
+        self._frames: list[_Frame] = []
+        self._writes: dict[Any, int] = {}
+        #: Number of ops after which another program may have written any variable.
+        self._foreign_writes = 0
+        #: The numbers of rows that gradients have; only values with as many are followed.
+        self._counts: frozenset[int] = frozenset()
+
+    def outputs(self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        """The results of the whole program, as arrays."""
+        return [*map(self.dense, self.results(jaxpr, consts, args))]
+
+    def results(self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        """The results of the whole program, `Rowwise` ones as they are."""
+        self._counts = _counts(jaxpr)
+        return self._run(jaxpr, consts, args)
+
+    def dense(self, value: Any) -> Any:
+        """A result of the program as an array."""
+        return self._dense(value, None)
+
+    def _run(self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        frame = _Frame(jaxpr, (*consts, *args))
+        self._frames.append(frame)
+        for number, equation in enumerate(jaxpr.eqns):
+            frame.position = number
+            frame.set(equation.outvars, self._apply(equation, [*map(frame.value, equation.invars)]))
+        self._frames.pop()
+        return [*map(frame.value, jaxpr.outvars)]
+
+    def _apply(self, equation: Equation, operands: list[Any]) -> Sequence[Any]:
+        primitive = equation.primitive
+        if primitive.name in ELEMENTWISE and all(map(_is_known_number, operands)):
+            return computed_now(equation, operands)
+        rule = _RULES.get(primitive.name)
+        found = rule(self, equation, operands) if rule is not None else None
+        if found is None and primitive.name in _FUNCTIONS:
+            found = self._call(equation, operands)
+        if found is None and any(isinstance(operand, Rowwise) for operand in operands):
+            with origin_of(equation).restored():
+                result = row_by_row(equation, operands)
+            found = None if result is None else [result]
+        return found if found is not None else self._plainly(equation, operands)
+
+    def _call(self, equation: Equation, operands: list[Any]) -> Sequence[Any] | None:
+        """Run a function that the program calls, if it has to do with rows."""
+        inner, consts = closed_parts(equation.params[_FUNCTIONS[equation.primitive.name]])
+        takes_rows = any(isinstance(operand, Rowwise) for operand in operands)
+        if not takes_rows and (equation.primitive.name in _RULED or not (_counts(inner) or inner.effects)):
+            return None
+        with origin_of(equation).restored():
+            return self._run(inner, consts, operands)
+
+    def _plainly(self, equation: Equation, operands: list[Any]) -> Sequence[Any]:
+        """Run an equation on arrays, with the bodies inside it passed over."""
+        written = accesses(equation.effects)[1]
+        self._settle(written, everything=bool(host_resources(equation.effects)))
+        arrays = [self._dense(operand, equation) for operand in operands]
+        params = equation.params
+        if equation.primitive.name not in (*_RULED, *_CLOSED) and any(_counts(part) for part, _ in inner_parts(params)):
+            params = {key: _passed_over(value) for key, value in params.items()}
+        self._wrote(written)
+        return bind(equation.primitive, params, arrays, origin_of(equation))
+
+    def _source(self, equation: Equation, operands: list[Any]) -> Sequence[Any] | None:
+        """A gradient of lookups; as many lookups as rows, or more, are no fewer than the dense form."""
+        indices, rows = (self._dense(operand, equation) for operand in operands)
+        count = equation.params["shape"][0]
+        if rows.shape[0] >= count:
+            return None
+        zero = Fill(np.zeros((), rows.dtype)[()])
+        return [Rowwise(equation, [indices, rows], zero, Index(indices, count), rows)]
+
+    def _read(self, equation: Equation, operands: list[Any]) -> Sequence[Any] | None:
+        variable = equation.params["handle"].variable
+        if variable.shape[:1] and variable.shape[0] in self._counts:
+            return [Rowwise(equation, (), self._stored(variable))]
+        return None
+
+    def _spread(self, equation: Equation, operands: list[Any]) -> Sequence[Any] | None:
+        """An array whose rows are all alike."""
+        shape = equation.params["shape"]
+        if len(operands) > 1 or isinstance(operands[0], Rowwise) or shape[:1] == () or shape[0] not in self._counts:
+            return None
+        if 0 in equation.params["broadcast_dimensions"]:
+            return None
+        rest = Fill(operands[0]) if np.shape(operands[0]) == () else Made(equation, (operands[0],))
+        return [Rowwise(equation, operands, rest)]
+
+    def _update(self, equation: Equation, operands: list[Any]) -> Sequence[Any] | None:
+        variable, kind = equation.params["handle"].variable, equation.params["kind"]
+        value = operands[-1]
+        if not isinstance(value, Rowwise):
+            return None
+        if value.index is None:
+            is_nothing = kind in ("assign_add", "assign_sub", "assign_add_rounded") and is_zero(value.rest)
+            return [] if is_nothing else None
+        if kind in ("assign_add", "assign_sub") and value.is_sparse:
+            # What a narrow dtype loses in a sum depends on the order, which is to be that of the dense gradient.
+            index = value.index if variable.dtype.itemsize >= 4 else value.index.unique
+            rows = value.rows if index is value.index else value.index.summed(value.rows)
+            update, rows = "scatter_add", rows if kind == "assign_add" else -rows
+        elif kind == "assign_add_rounded" and value.is_sparse:
+            # Each row is rounded once, after the sum of all its updates.
+            update, index = "scatter_update", value.index.unique
+            old = gather_p.bind(index.places, handle=variable.handle)
+            rows = updated(kind, old, value.index.summed(value.rows))
+        elif kind == "assign" and value.rest == self._stored(variable):
+            update, rows, index = "scatter_update", value.rows, value.index
+        else:
+            return None
+        self._settle([variable])
+        self._wrote([variable])
+        params = {**equation.params, "kind": update}
+        return bind(equation.primitive, params, [index.places, rows], origin_of(equation))
+
+    def _cond(self, equation: Equation, operands: list[Any]) -> Sequence[Any] | None:
+        """Branches without effects that compute with rows."""
+        if equation.effects or not any(isinstance(operand, Rowwise) for operand in operands):
+            return None
+        with origin_of(equation).restored():
+            return branched(equation, operands, lambda *branch: _RowsAlone(self._counts).within(*branch))
+
+    def _scan(self, equation: Equation, operands: list[Any]) -> Sequence[Any] | None:
+        """A loop that sums gradients: what a sum grows by in each iteration is given out as rows."""
+        sums = carried_sums(equation, operands)
+        if not sums:
+            return None
+        consts, _ = scan_counts(equation.params)
+        self._settle(accesses(equation.effects)[1], everything=bool(host_resources(equation.effects)))
+        arrays = [
+            value if number - consts in sums else self._dense(value, equation) for number, value in enumerate(operands)
+        ]
+        with origin_of(equation).restored():
+            results = summed_over(equation, arrays, sums, _run_body)
+        if results is not None:
+            self._wrote(accesses(equation.effects)[1])
+        return results
+
+    def _noted(self, equation: Equation, operands: list[Any]) -> Sequence[Any]:
+        is_sparse = [isinstance(operand, Rowwise) and operand.is_sparse for operand in operands]
+        self._note(
+            [
+                jax.ShapeDtypeStruct(operand.rows.shape, operand.rows.dtype) if is_rows else None
+                for operand, is_rows in zip(operands, is_sparse, strict=True)
+            ]
+        )
+        return []
+
+    def _to_rows(self, equation: Equation, operands: list[Any]) -> Sequence[Any] | None:
+        (value,) = operands
+        if not isinstance(value, Rowwise) or value.index is None or not value.is_sparse:
+            return None
+        # A take counts places, so those left over name a row that there is, and add zero to it.
+        places = jnp.where(value.index.is_there, value.index.places, value.index.places[:1])
+        return [places, value.index.masked(value.rows, 0)]
+
+    def _named(self, equation: Equation, operands: list[Any]) -> Sequence[Any] | None:
+        """A value under another name, or as it is to travel."""
+        (value,) = operands
+        if not isinstance(value, Rowwise):
+            return None
+        rows = (
+            None
+            if value.index is None
+            else bind(equation.primitive, equation.params, [value.rows], origin_of(equation))[0]
+        )
+        return [Rowwise(equation, operands, value.rest, value.index, rows)]
+
+    def _stored(self, variable: Any) -> Stored:
+        """What a variable holds at this point of the program."""
+        return Stored(variable, (self._foreign_writes, self._writes.get(variable, 0)))
+
+    def _settle(self, variables: Sequence[Any], *, everything: bool = False) -> None:
+        """Before variables are written, make values dense that depend on the old value and are needed later.
+
+        `everything` is for an op that may let another program write them.
+        """
+        for frame in self._frames:
+            for variable in frame.variables() if everything else variables:
+                for name, value in frame.forget(variable):
+                    frame.env[name] = of_rows(value) if value.is_sparse else self._dense(value, None)
+        if everything:
+            self._foreign_writes += 1
+
+    def _wrote(self, variables: Sequence[Any]) -> None:
+        for variable in variables:
+            self._writes[variable] = self._writes.get(variable, 0) + 1
+
+    def _dense(self, value: Any, taker: Equation | None) -> Any:
+        """A value as an array, for the equation that takes it; None where the program gives it back."""
+        if not isinstance(value, Rowwise):
+            return value
+        for part in operands_first(value, _not_dense):
+            operands = [each.dense if isinstance(each, Rowwise) else each for each in part.operands]
+            if part.equation.primitive is rows_to_dense_p:
+                _warn_of_size(part, taker)
+            [part.dense] = bind(part.equation.primitive, part.equation.params, operands, origin_of(part.equation))
+        return value.dense
+
+
+class _RowsAlone(_Pass):
+    """A run over a branch, which makes nothing dense."""
+
+    def __init__(self, counts: frozenset[int]) -> None:
+        super().__init__()
+        self._counts = counts
+
+    def within(self, jaxpr: Jaxpr, consts: list[Any], args: list[Any]) -> list[Any]:
+        """The results, `Rowwise` ones as they are."""
+        return self._run(jaxpr, consts, args)
+
+    def _dense(self, value: Any, taker: Equation | None) -> Any:
+        if isinstance(value, Rowwise):
+            raise NotOfRowsError
+        return value
+
+
+def _not_dense(value: Rowwise) -> list[Rowwise] | None:
+    """The symbolic operands of a value that has no dense form yet."""
+    if value.dense is not None:
+        return None
+    return [operand for operand in value.operands if isinstance(operand, Rowwise)]
+
+
+def _is_known_number(value: Any) -> bool:
+    return not isinstance(value, Rowwise | jax.core.Tracer) and np.shape(value) == ()
+
+
+#: By jaxpr: the result of `_counts`.
+_known_counts: WeakKeyDictionary[Jaxpr, frozenset[int]] = WeakKeyDictionary()
+
+
+def _counts(jaxpr: Jaxpr) -> frozenset[int]:
+    """The numbers of rows of the tables in a program whose gradients have fewer rows."""
+    if (known := _known_counts.get(jaxpr)) is not None:
+        return known
+    found: set[int] = set()
+    for equation in jaxpr.eqns:
+        if equation.primitive is rows_to_dense_p:
+            found.update(count for count in equation.params["shape"][:1] if equation.invars[1].aval.shape[0] < count)
+        else:
+            found.update(*(_counts(inner) for inner, _ in inner_parts(equation.params)))
+    return _known_counts.setdefault(jaxpr, frozenset(found))
+
+
+def _last_uses(jaxpr: Jaxpr) -> dict[Any, int]:
+    uses = {atom: n for n, equation in enumerate(jaxpr.eqns) for atom in equation.invars if not is_literal(atom)}
+    return uses | {atom: len(jaxpr.eqns) for atom in jaxpr.outvars if not is_literal(atom)}
+
+
+def _run_body(jaxpr: Jaxpr, consts: list[Any], args: list[Any]) -> tuple[list[Any], Callable[[Any], Any]]:
+    run = _Pass()
+    return run.results(jaxpr, consts, args), run.dense
+
+
+def _passed_over(param: Any) -> Any:
+    """A parameter of an equation with the pass run over the bodies in it."""
+    if isinstance(param, tuple | list):
+        return type(param)(map(_passed_over, param)) if not hasattr(param, "_fields") else param
+    return retraced(
+        param, lambda jaxpr, consts, args: _Pass().outputs(jaxpr, consts, args), lambda inner: bool(_counts(inner))
+    )
+
+
+def _warn_of_size(gradient: Rowwise, taker: Equation | None) -> None:
+    user = "the result of the function" if taker is None else taker.primitive.name
+    loc = origin_of(gradient.equation if taker is None else taker).own_loc
+    warn_of_dense(gradient.equation.params["table"], gradient.aval, gradient.operands[1], user, loc)
+
+
+_RULES: Mapping[str, Callable[[_Pass, Equation, list[Any]], Sequence[Any] | None]] = {
+    rows_to_dense_p.name: _Pass._source,
+    read_p.name: _Pass._read,
+    update_p.name: _Pass._update,
+    "broadcast_in_dim": _Pass._spread,
+    "cond": _Pass._cond,
+    "scan": _Pass._scan,
+    dense_to_rows_p.name: _Pass._to_rows,
+    note_p.name: _Pass._noted,
+    name_p.name: _Pass._named,
+    wire_p.name: _Pass._named,
+}

@@ -1,0 +1,339 @@
+"""Arrays known by rows: what some rows hold, and a rule for all the others.
+
+`Rowwise` is such an array: `rows` at the places of an `Index`, and a `Rest`, a formula for every other row that nothing
+computes. The rest of a gradient of lookups is zero; the rest of a variable's value is the stored value. An op that
+computes each row from the same row of its operands maps `Rowwise` to `Rowwise`: the op runs on the rows, and the rest
+is derived symbolically. In the rest, `0 * x` and `0 / x` are 0, so a row without a gradient stays as it is where x is
+infinite or NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeAlias, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflow.tracing.jax_frontend import Equation, bind
+from dflow.tracing.primitives.state_primitives import gather_p
+
+T = TypeVar("T")
+
+
+class NotOfRowsError(Exception):
+    """Part of a program needs a dense form where only rows are wanted, and is to be taken as it was written."""
+
+
+@dataclass(frozen=True)
+class Fill:
+    """Every element is one number: a NumPy scalar where it is known, else a traced scalar."""
+
+    value: Any
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the number is known when the program is traced."""
+        return not isinstance(self.value, jax.core.Tracer)
+
+    def equals(self, number: float) -> bool:
+        """Whether it is known to be `number`."""
+        return self.is_known and bool(np.asarray(self.value) == number)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The value of a variable after `writes`: the numbers of ops that let others write it, and of writes here."""
+
+    variable: Any
+    writes: tuple[int, int]
+
+
+@dataclass(frozen=True, eq=False)
+class Whole:
+    """An array that the program has whole."""
+
+    array: Any
+
+
+@dataclass(frozen=True, eq=False)
+class Made:
+    """The result of an equation for other rests; an operand without rows is an array."""
+
+    equation: Equation
+    operands: tuple[Any, ...]
+
+
+Rest: TypeAlias = Fill | Stored | Whole | Made
+
+
+@dataclass(frozen=True, eq=False)
+class Index:
+    """Places of rows of an array that has `count` of them.
+
+    `places`     i32[k]; a unique index has each place once, and `count` in the positions left over
+    """
+
+    places: Any
+    count: int
+    is_unique: bool = False
+
+    @cached_property
+    def unique(self) -> Index:
+        """The places, each once."""
+        return self if self.is_unique else self._sorted[0]
+
+    def summed(self, rows: Any) -> Any:
+        """The sums, at the places of `unique`, of rows at these places."""
+        if self.is_unique:
+            return rows
+        sums = jnp.zeros_like(rows).at[self._sorted[1]]
+        return sums.max(rows) if rows.dtype == bool else sums.add(rows)
+
+    @cached_property
+    def memo(self) -> dict[tuple[int, Any, Any], tuple[Rest, Any]]:
+        """The rows of rests at these places, by the identity of the rest and the type of the array that holds it."""
+        return {}
+
+    @cached_property
+    def is_there(self) -> Any:
+        """Which places are of a row that there is."""
+        return self.places < self.count
+
+    def masked(self, rows: Any, otherwise: Any) -> Any:
+        """The rows, with `otherwise` for the elements of those at places of no row."""
+        is_there = self.is_there.reshape((-1,) + (1,) * (rows.ndim - 1))
+        return jnp.where(is_there, rows, np.asarray(otherwise, rows.dtype))
+
+    @cached_property
+    def _sorted(self) -> tuple[Index, Any]:
+        """The unique index, and for each of these places its number in it."""
+        # Sorting by one key and searching takes XLA on the CPU half the time of sorting with the positions.
+        ascending = jnp.sort(self.places)
+        is_first = jnp.concatenate([jnp.ones(min(1, ascending.size), bool), ascending[1:] != ascending[:-1]])
+        each_once = jnp.where(is_first, ascending, self.count)
+        return Index(each_once, self.count, True), jnp.searchsorted(ascending, self.places)
+
+
+class Rowwise:
+    """An array whose rows at `index` are `rows`, and whose other rows are what `rest` says; without index all are.
+
+    `equation` and `operands` make it dense, where that is needed.
+    """
+
+    def __init__(
+        self,
+        equation: Equation,
+        operands: Sequence[Any],
+        rest: Rest,
+        index: Index | None = None,
+        rows: Any = None,
+    ) -> None:
+        self.equation, self.operands, self.rest = equation, tuple(operands), rest
+        self.index, self.rows = index, rows
+        #: The whole array, once something has needed it.
+        self.dense: Any = None
+        #: The variables whose values the dense form is made of.
+        self.variables: frozenset[Any] = frozenset().union(
+            [rest.variable] if isinstance(rest, Stored) else [],
+            *(operand.variables for operand in self.operands if isinstance(operand, Rowwise)),
+        )
+
+    @property
+    def aval(self) -> Any:
+        """The type of the whole array."""
+        return self.equation.outvars[0].aval
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether all other rows are zero."""
+        return self.index is not None and is_zero(self.rest)
+
+    def at(self, index: Index) -> Any:
+        """The rows at an index, which is its own or any if it has none."""
+        return rows_of(self.rest, index, self.aval) if self.index is None else self.rows
+
+    @cached_property
+    def unique(self) -> Rowwise:
+        """The same with each place once, the rows of one place summed. The rest has to be zero."""
+        if self.index is None or self.index.is_unique:
+            return self
+        return self.moved(self.index.unique, self.index.summed(self.rows))
+
+    def moved(self, index: Index, rows: Any) -> Rowwise:
+        """The same array by another index."""
+        moved = Rowwise(self.equation, self.operands, self.rest, index, rows)
+        moved.dense = self.dense
+        return moved
+
+
+def operands_first(root: T, operands: Callable[[T], list[T] | None]) -> Iterator[T]:
+    """`root` and its operands, theirs too, each once and after its own; without recursion, since programs are long.
+
+    `operands` returns None for a value that is done, before or since it was yielded.
+    """
+    stack = [root]
+    while stack:
+        waiting = operands(stack[-1])
+        if waiting is None:
+            stack.pop()
+        elif missing := [each for each in waiting if operands(each) is not None]:
+            stack += missing
+        else:
+            yield stack.pop()
+
+
+def rows_of(rest: Rest, index: Index, aval: Any) -> Any:
+    """The rows at an index of an array of type `aval` that holds `rest`."""
+
+    def missing(wanted: tuple[Rest, Any]) -> list[tuple[Rest, Any]] | None:
+        return None if _key(*wanted) in index.memo else _rests_in(wanted[0])
+
+    for each, type in operands_first((rest, aval), missing):
+        remember_rows(each, index, type, _rows_of(each, index, type))
+    return index.memo[_key(rest, aval)][1]
+
+
+def remember_rows(rest: Rest, index: Index, aval: Any, rows: Any) -> None:
+    """Set the rows at an index of an array of type `aval` that holds `rest`."""
+    index.memo[_key(rest, aval)] = rest, rows
+
+
+def _key(rest: Rest, aval: Any) -> tuple[int, Any, Any]:
+    return id(rest), aval.shape, aval.dtype
+
+
+def _rests_in(rest: Rest) -> list[tuple[Rest, Any]]:
+    """The rests that one is made of, with the types of the arrays that hold them."""
+    if not isinstance(rest, Made):
+        return []
+    operands = zip(rest.operands, rest.equation.invars, strict=True)
+    return [(each, atom.aval) for each, atom in operands if isinstance(each, Fill | Stored | Whole | Made)]
+
+
+def _rows_of(rest: Rest, index: Index, aval: Any) -> Any:
+    match rest:
+        case Fill(value):
+            shape = (index.places.shape[0], *aval.shape[1:]) if aval.shape else ()
+            return jnp.broadcast_to(jnp.asarray(value, aval.dtype), shape)
+        case Stored(variable, _):
+            return gather_p.bind(index.places, handle=variable.handle)
+        case Whole(array):
+            return jnp.asarray(array).at[index.places].get(mode="clip")
+        case Made(equation, operands):
+            inner = [
+                index.memo[_key(operand, atom.aval)][1]
+                if isinstance(operand, Fill | Stored | Whole | Made)
+                else operand
+                for operand, atom in zip(operands, equation.invars, strict=True)
+            ]
+            return on_rows(equation, inner, index.places.shape[0])
+
+
+#: Parameters that hold the shape of a result.
+_SHAPES = ("shape", "new_sizes")
+
+
+def on_rows(equation: Equation, operands: Sequence[Any], size: int) -> Any:
+    """Run an equation on `size` rows of its operands."""
+    params = {key: (size, *value[1:]) if key in _SHAPES and value else value for key, value in equation.params.items()}
+    return bind(equation.primitive, params, operands, None)[0]
+
+
+def made(equation: Equation, rests: Sequence[Any]) -> Rest:
+    """The rest of the result of an elementwise equation, simplified."""
+    if all(isinstance(rest, Fill) and rest.is_known for rest in rests):
+        return _filled(equation, rests)
+    simple = _SIMPLE.get(equation.primitive.name)
+    found = simple(equation, rests) if simple is not None else None
+    if found is not None:
+        return found
+    return _filled(equation, rests) if all(isinstance(rest, Fill) for rest in rests) else Made(equation, tuple(rests))
+
+
+def _filled(equation: Equation, rests: Sequence[Fill]) -> Fill:
+    if all(rest.is_known for rest in rests):
+        return Fill(computed_now(equation, [rest.value for rest in rests])[0])
+    values = [jnp.asarray(rest.value, atom.aval.dtype) for rest, atom in zip(rests, equation.invars, strict=True)]
+    return Fill(bind(equation.primitive, equation.params, values, None)[0])
+
+
+def computed_now(equation: Equation, numbers: Sequence[Any]) -> list[Any]:
+    """The results, as NumPy scalars, of an elementwise equation for numbers that are known."""
+    with jax.ensure_compile_time_eval():
+        values = [np.asarray(number, atom.aval.dtype) for number, atom in zip(numbers, equation.invars, strict=True)]
+        results = bind(equation.primitive, equation.params, values, None)
+        return [np.asarray(result)[()] for result in results]
+
+
+def is_zero(rest: Any) -> bool:
+    """Whether every element is known to be zero."""
+    return isinstance(rest, Fill) and rest.equals(0)
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Whether two rests are known to be equal."""
+    if isinstance(one, Fill) and isinstance(other, Fill):
+        return one.is_known and other.is_known and bool(np.asarray(one.value) == np.asarray(other.value))
+    return one is other or (isinstance(one, Stored) and one == other)
+
+
+def _is_one(rest: Any) -> bool:
+    return isinstance(rest, Fill) and rest.equals(1)
+
+
+def _add(equation: Equation, rests: Sequence[Any]) -> Rest | None:
+    one, other = rests
+    return other if is_zero(one) else one if is_zero(other) else None
+
+
+def _sub(equation: Equation, rests: Sequence[Any]) -> Rest | None:
+    return rests[0] if is_zero(rests[1]) else None
+
+
+def _mul(equation: Equation, rests: Sequence[Any]) -> Rest | None:
+    one, other = rests
+    if is_zero(one) or is_zero(other):
+        return Fill(np.zeros((), equation.outvars[0].aval.dtype)[()])
+    return other if _is_one(one) else one if _is_one(other) else None
+
+
+def _div(equation: Equation, rests: Sequence[Any]) -> Rest | None:
+    return rests[0] if (is_zero(rests[0]) and not is_zero(rests[1])) or _is_one(rests[1]) else None
+
+
+def _select(equation: Equation, rests: Sequence[Any]) -> Rest | None:
+    which, *cases = rests
+    if isinstance(which, Fill) and which.is_known:
+        found: Rest = cases[int(which.value)]
+        return found
+    return cases[0] if all(is_same(cases[0], case) for case in cases[1:]) else None
+
+
+def _convert(equation: Equation, rests: Sequence[Any]) -> Rest | None:
+    """A value that was made wider and is made what it was again."""
+    (rest,) = rests
+    dtype = equation.params["new_dtype"]
+    if not isinstance(rest, Made) or rest.equation.primitive.name != "convert_element_type":
+        return None
+    was, between = rest.equation.invars[0].aval.dtype, rest.equation.outvars[0].aval.dtype
+    is_wider = jnp.promote_types(was, between) == between and any(
+        jnp.issubdtype(was, kind) and jnp.issubdtype(between, kind) for kind in (jnp.floating, jnp.integer)
+    )
+    return rest.operands[0] if was == dtype and is_wider else None
+
+
+_SIMPLE: dict[str, Callable[[Equation, Sequence[Any]], Rest | None]] = {
+    "add": _add,
+    "add_any": _add,
+    "sub": _sub,
+    "mul": _mul,
+    "div": _div,
+    "select_n": _select,
+    "convert_element_type": _convert,
+    "copy": lambda equation, rests: rests[0],
+    "copy_p": lambda equation, rests: rests[0],
+}

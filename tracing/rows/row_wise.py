@@ -1,0 +1,196 @@
+"""The result of JAX's ops for `Rowwise` arrays: elementwise ops, changes of shape within a row, and reductions.
+
+The rows of one place are summed before an op that is not linear.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from dflow.tracing.jax_frontend import Equation
+from dflow.tracing.rows.row_values import Fill, Index, Made, Rowwise, Whole, is_zero, made, on_rows
+
+#: JAX's ops that compute each element of the result from the elements at its place.
+ELEMENTWISE = frozenset(
+    (
+        *("abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "ceil"),
+        *("clamp", "conj", "convert_element_type", "copy", "copy_p", "cos", "cosh", "digamma", "div", "eq", "erf"),
+        *("erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "imag", "integer_pow", "is_finite", "le"),
+        *("lgamma", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not", "or"),
+        *("pow", "real", "reduce_precision", "rem", "round", "rsqrt", "select_n", "sign", "sin", "sinh", "sqrt"),
+        *("square", "sub", "tan", "tanh", "xor"),
+    )
+)
+#: Ops that change a shape, and may leave the first dimension as it is.
+_RESHAPES = ("broadcast_in_dim", "reshape", "squeeze")
+#: Reductions, with what an element that has no part in them is taken for.
+_NEUTRAL: Mapping[str, Callable[[Any], Any]] = {
+    "reduce_sum": lambda dtype: 0,
+    "reduce_max": lambda dtype: _limits(dtype)[0],
+    "reduce_min": lambda dtype: _limits(dtype)[1],
+    "reduce_or": lambda dtype: False,
+    "reduce_and": lambda dtype: True,
+}
+_REDUCE: Mapping[str, Callable[[Any], Any]] = {
+    "reduce_sum": lambda rows: jnp.sum(rows, dtype=rows.dtype),
+    "reduce_max": jnp.max,
+    "reduce_min": jnp.min,
+    "reduce_or": jnp.any,
+    "reduce_and": jnp.all,
+}
+#: From the reduction of the rows and the number in all others to that of both.
+_COMBINE: Mapping[str, Callable[[Any, Any], Any]] = {
+    "reduce_max": jnp.maximum,
+    "reduce_min": jnp.minimum,
+    "reduce_or": jnp.logical_or,
+    "reduce_and": jnp.logical_and,
+}
+
+
+def row_by_row(equation: Equation, operands: Sequence[Any]) -> Any:
+    """The result of an equation, `Rowwise` or an array, computed from rows alone; None where that cannot be."""
+    name = equation.primitive.name
+    if name in ELEMENTWISE:
+        return _elementwise(equation, operands)
+    if name in _NEUTRAL:
+        return _reduced(equation, operands[0])
+    if name in _RESHAPES and len(operands) == 1 and _keeps_rows(equation):
+        return _reshaped(equation, operands[0])
+    return None
+
+
+def _elementwise(equation: Equation, operands: Sequence[Any]) -> Rowwise | None:
+    shape = equation.outvars[0].aval.shape
+    if any(np.shape(operand) not in ((), shape) for operand in operands if not isinstance(operand, Rowwise)):
+        return None
+    values = _aligned(equation, operands)
+    if values is None:
+        return None
+    rest = made(equation, [_rest(value) for value in values])
+    index = next((value.index for value in values if _has_rows(value)), None)
+    if index is None:
+        return Rowwise(equation, operands, rest)
+    rows = [_rows(value, index) for value in values]
+    return Rowwise(equation, operands, rest, index, on_rows(equation, rows, index.places.shape[0]))
+
+
+def _has_rows(value: Any) -> bool:
+    return isinstance(value, Rowwise) and value.index is not None
+
+
+def _rest(value: Any) -> Any:
+    if isinstance(value, Rowwise):
+        return value.rest
+    return Fill(value) if np.shape(value) == () else Whole(value)
+
+
+def _rows(value: Any, index: Index) -> Any:
+    if isinstance(value, Rowwise):
+        return value.at(index)
+    return value if np.shape(value) == () else jnp.asarray(value).at[index.places].get(mode="clip")
+
+
+def _aligned(equation: Equation, operands: Sequence[Any]) -> list[Any] | None:
+    """The operands with all that have an index by the same one; None where that cannot be."""
+    indices: list[Any] = list(dict.fromkeys(operand.index for operand in operands if _has_rows(operand)))
+    values: list[Any] | None = list(operands)
+    if len(indices) > 1:
+        if len({index.unique for index in indices}) == 1:
+            return [operand.unique if isinstance(operand, Rowwise) else operand for operand in operands]
+        values = _joined(operands, indices)
+    elif not indices or indices[0].is_unique:
+        return values
+    if values is None or _is_linear(equation, values):
+        return values
+    return [value.unique if isinstance(value, Rowwise) else value for value in values]
+
+
+def _joined(operands: Sequence[Any], indices: Sequence[Index]) -> list[Any] | None:
+    """Operands that are zero elsewhere by the index of all their rows; None where these are no fewer than all."""
+    count, sizes = indices[0].count, [index.places.shape[0] for index in indices]
+    if sum(sizes) >= count or not all(operand.is_sparse for operand in operands if _has_rows(operand)):
+        return None
+    joined = Index(jnp.concatenate([index.places for index in indices]), count)
+
+    def moved(operand: Rowwise) -> Rowwise:
+        parts = [
+            operand.rows if index is operand.index else jnp.zeros((size, *operand.rows.shape[1:]), operand.rows.dtype)
+            for index, size in zip(indices, sizes, strict=True)
+        ]
+        return operand.moved(joined, jnp.concatenate(parts))
+
+    return [moved(operand) if _has_rows(operand) else operand for operand in operands]
+
+
+def _is_linear(equation: Equation, operands: Sequence[Any]) -> bool:
+    """Whether the sum of results for rows of one place is the result for their sum."""
+    name, has_rows = equation.primitive.name, [*map(_has_rows, operands)]
+    if not all(operand.is_sparse for operand, has in zip(operands, has_rows, strict=True) if has):
+        return False
+    if name in ("neg", "copy", "copy_p"):
+        return True
+    if any(operand.rows.dtype.itemsize < 4 for operand, has in zip(operands, has_rows, strict=True) if has):
+        return False  # a sum of few bits is to be rounded, or to overflow, as that of the dense gradient
+    if name == "convert_element_type":
+        was, will_be = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
+        return bool(jnp.issubdtype(was, jnp.number) and jnp.promote_types(was, will_be) == will_be)
+    if name in ("add", "sub", "add_any"):
+        return all(has_rows)
+    if name in ("mul", "div"):
+        return has_rows == [True, False] or (name == "mul" and has_rows == [False, True])
+    return name == "select_n" and not has_rows[0] and all(has_rows[1:])
+
+
+def _reduced(equation: Equation, operand: Rowwise) -> Any:
+    name, axes = equation.primitive.name, tuple(equation.params["axes"])
+    if operand.index is None:
+        return None
+    if name != "reduce_sum" or operand.rows.dtype.itemsize < 4:
+        operand = operand.unique
+    if 0 not in axes:
+        return _reduced_within_rows(equation, operand)
+    if len(axes) < len(operand.aval.shape) or not isinstance(operand.rest, Fill):
+        return None
+    # Some row is in the rest, since no index has as many places as there are rows.
+    neutral = _NEUTRAL[name](operand.aval.dtype)
+    has_part = not operand.rest.equals(neutral)
+    if has_part and name == "reduce_sum":
+        return None
+    assert operand.index is not None
+    result = _REDUCE[name](operand.index.masked(operand.rows, neutral))
+    return _COMBINE[name](result, operand.rest.value) if has_part else result
+
+
+def _reduced_within_rows(equation: Equation, operand: Rowwise) -> Rowwise:
+    is_kept = isinstance(operand.rest, Fill) and (equation.primitive.name != "reduce_sum" or is_zero(operand.rest))
+    return _of_rows(equation, operand, is_kept)
+
+
+def _reshaped(equation: Equation, operand: Rowwise) -> Rowwise:
+    return _of_rows(equation, operand, isinstance(operand.rest, Fill))
+
+
+def _of_rows(equation: Equation, operand: Rowwise, keeps_rest: bool) -> Rowwise:
+    """The result of an equation for each row, whose rest is the operand's if it keeps that."""
+    rest = operand.rest if keeps_rest else Made(equation, (operand.rest,))
+    rows = None if operand.index is None else on_rows(equation, [operand.rows], operand.rows.shape[0])
+    return Rowwise(equation, [operand], rest, operand.index, rows)
+
+
+def _keeps_rows(equation: Equation) -> bool:
+    """Whether a change of shape leaves the first dimension first."""
+    given, result = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+    dims = equation.params.get("broadcast_dimensions")
+    is_permuted = equation.primitive.name == "reshape" and equation.params["dimensions"] is not None
+    return bool(given and result) and given[0] == result[0] and (dims is None or dims[0] == 0) and not is_permuted
+
+
+def _limits(dtype: Any) -> tuple[Any, Any]:
+    """The least and the largest value of a dtype."""
+    if jnp.issubdtype(dtype, jnp.floating):
+        return -np.inf, np.inf
+    return (False, True) if dtype == np.dtype(bool) else (np.iinfo(dtype).min, np.iinfo(dtype).max)

@@ -1,0 +1,1 @@
+"""Variables, queues and accumulators as the user holds them."""

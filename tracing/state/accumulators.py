@@ -1,0 +1,202 @@
+"""`dflow.ConditionalAccumulator`: sums gradients of several workers, without stale ones.
+
+Staleness and the result of a take follow TensorFlow 1's documentation, with one exception: the mean of row gradients
+divides every row by the number of gradients, so that it equals the mean of their dense forms.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflow.tracing.errors import AccumulatorError, GraphTypeError
+from dflow.tracing.ir.accumulator_settings import AccumulatorSettings, Reduction
+from dflow.tracing.ir.queue_settings import DEFAULT_TIMEOUT_S
+from dflow.tracing.ir.types import AccumulatorType, ArrayType, RowsType, array_type_of
+from dflow.tracing.rows.row_gradient import RowGradient
+from dflow.tracing.source import at, caller
+from dflow.tracing.state.host_resource import HostResource, converted, number_text
+from dflow.tracing.state.resources import Variable, is_variable, path_name, read
+
+
+class ConditionalAccumulator(HostResource):
+    """Sums gradients until enough are there; one for each step of synchronous training, shared by its threads.
+
+    spec       the pytree of a gradient, of arrays, `jax.ShapeDtypeStruct`s or the variables it is for. A `RowGradient`
+               of k rows makes its part row-sparse: a take gives k rows, padded with zeros
+    name       the name in error messages
+    reduction  the result of `take`: the "mean" of the gradients, or their "sum"
+    limit      the largest number of gradients in a take; later gradients are dropped like stale ones. None: no limit
+    raises     AccumulatorError for another reduction, for the mean of integers, for a limit that is not an integer of
+               at least 1, and inside traced code
+
+    It counts steps, beginning at 0. A gradient of an earlier step is stale and dropped. A take waits for `n` gradients,
+    gives the reduction of all that are there, and the step goes on by one. In traced code each method records an op,
+    and ops on one accumulator run in the order of the program; elsewhere they run immediately.
+    """
+
+    error = AccumulatorError
+    type: AccumulatorType
+    settings: AccumulatorSettings
+
+    def __init__(
+        self, spec: Any, *, name: str | None = None, reduction: str = "mean", limit: int | None = None
+    ) -> None:
+        super().__init__("accumulator", name)
+        leaves, tree = jax.tree_util.tree_flatten(spec, is_leaf=_is_leaf)
+        self._tree: Any = tree
+        self.type = AccumulatorType(tuple(map(self._component, leaves)))
+        given: Any = limit
+        if given is not None and (not isinstance(given, int | np.integer) or given < 1):
+            raise AccumulatorError(
+                f"{self.title} cannot have the limit {limit!r}{at(self.loc)}\n"
+                "  give a number of gradients, from 1, or None"
+            )
+        self.settings = AccumulatorSettings(self._checked(reduction), None if limit is None else int(limit))
+        self.settle()
+
+    def apply(self, gradient: Any, step: Any = 0) -> jax.Array:
+        """Add a gradient that was computed in `step`; bool[]: whether it was fresh, and so is not dropped.
+
+        Where the spec is row-sparse, the gradient is a `RowGradient` of any number of rows; elsewhere a `RowGradient`
+        is made dense. Raises GraphTypeError for another structure, shape or dtype than `spec`'s, and AccumulatorError
+        when more different rows are there than a take gives.
+        """
+        operands = self._operands(gradient)
+        fresh: jax.Array = self.use("apply", [*operands, self._number(step)], {})[0]
+        return fresh
+
+    def take(self, n: int, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Any:
+        """Wait until `n` fresh gradients are there; the mean or sum of all that are, structured as `spec`.
+
+        Takes of all threads are served in the order of their calls. Raises DeadlineExceeded, which says how many
+        gradients were there; AccumulatorError unless `n` is an integer of at least 1, known at trace time.
+        """
+        return self.structured(self.use("take", (), {"count": self._wanted(n), **self.timeout(timeout_s)}))
+
+    def structured(self, arrays: Sequence[Any]) -> Any:
+        """What a take gives as one array after the other, structured as `spec`."""
+        taken = iter(arrays)
+        values = [
+            RowGradient(next(taken), next(taken), component.of.shape)
+            if isinstance(component, RowsType)
+            else next(taken)
+            for component in self.type.components
+        ]
+        return self._tree.unflatten(values)
+
+    def set_step(self, step: Any) -> None:
+        """Set the step; gradients of earlier ones are dropped from now on. Setting it back warns, as in TensorFlow."""
+        self.use("set_step", [self._number(step)], {})
+
+    @property
+    def step(self) -> jax.Array:
+        """The step, i32[]: how many takes there were, unless it was set."""
+        return self._asked("step")
+
+    def count(self) -> jax.Array:
+        """How many gradients are there, i32[]."""
+        return self._asked("count")
+
+    def dropped(self) -> jax.Array:
+        """How many gradients were stale since the beginning, i32[]."""
+        return self._asked("dropped")
+
+    def __repr__(self) -> str:
+        return f"<ConditionalAccumulator {self.name!r}: {self.type}, {self.settings.reduction.value}>"
+
+    def _asked(self, method: str) -> jax.Array:
+        number: jax.Array = self.use(method, (), {})[0]
+        return number
+
+    def _wanted(self, n: Any) -> int:
+        try:
+            number = operator.index(n)
+        except TypeError:
+            number = 0
+        if number < 1:
+            raise AccumulatorError(
+                f"{self.title}: take needs at least 1 gradient, not {number_text(n)}{at(caller())}\n"
+                "  how many must be a number that is known when the program is traced"
+            )
+        if self.settings.limit is not None and number > self.settings.limit:
+            raise AccumulatorError(
+                f"{self.title}: a take of {number} would wait for ever, for it holds at most {self.settings.limit}"
+                f"{at(caller())}\n  take as many as its limit or fewer, or give it another limit"
+            )
+        return number
+
+    def _number(self, step: Any) -> Any:
+        value = read(step)
+        given = array_type_of(value)
+        if given.shape != () or not jnp.issubdtype(given.dtype, jnp.integer):
+            raise AccumulatorError(f"{self.title}: a step is {given}, not an integer{at(caller())}")
+        return np.int32(value) if isinstance(value, int) else jax.lax.convert_element_type(value, np.int32)
+
+    def _operands(self, gradient: Any) -> list[Any]:
+        flat, tree = jax.tree_util.tree_flatten_with_path(gradient, is_leaf=_is_leaf)
+        if tree != self._tree:
+            raise GraphTypeError(
+                f"{self.title} takes gradients structured as {self._tree}, but was given {tree}{at(caller())}\n"
+                "  apply a pytree of the structure of the spec"
+            )
+        leaves = zip(flat, self.type.components, strict=True)
+        return [array for (path, leaf), component in leaves for array in self._arrays(path, leaf, component)]
+
+    def _arrays(self, path: tuple[Any, ...], leaf: Any, component: ArrayType | RowsType) -> list[Any]:
+        where = f" at {path_name(path)!r}" if path else ""
+        if isinstance(component, RowsType):
+            given = _whole(leaf)
+            if not isinstance(leaf, RowGradient) or given != component.of:
+                shown = f"rows of {given}" if isinstance(leaf, RowGradient) else str(given)
+                raise GraphTypeError(
+                    f"{self.title} takes rows of {component.of}{where}, but was given {shown}{at(caller())}\n"
+                    "  apply the rows of a gradient of lookups, dflow.grad(..., rows=True), or "
+                    f"dflow.RowGradient(indices, rows, {component.of.shape})"
+                )
+            return [jax.lax.convert_element_type(leaf.indices, np.int32), leaf.rows]
+        array = converted(leaf.dense() if isinstance(leaf, RowGradient) else read(leaf), component)
+        given = array_type_of(array).strong
+        if given != component:
+            raise GraphTypeError(
+                f"{self.title} takes {component}{where}, but was given {given}{at(caller())}\n"
+                "  apply a gradient of the shape and dtype of the spec, or make the accumulator with another spec"
+            )
+        return [array]
+
+    def _component(self, leaf: Any) -> ArrayType | RowsType:
+        return RowsType(leaf.indices.shape[0], _whole(leaf)) if isinstance(leaf, RowGradient) else _whole(leaf)
+
+    def _checked(self, reduction: str) -> Reduction:
+        if not self.type.components:
+            raise AccumulatorError(f"{self.title} would sum gradients without arrays{at(self.loc)}")
+        if reduction not in [legal.value for legal in Reduction]:
+            raise AccumulatorError(
+                f"{self.title}: the reduction is {reduction!r}; the legal ones are 'mean' and 'sum'{at(self.loc)}"
+            )
+        arrays = [part.of if isinstance(part, RowsType) else part for part in self.type.components]
+        whole = [type for type in arrays if not jnp.issubdtype(type.dtype, jnp.inexact)]
+        if reduction == "mean" and whole:
+            raise AccumulatorError(
+                f"{self.title}: the mean of {whole[0]} has fractions{at(self.loc)}\n"
+                "  use reduction='sum', or a floating dtype"
+            )
+        return Reduction(reduction)
+
+
+def _whole(leaf: Any) -> ArrayType:
+    """The type of a gradient as one array."""
+    if isinstance(leaf, RowGradient):
+        return ArrayType(np.dtype(leaf.dtype), tuple(leaf.shape))
+    if isinstance(leaf, Variable):
+        return leaf.type
+    return array_type_of(leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf)).strong
+
+
+def _is_leaf(value: Any) -> bool:
+    return is_variable(value) or isinstance(value, RowGradient)

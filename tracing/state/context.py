@@ -1,0 +1,123 @@
+"""Where new variables live: the current home, and the default one.
+
+Context decides, not the data: `with cluster.parameter_servers():` sets a home for the variables made inside. The
+default home, this process, is set once by the layer that has a store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from dflow.tracing.errors import InternalError
+
+if TYPE_CHECKING:
+    import jax
+    from jax.sharding import Sharding
+
+    from dflow.tracing.state.host_resource import HostResource
+    from dflow.tracing.state.initial_value import Initial
+    from dflow.tracing.state.resources import Variable
+
+
+class Slot(NamedTuple):
+    """Where a variable's value is: the task (None: this process) and its key in that task's store.
+
+    `sharding` says how it is spread over several devices or an explicit mesh; None for one device or for no place.
+    """
+
+    device: str | None
+    key: str
+    sharding: Sharding | None = None
+
+
+class Home(Protocol):
+    """Keeps the values of variables, queues and accumulators, and serves ops on them that run outside a graph."""
+
+    #: Whether two variables of one name are one variable.
+    shares_names: bool
+
+    def create(self, variable: Variable, initial: Initial, near: Variable | None) -> Slot | None:
+        """Create the variable's value, or find it; returns where it is, or None if `settle` is to say that later.
+
+        Raises VariableError when a variable of that name but another type is there.
+        """
+        ...
+
+    def prepared(self, initial: Initial, name: str | None) -> Initial:
+        """What `create` is to be given for a first value; `initial_type` says its type.
+
+        Raises VariableError for a function that is no initialiser.
+        """
+        ...
+
+    def settle(self, variable: Variable) -> None:
+        """Create a variable that `create` left for later, unless it is created by now; set its device and key."""
+        ...
+
+    def together(self) -> AbstractContextManager[None]:
+        """Create the variables made inside together, at the latest at the end."""
+        ...
+
+    def read(self, variable: Variable) -> jax.Array:
+        """The value now. The array stays valid, whatever later steps write."""
+        ...
+
+    def gather(self, variable: Variable, indices: Any) -> jax.Array:
+        """The rows at `indices` now."""
+        ...
+
+    def update(self, variable: Variable, kind: str, *operands: Any) -> None:
+        """Change the value, as one update; `kind` is a key of `updates.KINDS`, the operands fit it."""
+        ...
+
+    def create_resource(self, resource: HostResource) -> Slot:
+        """Create a queue or an accumulator; returns where it is."""
+        ...
+
+    def use_resource(
+        self, resource: HostResource, op: str, operands: Sequence[Any], attributes: Mapping[str, Any]
+    ) -> Sequence[jax.Array]:
+        """Do the op `op` of `ops.RESOURCE_OPS` now, waiting for it; its results."""
+        ...
+
+    def forget(self, variable: Variable, reason: str, remedy: str) -> None:
+        """Free the value. Later use of the variable raises VariableError with this reason and remedy."""
+        ...
+
+    def forget_resource(self, resource: HostResource, reason: str, remedy: str) -> None:
+        """Free the contents. Later use of the resource, and ops that wait for it, raise an error with both texts."""
+        ...
+
+
+_current: ContextVar[Home | None] = ContextVar("dflow_home", default=None)
+_default: list[Home] = []
+
+
+def set_default_home(home: Home) -> None:
+    """Say where variables live that are made under no home."""
+    _default[:] = [home]
+
+
+def default_home() -> Home:
+    """The home of variables made under no home: this process. Raises InternalError when no layer has set it."""
+    if not _default:
+        raise InternalError("no home for variables is set; import dflow, not its layers alone")
+    return _default[0]
+
+
+def current_home() -> Home:
+    """The home of variables made now. Raises InternalError when no layer has set a default."""
+    return _current.get() or default_home()
+
+
+@contextmanager
+def home(home: Home) -> Iterator[None]:
+    """Make the variables created inside live in `home`."""
+    token = _current.set(home)
+    try:
+        yield
+    finally:
+        _current.reset(token)

@@ -1,0 +1,115 @@
+"""Users' handles to state that the host keeps between XLA computations: queues and accumulators.
+
+Such a resource is a name, a type and a home, which holds its contents. In traced code its methods record ops that the
+executor runs in the order of the program; elsewhere they run immediately. Its ops may wait.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from dflow.tracing.errors import DflowError
+from dflow.tracing.ir.queue_settings import DEFAULT_TIMEOUT_S
+from dflow.tracing.ir.types import ArrayType, HostType, array_type_of
+from dflow.tracing.jax_frontend import Handle, is_tracing
+from dflow.tracing.primitives.host_primitives import host_p
+from dflow.tracing.primitives.namesakes import joined_namesakes, warn_of_namesakes
+from dflow.tracing.source import at, caller
+from dflow.tracing.state.container import contained, join
+from dflow.tracing.state.context import Home, current_home
+
+_serials = itertools.count()
+
+
+class HostResource:
+    """What queues and accumulators share: among a function's arguments, each is a pytree without leaves."""
+
+    #: The class of its errors.
+    error: ClassVar[type[DflowError]]
+    type: HostType
+    #: What makes it the resource it is, beside its type: equal settings and equal ops give equal results.
+    settings: Any
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        # By handle, since JAX keeps the trees of arguments for as long as a function lives.
+        jax.tree_util.register_pytree_node(
+            cls, lambda resource: ((), resource.handle), lambda handle, _: handle.variable
+        )
+
+    def __init__(self, kind: str, name: str | None) -> None:
+        self.kind = kind
+        self.serial = next(_serials)
+        self.name = contained(name or f"{kind}_{self.serial}")
+        #: Whether the name was given, and not made up.
+        self.is_named = name is not None
+        self.loc = caller()
+        if is_tracing():
+            raise self.error(
+                f"{self.title} is created inside traced code, which runs once, not once a step{at(self.loc)}\n"
+                "  create it before, and use it inside"
+            )
+
+    @property
+    def title(self) -> str:
+        """How messages call it."""
+        return f"{self.kind} {self.name!r}"
+
+    def settle(self) -> None:
+        """Have the home hold it; its type and settings are known by now."""
+        self.handle = Handle(self)
+        self.home: Home = current_home()
+        slot = self.home.create_resource(self)
+        self.device: str | None = slot.device
+        #: Its name in the store that holds it.
+        self.key = slot.key
+        self.namesakes = joined_namesakes(self)
+        join(self)
+
+    def forget(self, reason: str) -> None:
+        """Free the contents. Later use, and ops that wait for it, raise an error that gives the reason."""
+        remedy = "make it again, or keep what outlives it outside the container"
+        self.home.forget_resource(self, f"{self.title} {reason}", remedy)
+        self.namesakes.discard(self)
+
+    def use(self, method: str, operands: Sequence[Any], attributes: Mapping[str, Any]) -> Sequence[Any]:
+        """Do the op `<kind>.<method>` of `ops.RESOURCE_OPS`, or record it; its results."""
+        warn_of_namesakes((self,))
+        op = f"{self.kind}.{method}"
+        results: Sequence[Any] = host_p.bind(*operands, handle=self.handle, op=op, **attributes)
+        return results
+
+    def timeout(self, timeout_s: Any) -> dict[str, Any]:
+        """The attributes for the longest wait of an op; infinity means no deadline.
+
+        Raises the class's error unless it is a number; NaN is none.
+        """
+        try:
+            seconds = float(timeout_s)
+        except (TypeError, ValueError):
+            seconds = math.nan
+        if math.isnan(seconds):
+            raise self.error(
+                f"{self.title} was given timeout_s={number_text(timeout_s)}{at(caller())}\n"
+                "  give a number of seconds that is known when the program is traced"
+            )
+        return {} if seconds == DEFAULT_TIMEOUT_S else {"timeout_s": seconds}
+
+
+def number_text(number: Any) -> str:
+    """What was given for a number that must be known when the program is traced, as a message shows it."""
+    return f"{array_type_of(number)} (traced)" if isinstance(number, jax.core.Tracer) else str(number)
+
+
+def converted(value: Any, wanted: ArrayType) -> Any:
+    """The value as an array; a plain number takes the component's dtype if it is of its kind."""
+    given, array = array_type_of(value), value if hasattr(value, "dtype") else jnp.asarray(value)
+    both_floating = all(jnp.issubdtype(type.dtype, jnp.floating) for type in (given, wanted))
+    same_kind = both_floating or jnp.promote_types(given.dtype, wanted.dtype) == wanted.dtype
+    return jax.lax.convert_element_type(array, wanted.dtype) if given.weak and same_kind else array

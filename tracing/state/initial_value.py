@@ -1,0 +1,84 @@
+"""What a user gives for an array: the array and its type, or an error that says what it is instead."""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dflow.tracing.errors import GraphTypeError, VariableError
+from dflow.tracing.ir.types import ArrayType, array_type_of
+from dflow.tracing.source import at, caller
+
+#: A first value, or a function without arguments that gives it, run where the variable lives.
+Initial = Any | Callable[[], Any]
+
+
+class TypedInitial(ABC):
+    """A function without arguments that gives a first value of a known type."""
+
+    type: ArrayType
+
+    @abstractmethod
+    def __call__(self) -> Any:
+        """The value."""
+
+
+def given_array(value: Any, refusal: Callable[[str], Exception]) -> Any:
+    """The value as an array. Raises what `refusal` makes of "a str, which is no array"; JAX's own errors pass."""
+    try:
+        return jnp.asarray(value)
+    except (jax.errors.JAXTypeError, GraphTypeError):
+        raise
+    except (TypeError, ValueError):
+        raise refusal(f"a {type(value).__name__}, which is no array") from None
+
+
+def initial_type(initial: Initial, name: str | None) -> ArrayType:
+    """The type that a variable with this initial value has, without computing it.
+
+    Raises VariableError unless it is an array, or a function without arguments that returns one.
+    """
+    if isinstance(initial, TypedInitial):
+        return initial.type
+    if callable(initial):
+        check_needs_nothing(initial, name)
+        return struct_type(jax.eval_shape(initial), name)
+    if hasattr(initial, "dtype"):
+        return array_type_of(initial).strong
+    return array_type_of(given_array(initial, lambda what: _no_beginning(what, name))).strong
+
+
+def struct_type(struct: Any, name: str | None) -> ArrayType:
+    """The type that a variable has whose initialiser gives what this struct says; raises VariableError for a tree."""
+    if not isinstance(struct, jax.ShapeDtypeStruct):
+        raise _no_beginning(f"a {type(struct).__name__}, which is no array", name)
+    return array_type_of(struct).strong
+
+
+def _no_beginning(what: str, name: str | None) -> VariableError:
+    return VariableError(
+        f"variable {name or 'unnamed'!r} cannot begin with {what}{at(caller())}\n"
+        "  give it an array, a number, or a function without arguments that returns one; of a whole pytree of them\n"
+        "  dflow.variables(tree) makes variables"
+    )
+
+
+def check_needs_nothing(initial: Callable[..., Any], name: str | None) -> None:
+    """Raise VariableError for a function that cannot be called without arguments."""
+    try:
+        parameters = inspect.signature(initial).parameters.values()
+    except (TypeError, ValueError):
+        return
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in optional]
+    if needed:
+        raise VariableError(
+            f"the initialiser of variable {name or 'unnamed'!r} is called without arguments, but needs "
+            f"{', '.join(needed)}{at(caller())}\n"
+            f"  wrap it: dflow.Variable(lambda: initialiser({', '.join(needed)}))"
+        )

@@ -1,0 +1,246 @@
+"""Handles to queues, as a user holds them.
+
+A queue's type is that of its elements, which its home holds. The kinds of queues and closing follow TensorFlow 1's
+documentation.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflow.tracing.errors import QueueError, QueueTypeError
+from dflow.tracing.ir.queue_settings import DEFAULT_TIMEOUT_S, QueueKind, QueueSettings
+from dflow.tracing.ir.types import ArrayType, QueueType, array_type_of
+from dflow.tracing.jax_frontend import is_tracing
+from dflow.tracing.source import at, caller
+from dflow.tracing.state.host_resource import HostResource, converted, number_text
+from dflow.tracing.state.resources import is_variable
+
+
+@dataclass(frozen=True)
+class PaddedSpec:
+    """A component of a `PaddingFIFOQueue`; a dimension that is None may differ from element to element."""
+
+    shape: tuple[int | None, ...]
+    dtype: Any
+
+
+class Queue(HostResource):
+    """What all kinds share. Made by one of the classes below.
+
+    Elements are pytrees of arrays of the types in `spec`. Every wait ends: served, with DeadlineExceeded after
+    `timeout_s`, or with QueueClosed once the queue is closed and cannot serve it. A queue cannot be made inside traced
+    code.
+    """
+
+    error = QueueError
+    type: QueueType
+    settings: QueueSettings
+
+    def __init__(self, spec: Any, settings: QueueSettings, name: str | None, *, padded: bool = False) -> None:
+        super().__init__("queue", name)
+        capacity: Any = settings.capacity
+        if not isinstance(capacity, int | np.integer) or capacity < 1:
+            raise QueueError(
+                f"queue {self.name!r} cannot have the capacity {capacity!r}{at(self.loc)}\n"
+                "  give a whole number of elements, from 1; it stands before the spec"
+            )
+        self.settings = settings
+        self._tree: Any
+        leaves, self._tree = jax.tree_util.tree_flatten(spec, is_leaf=lambda leaf: hasattr(leaf, "shape"))
+        self.type = QueueType(tuple(self._component(leaf, padded) for leaf in leaves))
+        if not leaves:
+            raise QueueError(f"queue {self.name!r} would hold elements without arrays{at(self.loc)}")
+        self.settle()
+
+    @property
+    def spec(self) -> Any:
+        """The types of an element: a pytree of `ShapeDtypeStruct`s, of `PaddedSpec`s where a dimension is open."""
+        parts = [PaddedSpec(t.shape, t.dtype) if None in t.shape else t.struct for t in self.type.components]
+        return jax.tree_util.tree_unflatten(self._tree, parts)
+
+    @property
+    def capacity(self) -> int:
+        """How many elements it holds; one more waits."""
+        return self.settings.capacity
+
+    def enqueue(self, element: Any, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        """Put an element in, waiting for room. Raises QueueTypeError, QueueClosed, DeadlineExceeded."""
+        self.use("enqueue", self.fitting("enqueue", element), self.timeout(timeout_s))
+
+    def enqueue_many(self, elements: Any, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        """Put the rows of `elements` in, one after the other. Each array has one dimension more than the spec's.
+
+        Raises as `enqueue`; rows that went in before the error stay in.
+        """
+        self.use("enqueue_many", self.fitting("enqueue_many", elements), self.timeout(timeout_s))
+
+    def dequeue(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Any:
+        """Take an element, waiting for one. Raises QueueClosed, DeadlineExceeded."""
+        return jax.tree_util.tree_unflatten(self._tree, self._take("dequeue", self.timeout(timeout_s)))
+
+    def dequeue_many(self, n: int, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Any:
+        """Take `n` elements together, stacked. Raises QueueClosed when closed with fewer, DeadlineExceeded."""
+        taken = self._take("dequeue_many", {"count": self._count(n), **self.timeout(timeout_s)})
+        return jax.tree_util.tree_unflatten(self._tree, taken)
+
+    def dequeue_up_to(self, n: int, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> tuple[Any, jax.Array]:
+        """Take `n` elements, or what is left of a closed queue: the elements stacked, and how many there are.
+
+        There are always `n` rows, so that the result has a type; those from the number on are zeros. Raises
+        QueueClosed when the queue is closed and empty, DeadlineExceeded.
+        """
+        *taken, count = self._take("dequeue_up_to", {"count": self._count(n), **self.timeout(timeout_s)})
+        return jax.tree_util.tree_unflatten(self._tree, taken), count
+
+    def size(self) -> jax.Array:
+        """How many elements it holds: in traced code at this point of the program, elsewhere now."""
+        size: jax.Array = self.use("size", (), {})[0]
+        return size
+
+    def close(self, cancel_pending: bool = False) -> None:
+        """Let nothing more in. Enqueues that wait still go in, unless `cancel_pending`; what is in can be taken."""
+        self.use("close", (), {"cancel_pending": True} if cancel_pending else {})
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name!r}: {self.type}, capacity {self.capacity}>"
+
+    def _take(self, method: str, attributes: dict[str, Any]) -> Sequence[Any]:
+        if is_tracing() and any(None in component.shape for component in self.type.components):
+            raise QueueError(
+                f"{method} in traced code from queue {self.name!r}, whose elements have no one shape: "
+                f"{self._shown(self.type.components)}{at(caller())}\n"
+                "  dequeue outside of traced code, and pass it what you get"
+            )
+        return self.use(method, (), attributes)
+
+    def _count(self, count: Any) -> int:
+        remedy = "how many must be a number that is known when the program is traced"
+        try:
+            number = operator.index(count)
+            if number >= 0:
+                return number
+            remedy = "give how many to take, from 0"
+        except TypeError:
+            pass
+        raise QueueError(f"queue {self.name!r} was asked for {number_text(count)} elements{at(caller())}\n  {remedy}")
+
+    def _component(self, leaf: Any, padded: bool) -> ArrayType:
+        dtype, shape = getattr(leaf, "dtype", None), getattr(leaf, "shape", None)
+        if dtype is None or shape is None:
+            raise QueueError(
+                f"the spec of queue {self.name!r} has {leaf!r} for a component{at(self.loc)}\n"
+                "  give each one as jax.ShapeDtypeStruct(shape, dtype)"
+            )
+        if jnp.issubdtype(dtype, jax.dtypes.extended):
+            raise QueueError(
+                f"the spec of queue {self.name!r} has keys ({dtype}), which no queue holds{at(self.loc)}\n"
+                "  enqueue jax.random.key_data(key), and make a key of it with jax.random.wrap_key_data"
+            )
+        if None in shape and not padded:
+            raise QueueError(
+                f"the spec of queue {self.name!r} leaves a dimension open, {shape}{at(self.loc)}\n"
+                "  give the dimension, or use a PaddingFIFOQueue"
+            )
+        return ArrayType(np.dtype(jax.dtypes.canonicalize_dtype(dtype)), tuple(shape))
+
+    def fitting(self, method: str, element: Any) -> list[Any]:
+        """The arrays of an element, each of its component's dtype; of many elements for `enqueue_many`."""
+        tree: Any
+        leaves, tree = jax.tree_util.tree_flatten(element, is_leaf=is_variable)
+        arrays = [leaf.read() if is_variable(leaf) else leaf for leaf in leaves]
+        if tree == self._tree:
+            arrays = [converted(a, wanted) for a, wanted in zip(arrays, self.type.components, strict=True)]
+        given = [array_type_of(array).strong for array in arrays]
+        extra = 1 if method == "enqueue_many" else 0
+        rows = given[0].shape[:extra] if given else ()
+        wanted = [ArrayType(type.dtype, (*rows, *type.shape)) for type in self.type.components]
+        if tree != self._tree or len(rows) != extra or not all(map(_fits, given, wanted)):
+            shown = jax.tree_util.tree_unflatten(tree, [_Shown(_said(array)) for array in arrays])
+            many = ", with one dimension more in front, the same for all" if extra else ""
+            raise QueueTypeError(
+                f"queue {self.name!r} holds {self._shown(self.type.components)} but {method} was given {shown}"
+                f"{at(caller())}\n  give it the structure, shapes and dtypes that it holds{many}"
+            )
+        return arrays
+
+    def _shown(self, types: Sequence[ArrayType]) -> str:
+        return str(jax.tree_util.tree_unflatten(self._tree, [_Shown(str(type)) for type in types]))
+
+
+def _said(value: Any) -> str:
+    """The type that was given, before JAX takes 64 bits for 32."""
+    if isinstance(value, np.ndarray | np.generic):
+        return str(ArrayType(value.dtype, value.shape))
+    return str(array_type_of(value).strong)
+
+
+class _Shown(str):
+    """A type within a structure, without quotes."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+def _fits(given: ArrayType, wanted: ArrayType) -> bool:
+    same = given.dtype == wanted.dtype and len(given.shape) == len(wanted.shape)
+    return same and all(dim is None or size == dim for size, dim in zip(given.shape, wanted.shape, strict=True))
+
+
+class FIFOQueue(Queue):
+    """First in, first out; at most `capacity` elements of the types in `spec`, a pytree of ShapeDtypeStructs."""
+
+    def __init__(self, capacity: int, spec: Any, *, name: str | None = None) -> None:
+        super().__init__(spec, QueueSettings(QueueKind.FIFO, capacity), name)
+
+
+class PaddingFIFOQueue(Queue):
+    """A FIFOQueue whose `spec` may leave dimensions open (`PaddedSpec`): `dequeue_many` pads with zeros to the largest.
+
+    From elements that have no one shape nothing can be taken in traced code.
+    """
+
+    def __init__(self, capacity: int, spec: Any, *, name: str | None = None) -> None:
+        super().__init__(spec, QueueSettings(QueueKind.FIFO, capacity), name, padded=True)
+
+
+class RandomShuffleQueue(Queue):
+    """Gives a random element, and until it is closed keeps `min_after_dequeue` back to choose from.
+
+    `seed` makes the choice the same in each run; given none, it differs.
+    """
+
+    def __init__(
+        self, capacity: int, min_after_dequeue: int, spec: Any, *, seed: int | None = None, name: str | None = None
+    ) -> None:
+        if not 0 <= min_after_dequeue < capacity:
+            raise QueueError(
+                f"a queue of capacity {capacity} that holds {min_after_dequeue} back gives nothing{at(caller())}\n"
+                "  give a min_after_dequeue from 0 to less than the capacity"
+            )
+        chosen = int(np.random.SeedSequence().entropy) if seed is None else seed  # type: ignore[arg-type]
+        super().__init__(spec, QueueSettings(QueueKind.SHUFFLE, capacity, min_after_dequeue, chosen), name)
+
+
+class PriorityQueue(Queue):
+    """Gives the element of the lowest priority, of equal ones the first in.
+
+    The priority is the first component of `spec` in the order of its leaves: an int32 or int64 scalar.
+    """
+
+    def __init__(self, capacity: int, spec: Any, *, name: str | None = None) -> None:
+        first = next(iter(jax.tree_util.tree_leaves(spec)), None)
+        dtype, shape = getattr(first, "dtype", None), getattr(first, "shape", None)
+        if shape != () or dtype not in (np.dtype("int32"), np.dtype("int64")):
+            raise QueueError(
+                f"the first component of a priority queue is its priority, an int32 or int64 scalar; here it is {first}"
+                f"{at(caller())}\n  the components are the leaves of the spec; those of a dict go by its keys"
+            )
+        super().__init__(spec, QueueSettings(QueueKind.PRIORITY, capacity), name)

@@ -1,0 +1,534 @@
+"""Handles to state, as a user holds them.
+
+A `Variable` is a name, a type and a home; its value is in the home. In traced code its methods record ops with an
+effect; elsewhere they run immediately.
+
+A variable is a `jax.Array` and a leaf of pytrees. Wherever JAX takes it as an operand, JAX reads it there: an argument
+that is a variable is an array inside of a `jax.grad`, a `jax.jit`, a `scan`. Only functions of `dflow.jit`, and what is
+closed over, have the variable itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflow.tracing.errors import VariableError, VariableShapeError
+from dflow.tracing.ir.explicit_sharding import explicit_sharding, with_sharding
+from dflow.tracing.ir.types import ArrayType, array_type_of, dtype_name
+from dflow.tracing.ir.updates import indices_refusal, kind_refusal, lookup_type
+from dflow.tracing.jax_frontend import Handle, is_tracing
+from dflow.tracing.near_names import suggests_keywords
+from dflow.tracing.primitives.namesakes import joined_namesakes
+from dflow.tracing.primitives.state_primitives import gather_p, name_p, read_p, update_p, value_type
+from dflow.tracing.rows.row_gradient import RowGradient
+from dflow.tracing.source import as_code, at, caller
+from dflow.tracing.state.container import contained, join
+from dflow.tracing.state.context import Home, current_home
+from dflow.tracing.state.initial_value import Initial, given_array, initial_type
+from dflow.tracing.state.variable_as_array import register_as_array
+
+_serials = itertools.count()
+
+
+#: The attributes of a variable; setting any other is an error.
+_FIELDS = frozenset(
+    (
+        "serial",
+        "is_named",
+        "name",
+        "type",
+        "trainable",
+        "gradient",
+        "sharding",
+        "loc",
+        "home",
+        "handle",
+        "device",
+        "key",
+        "namesakes",
+    )
+)
+
+
+#: What variables have in other frameworks, and how it is written here.
+_ELSEWHERE = {
+    "value": "; its value is {0}.read()",
+    "numpy": "; its value is {0}.read(), and numpy.asarray({0}) in NumPy",
+    "read_value": "; its value is {0}.read()",
+    "eval": "; its value is {0}.read()",
+    "load": "; write {0}.assign(value)",
+    "set_value": "; write {0}.assign(value)",
+}
+
+
+class Variable(jax.Array):
+    """A mutable array that traced code reads and writes.
+
+    `initial`  the first value (array or scalar), or a function without arguments that returns it. On a cluster its ops
+               run only if the variable is new: those of a large value on the variable's task. The value has the same
+               bits as in one process
+    `name`     names the variable in graphs, messages, checkpoints and across the tasks of a cluster; given none, a
+               name is made up
+    `dtype`    converts the initial value; given none, it keeps its own
+    `near`     another variable whose task this one shall share
+    `trainable`  whether `trainable_variables` includes it
+    `gradient`   a function that `grad`, `value_and_grad` and `vjp` apply to the variable's gradient, an array, before
+                 they give it: to clip it, scale it or stop part of it
+    `sharding`   a `jax.sharding.Sharding` that says how the value is spread over this process's devices; a function
+                 for `initial` is compiled so that each device makes its part
+
+    In one process each `Variable` is its own state. On a cluster the name is the variable: the first process to ask
+    creates it and the others get it. In both, using a variable that has a later namesake in the same process is a
+    `DuplicateNameWarning`. A second variable of the same name but another type raises VariableError, on a cluster when
+    the variable is created: at the end of the block of `cluster.parameter_servers()`, or at its first use within. A
+    variable cannot be made inside traced code.
+    """
+
+    # Over properties of `jax.Array`, which cannot be set.
+    sharding = None  # type: ignore[assignment]
+    weak_type = False
+
+    # NumPy then uses our reflected operators instead of looping over an object.
+    __array_ufunc__ = None
+
+    #: What messages call it.
+    kind = "variable"
+
+    #: Key of the value in the store of its task.
+    key: str
+
+    @suggests_keywords
+    def __init__(
+        self,
+        initial: Initial,
+        *,
+        name: str | None = None,
+        dtype: Any = None,
+        near: Variable | None = None,
+        trainable: bool = True,
+        gradient: Callable[[Any], Any] | None = None,
+        sharding: jax.sharding.Sharding | None = None,
+    ) -> None:
+        if not isinstance(name, str | None):
+            raise VariableError(
+                f"a variable is named {name!r}, a {type(name).__name__}{at(caller())}\n  give it a string"
+            )
+        if is_tracing():
+            raise VariableError(
+                f"a variable ({name or 'unnamed'}) is created inside traced code, which runs once, not once a step"
+                f"{at(caller())}\n  create it before, and use it inside"
+            )
+        if not isinstance(near, Variable | None):
+            raise VariableError(
+                f"near={near!r} is a {type(near).__name__}, not a variable{at(caller())}\n"
+                "  give it the variable whose task this one shall share"
+            )
+        if not isinstance(sharding, jax.sharding.Sharding | None):
+            raise VariableError(
+                f"sharding={sharding!r} is no jax.sharding.Sharding{at(caller())}\n"
+                "  a PartitionSpec needs a mesh beside it: jax.sharding.NamedSharding(mesh, spec)"
+            )
+        first = initial if dtype is None else _converted(initial, dtype)
+        self.serial = next(_serials)
+        #: Whether the name was given, and not made up.
+        self.is_named = name is not None
+        self.name = contained(name or f"variable_{self.serial}")
+        self.home: Home = near.home if near is not None else current_home()
+        first = self.home.prepared(first, name)
+        self.type = initial_type(first, name)
+        self.trainable = trainable
+        self.gradient = gradient
+        #: How the value is spread over devices; None is one device, or wherever in this process JAX puts it.
+        self.sharding = sharding
+        self.loc = caller()
+        self.handle = Handle(self)
+        slot = self.home.create(self, first, near)
+        if slot is not None:
+            # JAX asks where an argument lies, so a variable passed to its functions goes there as it is spread.
+            self.device, self.key, self.sharding = slot
+            self.type = self.handle.type = replace(self.type, sharding=explicit_sharding(slot.sharding, self.shape))
+        self.namesakes = joined_namesakes(self)
+        join(self)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the value."""
+        return self.type.shape
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the value."""
+        return self.type.dtype
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions of the value."""
+        return len(self.type.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of elements of the value."""
+        return int(np.prod(self.type.shape))
+
+    @property
+    def aval(self) -> Any:
+        """The type of the value, as JAX has it."""
+        return value_type(self.handle)
+
+    @property
+    def device(self) -> str | None:
+        """The task that holds the value, `/job:ps/task:0`, or a device of this process, `/device:cpu:1`.
+
+        None is wherever in this process JAX puts it. To ask for it, or the key, creates a variable that is yet to be
+        created.
+        """
+        if "device" not in self.__dict__:
+            self.home.settle(self)
+        device: str | None = self.__dict__["device"]
+        return device
+
+    @device.setter
+    def device(self, device: str | None) -> None:
+        self.__dict__["device"] = device
+
+    def forget(self, reason: str) -> None:
+        """Free the value. Later use of the variable raises VariableError, which gives the reason."""
+        remedy = "make it again, or keep what outlives it outside the container"
+        self.home.forget(self, f"variable {self.name!r} {reason}", remedy)
+        self.namesakes.discard(self)
+
+    def read(self) -> jax.Array:
+        """The value: in traced code that at this point of the program, elsewhere the current one."""
+        value: jax.Array = read_p.bind(handle=self.handle)
+        return value
+
+    def assign(self, value: Any) -> None:
+        """Replace the value. Raises VariableShapeError when shape or dtype is not the variable's."""
+        self._assign("assign", value)
+
+    def assign_add(self, delta: Any, *, reduce: str | None = None) -> None:
+        """Add `delta`, as one update that no other step comes between. Raises VariableShapeError.
+
+        A `RowGradient` is added row by row, here and in `assign_sub`. Under `vmap`, `reduce="sum"` adds the sum of
+        the batch's deltas; without it a delta that differs along the batch is refused. A delta that is the same for
+        the whole batch is added once.
+        """
+        self._assign("assign_add", delta, reduce)
+
+    def assign_sub(self, delta: Any) -> None:
+        """Subtract `delta`, as one update. Raises VariableShapeError."""
+        self._assign("assign_sub", delta)
+
+    def assign_mul(self, factor: Any) -> None:
+        """Multiply by `factor`, element by element, as one update. Raises VariableShapeError."""
+        self._assign("assign_mul", factor)
+
+    def assign_max(self, value: Any) -> None:
+        """Keep the larger of each element and `value`'s, as one update. Raises VariableShapeError."""
+        self._assign("assign_max", value)
+
+    def assign_min(self, value: Any) -> None:
+        """Keep the smaller of each element and `value`'s, as one update. Raises VariableShapeError."""
+        self._assign("assign_min", value)
+
+    def gather(self, indices: Any) -> jax.Array:
+        """The rows at `indices`, integers of any shape: an array of shape `indices.shape + variable.shape[1:]`.
+
+        Where the variable lives elsewhere only the rows travel, and the gradient of a gather is made of rows. A
+        negative index counts from the end; one past either end gives the row at that end and no gradient, as in
+        `array[indices]`. Raises VariableShapeError for indices that are no integers.
+        """
+        rows: jax.Array = gather_p.bind(self._indices("gather", indices), handle=self.handle)
+        return rows
+
+    def scatter_update(self, indices: Any, rows: Any) -> None:
+        """Replace the rows at `indices`; of rows for one index any one stays.
+
+        Here and in every `scatter_`: `indices` are integers of any shape and `rows` has `indices.shape +
+        variable.shape[1:]`; a negative index counts from the end; a row that does not exist is not written. It is
+        one update, in place. Raises VariableShapeError.
+        """
+        self._scatter("scatter_update", indices, rows)
+
+    def scatter_add(self, indices: Any, rows: Any, *, reduce: str | None = None) -> None:
+        """Add `rows` to the rows at `indices`; rows for one index add up. `reduce` is as in `assign_add`."""
+        self._scatter("scatter_add", indices, rows, reduce)
+
+    def scatter_mul(self, indices: Any, rows: Any) -> None:
+        """Multiply the rows at `indices` by `rows`."""
+        self._scatter("scatter_mul", indices, rows)
+
+    def scatter_max(self, indices: Any, rows: Any) -> None:
+        """Keep the larger of the rows at `indices` and `rows`, element by element."""
+        self._scatter("scatter_max", indices, rows)
+
+    def scatter_min(self, indices: Any, rows: Any) -> None:
+        """Keep the smaller of the rows at `indices` and `rows`, element by element."""
+        self._scatter("scatter_min", indices, rows)
+
+    def _assign(self, kind: str, value: Any, reduce: str | None = None) -> None:
+        if isinstance(value, RowGradient) and kind in ("assign_add", "assign_sub") and value.shape == self.shape:
+            value.check()
+            self.scatter_add(value.indices, value.rows if kind == "assign_add" else -value.rows, reduce=reduce)
+            return
+        self._check_kind(kind, reduce)
+        given = self._fitting(kind, value, self.type, "")
+        update_p.bind(given, handle=self.handle, kind=kind, reduce=reduce)
+
+    def _scatter(self, kind: str, indices: Any, rows: Any, reduce: str | None = None) -> None:
+        self._check_kind(kind, reduce)
+        places = self._indices(kind, indices)
+        wanted = lookup_type(self.type, array_type_of(places))
+        given = self._fitting(kind, rows, wanted, f", at these indices rows of {wanted},")
+        update_p.bind(places, given, handle=self.handle, kind=kind, reduce=reduce)
+
+    def _check_kind(self, kind: str, reduce: str | None) -> None:
+        refusal = kind_refusal(kind, self.type)
+        if refusal is not None:
+            raise VariableShapeError(f"variable {self.name!r} has no {kind}: {refusal}{at(caller())}")
+        if reduce not in (None, "sum"):
+            raise VariableError(f"{kind} was given reduce={reduce!r}{at(caller())}\n  give it None or 'sum'")
+
+    def _indices(self, method: str, indices: Any) -> Any:
+        array = indices.read() if isinstance(indices, Variable) else jnp.asarray(indices)
+        refusal = indices_refusal(self.type, array_type_of(array))
+        if refusal is not None:
+            raise VariableShapeError(
+                f"variable {self.name!r} holds {self.type} and has no {method} here: {refusal}{at(caller())}\n"
+                "  give it integers that count along the variable's first dimension"
+            )
+        return array
+
+    def _fitting(self, method: str, value: Any, wanted: ArrayType, why: str) -> Any:
+        if isinstance(value, RowGradient):
+            raise VariableShapeError(
+                f"variable {self.name!r} holds {self.type} but {method} was given a row gradient of {value.shape}"
+                f"{at(caller())}\n  add it to a variable of its shape, or give its dense form, gradient.dense()"
+            )
+        array = value.read() if isinstance(value, Variable) else given_array(value, self._no_array(method))
+        given = array_type_of(array)
+        if given.weak and _same_kind(given.dtype, wanted.dtype):
+            array = jax.lax.convert_element_type(array, wanted.dtype)
+            given = array_type_of(array)
+        if given.strong != wanted:
+            raise VariableShapeError(
+                f"variable {self.name!r} holds {self.type}{why} but {method} was given {given}{at(caller())}\n"
+                f"  {_remedy(wanted, given)}"
+            )
+        return with_sharding(array, wanted.sharding) if is_tracing() else array
+
+    def _no_array(self, method: str) -> Callable[[str], VariableShapeError]:
+        return lambda what: VariableShapeError(
+            f"variable {self.name!r} holds {self.type} but {method} was given {what}{at(caller())}\n"
+            "  give it an array or a number"
+        )
+
+    def __jax_array__(self) -> jax.Array:
+        return self.read()
+
+    def __array__(self, dtype: Any = None, context: None = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        return np.array(self.read(), dtype=dtype) if copy else np.asarray(self.read(), dtype=dtype)
+
+    # An array. JAX's newer types say that it is of the same class as what is indexed.
+    def __getitem__(self, index: Any) -> Any:
+        # Indices with a type of their own are a lookup; all else is indexing, with all that JAX has for it.
+        dtype = getattr(index, "dtype", None)
+        if dtype is not None and self.shape and jnp.issubdtype(dtype, jnp.integer):
+            return self.gather(index)
+        return self.read()[index]
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError(f"variable {self.name!r} is a scalar, {self.type}, and has no len()")
+        return int(self.shape[0])
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise VariableError(
+            f"variable {self.name!r} cannot be assigned to by index{at(caller())}\n"
+            f"  write {as_code(self.name)}.scatter_update(indices, rows), or {as_code(self.name)}.assign(whole)"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "key" and "home" in self.__dict__:
+            self.home.settle(self)
+            return self.__dict__[name]
+        remedy = _ELSEWHERE[name].format(as_code(self.name)) if name in _ELSEWHERE else ""
+        raise AttributeError(f"'Variable' object has no attribute {name!r}{remedy}", name=name, obj=self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in _FIELDS:
+            raise VariableError(
+                f"variable {self.name!r} has no attribute {name!r} to set{at(caller())}\n"
+                f"  its value is written by a method: write {as_code(self.name)}.assign(value)"
+            )
+        object.__setattr__(self, name, value)
+
+    def __eq__(self, other: Any) -> Any:
+        # Another variable is the same or not, as trees and sets ask; with a value, the elements are compared.
+        if isinstance(other, Variable):
+            return self is other
+        return self.read() == other if _is_array_like(other) else NotImplemented
+
+    def __ne__(self, other: Any) -> Any:
+        if isinstance(other, Variable):
+            return self is not other
+        return self.read() != other if _is_array_like(other) else NotImplemented
+
+    __hash__ = object.__hash__
+
+    def __copy__(self) -> Variable:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Variable:
+        raise VariableError(self._no_copy("copied"))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise VariableError(self._no_copy("serialized"))
+
+    def _no_copy(self, done: str) -> str:
+        return (
+            f"variable {self.name!r} is a handle to state and cannot be {done}{at(caller())}\n"
+            "  make a second one from its value, dflow.variables(dflow.read(tree), prefix='copy/'), or save the value"
+        )
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.read())
+
+    def __bool__(self) -> bool:
+        return bool(self.read())
+
+    def __int__(self) -> int:
+        return int(self.read())
+
+    def __float__(self) -> float:
+        return float(self.read())
+
+    def __index__(self) -> int:
+        return operator.index(self.read())
+
+    def __format__(self, spec: str) -> str:
+        if spec and is_tracing():
+            raise VariableError(
+                f"variable {self.name!r} is formatted in traced code, where its value is not known{at(caller())}\n"
+                f"  print it by jax.debug.print('{{}}', {as_code(self.name)}.read()), or outside of traced code"
+            )
+        return format(self.read(), spec) if spec else repr(self)
+
+    def __repr__(self) -> str:
+        device = self.__dict__.get("device")
+        place = f" on {device}" if device else ""
+        return f"<Variable {self.name!r}: {self.type}{place}>"
+
+
+def _same_kind(given: Any, wanted: Any) -> bool:
+    if jnp.issubdtype(wanted, jax.dtypes.extended):
+        return False
+    return bool(jnp.promote_types(given, wanted) == wanted) or (
+        jnp.issubdtype(given, jnp.floating) and jnp.issubdtype(wanted, jnp.floating)
+    )
+
+
+def _remedy(wanted: ArrayType, given: ArrayType) -> str:
+    if wanted.shape != given.shape:
+        return f"give it the shape {wanted.shape}, for instance with reshape or broadcast_to"
+    if jnp.issubdtype(wanted.dtype, jax.dtypes.extended):
+        return f"give it keys of {dtype_name(wanted.dtype)}, as jax.random.key makes them"
+    name = np.dtype(wanted.dtype).name
+    return f"write jnp.{name}(number)" if given.weak else f"convert it with .astype(jnp.{name})"
+
+
+def _converted(initial: Initial, dtype: Any) -> Initial:
+    if callable(initial):
+        return lambda: jnp.asarray(initial(), dtype)
+    return jnp.asarray(initial, dtype)
+
+
+def _binary(function: Callable[[Any, Any], Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    def forward(self: Variable, other: Any) -> Any:
+        return function(self.read(), jnp.asarray(other))
+
+    def reflected(self: Variable, other: Any) -> Any:
+        return function(jnp.asarray(other), self.read())
+
+    return forward, reflected
+
+
+def _in_place(symbol: str, method: str) -> Callable[..., Any]:
+    def refused(self: Variable, other: Any) -> Any:
+        raise VariableError(
+            f"variable {self.name!r} is updated by {symbol}, which would put an array in the variable's place"
+            f"{at(caller())}\n  write {method.format(as_code(self.name))}"
+        )
+
+    return refused
+
+
+def _is_array_like(value: Any) -> bool:
+    return hasattr(value, "dtype") or isinstance(value, bool | int | float | complex)
+
+
+def _unary(function: Callable[[Any], Any]) -> Callable[..., Any]:
+    def applied(self: Variable) -> Any:
+        return function(self.read())
+
+    return applied
+
+
+_OPERATORS = {
+    "add": "+",
+    "sub": "-",
+    "mul": "*",
+    "truediv": "/",
+    "floordiv": "//",
+    "mod": "%",
+    "pow": "**",
+    "matmul": "@",
+    "and": "&",
+    "or": "|",
+    "xor": "^",
+    "lshift": "<<",
+    "rshift": ">>",
+}
+for _word, _symbol in _OPERATORS.items():
+    _forward, _reflected = _binary(getattr(operator, f"__{_word}__"))
+    setattr(Variable, f"__{_word}__", _forward)
+    setattr(Variable, f"__r{_word}__", _reflected)
+    _update = {"add": "assign_add", "sub": "assign_sub", "mul": "assign_mul"}.get(_word)
+    _way = f"{{0}}.{_update}(...)" if _update else f"{{0}}.assign({{0}} {_symbol} ...)"
+    setattr(Variable, f"__i{_word}__", _in_place(f"an in-place {_word}", _way))
+for _name in ("lt", "le", "gt", "ge"):
+    setattr(Variable, f"__{_name}__", _binary(getattr(operator, _name))[0])
+for _name in ("neg", "pos", "abs", "invert"):
+    setattr(Variable, f"__{_name}__", _unary(getattr(operator, _name)))
+
+
+register_as_array(Variable)
+
+
+def is_variable(value: Any) -> bool:
+    """Whether `value` is a variable."""
+    return isinstance(value, Variable)
+
+
+def path_name(path: tuple[Any, ...]) -> str:
+    """The name of a leaf from its pytree path: keys, fields and indices joined by `/`."""
+    return "/".join(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)
+
+
+def read(tree: Any) -> Any:
+    """The same pytree with each variable's value in its place."""
+    return jax.tree_util.tree_map(lambda leaf: leaf.read() if is_variable(leaf) else leaf, tree, is_leaf=is_variable)
+
+
+def name(value: Any, name: str) -> jax.Array:
+    """The array `value`, called `name` in the graph."""
+    named: jax.Array = name_p.bind(jnp.asarray(value), name=name)
+    return named

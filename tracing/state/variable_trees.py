@@ -1,0 +1,71 @@
+"""Pytrees of variables: made of arrays, written to, and looked through.
+
+A variable is a leaf. Compiled functions take variables by their handles, which are pytrees without leaves.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from dflow.tracing.errors import VariableError
+from dflow.tracing.source import at, caller
+from dflow.tracing.state.resources import Variable, is_variable, path_name
+
+
+def trainable_variables(tree: Any) -> list[Variable]:
+    """The variables of a pytree that gradients may be taken with respect to, in its order."""
+    leaves = jax.tree_util.tree_leaves(tree, is_leaf=is_variable)
+    return [leaf for leaf in leaves if is_variable(leaf) and leaf.trainable]
+
+
+def variables(tree: Any, *, prefix: str = "", trainable: bool = True) -> Any:
+    """A pytree of variables from a pytree of arrays or initialisers, named by their paths: `Dense_0/kernel`.
+
+    It is how the parameters of a Flax or Haiku model, or a plain dict, become state. The result has the same
+    structure with variables for leaves; `read` gives the arrays back.
+    """
+    flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    made = [Variable(leaf, name=prefix + path_name(path), trainable=trainable) for path, leaf in flat]
+    return jax.tree_util.tree_unflatten(treedef, made)
+
+
+def assign(tree: Any, values: Any) -> None:
+    """Assign to each variable of a pytree the array in its place in `values`, a pytree of the same structure.
+
+    Raises VariableError when `tree` holds anything but variables or `values` has another structure, and
+    VariableShapeError when an array does not fit its variable; variables before it are written then.
+    """
+    leaves, treedef = jax.tree_util.tree_flatten(tree, is_leaf=is_variable)
+    structure: Any = treedef
+    for leaf in leaves:
+        if not is_variable(leaf):
+            raise VariableError(
+                f"assign was given {type(leaf).__name__} among its variables{at(caller())}\n"
+                "  write dflow.assign(variables, values)"
+            )
+    try:
+        flat = structure.flatten_up_to(values)
+    except ValueError:
+        given = jax.tree_util.tree_structure(values, is_leaf=is_variable)
+        raise VariableError(
+            f"the values do not have the structure of the variables{at(caller())}\n"
+            f"  {structure_text(structure)} is due, but {structure_text(given)} was given"
+        ) from None
+    for leaf, value in zip(leaves, flat, strict=True):
+        leaf.assign(value)
+
+
+def handles(tree: Any) -> Any:
+    """The pytree with each variable's handle in its place: what gets it finds the variable there, and no array."""
+    leaves, treedef = jax.tree_util.tree_flatten(tree)
+    if not any(map(is_variable, leaves)):
+        return tree
+    return jax.tree_util.tree_unflatten(treedef, [leaf.handle if is_variable(leaf) else leaf for leaf in leaves])
+
+
+def structure_text(tree: Any) -> str:
+    """The structure of a pytree as a message shows it, `*` for a leaf; a long one is cut."""
+    text = str(tree).removeprefix("PyTreeDef(").removesuffix(")")
+    return text if len(text) <= 200 else f"{text[:200]}..."

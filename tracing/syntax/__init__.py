@@ -1,0 +1,1 @@
+"""The text form of a graph: printing, parsing and verifying it."""

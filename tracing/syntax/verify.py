@@ -1,0 +1,157 @@
+"""Is this graph well formed? What every pass may assume, and must leave true.
+
+- Each value is defined once, before its use, under a name no other value of the graph has.
+- Each op accepts the types of its operands, and its results have the types its rule gives. A node read from text
+  that could not carry one of its attributes is trusted.
+- Each effect on a variable is on an input of the graph; what a node comes `after` is defined before it.
+- The bodies of a node are well formed, take what the node hands them, and give what the node's op wants of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NoReturn
+
+from dflow.tracing.errors import DflowError, VerifyError
+from dflow.tracing.ir.graph import Graph, Node, Value
+from dflow.tracing.ir.op import Signature
+from dflow.tracing.ir.types import ArrayType, TokenType, Type, array_type_of, strong
+from dflow.tracing.jax_frontend import make_jaxpr
+from dflow.tracing.jaxprs.attributes import bind_node, has_body_rule, opaque_attribute
+from dflow.tracing.source import at
+from dflow.tracing.syntax.text import marked
+
+
+def verify(graph: Graph) -> None:
+    """Return if `graph` keeps the rules above; else raise VerifyError, which names the node and quotes the graph."""
+    seen = _Seen(graph)
+    for node in graph.nodes:
+        seen.check(node)
+    for output in graph.outputs:
+        if not isinstance(output.type, ArrayType):
+            raise VerifyError(f"the graph gives {output!r}, and only arrays can be given")
+        if isinstance(output, Value) and output not in seen.defined:
+            raise VerifyError(f"the graph gives %{output.name}, which nothing defines")
+
+
+class _Seen:
+    """The values defined above the current node, and the checks of that node."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._names: set[str] = set()
+        self.defined: set[Value] = set()
+        self._inputs = set(graph.inputs)
+        for value in graph.inputs:
+            self._define(None, value)
+
+    def check(self, node: Node) -> None:
+        """Check a node and define its results."""
+        for value in (*node.values, *node.after):
+            if value not in self.defined:
+                self._fail(node, f"%{value.name} is used before it is defined")
+        self._check_types(node)
+        self._check_effects(node)
+        for value in node.outputs:
+            self._define(node, value)
+
+    def _define(self, node: Node | None, value: Value) -> None:
+        if value in self.defined:
+            self._fail(node, f"%{value.name} is defined twice")
+        if value.name in self._names:
+            self._fail(node, f"two values are called %{value.name}")
+        self.defined.add(value)
+        self._names.add(value.name)
+
+    def _check_effects(self, node: Node) -> None:
+        for effect, resource in node.effects:
+            if resource is not None and resource not in self._inputs:
+                self._fail(node, f"{effect.value} of {resource!r}, which is not an input of the graph")
+
+    def _check_types(self, node: Node) -> None:
+        try:
+            expected = _result_types(node)
+        except VerifyError:
+            raise
+        except Exception as error:  # JAX says no by TypeError, ValueError, KeyError, AssertionError and its own
+            self._fail(node, f"{node.op.name} refuses its operands: {error}")
+        given = [value.type for value in node.outputs]
+        if expected is not None and [*map(strong, given)] != [*map(strong, expected)]:
+            self._fail(
+                node,
+                f"{node.op.name} gives {', '.join(map(str, expected))} but its results are "
+                f"{', '.join(map(str, given)) or 'none'}",
+            )
+
+    def _fail(self, node: Node | None, fact: str) -> NoReturn:
+        if node is None:
+            raise VerifyError(f"{fact} among the inputs of the graph")
+        raise VerifyError(f"%{node.outputs[0].name}: {fact}{at(node.loc)}\n{marked(self._graph, node)}")
+
+
+def _result_types(node: Node) -> Sequence[Type] | None:
+    """What the op's rule gives for the node's operands; None when the text of the node lost what the rule needs."""
+    types = [operand.type for operand in node.inputs]
+    if node.op.rule is not None:
+        results: Sequence[Type] = node.op.rule(*types, **node.attributes, **_signatures(node))
+        return results
+    arrays = [type for type in types if isinstance(type, ArrayType)]
+    if len(arrays) != len(types):
+        raise DflowError(f"it takes arrays alone, and was given {', '.join(map(str, types))}")
+    inferred = _inferred(node, tuple(arrays))
+    return inferred if inferred is None or inferred else (TokenType(),)
+
+
+def _signatures(node: Node) -> Mapping[str, tuple[Signature, ...]]:
+    """The types of a node's bodies, which must be well formed, as the op's rule is given them."""
+    for body in node.bodies:
+        verify(body)
+    given = tuple(
+        Signature(tuple(value.type for value in body.inputs), tuple(output.type for output in body.outputs))
+        for body in node.bodies
+    )
+    return {"bodies": given} if given else {}
+
+
+def _inferred(node: Node, types: tuple[ArrayType, ...]) -> Sequence[Type] | None:
+    if node.op.primitive is None or (opaque_attribute(node) is not None and not has_body_rule(node)):
+        return None
+    applied = _Applied(node, types)
+    return _infer(applied) if applied.is_hashable else applied.infer()
+
+
+class _Applied:
+    """A numeric node as far as its types go; equal to another that has the same op, attributes and operand types."""
+
+    def __init__(self, node: Node, types: tuple[ArrayType, ...]) -> None:
+        self._node = node
+        self._types = types
+        attributes = tuple(sorted(node.attributes.items(), key=lambda item: item[0]))
+        self._key: Any = (node.op.primitive, attributes, types, tuple(type.sharding for type in types))
+
+    @property
+    def is_hashable(self) -> bool:
+        """Whether it can be kept in a cache: an attribute may be an array."""
+        try:
+            hash(self._key)
+        except TypeError:
+            return False
+        return True
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Applied) and bool(self._key == other._key)
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def infer(self) -> Sequence[Type]:
+        """The result types, by JAX's own rule."""
+        structs = [type.struct for type in self._types]
+        _, _, out = make_jaxpr(lambda *operands: bind_node(self._node, operands), *structs)
+        return [array_type_of(struct) for struct in out]
+
+
+@lru_cache(maxsize=4096)
+def _infer(applied: _Applied) -> Sequence[Type]:
+    return applied.infer()
