@@ -102,7 +102,7 @@ def run(program: str, way: str) -> None:
     from dflow.lowering.steps.compile import make_plans
     from dflow.lowering.values.devices import devices_in_order
     from dflow.state_backends import LOCAL
-    from dflow.tracing import ops
+    from dflow.tracing.ir import ops
     from dflow.tracing.jaxprs.trace import trace
 
     x = jnp.ones((BATCH, WIDTH))
@@ -150,7 +150,7 @@ def sends() -> None:
     from dflow.lowering.passes.base import run_passes
     from dflow.lowering.pipeline import pipeline
     from dflow.lowering.placement.timeline import timeline
-    from dflow.tracing import ops
+    from dflow.tracing.ir import ops
 
     weights = [dflow.Variable(lambda: jnp.zeros((WIDTH, WIDTH))) for _ in range(LAYERS)]
 
