@@ -26,20 +26,19 @@ from __future__ import annotations
 
 import enum
 import struct
-import time
 import zlib
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import msgspec
 
 from dflow.distributed.transport.base import MIN_ALIGNED_BYTES, Limits
 from dflow.distributed.transport.buffers import RECEIVED
+from dflow.distributed.transport.deadline import Deadline
 from dflow.distributed.transport.exchange import Frame, Kind
 from dflow.distributed.transport.shared_memory import PLACE_BYTES, SharedView
-from dflow.distributed.transport.stream import Stream
+from dflow.distributed.transport.stream import Stream, receive_by
 from dflow.distributed.wire.codec import Payload
-from dflow.tracing.errors import DeadlineExceeded, TransportClosed, WireError
+from dflow.tracing.errors import TransportClosed, WireError
 
 MAGIC = b"DFLW"
 HEADER = struct.Struct("<4sBBHIIQQQQ")
@@ -48,6 +47,7 @@ _CHECKED = 1
 _SHARED = 2
 _BUFFER_BYTES = 1 << 16
 _BREAKS_OFF = "the other side closed the connection in the middle of a frame"
+_NO_HELLO = "the other side closed the connection before its Hello"
 _KINDS = {kind.value: kind for kind in Kind}
 
 
@@ -229,23 +229,6 @@ class CorruptFrame(TransportClosed):
     """A frame arrived with a wrong checksum; the session resends it over another stream."""
 
 
-class Deadline(NamedTuple):
-    """The time of the monotonic clock at which a time-out ends, and that time-out, in seconds."""
-
-    at: float
-    timeout_s: float
-
-    @classmethod
-    def after(cls, timeout_s: float) -> Deadline:
-        """Return the deadline `timeout_s` from now."""
-        return cls(time.monotonic() + timeout_s, timeout_s)
-
-    @property
-    def left_s(self) -> float:
-        """The time left, at least 1 ms."""
-        return max(self.at - time.monotonic(), 0.001)
-
-
 def read_first(stream: Stream, limits: Limits, deadline: Deadline) -> Frame:
     """Read the first frame of a connection, which has no payload.
 
@@ -254,29 +237,13 @@ def read_first(stream: Stream, limits: Limits, deadline: Deadline) -> Frame:
     raises  WireError; DeadlineExceeded if the frame is incomplete at `deadline`; TransportClosed if the connection ends
             first; OSError
     """
-    start = _receive_by(stream, len(MAGIC), deadline)
+    late, closed = f"no whole Hello came within {deadline.timeout_s:g} s", _NO_HELLO
+    start = receive_by(stream, len(MAGIC), deadline, late=late, closed=closed)
     if start == MAGIC:
-        start += _receive_by(stream, HEADER.size - len(MAGIC), deadline)
+        start += receive_by(stream, HEADER.size - len(MAGIC), deadline, late=late, closed=closed)
     else:
         start += bytes(HEADER.size - len(MAGIC))
     header = parse_header(start, Limits(max_meta_bytes=limits.max_hello_bytes, max_payload_bytes=0))
-    meta = _receive_by(stream, header.meta_bytes, deadline)
-    return Frame(header.kind, header.number, meta, b"")
-
-
-def _receive_by(stream: Stream, size_bytes: int, deadline: Deadline) -> bytearray:
-    data = bytearray(size_bytes)
-    rest = memoryview(data)
-    late = DeadlineExceeded(f"no whole Hello came within {deadline.timeout_s:g} s")
-    while rest:
-        if time.monotonic() >= deadline.at:
-            raise late
-        stream.set_timeout(deadline.left_s)
-        try:
-            count = stream.receive_into(rest)
-        except BlockingIOError:
-            raise late from None
-        if not count:
-            raise TransportClosed("the other side closed the connection before its Hello")
-        rest = rest[count:]
-    return data
+    return Frame(
+        header.kind, header.number, receive_by(stream, header.meta_bytes, deadline, late=late, closed=closed), b""
+    )

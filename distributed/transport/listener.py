@@ -17,21 +17,21 @@ from dataclasses import dataclass
 from functools import partial
 
 from dflow.distributed.transport.addresses import Address, Endpoints, UnixAddress
-from dflow.distributed.transport.admission import Admission, Belief
 from dflow.distributed.transport.base import Handler, Limits
 from dflow.distributed.transport.connection import Connection
+from dflow.distributed.transport.deadline import Deadline
 from dflow.distributed.transport.descriptors import raise_descriptor_limit
 from dflow.distributed.transport.exchange import LOGGER, Exchange
 from dflow.distributed.transport.families import Bound, send_at_once
-from dflow.distributed.transport.framing import Deadline
 from dflow.distributed.transport.handshake import check_version, hear_hello, say_hello
 from dflow.distributed.transport.process_identity import host_identity, process_identity
 from dflow.distributed.transport.reactor import Reactor
 from dflow.distributed.transport.renewal import AwaitRedial
-from dflow.distributed.transport.security import Secured, SecurityPolicy
+from dflow.distributed.transport.security.admission import Admission, Belief
+from dflow.distributed.transport.security.policy import Secured, SecurityPolicy
+from dflow.distributed.transport.security.throttle import Throttle, on_one_line
 from dflow.distributed.transport.shared_memory import SharedMemory, may_share
 from dflow.distributed.transport.stream import Stream
-from dflow.distributed.transport.throttle import Throttle, on_one_line
 from dflow.distributed.wire.failures import failure_of
 from dflow.distributed.wire.messages import Hello
 from dflow.tracing.errors import DflowError, SecurityError, TransportClosed, WireError
@@ -229,7 +229,7 @@ class SocketListener:
     def _secure(self, arrival: _Arrival, deadline: Deadline) -> Secured:
         try:
             send_at_once(arrival.sock)
-            return self._security.secure_server(arrival.sock, arrival.at, deadline.left_s)
+            return self._security.secure(arrival.sock, arrival.at, deadline, is_server=True)
         except BaseException:
             arrival.sock.close()
             raise

@@ -18,7 +18,7 @@ import msgspec
 
 from dflow.distributed.transport.base import Limits
 from dflow.distributed.transport.connection import Renewed
-from dflow.distributed.transport.framing import Deadline
+from dflow.distributed.transport.deadline import Deadline
 from dflow.distributed.transport.handshake import say_hello
 from dflow.distributed.transport.process_identity import open_process
 from dflow.distributed.transport.stream import Stream

@@ -19,15 +19,15 @@ from dataclasses import dataclass
 from dflow.distributed.transport.addresses import Address, Endpoints, UnixAddress, parse_endpoints
 from dflow.distributed.transport.base import Handler, Limits, always_wanted
 from dflow.distributed.transport.connection import Connection, Renewed
+from dflow.distributed.transport.deadline import Deadline
 from dflow.distributed.transport.exchange import Exchange
 from dflow.distributed.transport.families import Bound, bind, dial, send_at_once
-from dflow.distributed.transport.framing import Deadline
 from dflow.distributed.transport.handshake import Refused, check_version, hear_hello, say_hello
 from dflow.distributed.transport.listener import SocketListener
 from dflow.distributed.transport.process_identity import host_identity, process_identity
 from dflow.distributed.transport.reactor import Reactor, give_way
 from dflow.distributed.transport.renewal import Redial, SessionUnknown
-from dflow.distributed.transport.security import SameMachine, Secured, SecurityPolicy
+from dflow.distributed.transport.security.policy import SameMachine, Secured, SecurityPolicy
 from dflow.distributed.transport.shared_memory import SharedMemory, may_share
 from dflow.distributed.wire.messages import Hello
 from dflow.tracing.errors import DeadlineExceeded, SecurityError, TransportClosed, WireError
@@ -129,7 +129,7 @@ class _Way:
         sock = dial(self.place, min(timeout_s, _DIAL_S))
         try:
             send_at_once(sock)
-            secured = self.security.secure_client(sock, self.place, deadline.left_s)
+            secured = self.security.secure(sock, self.place, deadline, is_server=False)
         except BaseException:
             sock.close()
             raise

@@ -12,6 +12,9 @@ import struct
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+from dflow.distributed.transport.deadline import Deadline
+from dflow.tracing.errors import DeadlineExceeded, TransportClosed
+
 Parts = list[memoryview]
 
 _TIMEVAL = struct.Struct("@ll")
@@ -128,3 +131,35 @@ def without(parts: Iterable[memoryview], sent_bytes: int) -> Parts:
         if start < len(part):
             rest.append(part[start:])
     return rest
+
+
+def send_by(stream: Stream, parts: Iterable[memoryview], deadline: Deadline, late: str) -> None:
+    """Send all of `parts`, changing the time-out of `stream`; raises DeadlineExceeded with the text `late`; OSError."""
+    rest = list(parts)
+    while rest:
+        stream.set_timeout(deadline.left_s)
+        sent = stream.send(rest)
+        if not sent or deadline.has_passed:
+            raise DeadlineExceeded(late)
+        rest = without(rest, sent)
+
+
+def receive_by(stream: Stream, size_bytes: int, deadline: Deadline, *, late: str, closed: str) -> bytearray:
+    """Receive exactly `size_bytes` bytes, changing the time-out of `stream`.
+
+    raises  DeadlineExceeded with the text `late`; TransportClosed with the text `closed`; OSError
+    """
+    data = bytearray(size_bytes)
+    rest = memoryview(data)
+    while rest:
+        stream.set_timeout(deadline.left_s)
+        try:
+            if deadline.has_passed:
+                raise BlockingIOError
+            count = stream.receive_into(rest)
+        except BlockingIOError:
+            raise DeadlineExceeded(late) from None
+        if not count:
+            raise TransportClosed(closed)
+        rest = rest[count:]
+    return data

@@ -12,7 +12,7 @@ import pytest
 from dflow.__main__ import main
 from dflow.distributed.coordinator.coordinator import LISTENING
 from tests.distributed.processes import Spawned
-from tests.distributed.test_strangers import own_address
+from tests.distributed.transports import own_address
 
 pytestmark = pytest.mark.once
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import queue
+import socket
 import tempfile
 import threading
 from collections.abc import Callable
@@ -12,12 +13,14 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import pytest
+
 from dflow.distributed.transport.base import Handler, Limits, Peer, Responder, Transport
-from dflow.distributed.transport.certificates import issue_certificate, make_authority
-from dflow.distributed.transport.identity import Identity
 from dflow.distributed.transport.memory import MemoryNetwork
+from dflow.distributed.transport.security.certificates import issue_certificate, make_authority
+from dflow.distributed.transport.security.identity import Identity
+from dflow.distributed.transport.security.mutual_tls import MutualTls
 from dflow.distributed.transport.sockets import SocketTransport
-from dflow.distributed.transport.tls_policies import MutualTls
 from dflow.distributed.wire.messages import AnyMessage, Failure, Ok
 
 DEADLINE_S = 30.0
@@ -110,3 +113,14 @@ def hold(event: threading.Event) -> Callable[[Peer, AnyMessage, memoryview, Resp
 def reach(transport: Transport, address: str, handler: Handler, name: str = "client") -> Peer:
     """Connect within the deadline."""
     return transport.connect(address, name=name, handler=handler, who="server", timeout_s=DEADLINE_S)
+
+
+def own_address() -> str:
+    """An address of this machine that is not loopback; nothing is sent for it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        try:
+            sock.connect(("192.0.2.1", 9))
+        except OSError:
+            pytest.skip("this machine has no address but loopback")
+        host: str = sock.getsockname()[0]
+    return host

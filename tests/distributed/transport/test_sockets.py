@@ -15,11 +15,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dflow.distributed.transport.addresses import LOCAL_ADDRESS, Address
+from dflow.distributed.transport.addresses import LOCAL_ADDRESS, Address, TcpAddress
 from dflow.distributed.transport.base import Limits, Peer, Responder
+from dflow.distributed.transport.deadline import Deadline
 from dflow.distributed.transport.exchange import Frame, Kind
 from dflow.distributed.transport.framing import HEADER, MAGIC, pack_header
-from dflow.distributed.transport.security import SameMachine, Secured
+from dflow.distributed.transport.security.policy import SameMachine, Secured
 from dflow.distributed.transport.sockets import SocketListener, SocketTransport
 from dflow.distributed.transport.stream import SocketStream
 from dflow.distributed.wire.codec import encode_message
@@ -393,7 +394,7 @@ def test_a_path_whose_listener_has_died_is_used_again(tmp_path: Path) -> None:
 
 def test_a_unix_socket_is_for_processes_of_one_user(monkeypatch: pytest.MonkeyPatch) -> None:
     listener = SocketTransport().listen("unix:", name="server", handler=Recorder())
-    monkeypatch.setattr("dflow.distributed.transport.security.peer_uid", lambda sock: os.geteuid() + 1)
+    monkeypatch.setattr("dflow.distributed.transport.security.policy.peer_uid", lambda sock: os.geteuid() + 1)
     with pytest.raises(errors.SecurityError, match=r"ps at unix:.* of user \d+ and this one of user \d+; run both"):
         SocketTransport().connect(listener.address, name="me", handler=Recorder(), who="ps", timeout_s=DEADLINE_S)
     listener.close()
@@ -402,7 +403,7 @@ def test_a_unix_socket_is_for_processes_of_one_user(monkeypatch: pytest.MonkeyPa
 class _NamedAlice(SameMachine):
     """Whoever comes has proved to be Alice."""
 
-    def secure_server(self, sock: socket.socket, address: Address, timeout_s: float) -> Secured:
+    def secure_tcp(self, sock: socket.socket, address: TcpAddress, deadline: Deadline, *, is_server: bool) -> Secured:
         return Secured(SocketStream(sock), "alice")
 
     def may_be_called(self, identity: str, name: str) -> None:
@@ -444,9 +445,9 @@ class _Watched(SameMachine):
     def __init__(self) -> None:
         self.families: list[int] = []
 
-    def secure_client(self, sock: socket.socket, address: Address, timeout_s: float) -> Secured:
+    def secure(self, sock: socket.socket, address: Address, deadline: Deadline, *, is_server: bool) -> Secured:
         self.families.append(sock.family)
-        return super().secure_client(sock, address, timeout_s)
+        return super().secure(sock, address, deadline, is_server=is_server)
 
 
 @pytest.mark.parametrize("way", ["near", "far", "gone"])

@@ -16,9 +16,10 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from dflow.distributed.transport.deadline import Deadline
 from dflow.distributed.transport.stream import SocketStream
 from dflow.tracing.errors import DeadlineExceeded, SecurityError, TransportClosed
 
@@ -28,6 +29,16 @@ CHUNK_BYTES = 1 << 18
 _RECORD_BYTES = 1 << 14
 #: Most bytes of a handshake accepted from the other side; two certificates and their keys are under 4 KiB.
 MAX_HANDSHAKE_BYTES = 1 << 15
+
+
+def tls_context(protocol: int) -> ssl.SSLContext:
+    """Return a context for TLS 1.3 without certificates; `protocol` is that of a server or a client."""
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False  # policies check hosts and names
+    if protocol == ssl.PROTOCOL_TLS_SERVER:
+        context.num_tickets = 0
+    return context
 
 
 class TlsStream:
@@ -44,11 +55,10 @@ class TlsStream:
         self._unsent = memoryview(b"")
         self._unsent_plain = 0
 
-    def shake_hands(self, deadline: float) -> None:
+    def shake_hands(self, deadline: Deadline) -> None:
         """Agree on keys, and verify the other side's certificate as `context` is configured.
 
-        `deadline`  by `time.monotonic`
-        raises      SecurityError when one side refuses the other; DeadlineExceeded; TransportClosed; OSError
+        raises  SecurityError when one side refuses the other; DeadlineExceeded; TransportClosed; OSError
         """
         received = 0
         while True:
@@ -57,7 +67,10 @@ class TlsStream:
                 break
             except ssl.SSLWantReadError:
                 self._flush(deadline)
-                data = _receive_by(self._sock, deadline)
+                with _within(self._sock, deadline):
+                    data = self._sock.recv(MAX_HANDSHAKE_BYTES)
+                if not data:
+                    raise TransportClosed("the other side closed the connection during the TLS handshake") from None
                 received += len(data)
                 if received > MAX_HANDSHAKE_BYTES:
                     raise SecurityError(f"the TLS handshake takes more than {MAX_HANDSHAKE_BYTES} bytes") from None
@@ -184,14 +197,10 @@ class TlsStream:
             self._unsent = self._unsent[sent:]
         return True
 
-    def _flush(self, deadline: float) -> None:
-        data = self._outgoing.read()
-        if data:
-            self._sock.settimeout(_left(deadline))
-            try:
+    def _flush(self, deadline: Deadline) -> None:
+        if data := self._outgoing.read():
+            with _within(self._sock, deadline):
                 self._sock.sendall(data)
-            except TimeoutError:
-                raise _late() from None
 
 
 def refusal(error: ssl.SSLError) -> SecurityError:
@@ -210,23 +219,13 @@ def refusal(error: ssl.SSLError) -> SecurityError:
     )
 
 
-def _receive_by(sock: socket.socket, deadline: float) -> bytes:
-    sock.settimeout(_left(deadline))
+@contextlib.contextmanager
+def _within(sock: socket.socket, deadline: Deadline) -> Iterator[None]:
+    """Limit the time of the calls on `sock`; raises DeadlineExceeded when it has passed."""
+    sock.settimeout(deadline.left_s)
     try:
-        data = sock.recv(MAX_HANDSHAKE_BYTES)
+        if deadline.has_passed:
+            raise TimeoutError
+        yield
     except TimeoutError:
-        raise _late() from None
-    if not data:
-        raise TransportClosed("the other side closed the connection during the TLS handshake")
-    return data
-
-
-def _left(deadline: float) -> float:
-    left_s = deadline - time.monotonic()
-    if left_s <= 0:
-        raise _late()
-    return left_s
-
-
-def _late() -> DeadlineExceeded:
-    return DeadlineExceeded("the TLS handshake did not end in time")
+        raise DeadlineExceeded("the TLS handshake did not end in time") from None

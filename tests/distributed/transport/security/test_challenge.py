@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflow.distributed.transport.challenge import MESSAGE_BYTES, Challenge, Role, covered
+from dflow.distributed.transport.security.challenge import MESSAGE_BYTES, Challenge, Role, covered
 from dflow.tracing.errors import InternalError, SecurityError
 from tests.effort import examples
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from dflow.distributed.transport.security import SameMachine, SecurityPolicy
-from dflow.distributed.transport.tls_policies import MutualTls, SharedSecret
+from dflow.distributed.transport.security.mutual_tls import MutualTls
+from dflow.distributed.transport.security.policy import SameMachine, SecurityPolicy
+from dflow.distributed.transport.security.shared_secret import SharedSecret
 from dflow.tracing.errors import ConfigError
 
 CERTIFICATE_VARIABLES = ("DFLOW_TLS_CERT", "DFLOW_TLS_KEY", "DFLOW_TLS_CA")

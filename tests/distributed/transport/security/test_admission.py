@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflow.distributed.transport.admission import Admission, Belief, Decision
+from dflow.distributed.transport.security.admission import Admission, Belief, Decision
 from tests.effort import examples
 
 SOURCES = st.sampled_from(["a", "b", "c"])

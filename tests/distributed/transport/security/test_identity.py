@@ -4,7 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflow.distributed.transport.identity import Identity, admits, identities_of, parse_identity, require_admitted
+from dflow.distributed.transport.security.identity import (
+    Identity,
+    admits,
+    identities_of,
+    parse_identity,
+    require_admitted,
+)
 from dflow.tracing.errors import SecurityError
 
 JOBS = st.from_regex(r"[A-Za-z][A-Za-z0-9_]{0,8}", fullmatch=True)

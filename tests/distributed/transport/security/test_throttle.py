@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflow.distributed.transport.throttle import Throttle, on_one_line
+from dflow.distributed.transport.security.throttle import Throttle, on_one_line
 
 
 @given(st.lists(st.floats(0, 3), max_size=60), st.integers(1, 5))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 
-from dflow.distributed.transport.identity import Identity
+from dflow.distributed.transport.security.identity import Identity
 from dflow.tracing.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -13,16 +12,15 @@ from pathlib import Path
 import pytest
 
 from dflow.distributed.transport.base import Limits
-from dflow.distributed.transport.chosen_security import choose_security
 from dflow.distributed.transport.exchange import Frame, Kind
 from dflow.distributed.transport.framing import pack_header
-from dflow.distributed.transport.security import SameMachine, SecurityPolicy
+from dflow.distributed.transport.security.policy import SecurityPolicy
+from dflow.distributed.transport.security.shared_secret import SharedSecret
 from dflow.distributed.transport.sockets import SocketListener, SocketTransport
-from dflow.distributed.transport.tls_policies import MutualTls, SharedSecret
 from dflow.distributed.wire.codec import encode_message
 from dflow.distributed.wire.messages import Hello, Ok
-from dflow.tracing.errors import ConfigError, DeadlineExceeded, SecurityError
-from tests.distributed.transports import DEADLINE_S, Recorder, certificates, echo, reach
+from dflow.tracing.errors import DeadlineExceeded, SecurityError
+from tests.distributed.transports import DEADLINE_S, Recorder, certificates, echo, own_address, reach
 
 SECRET = "s" * 64
 
@@ -188,20 +186,6 @@ def test_what_a_stranger_sends_forges_no_line_of_the_log(listen: Listen, caplog:
     assert all("\n" not in record.getMessage() for record in caplog.records)
 
 
-# Addresses of other machines.
-
-
-def own_address() -> str:
-    """An address of this machine that is not loopback; nothing is sent for it."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        try:
-            sock.connect(("192.0.2.1", 9))
-        except OSError:
-            pytest.skip("this machine has no address but loopback")
-        host: str = sock.getsockname()[0]
-    return host
-
-
 @pytest.mark.parametrize("policy", ["certificates", "secret"])
 def test_off_loopback_one_of_us_is_served_and_no_one_else(listen: Listen, policy: str, secret: SharedSecret) -> None:
     security = certificates() if policy == "certificates" else secret
@@ -235,36 +219,3 @@ def test_a_name_that_is_not_in_the_certificate_is_refused_by_either_side(listen:
     with pytest.raises(SecurityError, match=r"ps at .* calls itself 'intruder', but its certificate is for server, "):
         transport.connect(other.address, name="me", handler=Recorder(), who="ps", timeout_s=DEADLINE_S)
     other.close()
-
-
-# What the user says.
-
-
-def test_nothing_said_is_this_machine_alone() -> None:
-    assert isinstance(choose_security({}), SameMachine)
-    assert isinstance(choose_security({"DFLOW_SECRET_FILE": "", "DFLOW_TLS_KEY": ""}), SameMachine)
-
-
-def test_the_environment_or_an_argument_names_the_secret(tmp_path: Path) -> None:
-    path = secret_file(tmp_path)
-    assert isinstance(choose_security({"DFLOW_SECRET_FILE": str(path)}), SharedSecret)
-    given = choose_security({"DFLOW_SECRET_FILE": os.devnull}, secret_file=path)
-    assert isinstance(given, SharedSecret)
-
-
-def test_the_environment_or_an_argument_names_the_certificates(tmp_path: Path) -> None:
-    from dflow.__main__ import main
-
-    main(["certs", "init", str(tmp_path / "ca")])
-    main(["certs", "issue", str(tmp_path / "ca"), "--name", "ps", "--any-host"])
-    folder = tmp_path / "ca" / "ps"
-    names = {"DFLOW_TLS_CERT": "cert.pem", "DFLOW_TLS_KEY": "key.pem", "DFLOW_TLS_CA": "ca.pem"}
-    environment = {name: str(folder / file) for name, file in names.items()}
-    assert isinstance(choose_security(environment), MutualTls)
-    assert isinstance(choose_security({}, certificates=folder), MutualTls)
-    with pytest.raises(ConfigError, match="DFLOW_TLS_KEY and DFLOW_TLS_CA is not set, and certificates take DFLOW_TLS"):
-        choose_security({"DFLOW_TLS_CERT": "x"})
-    with pytest.raises(ConfigError, match="DFLOW_SECRET_FILE and DFLOW_TLS_CERT are both set; unset one of them"):
-        choose_security(environment | {"DFLOW_SECRET_FILE": "x"})
-    with pytest.raises(ConfigError, match="are both given; give one of them"):
-        choose_security({}, certificates=folder, secret_file=folder)
