@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dflow.certs import init_authority, issue_to, make_secret
+from dflow.cli.certs import init_authority, issue_to, make_secret
 from dflow.distributed.transport.security.configuration import choose_security
 from dflow.distributed.transport.security.mutual_tls import MutualTls
 from dflow.distributed.transport.security.policy import SameMachine
