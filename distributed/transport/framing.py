@@ -4,19 +4,19 @@ Why no asyncio: a thread that receives straight into the final buffer was measur
 throughput. Small frames are read through a buffer, several by one system call and without waiting. A larger frame is
 read to its end, waiting for the bytes.
 
-A frame is a header, then the message (`meta`), then the payload. The header is 48 bytes, little-endian:
+A frame is a header, then the message (`meta`), then the payload. The header is 44 bytes, little-endian:
 
     0   4 bytes   magic `DFLW`
     4   u8        kind, a number of `exchange.Kind`
-    5   u8        flags: 1 if the frame carries a checksum, 2 if the payload is a location in shared memory
+    5   u8        1 if the payload is a location in shared memory, else 0
     6   2 bytes   zero
     8   u32       meta size in bytes
-    12  u32       CRC-32 of meta and payload if flagged, else zero (not CRC-32C, since only CRC-32 is in Python's
-                  library, at memory speed)
-    16  u64       request number
-    24  u64       payload size in bytes
-    32  u64       number of the frame in its session; zero without a session, and for frames that are not retained
-    40  u64       acknowledgement: the sender has received all frames up to this number
+    12  u64       request number
+    20  u64       payload size in bytes
+    28  u64       number of the frame in its session; zero for `Hello` and for frames that are not retained
+    36  u64       acknowledgement: the sender has received all frames up to this number
+
+There is no checksum: TCP has one, and TLS detects every changed byte.
 
 Invariants: sizes are checked against the limits before anything is allocated for them. A payload's pages are touched
 only as its bytes arrive. The stream counts as broken if no byte of a begun frame arrives for `stall_timeout_s`.
@@ -26,8 +26,6 @@ from __future__ import annotations
 
 import enum
 import struct
-import zlib
-from collections.abc import Sequence
 
 import msgspec
 
@@ -41,10 +39,8 @@ from dflow.distributed.wire.codec import Payload
 from dflow.tracing.errors import TransportClosed, WireError
 
 MAGIC = b"DFLW"
-HEADER = struct.Struct("<4sBBHIIQQQQ")
+HEADER = struct.Struct("<4sBBHIQQQQ")
 
-_CHECKED = 1
-_SHARED = 2
 _BUFFER_BYTES = 1 << 16
 _BREAKS_OFF = "the other side closed the connection in the middle of a frame"
 _NO_HELLO = "the other side closed the connection before its Hello"
@@ -55,11 +51,10 @@ class Header(msgspec.Struct, frozen=True, gc=False):
     """The parsed header of a frame; `sequence` is the frame's number in the session."""
 
     kind: Kind
-    flags: int
+    is_shared: bool
     number: int
     meta_bytes: int
     payload_bytes: int
-    checksum: int
     sequence: int
     acknowledged: int
 
@@ -72,34 +67,25 @@ class Arrived(msgspec.Struct, frozen=True, gc=False):
     acknowledged: int
 
 
-def checksum_of(parts: Sequence[Payload]) -> int:
-    """Return the CRC-32 of the concatenated `parts`."""
-    value = 0
-    for part in parts:
-        value = zlib.crc32(part, value)
-    return value
-
-
-def pack_header(frame: Frame, *, checksum: int | None = None, sequence: int = 0, acknowledged: int = 0) -> bytes:
-    """Return the header of `frame`; with `checksum` None, it states no checksum."""
-    flags = (0 if checksum is None else _CHECKED) | (_SHARED if frame.is_shared else 0)
-    sizes = len(frame.meta), checksum or 0, frame.number, len(frame.payload)
-    return HEADER.pack(MAGIC, frame.kind, flags, 0, *sizes, sequence, acknowledged)
+def pack_header(frame: Frame, *, sequence: int = 0, acknowledged: int = 0) -> bytes:
+    """Return the header of `frame`."""
+    sizes = len(frame.meta), frame.number, len(frame.payload)
+    return HEADER.pack(MAGIC, frame.kind, frame.is_shared, 0, *sizes, sequence, acknowledged)
 
 
 def parse_header(data: bytes | bytearray | memoryview, limits: Limits) -> Header:
     """Parse a header; raises WireError if it is malformed, or its sizes exceed the limits."""
-    magic, kind, flags, pad, meta_bytes, checksum, number, payload_bytes, sequence, acknowledged = HEADER.unpack(data)
+    magic, kind, shared, pad, meta_bytes, number, payload_bytes, sequence, acknowledged = HEADER.unpack(data)
     if magic != MAGIC:
         raise WireError(f"a frame starts with {magic!r} instead of {MAGIC!r}; the other side does not speak dflow")
     known = _KINDS.get(kind)
-    if known is None or pad or flags > _CHECKED | _SHARED:
-        raise WireError(f"a frame header of unknown form: kind {kind}, flags {flags}, padding {pad:04x}")
+    if known is None or pad or shared > 1:
+        raise WireError(f"a frame header of unknown form: kind {kind}, flags {shared}, padding {pad:04x}")
     if meta_bytes > limits.max_meta_bytes:
         raise WireError(f"a message of {meta_bytes} bytes is over the limit of {limits.max_meta_bytes}")
     if payload_bytes > limits.max_payload_bytes:
         raise WireError(f"a payload of {payload_bytes} bytes is over the limit of {limits.max_payload_bytes}")
-    return Header(known, flags, number, meta_bytes, payload_bytes, checksum, sequence, acknowledged)
+    return Header(known, shared == 1, number, meta_bytes, payload_bytes, sequence, acknowledged)
 
 
 class Ahead(enum.Enum):
@@ -152,8 +138,8 @@ class FrameReader:
     def read(self) -> Arrived:
         """Return the frame that `ahead` found WHOLE or LARGE, waiting for the rest of a LARGE one.
 
-        raises  CorruptFrame for a wrong checksum; WireError for an invalid location in shared memory;
-                TransportClosed if the stream ends or stalls within the frame; OSError
+        raises  WireError for an invalid location in shared memory; TransportClosed if the stream ends or stalls within
+                the frame; OSError
         """
         header = self._header
         assert header is not None
@@ -165,9 +151,7 @@ class FrameReader:
         else:
             payload = RECEIVED.take(header.payload_bytes)
             self._fill(payload)
-        if header.flags & _CHECKED and checksum_of((meta, payload)) != header.checksum:
-            raise CorruptFrame(f"a frame of {len(meta) + len(payload)} bytes does not have the checksum that it states")
-        if header.flags & _SHARED:
+        if header.is_shared:
             payload = self._shared_payload(payload)
         frame = Frame(header.kind, header.number, meta, payload)
         return Arrived(frame, header.sequence, header.acknowledged)
@@ -223,10 +207,6 @@ class FrameReader:
 def stalled(limits: Limits) -> TransportClosed:
     """Return the error for a stream on which a begun frame got no more bytes in time."""
     return TransportClosed(f"a frame was begun but went on for {limits.stall_timeout_s:g} s without a byte")
-
-
-class CorruptFrame(TransportClosed):
-    """A frame arrived with a wrong checksum; the session resends it over another stream."""
 
 
 def read_first(stream: Stream, limits: Limits, deadline: Deadline) -> Frame:

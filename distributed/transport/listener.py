@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from dflow.distributed.transport.addresses import Address, Endpoints, UnixAddress
@@ -24,30 +24,33 @@ from dflow.distributed.transport.descriptors import raise_descriptor_limit
 from dflow.distributed.transport.exchange import LOGGER, Exchange
 from dflow.distributed.transport.families import Bound, send_at_once
 from dflow.distributed.transport.handshake import check_version, hear_hello, say_hello
-from dflow.distributed.transport.process_identity import host_identity, process_identity
+from dflow.distributed.transport.process_identity import has_ended, host_identity, process_identity
 from dflow.distributed.transport.reactor import Reactor
-from dflow.distributed.transport.renewal import AwaitRedial
 from dflow.distributed.transport.security.admission import Admission, Belief
 from dflow.distributed.transport.security.policy import Secured, SecurityPolicy
 from dflow.distributed.transport.security.throttle import Throttle, on_one_line
 from dflow.distributed.transport.shared_memory import SharedMemory, may_share
 from dflow.distributed.transport.stream import Stream
 from dflow.distributed.wire.failures import failure_of
-from dflow.distributed.wire.messages import Hello
+from dflow.distributed.wire.messages import PROTOCOL_VERSION, Hello
 from dflow.tracing.errors import DflowError, SecurityError, TransportClosed, WireError
 
 _AFTER_FAULT_S = 0.02
 
 
+#: Longest pause between two looks whether the process of a broken session has ended.
+_LOOK_S = 0.05
+
+
 @dataclass(eq=False)
 class _Session:
-    """A peer of this listener. `renewal` is None if the peer requested no session."""
+    """A session that began here; `resuming` is held by the thread that gives it another stream."""
 
     hello: Hello
     identity: str
     exchange: Exchange
     connection: Connection
-    renewal: AwaitRedial | None
+    resuming: threading.Lock = field(default_factory=threading.Lock)
 
 
 #: File descriptors that a process needs besides the connections of a listener.
@@ -108,9 +111,6 @@ class SocketListener:
         self._security = security
         self._lock = threading.Lock()
         self._is_closed = False
-        #: Sessions answered but not yet in `_sessions`. Their peer may already reconnect, and `_find` waits for them.
-        self._beginning: set[str] = set()
-        self._has_begun = threading.Condition(self._lock)
         self._room = _Room.of(limits)
         self._admission = Admission(
             connections=self._room.connections, strangers=limits.max_strangers, per_source=limits.max_from_source
@@ -199,32 +199,27 @@ class SocketListener:
     def _serve(self, arrival: _Arrival) -> None:
         stream: Stream | None = None
         session: _Session | None = None
-        is_read = False
         try:
             deadline = Deadline.after(self._limits.hello_timeout_s)
             secured = self._secure(arrival, deadline)
             stream = secured.stream
             hello = self._hear(secured, deadline)
             if hello.resumes:
-                is_taken = self._resume(secured, hello, deadline)
-                stream = None if is_taken else stream
+                self._resume(secured, hello, deadline)
+            else:
+                self._believe(arrival.number, secured, deadline)
+                session = self._begin(arrival.number, secured, hello)
+                memory = self._answer(arrival, secured, hello, deadline)
+                on_end = partial(self._ended, arrival.number, session)
+                session.connection.start(session.exchange.arrived, on_end, memory)
                 return
-            self._believe(arrival.number, secured, deadline)
-            try:
-                session = self._begin(arrival, secured, hello, deadline)
-                is_peer = self._promote(arrival.number, session)
-            finally:
-                self._has_been_begun(hello.session)
-            if is_peer:
-                session.connection.start(session.exchange, partial(self._forget, arrival.number, session))
-                is_read = True
         except (DflowError, OSError, RuntimeError) as error:
             self._warn("connection from %s closed: %s", arrival.source, _reason(error))
-        finally:
-            if not is_read:
-                self._forget(arrival.number, session)
-                if stream is not None:
-                    stream.close()
+            if session is not None:
+                session.connection.close()
+            if stream is not None:
+                stream.close()
+        self._forget(arrival.number, session)
 
     def _secure(self, arrival: _Arrival, deadline: Deadline) -> Secured:
         try:
@@ -235,12 +230,18 @@ class SocketListener:
             raise
 
     def _hear(self, secured: Secured, deadline: Deadline) -> Hello:
-        """Receive the stranger's `Hello`. If the policy refuses its name, answer with the reason, so it won't retry."""
+        """Receive the stranger's `Hello`. If it is refused, answer first, so that the other side does not retry."""
         try:
-            return hear_hello(secured, self._security, self._limits, deadline)
+            hello = hear_hello(secured, self._security, self._limits, deadline)
         except SecurityError as error:
             say_hello(secured.stream, failure_of(error), deadline)
             raise
+        if hello.version != PROTOCOL_VERSION:
+            say_hello(secured.stream, Hello(self._name), deadline)
+        check_version(hello)
+        if not hello.session:
+            raise WireError(f"{hello.name} names no session")
+        return hello
 
     def _believe(self, number: int, secured: Secured, deadline: Deadline) -> None:
         """Count a stranger as a peer; raises TransportClosed if it was evicted, or there is no room for more peers."""
@@ -253,40 +254,39 @@ class SocketListener:
             say_hello(secured.stream, failure_of(error), deadline)
             raise error
 
-    def _begin(self, arrival: _Arrival, secured: Secured, hello: Hello, deadline: Deadline) -> _Session:
-        """Answer a stranger's first `Hello` and build its connection, which is not started yet."""
-        shares = hello.shares and may_share(arrival.at, secured.stream, self._limits)
-        answer = Hello(self._name, session=hello.session, process=process_identity(), shares=shares)
-        with self._lock:
-            self._beginning.add(hello.session)
-        say_hello(secured.stream, answer, deadline)
-        check_version(hello)
-        memory = SharedMemory.agree(arrival.sock, self._limits.shared_bytes) if shares else None
-        secured.stream.set_timeout(self._limits.stall_timeout_s)
-        renewal = AwaitRedial(hello.process, answer, self._limits) if hello.session else None
-        connection = Connection(secured.stream, self._limits, renewal, self._reactor, memory)
-        exchange = Exchange(connection, local=self._name, remote=hello.name, handler=self._handler, limits=self._limits)
-        return _Session(hello, secured.identity, exchange, connection, renewal)
+    def _begin(self, number: int, secured: Secured, hello: Hello) -> _Session:
+        """Record the session of a new peer, and end the sessions that it replaces.
 
-    def _promote(self, number: int, session: _Session) -> bool:
-        """Record the session of a new peer, and end the sessions that it replaces; False if the listener has closed."""
+        This comes before the answer: the peer may reconnect as soon as it has that.
+        """
+        connection = Connection(
+            secured.stream, hello.name, self._limits, self._reactor, partial(self._await_redial, hello.process)
+        )
+        exchange = Exchange(connection, local=self._name, remote=hello.name, handler=self._handler, limits=self._limits)
+        session = _Session(hello, secured.identity, exchange, connection)
         with self._lock:
-            is_peer = not self._is_closed
+            if self._is_closed:
+                raise TransportClosed(f"{self._name} stopped listening")
             self._strangers.pop(number, None)
             others = list(self._sessions)
-            if is_peer:
-                self._sessions.add(session)
-        if not is_peer:
-            session.exchange.close(f"{self._name} stopped listening")
+            self._sessions.add(session)
         for other in others:
             if _has_replaced(session, other):
-                other.exchange.close(f"another process has come as {session.hello.name}")
-        return is_peer
+                other.exchange.close(f"another process has come as {hello.name}")
+        return session
 
-    def _has_been_begun(self, session: str) -> None:
-        with self._lock:
-            self._beginning.discard(session)
-            self._has_begun.notify_all()
+    def _answer(self, arrival: _Arrival, secured: Secured, hello: Hello, deadline: Deadline) -> SharedMemory | None:
+        """Answer the first `Hello` of a session, and agree on shared memory if both sides can."""
+        shares = hello.shares and may_share(arrival.at, secured.stream, self._limits)
+        answer = Hello(self._name, session=hello.session, process=process_identity(), shares=shares)
+        say_hello(secured.stream, answer, deadline)
+        memory = SharedMemory.agree(arrival.sock, self._limits.shared_bytes) if shares else None
+        secured.stream.set_timeout(self._limits.stall_timeout_s)
+        return memory
+
+    def _ended(self, number: int, session: _Session, reason: str) -> None:
+        session.exchange.close(reason)
+        self._forget(number, session)
 
     def _forget(self, number: int, session: _Session | None = None) -> None:
         with self._lock:
@@ -295,34 +295,52 @@ class SocketListener:
             if session is not None:
                 self._sessions.discard(session)
 
-    def _resume(self, secured: Secured, hello: Hello, deadline: Deadline) -> bool:
-        """Hand a stream to the session that it resumes; if there is none, answer so and return False."""
-        check_version(hello)
-        session = self._find(hello, secured.identity, deadline)
-        if session is not None and session.renewal is not None:
-            before = session.connection.stream
-            if session.renewal.offer(secured.stream, hello.received):
-                before.shut_down()
-                return True
+    def _resume(self, secured: Secured, hello: Hello, deadline: Deadline) -> None:
+        """Give a stream to the session that it resumes; if there is none, answer so and close the stream."""
+        session = self._find(hello, secured.identity)
+        if session is not None:
+            with session.resuming:
+                if session.connection.abandon_stream(deadline):
+                    self._resume_over(secured.stream, session, hello, deadline)
+                    return
         say_hello(secured.stream, Hello(self._name), deadline)
+        secured.stream.close()
         LOGGER.info("%s: %s wants to go on with a session that has ended here", self._name, hello.name)
-        return False
 
-    def _find(self, hello: Hello, identity: str, deadline: Deadline) -> _Session | None:
-        if not hello.session:
-            return None
+    def _resume_over(self, stream: Stream, session: _Session, hello: Hello, deadline: Deadline) -> None:
+        connection = session.connection
+        answer = Hello(self._name, session=hello.session, process=process_identity(), received=connection.received)
+        say_hello(stream, answer, deadline)
+        stream.set_timeout(self._limits.stall_timeout_s)
+        try:
+            reason = connection.resume(stream, hello.received)
+        except RuntimeError as error:  # no more threads for now
+            reason = str(error)
+        if reason:
+            session.exchange.close(reason)
+
+    def _find(self, hello: Hello, identity: str) -> _Session | None:
         with self._lock:
-            self._has_begun.wait_for(lambda: hello.session not in self._beginning, deadline.left_s)
-            for session in self._sessions:
-                if session.hello.session == hello.session:
-                    break
-            else:
-                return None
+            session = next((one for one in self._sessions if one.hello.session == hello.session), None)
+        if session is None:
+            return None
         if session.identity != identity or session.hello.name != hello.name:
             raise SecurityError(f"{hello.name} is not {session.hello.name}, whose session it wants to go on with")
         if session.hello.process != hello.process:
             raise WireError(f"{hello.name} has started anew, but wants to go on with the session it had before")
         return session
+
+    def _await_redial(self, process: str, connection: Connection, broken: Stream, reason: str) -> str:
+        """Wait until the process has reconnected or ended, for at most `resume_s`; see `connection.Recover`."""
+        deadline = Deadline.after(self._limits.resume_s)
+        pause_s = 0.001
+        while not has_ended(process):
+            if connection.is_over(broken, min(pause_s, deadline.left_s)):
+                return "closed by this side" if connection.is_closed else ""
+            if deadline.has_passed:
+                return f"{reason}, and did not come back within {deadline.timeout_s:g} s"
+            pause_s = min(2 * pause_s, _LOOK_S)
+        return f"{reason}: its process has ended"
 
 
 def _has_replaced(new: _Session, old: _Session) -> bool:

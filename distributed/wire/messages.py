@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
@@ -22,8 +22,7 @@ class Message(msgspec.Struct, frozen=True, tag=True):
 class Hello(Message, frozen=True):
     """First message on each connection, in both directions: the sender's name and protocol version.
 
-    `session`   id of the session that this connection starts or resumes; empty when the session ends with the
-                connection. Empty in a reply when the requested session is unknown
+    `session`   id of the session that this connection starts or resumes; empty in a reply if that is unknown
     `received`  number of the session's frames that the sender has received
     `process`   identity of the sender's process; see `transport.process_identity`
     `resumes`   whether the session was started over an earlier connection

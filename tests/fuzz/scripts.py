@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from dflow.distributed.transport.exchange import Frame, Kind
-from dflow.distributed.transport.framing import HEADER, pack_header
+from dflow.distributed.transport.framing import HEADER, MAGIC, pack_header
 from dflow.distributed.wire.codec import encode_message
 from dflow.distributed.wire.messages import AnyMessage, Hello, Introduce
 from dflow.lowering.programs.program import export_program
@@ -45,7 +45,8 @@ class Script:
 def script(rng: random.Random) -> Script:
     """One connection's bytes."""
     frames = [hello(rng)] if rng.random() < 0.95 else []
-    frames += [rng.choices(KINDS, WEIGHTS)[0](rng) for _ in range(rng.choice((1, 2, 5, 20, 60)))]
+    count = rng.choice((1, 2, 5, 20, 60))
+    frames += [numbered(rng.choices(KINDS, WEIGHTS)[0](rng), number) for number in range(2, count + 2)]
     if rng.random() < 0.1:
         rng.shuffle(frames)
     data = b"".join(frames)
@@ -56,8 +57,16 @@ def script(rng: random.Random) -> Script:
 
 def hello(rng: random.Random) -> bytes:
     """A right `Hello`, of a member of the cluster, which a task believes once it has introduced itself."""
-    name = packed(encode_message(Hello(rng.choice(WORKERS))), b"", Kind.NOTIFY, 0)
-    return name + packed(encode_message(Introduce(0)), b"", Kind.REQUEST, 1 << 40)
+    name = packed(encode_message(Hello(rng.choice(WORKERS), session=rng.randbytes(8).hex())), b"", Kind.NOTIFY, 0)
+    return name + numbered(packed(encode_message(Introduce(0)), b"", Kind.REQUEST, 1 << 40), 1)
+
+
+def numbered(frame: bytes, number: int) -> bytes:
+    """The frame with its number in the session, unless its header was changed there."""
+    start, end = HEADER.size - 16, HEADER.size - 8
+    if not frame.startswith(MAGIC) or any(frame[start:end]):
+        return frame
+    return frame[:start] + number.to_bytes(8, "little") + frame[end:]
 
 
 def packed(meta: bytes, payload: bytes, kind: Kind, number: int) -> bytes:

@@ -17,7 +17,7 @@ from dflow.distributed.transport.exchange import Kind
 from dflow.distributed.wire.messages import AnyMessage
 from tests.effort import examples
 from tests.fuzz.__main__ import verdict
-from tests.fuzz.scripts import MESSAGES, Script, hello, packed, script
+from tests.fuzz.scripts import MESSAGES, Script, hello, numbered, packed, script
 from tests.fuzz.siege import Tally, Usage, Victim, besiege, send_script
 from tests.fuzz.values import ENCODER, struct_of
 
@@ -72,6 +72,7 @@ def test_a_task_minds_no_message_with_senseless_fields(victim: Victim, kind: msg
         for number in range(20)
         for which in (Kind.REQUEST, Kind.NOTIFY)
     ]
+    frames = [numbered(frame, number) for number, frame in enumerate(frames, 2)]
     send_script(victim.address, Script(hello(rng) + b"".join(frames), len(frames)))
     victim.check()
 

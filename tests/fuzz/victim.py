@@ -16,7 +16,7 @@ from dflow.distributed.transport.sockets import SocketTransport
 from dflow.distributed.wire.messages import Roster, TaskInfo
 from tests.fuzz.scripts import TASK, WORKERS
 
-LIMITS = Limits(max_payload_bytes=1 << 20, hello_timeout_s=2.0, stall_timeout_s=2.0)
+LIMITS = Limits(max_payload_bytes=1 << 20, hello_timeout_s=2.0, stall_timeout_s=2.0, resume_s=0.0)
 
 
 def main() -> None:

@@ -29,22 +29,34 @@ from dflow.tracing import errors
 from tests.distributed.transports import DEADLINE_S, Recorder, echo, reach
 from tests.effort import examples
 
-LIMITS = Limits(max_meta_bytes=1 << 16, max_payload_bytes=1 << 20, max_connections=64, hello_timeout_s=DEADLINE_S)
+LIMITS = Limits(
+    max_meta_bytes=1 << 16, max_payload_bytes=1 << 20, max_connections=64, hello_timeout_s=DEADLINE_S, resume_s=0.0
+)
 ZERO3, ZERO4 = bytes(3), bytes(4)
 HUGE = (1 << 64) - 1
 
 
-def frame(message: AnyMessage, payload: bytes = b"", kind: Kind = Kind.NOTIFY, number: int = 0) -> bytes:
+def frame(
+    message: AnyMessage, payload: bytes = b"", kind: Kind = Kind.NOTIFY, number: int = 0, sequence: int = 0
+) -> bytes:
     meta = encode_message(message)
-    return pack_header(Frame(kind, number, meta, payload)) + meta + payload
+    return pack_header(Frame(kind, number, meta, payload), sequence=sequence) + meta + payload
 
 
-HELLO = frame(Hello("stranger"))
-OK = frame(Ok(), kind=Kind.REQUEST, number=1)
+HELLO = frame(Hello("stranger", session="s"))
+OK = frame(Ok(), kind=Kind.REQUEST, number=1, sequence=1)
 
 
-def header(magic: bytes = MAGIC, kind: int = 1, payload: int = 0, meta: int = 0, flags: int = 0, pad: int = 0) -> bytes:
-    return HEADER.pack(magic, kind, flags, pad, meta, 0, 1, payload, 0, 0)
+def header(
+    magic: bytes = MAGIC,
+    kind: int = 1,
+    payload: int = 0,
+    meta: int = 0,
+    flags: int = 0,
+    pad: int = 0,
+    sequence: int = 1,
+) -> bytes:
+    return HEADER.pack(magic, kind, flags, pad, meta, 1, payload, sequence, 0)
 
 
 @pytest.fixture(scope="module")
@@ -91,21 +103,22 @@ BEFORE_HELLO = {
     "another protocol": b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
     "zeros": bytes(64),
     "a long hello": header(kind=3, meta=5000) + bytes(5000),
-    "hello with a payload": header(kind=3, meta=len(encode_message(Hello("x"))), payload=1 << 19),
+    "hello with a payload": header(kind=3, meta=len(encode_message(Hello("x"))), payload=1 << 19, sequence=0),
     "hello with a huge payload": header(kind=3, meta=10, payload=HUGE),
     "a request first": OK,
     "garbage where the hello is": header(kind=3, meta=4) + b"\xff\xff\xff\xff",
     "another version": frame(Hello("old", version=PROTOCOL_VERSION + 1)),
+    "a hello without a session": frame(Hello("stranger")),
 }
 AFTER_HELLO = {
     "wrong magic": header(magic=b"DFLX"),
     "unknown kind": header(kind=9),
     "kind zero": header(kind=0),
     "padding that is not zero": header(pad=256),
-    "unknown flags": header(flags=4),
-    "a number without a session": HEADER.pack(MAGIC, 3, 0, 0, len(encode_message(Ok())), 0, 1, 0, 1, 0)
-    + encode_message(Ok()),
-    "an acknowledgement of nothing": HEADER.pack(MAGIC, 4, 0, 0, 0, 0, 0, 0, 0, 1),
+    "unknown flags": header(flags=2),
+    "a message without a number": frame(Ok()),
+    "a message that skips a number": frame(Ok(), sequence=2),
+    "an acknowledgement of nothing": HEADER.pack(MAGIC, 4, 0, 0, 0, 0, 0, 0, 1),
     "huge message": header(meta=(1 << 32) - 1),
     "message just over the limit": header(meta=LIMITS.max_meta_bytes + 1),
     "huge payload": header(payload=HUGE),
@@ -199,7 +212,7 @@ def test_a_late_hello_is_not_waited_for(caplog: pytest.LogCaptureFixture) -> Non
 
 def test_a_frame_that_stalls_ends_its_connection() -> None:
     recorder = Recorder(echo)
-    listener = listen(Limits(stall_timeout_s=0.05), recorder)
+    listener = listen(Limits(stall_timeout_s=0.05, resume_s=0.0), recorder)
     with dial(listener) as sock:
         sock.sendall(HELLO + OK[:-1])
         read_until_closed(sock)
@@ -209,12 +222,12 @@ def test_a_frame_that_stalls_ends_its_connection() -> None:
 
 def test_who_waits_for_the_rest_of_a_large_frame_keeps_no_other_waiting() -> None:
     listener = listen(Limits())
-    request = frame(Ok(), bytes(1 << 20), Kind.REQUEST, 1)
+    request = frame(Ok(), bytes(1 << 20), Kind.REQUEST, 1, 1)
     with dial(listener) as sock:
         sock.sendall(HELLO + request[: 1 << 19])
         for _ in range(3):
             assert still_serves(listener)
-        sock.sendall(request[1 << 19 :] + frame(Ok(), b"behind", Kind.REQUEST, 2))
+        sock.sendall(request[1 << 19 :] + frame(Ok(), b"behind", Kind.REQUEST, 2, 2))
         sock.shutdown(socket.SHUT_WR)
         assert read_until_closed(sock).endswith(b"behind")
     listener.close()
@@ -222,7 +235,7 @@ def test_who_waits_for_the_rest_of_a_large_frame_keeps_no_other_waiting() -> Non
 
 def test_a_frame_that_breaks_off_is_said_to() -> None:
     recorder = Recorder(echo)
-    listener = listen(Limits(), recorder)
+    listener = listen(LIMITS, recorder)
     with dial(listener) as sock:
         sock.sendall(HELLO + OK[:-1])
         sock.shutdown(socket.SHUT_WR)  # closing with the listener's hello unread would reset the connection
@@ -244,7 +257,7 @@ def test_requests_that_come_byte_by_byte_are_answered() -> None:
     listener = listen(Limits())
     with dial(listener) as sock:
         sock.sendall(HELLO)
-        for byte in frame(Ok(), b"slowly", Kind.REQUEST, 1):
+        for byte in frame(Ok(), b"slowly", Kind.REQUEST, 1, 1):
             sock.sendall(bytes([byte]))
         sock.shutdown(socket.SHUT_WR)
         assert read_until_closed(sock).endswith(b"slowly")
@@ -253,25 +266,24 @@ def test_requests_that_come_byte_by_byte_are_answered() -> None:
 
 def test_a_peer_that_does_not_read_ends_its_connection() -> None:
     recorder = Recorder(echo)
-    listener = listen(Limits(stall_timeout_s=0.05), recorder)
-    request = frame(Ok(), bytes(4 << 20), Kind.REQUEST, 1)
+    listener = listen(Limits(stall_timeout_s=0.05, resume_s=0.0), recorder)
     with dial(listener) as sock:
         sock.sendall(HELLO)
         with pytest.raises(OSError, match=r"reset|[Bb]roken pipe"):  # noqa: PT012
-            for _ in range(1000):
-                sock.sendall(request)
+            for number in range(1, 1000):
+                sock.sendall(frame(Ok(), bytes(4 << 20), Kind.REQUEST, number, number))
     assert recorder.close_reason()
     listener.close()
 
 
 def test_too_many_unread_replies_end_the_connection() -> None:
     recorder = Recorder(echo)
-    listener = listen(Limits(max_unsent=3), recorder)
+    listener = listen(Limits(max_unsent=3, resume_s=0.0), recorder)
     with dial(listener) as sock:
         sock.sendall(HELLO)
         with pytest.raises(OSError, match=r"reset|[Bb]roken pipe"):  # noqa: PT012
-            for _ in range(1000):
-                sock.sendall(frame(Ok(), bytes(4 << 20), Kind.REQUEST, 1))
+            for number in range(1, 1000):
+                sock.sendall(frame(Ok(), bytes(4 << 20), Kind.REQUEST, number, number))
     assert "leaves 3 frames unread" in recorder.close_reason()
     listener.close()
 
