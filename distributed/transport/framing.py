@@ -115,7 +115,7 @@ class FrameReader:
         raises  BlockingIOError if there are none; TransportClosed if the stream ends within a frame; OSError
         """
         self._make_room()
-        count = self._stream.receive_now(self._buffer[self._end :])
+        count = self._stream.receive(self._buffer[self._end :], waits=False)
         self._end += count
         if not count and (self._end or self._header is not None):
             raise TransportClosed(_BREAKS_OFF)
@@ -196,7 +196,7 @@ class FrameReader:
 
     def _receive(self, view: memoryview) -> int:
         try:
-            count = self._stream.receive_into(view)
+            count = self._stream.receive(view)
         except BlockingIOError:
             raise stalled(self._limits) from None
         if count == 0:

@@ -92,7 +92,7 @@ class SendQueue:
         try:
             stream, self._stream = self._stream, None
             if stream is not None:
-                stream.send_now(self._pack([*self._take_gathered(), frame]))
+                stream.send(self._pack([*self._take_gathered(), frame]), waits=False)
         except OSError:
             pass
         finally:
@@ -111,7 +111,7 @@ class SendQueue:
         self._stream = stream
         rest = [part for parts in again() for part in parts]
         if rest:
-            self._start_drain(rest, drains_queue=False)
+            self._start_drain(rest)
         else:
             self._sending.release()
 
@@ -163,9 +163,8 @@ class SendQueue:
             self._sending.release()
             return
         with self._queue_lock:
-            drains_queue = not self._is_draining
             self._is_draining = True
-        self._start_drain(rest, drains_queue)
+        self._start_drain(rest)
 
     def _enqueue(self, frame: Frame | None) -> None:
         if frame is not None:
@@ -174,20 +173,23 @@ class SendQueue:
             self._queue.append(frame)
         if not self._is_draining:
             self._is_draining = True
-            self._start_drain([], drains_queue=True)
+            self._start_drain([])
 
-    def _start_drain(self, begun: Parts, drains_queue: bool) -> None:
+    def _start_drain(self, begun: Parts) -> None:
         """Start a drain thread for `begun`, then the queue; it takes over `_sending` unless `begun` is empty."""
-        threading.Thread(target=self._drain, args=(begun, drains_queue), name="dflow drain", daemon=True).start()
+        threading.Thread(target=self._drain, args=(begun,), name="dflow drain", daemon=True).start()
 
-    def _drain(self, begun: Parts, drains_queue: bool) -> None:
+    def _drain(self, begun: Parts) -> None:
         if begun:
             try:
                 self._send_all(begun)
             finally:
                 self._sending.release()
-        while drains_queue and (frame := self._next_queued()) is not None:
-            with self._sending:
+        while True:
+            with self._sending:  # also while taking the frame: several drain threads keep the order
+                frame = self._next_queued()
+                if frame is None:
+                    return
                 self._send_all(self._pack_one(frame))
 
     def _next_queued(self) -> Frame | None:
@@ -220,7 +222,7 @@ class SendQueue:
         if stream is None:
             return []
         try:
-            sent = stream.send_now(parts)
+            sent = stream.send(parts, waits=False)
         except OSError:
             self._abandon(stream)
             return []

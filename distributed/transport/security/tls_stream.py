@@ -5,7 +5,7 @@ sends. So OpenSSL works on memory buffers here, under a lock that is never held 
 and written outside of that lock.
 
 Invariants: the ciphertext from OpenSSL is sent completely and in order. If the socket accepts only part of a chunk, the
-chunk's plaintext counts as not sent. The next `send` or `send_now` must then begin with the same bytes (as `SendQueue`
+chunk's plaintext counts as not sent. The next `send` must then begin with the same bytes (as `SendQueue`
 does); it sends the rest of the ciphertext, and skips that plaintext. At most one chunk is buffered each way.
 """
 
@@ -104,35 +104,46 @@ class TlsStream:
         """True: received ciphertext is buffered here until it is decrypted."""
         return True
 
-    def send(self, parts: Sequence[memoryview]) -> int:
-        """Send some of `parts`, waiting for room; see `Stream.send`."""
-        return self._send(parts, 0, CHUNK_BYTES)
+    def send(self, parts: Sequence[memoryview], *, waits: bool = True) -> int:
+        """Send some of `parts`; see `Stream.send`. Without waiting, encrypt a record at a time."""
+        chunk_bytes = CHUNK_BYTES if waits else _RECORD_BYTES
+        taken = 0
+        if self._unsent:
+            if not self._push(waits=waits):
+                return 0
+            taken = self._unsent_plain
+        skip = taken
+        for part in parts:
+            for start in range(skip, len(part), chunk_bytes):
+                chunk = part[start : start + chunk_bytes]
+                with self._lock:
+                    self._tls.write(chunk)
+                    self._unsent = memoryview(self._outgoing.read())
+                self._unsent_plain = len(chunk)
+                if not self._push(waits=waits):
+                    return taken
+                taken += len(chunk)
+            skip = max(0, skip - len(part))
+        return taken
 
-    def send_now(self, parts: Sequence[memoryview]) -> int:
-        """Send what the socket accepts without blocking; see `Stream.send_now`."""
-        return self._send(parts, socket.MSG_DONTWAIT, _RECORD_BYTES)
-
-    def receive_into(self, view: memoryview) -> int:
-        """Receive some bytes, waiting for them; see `Stream.receive_into`.
+    def receive(self, view: memoryview, *, waits: bool = True) -> int:
+        """Receive some bytes; see `Stream.receive`.
 
         raises  BlockingIOError if no complete record arrived within the time-out, even if some bytes did;
                 SecurityError if a record was forged or corrupted, or the other side refused this one; OSError
         """
         patience_ends = 0.0
         while (count := self._decrypted(view)) is None:
-            now = time.monotonic()
-            patience_ends = patience_ends or now + self._timeout_s
-            if now > patience_ends:
-                raise BlockingIOError(f"no whole TLS record came within {self._timeout_s:g} s")
-            if not self._take_in(0):
+            if waits:
+                now = time.monotonic()
+                patience_ends = patience_ends or now + self._timeout_s
+                if now > patience_ends:
+                    raise BlockingIOError(f"no whole TLS record came within {self._timeout_s:g} s")
+            count = self._sock.recv_into(self._raw, 0, 0 if waits else socket.MSG_DONTWAIT)
+            if not count:
                 return 0
-        return count
-
-    def receive_now(self, view: memoryview) -> int:
-        """Receive the available bytes; see `Stream.receive_now`."""
-        while (count := self._decrypted(view)) is None:
-            if not self._take_in(socket.MSG_DONTWAIT):
-                return 0
+            with self._lock:
+                self._incoming.write(memoryview(self._raw)[:count])
         return count
 
     def _decrypted(self, view: memoryview) -> int | None:
@@ -147,15 +158,8 @@ class TlsStream:
         except ssl.SSLError as error:
             raise refusal(error) from error
 
-    def _take_in(self, flags: int) -> int:
-        """Receive ciphertext for `_decrypted`; return the number of bytes, 0 at the end."""
-        count = self._sock.recv_into(self._raw, 0, flags)
-        with self._lock:
-            self._incoming.write(memoryview(self._raw)[:count])
-        return count
-
     def set_timeout(self, timeout_s: float) -> None:
-        """Set the time that `send` and `receive_into` may wait."""
+        """Set the time that `send` and `receive` may wait."""
         self._timeout_s = timeout_s
         self._socket.set_timeout(timeout_s)
 
@@ -167,31 +171,11 @@ class TlsStream:
         """Close the socket."""
         self._socket.close()
 
-    def _send(self, parts: Sequence[memoryview], flags: int, chunk_bytes: int) -> int:
-        taken = 0
-        if self._unsent:
-            if not self._push(flags):
-                return 0
-            taken = self._unsent_plain
-        skip = taken
-        for part in parts:
-            for start in range(skip, len(part), chunk_bytes):
-                chunk = part[start : start + chunk_bytes]
-                with self._lock:
-                    self._tls.write(chunk)
-                    self._unsent = memoryview(self._outgoing.read())
-                self._unsent_plain = len(chunk)
-                if not self._push(flags):
-                    return taken
-                taken += len(chunk)
-            skip = max(0, skip - len(part))
-        return taken
-
-    def _push(self, flags: int) -> bool:
+    def _push(self, *, waits: bool) -> bool:
         """Send the pending ciphertext; return whether all of it was sent."""
         while self._unsent:
             try:
-                sent = self._sock.send(self._unsent, flags)
+                sent = self._sock.send(self._unsent, 0 if waits else socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return False
             self._unsent = self._unsent[sent:]

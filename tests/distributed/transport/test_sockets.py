@@ -247,8 +247,8 @@ def test_more_pieces_are_sent_than_the_system_takes_at_once() -> None:
     near, far = socket.socketpair()
     with near, far:
         parts: list[memoryview] = [memoryview(b"%04d" % number) for number in range(3000)]
-        for send in (SocketStream(near).send, SocketStream(near).send_now):
-            sent = send(parts)
+        for waits in (True, False):
+            sent = SocketStream(near).send(parts, waits=waits)
             assert 0 < sent < 4 * len(parts)
             assert far.recv(1 << 20) == b"".join(parts)[:sent]
 
@@ -359,7 +359,7 @@ def test_a_message_whose_sending_is_interrupted_arrives_once(monkeypatch: pytest
     peer = reach(SocketTransport(), listener.address, Recorder())
     sends = SocketStream.send
 
-    def interrupted(self: SocketStream, parts: Sequence[memoryview]) -> int:
+    def interrupted(self: SocketStream, parts: Sequence[memoryview], *, waits: bool = True) -> int:
         monkeypatch.setattr(SocketStream, "send", sends)
         sends(self, [parts[0][:20]])
         raise KeyboardInterrupt

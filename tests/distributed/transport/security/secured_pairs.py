@@ -116,7 +116,7 @@ def receive(secured: Secured, size: int) -> bytes:
     data = bytearray(size)
     filled = 0
     while filled < size:
-        count = secured.stream.receive_into(memoryview(data)[filled:])
+        count = secured.stream.receive(memoryview(data)[filled:])
         assert count
         filled += count
     return bytes(data)

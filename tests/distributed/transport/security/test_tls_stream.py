@@ -133,7 +133,7 @@ def test_what_is_sent_without_waiting_and_with_comes_whole_and_in_order(sizes: l
         )
         rest = [memoryview(part) for part in parts]
         for waits in now:
-            rest = without(rest, 0 if waits else client.send_now(rest))
+            rest = without(rest, 0 if waits else client.send(rest, waits=False))
         reading.start()
         while rest:
             rest = without(rest, client.send(rest))
