@@ -29,7 +29,7 @@ from dflow.distributed.transport.reactor import Reactor, give_way
 from dflow.distributed.transport.send_queue import SendQueue, gather, send_gathered
 from dflow.distributed.transport.session import Session
 from dflow.distributed.transport.shared_memory import SHARED_FROM_BYTES, SharedMemory
-from dflow.distributed.transport.stream import Parts, Stream
+from dflow.distributed.transport.stream import Parts, Stream, reason_of
 from dflow.tracing.errors import DeadlineExceeded, TransportClosed, WireError
 
 #: Payloads up to this size are copied when sent, which costs less than retaining the owner's memory.
@@ -230,7 +230,7 @@ class Connection:
         except MemoryError as error:
             ahead = f"there is no memory for a frame: {error}"
         except OSError as error:
-            ahead, breaks = error.strerror or str(error) or type(error).__name__, True
+            ahead, breaks = reason_of(error), True
         except Exception:
             LOGGER.exception("reading the connection to %s failed", self._name)
             ahead = "reading failed"

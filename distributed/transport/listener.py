@@ -8,7 +8,6 @@ process connects by its name and identity, since the original process has then e
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import threading
 import time
@@ -22,7 +21,7 @@ from dflow.distributed.transport.connection import Connection
 from dflow.distributed.transport.deadline import Deadline
 from dflow.distributed.transport.descriptors import raise_descriptor_limit
 from dflow.distributed.transport.exchange import LOGGER, Exchange
-from dflow.distributed.transport.families import Bound, send_at_once
+from dflow.distributed.transport.families import Bound
 from dflow.distributed.transport.handshake import check_version, hear_hello, say_hello
 from dflow.distributed.transport.process_identity import has_ended, host_identity, process_identity
 from dflow.distributed.transport.reactor import Reactor
@@ -30,10 +29,10 @@ from dflow.distributed.transport.security.admission import Admission, Belief
 from dflow.distributed.transport.security.policy import Secured, SecurityPolicy
 from dflow.distributed.transport.security.throttle import Throttle, on_one_line
 from dflow.distributed.transport.shared_memory import SharedMemory, may_share
-from dflow.distributed.transport.stream import Stream
+from dflow.distributed.transport.stream import SocketStream, Stream, reason_of
 from dflow.distributed.wire.failures import failure_of
 from dflow.distributed.wire.messages import PROTOCOL_VERSION, Hello
-from dflow.tracing.errors import DflowError, SecurityError, TransportClosed, WireError
+from dflow.tracing.errors import SecurityError, TransportClosed, WireError
 
 _AFTER_FAULT_S = 0.02
 
@@ -81,14 +80,14 @@ class _Room:
         return f"has {self.connections} connections and takes no more, {cause}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Arrival:
-    """A connection that was accepted `at` one of the listener's addresses, with its number in `Admission`."""
+    """A connection that was accepted `at` one of the listener's addresses, from an IP `host`."""
 
     sock: socket.socket
     at: Address
+    host: str
     source: str
-    number: int
 
 
 class SocketListener:
@@ -112,11 +111,9 @@ class SocketListener:
         self._lock = threading.Lock()
         self._is_closed = False
         self._room = _Room.of(limits)
-        self._admission = Admission(
+        self._admission: Admission[_Arrival] = Admission(
             connections=self._room.connections, strangers=limits.max_strangers, per_source=limits.max_from_source
         )
-        self._last_number = 0
-        self._strangers: dict[int, socket.socket] = {}
         self._throttle = Throttle()
         self._sessions: set[_Session] = set()
         for bound in bounds:
@@ -136,13 +133,13 @@ class SocketListener:
             if self._is_closed:
                 return
             self._is_closed = True
-            strangers, sessions = list(self._strangers.values()), list(self._sessions)
+            strangers, sessions = self._admission.strangers, list(self._sessions)
         for bound in self._bounds:
-            _shut_down(bound.sock)
+            SocketStream(bound.sock).shut_down()
             bound.sock.close()
             bound.clean_up()
-        for sock in strangers:
-            _shut_down(sock)
+        for arrival in strangers:
+            SocketStream(arrival.sock).shut_down()
         for session in sessions:
             session.exchange.close(f"{self._name} stopped listening")
 
@@ -156,39 +153,22 @@ class SocketListener:
                 self._warn("a connection could not be accepted: %s", error)
                 time.sleep(_AFTER_FAULT_S)
                 continue
-            host = source[0] if source else ""
-            where = str(source or bound.address)
-            number = self._admit(sock, host, where)
-            if number is not None:
-                self._start(_Arrival(sock, bound.address, where, number))
+            self._admit(_Arrival(sock, bound.address, source[0] if source else "", str(source or bound.address)))
 
-    def _start(self, arrival: _Arrival) -> None:
-        reader = threading.Thread(target=self._serve, args=(arrival,), daemon=True)
-        reader.name = f"dflow greet {self._name}"
+    def _admit(self, arrival: _Arrival) -> None:
+        """Serve a connection on a thread of its own, as a stranger for which another may be evicted."""
+        with self._lock:
+            evicted = self._admission.arrive(arrival, arrival.host)
+        if evicted is not None:
+            stranger, why = evicted
+            self._warn("a connection was given up for one from %s: %s", arrival.source, why)
+            SocketStream(stranger.sock).shut_down()
         try:
-            reader.start()
+            threading.Thread(target=self._serve, args=(arrival,), name=f"dflow greet {self._name}", daemon=True).start()
         except RuntimeError as error:  # no more threads for now
             self._warn("connection from %s refused: %s", arrival.source, error)
-            self._forget(arrival.number)
+            self._forget(arrival)
             arrival.sock.close()
-
-    def _admit(self, sock: socket.socket, host: str, source: str) -> int | None:
-        """Admit a connection as a stranger, evicting others if necessary; return its number, or None if refused."""
-        with self._lock:
-            self._last_number += 1
-            number = self._last_number
-            decision = self._admission.arrive(number, host)
-            evicted = [self._strangers.pop(one) for one in decision.evicted]
-            if is_admitted := not self._is_closed:
-                self._strangers[number] = sock
-        for stranger in evicted:
-            self._warn("a connection was given up for one from %s: %s", source, decision.why)
-            _shut_down(stranger)
-        if is_admitted:
-            return number
-        self._warn("connection from %s refused: it stopped listening", source)
-        sock.close()
-        return None
 
     def _warn(self, text: str, *values: object) -> None:
         """Log an event that strangers cause, throttled, since they can cause any number of them."""
@@ -197,37 +177,26 @@ class SocketListener:
             LOGGER.warning("%s: %s%s", self._name, on_one_line(text % values), more)
 
     def _serve(self, arrival: _Arrival) -> None:
-        stream: Stream | None = None
         session: _Session | None = None
         try:
             deadline = Deadline.after(self._limits.hello_timeout_s)
-            secured = self._secure(arrival, deadline)
-            stream = secured.stream
+            secured = self._security.secure(arrival.sock, arrival.at, deadline, is_server=True)
             hello = self._hear(secured, deadline)
             if hello.resumes:
                 self._resume(secured, hello, deadline)
             else:
-                self._believe(arrival.number, secured, deadline)
-                session = self._begin(arrival.number, secured, hello)
+                self._believe(arrival, secured, deadline)
+                session = self._begin(secured, hello)
                 memory = self._answer(arrival, secured, hello, deadline)
-                on_end = partial(self._ended, arrival.number, session)
+                on_end = partial(self._ended, arrival, session)
                 session.connection.start(session.exchange.arrived, on_end, memory)
                 return
-        except (DflowError, OSError, RuntimeError) as error:
-            self._warn("connection from %s closed: %s", arrival.source, _reason(error))
+        except Exception as error:
+            self._warn("connection from %s closed: %s", arrival.source, reason_of(error))
             if session is not None:
                 session.connection.close()
-            if stream is not None:
-                stream.close()
-        self._forget(arrival.number, session)
-
-    def _secure(self, arrival: _Arrival, deadline: Deadline) -> Secured:
-        try:
-            send_at_once(arrival.sock)
-            return self._security.secure(arrival.sock, arrival.at, deadline, is_server=True)
-        except BaseException:
             arrival.sock.close()
-            raise
+        self._forget(arrival, session)
 
     def _hear(self, secured: Secured, deadline: Deadline) -> Hello:
         """Receive the stranger's `Hello`. If it is refused, answer first, so that the other side does not retry."""
@@ -243,10 +212,10 @@ class SocketListener:
             raise WireError(f"{hello.name} names no session")
         return hello
 
-    def _believe(self, number: int, secured: Secured, deadline: Deadline) -> None:
+    def _believe(self, arrival: _Arrival, secured: Secured, deadline: Deadline) -> None:
         """Count a stranger as a peer; raises TransportClosed if it was evicted, or there is no room for more peers."""
         with self._lock:
-            belief = self._admission.believe(number)
+            belief = self._admission.believe(arrival)
         if belief is Belief.EVICTED:
             raise TransportClosed("it was evicted for another connection")
         if belief is Belief.NO_ROOM:
@@ -254,7 +223,7 @@ class SocketListener:
             say_hello(secured.stream, failure_of(error), deadline)
             raise error
 
-    def _begin(self, number: int, secured: Secured, hello: Hello) -> _Session:
+    def _begin(self, secured: Secured, hello: Hello) -> _Session:
         """Record the session of a new peer, and end the sessions that it replaces.
 
         This comes before the answer: the peer may reconnect as soon as it has that.
@@ -267,7 +236,6 @@ class SocketListener:
         with self._lock:
             if self._is_closed:
                 raise TransportClosed(f"{self._name} stopped listening")
-            self._strangers.pop(number, None)
             others = list(self._sessions)
             self._sessions.add(session)
         for other in others:
@@ -284,14 +252,13 @@ class SocketListener:
         secured.stream.set_timeout(self._limits.stall_timeout_s)
         return memory
 
-    def _ended(self, number: int, session: _Session, reason: str) -> None:
+    def _ended(self, arrival: _Arrival, session: _Session, reason: str) -> None:
         session.exchange.close(reason)
-        self._forget(number, session)
+        self._forget(arrival, session)
 
-    def _forget(self, number: int, session: _Session | None = None) -> None:
+    def _forget(self, arrival: _Arrival, session: _Session | None = None) -> None:
         with self._lock:
-            self._admission.leave(number)
-            self._strangers.pop(number, None)
+            self._admission.leave(arrival)
             if session is not None:
                 self._sessions.discard(session)
 
@@ -347,14 +314,3 @@ def _has_replaced(new: _Session, old: _Session) -> bool:
     """Whether the process that `old` waits for was replaced: another process has its name and identity."""
     same_name = old.hello.name == new.hello.name and old.identity == new.identity
     return same_name and old.hello.process != new.hello.process and old.connection.is_broken
-
-
-def _reason(error: BaseException) -> str:
-    system = error.strerror if isinstance(error, OSError) else None
-    return system or str(error) or type(error).__name__
-
-
-def _shut_down(sock: socket.socket) -> None:
-    """Wake the thread that waits on `sock`; the thread that serves `sock` closes it."""
-    with contextlib.suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)

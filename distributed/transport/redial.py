@@ -15,7 +15,7 @@ from dflow.distributed.transport.addresses import Address, UnixAddress
 from dflow.distributed.transport.base import Limits
 from dflow.distributed.transport.connection import Connection
 from dflow.distributed.transport.deadline import Deadline
-from dflow.distributed.transport.families import dial, send_at_once
+from dflow.distributed.transport.families import dial
 from dflow.distributed.transport.handshake import check_version, hear_hello, say_hello
 from dflow.distributed.transport.process_identity import process_identity
 from dflow.distributed.transport.security.policy import SecurityPolicy
@@ -58,7 +58,6 @@ class Dialler:
         deadline = Deadline.after(min(timeout_s, self.limits.hello_timeout_s))
         sock = dial(self.place, min(timeout_s, _DIAL_S))
         try:
-            send_at_once(sock)
             stream, identity = secured = self.security.secure(sock, self.place, deadline, is_server=False)
             say_hello(stream, hello, deadline)
             answer = hear_hello(secured, self.security, self.limits, deadline)

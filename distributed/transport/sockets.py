@@ -25,6 +25,7 @@ from dflow.distributed.transport.process_identity import host_identity
 from dflow.distributed.transport.reactor import Reactor, give_way
 from dflow.distributed.transport.redial import FIRST_RETRY_S, LONGEST_RETRY_S, Dialler, Redial
 from dflow.distributed.transport.security.policy import SameMachine, SecurityPolicy
+from dflow.distributed.transport.stream import reason_of
 from dflow.tracing.errors import DeadlineExceeded, SecurityError, TransportClosed, WireError
 
 
@@ -79,7 +80,7 @@ class SocketTransport:
             except (OSError, TransportClosed, DeadlineExceeded) as error:
                 if time.monotonic() + retry_s >= deadline or not is_wanted():
                     raise DeadlineExceeded(
-                        f"{who} at {address} could not be reached within {timeout_s:g} s: {_reason(error)}"
+                        f"{who} at {address} could not be reached within {timeout_s:g} s: {reason_of(error)}"
                         f"{_remedy(error)}"
                     ) from error
             time.sleep(retry_s)
@@ -107,11 +108,6 @@ def _ways_from_here(ways: Endpoints) -> list[Address]:
     """Return the addresses to try from this process, fastest first."""
     is_near = ways.near is not None and ways.identity == host_identity() != ""
     return [ways.near, ways.main] if is_near and ways.near is not None else [ways.main]
-
-
-def _reason(error: BaseException) -> str:
-    system = error.strerror if isinstance(error, OSError) else None
-    return system or str(error) or type(error).__name__
 
 
 def _remedy(error: BaseException) -> str:

@@ -117,6 +117,12 @@ def without(parts: Iterable[memoryview], sent_bytes: int) -> Parts:
     return rest
 
 
+def reason_of(error: BaseException) -> str:
+    """Return why a connection failed, in the system's words if it is an error of the system."""
+    system = error.strerror if isinstance(error, OSError) else None
+    return system or str(error) or type(error).__name__
+
+
 def send_by(stream: Stream, parts: Iterable[memoryview], deadline: Deadline, late: str) -> None:
     """Send all of `parts`, changing the time-out of `stream`; raises DeadlineExceeded with the text `late`; OSError."""
     rest = list(parts)

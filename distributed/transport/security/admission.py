@@ -12,16 +12,11 @@ Invariants: no I/O and no clock. There are never more strangers than `strangers`
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Hashable
 from enum import Enum, auto
+from typing import Generic, TypeVar
 
-
-@dataclass(frozen=True)
-class Decision:
-    """The strangers to evict for a new connection; `why` goes to the log."""
-
-    evicted: tuple[int, ...] = ()
-    why: str = ""
+Key = TypeVar("Key", bound=Hashable)
 
 
 class Belief(Enum):
@@ -32,63 +27,57 @@ class Belief(Enum):
     NO_ROOM = auto()
 
 
-class Admission:
-    """The connections of one listener, by number."""
+class Admission(Generic[Key]):
+    """The connections of one listener."""
 
     def __init__(self, *, connections: int, strangers: int, per_source: int) -> None:
         self._connections = connections
         self._most_strangers = strangers
         self._per_source = per_source
-        # Each stranger's source, by number, in order of arrival.
-        self._strangers: dict[int, str] = {}
-        self._peers: set[int] = set()
+        # Each stranger's source, in order of arrival.
+        self._strangers: dict[Key, str] = {}
+        self._peers: set[Key] = set()
 
     @property
-    def strangers(self) -> int:
-        """Number of unauthenticated connections."""
-        return len(self._strangers)
+    def strangers(self) -> list[Key]:
+        """The unauthenticated connections, oldest first."""
+        return list(self._strangers)
 
     @property
     def peers(self) -> int:
         """Number of authenticated connections."""
         return len(self._peers)
 
-    def arrive(self, number: int, source: str) -> Decision:
-        """Admit a new connection from `source`, such as an IP address; return the connections to end for it."""
-        decision = self._make_room(source)
-        self._strangers[number] = source
-        return decision
-
-    def believe(self, number: int) -> Belief:
-        """Make an authenticated stranger a peer, unless it was evicted or the limit of peers is reached."""
-        if number not in self._strangers:
-            return Belief.EVICTED
-        if len(self._peers) >= self._connections:
-            return Belief.NO_ROOM
-        del self._strangers[number]
-        self._peers.add(number)
-        return Belief.PEER
-
-    def leave(self, number: int) -> None:
-        """Remove a connection that has ended."""
-        self._strangers.pop(number, None)
-        self._peers.discard(number)
-
-    def _make_room(self, source: str) -> Decision:
+    def arrive(self, connection: Key, source: str) -> tuple[Key, str] | None:
+        """Admit a connection from `source`, such as an IP address; return one to end for it, and why, if necessary."""
+        evicted = None
         by_source = Counter(self._strangers.values())
         if by_source[source] >= self._per_source:
             why = f"{by_source[source]} connections from there had not said who they are"
-            return Decision(self._evict(source), why)
-        count = len(self._strangers)
-        if count < self._most_strangers:
-            return Decision()
-        most = max(by_source.values(), default=0)
-        greedy = next((one for one in self._strangers.values() if by_source[one] == most), source)
-        return Decision(self._evict(greedy), f"{count} connections had not said who they are")
+            evicted = self._evict(source), why
+        elif len(self._strangers) >= self._most_strangers:
+            most = max(by_source.values())
+            greedy = next(one for one in self._strangers.values() if by_source[one] == most)
+            evicted = self._evict(greedy), f"{self._most_strangers} connections had not said who they are"
+        self._strangers[connection] = source
+        return evicted
 
-    def _evict(self, source: str) -> tuple[int, ...]:
-        oldest = next((number for number, one in self._strangers.items() if one == source), None)
-        if oldest is None:
-            return ()
+    def believe(self, connection: Key) -> Belief:
+        """Make an authenticated stranger a peer, unless it was evicted or the limit of peers is reached."""
+        if connection not in self._strangers:
+            return Belief.EVICTED
+        if len(self._peers) >= self._connections:
+            return Belief.NO_ROOM
+        del self._strangers[connection]
+        self._peers.add(connection)
+        return Belief.PEER
+
+    def leave(self, connection: Key) -> None:
+        """Remove a connection that has ended."""
+        self._strangers.pop(connection, None)
+        self._peers.discard(connection)
+
+    def _evict(self, source: str) -> Key:
+        oldest = next(connection for connection, one in self._strangers.items() if one == source)
         del self._strangers[oldest]
-        return (oldest,)
+        return oldest

@@ -109,7 +109,7 @@ def test_a_crowd_of_silent_strangers_keeps_nobody_out(listen: Listen, policy: st
         silent = [crowd.enter_context(dial(listener)) for _ in range(20)]
         assert all(is_closed_by_the_other_side(sock) for sock in silent[:12])
         assert serves(listener, security)
-        assert len(listener._strangers) <= 8
+        assert len(listener._admission.strangers) <= 8
 
 
 def test_a_crowd_costs_no_more_threads_than_may_wait(listen: Listen) -> None:
@@ -119,7 +119,7 @@ def test_a_crowd_costs_no_more_threads_than_may_wait(listen: Listen) -> None:
         assert all(is_closed_by_the_other_side(sock) for sock in silent[:56])
         assert greeters()
         assert serves(listener)
-        assert len(listener._strangers) <= 4
+        assert len(listener._admission.strangers) <= 4
     while left := greeters():  # the last may start when all before it have ended
         left[0].join(DEADLINE_S)
         assert not left[0].is_alive()
