@@ -24,7 +24,7 @@ import msgspec
 from dflow.distributed.transport.base import Limits, OnReleased
 from dflow.distributed.transport.deadline import Deadline
 from dflow.distributed.transport.exchange import LOGGER, Frame, Kind, become_reader, on_reader_thread
-from dflow.distributed.transport.framing import Ahead, Arrived, FrameReader, pack_header, stalled
+from dflow.distributed.transport.framing import Ahead, FrameReader, Header, pack_header, stalled
 from dflow.distributed.transport.reactor import Reactor, give_way
 from dflow.distributed.transport.send_queue import SendQueue, gather, send_gathered
 from dflow.distributed.transport.session import Session
@@ -262,21 +262,20 @@ class Connection:
             while (ahead := reader.ahead()) is Ahead.WHOLE or ahead is Ahead.LARGE:
                 if ahead is Ahead.LARGE:
                     give_way()
-                arrived = reader.read()
-                if arrived.frame.kind is Kind.LAST:
+                frame, header = reader.read()
+                if frame.kind is Kind.LAST:
                     return _CLOSED
-                self._take(arrived)
+                self._take(frame, header)
             if not self._stream.may_hold_back:
                 return ahead
 
-    def _take(self, arrived: Arrived) -> None:
-        frame, sequence = arrived.frame, arrived.sequence
+    def _take(self, frame: Frame, header: Header) -> None:
         is_message = frame.kind <= Kind.NOTIFY
-        if is_message and not sequence:
+        if is_message and not header.sequence:
             raise WireError("a message has no number")
         with self._lock:
-            kept = self._session.acknowledge(arrived.acknowledged)
-            is_new = is_message and self._session.receive(sequence, len(frame.payload) + len(frame.meta))
+            kept = self._session.acknowledge(header.acknowledged)
+            is_new = is_message and self._session.receive(header.sequence, len(frame.payload) + len(frame.meta))
             if kept:
                 self._changed.notify_all()
         _release(kept)

@@ -59,14 +59,6 @@ class Header(msgspec.Struct, frozen=True, gc=False):
     acknowledged: int
 
 
-class Arrived(msgspec.Struct, frozen=True, gc=False):
-    """A received frame, with the session fields of its header."""
-
-    frame: Frame
-    sequence: int
-    acknowledged: int
-
-
 def pack_header(frame: Frame, *, sequence: int = 0, acknowledged: int = 0) -> bytes:
     """Return the header of `frame`."""
     sizes = len(frame.meta), frame.number, len(frame.payload)
@@ -135,7 +127,7 @@ class FrameReader:
             return Ahead.WHOLE
         return Ahead.LARGE if size_bytes > _BUFFER_BYTES else Ahead.PART
 
-    def read(self) -> Arrived:
+    def read(self) -> tuple[Frame, Header]:
         """Return the frame that `ahead` found WHOLE or LARGE, waiting for the rest of a LARGE one.
 
         raises  WireError for an invalid location in shared memory; TransportClosed if the stream ends or stalls within
@@ -153,8 +145,7 @@ class FrameReader:
             self._fill(payload)
         if header.is_shared:
             payload = self._shared_payload(payload)
-        frame = Frame(header.kind, header.number, meta, payload)
-        return Arrived(frame, header.sequence, header.acknowledged)
+        return Frame(header.kind, header.number, meta, payload), header
 
     def _shared_payload(self, place: Payload) -> memoryview:
         if self._shared is None or len(place) != PLACE_BYTES:
@@ -217,13 +208,14 @@ def read_first(stream: Stream, limits: Limits, deadline: Deadline) -> Frame:
     raises  WireError; DeadlineExceeded if the frame is incomplete at `deadline`; TransportClosed if the connection ends
             first; OSError
     """
-    late, closed = f"no whole Hello came within {deadline.timeout_s:g} s", _NO_HELLO
-    start = receive_by(stream, len(MAGIC), deadline, late=late, closed=closed)
+
+    def receive(size_bytes: int) -> bytearray:
+        return receive_by(stream, size_bytes, deadline, late=late, closed=_NO_HELLO)
+
+    late = f"no whole Hello came within {deadline.timeout_s:g} s"
+    start = receive(len(MAGIC))
     if start == MAGIC:
-        start += receive_by(stream, HEADER.size - len(MAGIC), deadline, late=late, closed=closed)
-    else:
-        start += bytes(HEADER.size - len(MAGIC))
-    header = parse_header(start, Limits(max_meta_bytes=limits.max_hello_bytes, max_payload_bytes=0))
-    return Frame(
-        header.kind, header.number, receive_by(stream, header.meta_bytes, deadline, late=late, closed=closed), b""
-    )
+        start += receive(HEADER.size - len(MAGIC))
+    limits = Limits(max_meta_bytes=limits.max_hello_bytes, max_payload_bytes=0)
+    header = parse_header(start.ljust(HEADER.size, b"\0"), limits)
+    return Frame(header.kind, header.number, receive(header.meta_bytes), b"")

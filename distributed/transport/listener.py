@@ -56,30 +56,6 @@ class _Session:
 _OTHER_FILES = 64
 
 
-@dataclass(frozen=True)
-class _Room:
-    """The number of peers that a listener accepts: `wanted`, or fewer if the process may open only `files` files."""
-
-    connections: int
-    wanted: int
-    files: int
-
-    @classmethod
-    def of(cls, limits: Limits) -> _Room:
-        """Return the largest number of peers that `limits` and the system allow."""
-        files = raise_descriptor_limit()
-        spare = max(files - limits.max_strangers - _OTHER_FILES, files // 2)
-        return cls(min(limits.max_connections, spare), limits.max_connections, files)
-
-    def full(self) -> str:
-        """Return why no more peers are accepted, and the remedy."""
-        if self.connections < self.wanted:
-            cause = f"since its process may open only {self.files} files; raise that limit (ulimit -n) where it starts"
-        else:
-            cause = "which is its limit; start fewer tasks"
-        return f"has {self.connections} connections and takes no more, {cause}"
-
-
 @dataclass(frozen=True, eq=False)
 class _Arrival:
     """A connection that was accepted `at` one of the listener's addresses, from an IP `host`."""
@@ -110,9 +86,9 @@ class SocketListener:
         self._security = security
         self._lock = threading.Lock()
         self._is_closed = False
-        self._room = _Room.of(limits)
+        room, self._is_full = _room(limits)
         self._admission: Admission[_Arrival] = Admission(
-            connections=self._room.connections, strangers=limits.max_strangers, per_source=limits.max_from_source
+            connections=room, strangers=limits.max_strangers, per_source=limits.max_from_source
         )
         self._throttle = Throttle()
         self._sessions: set[_Session] = set()
@@ -219,7 +195,7 @@ class SocketListener:
         if belief is Belief.EVICTED:
             raise TransportClosed("it was evicted for another connection")
         if belief is Belief.NO_ROOM:
-            error = TransportClosed(f"{self._name} {self._room.full()}")
+            error = TransportClosed(f"{self._name} {self._is_full}")
             say_hello(secured.stream, failure_of(error), deadline)
             raise error
 
@@ -308,6 +284,16 @@ class SocketListener:
                 return f"{reason}, and did not come back within {deadline.timeout_s:g} s"
             pause_s = min(2 * pause_s, _LOOK_S)
         return f"{reason}: its process has ended"
+
+
+def _room(limits: Limits) -> tuple[int, str]:
+    """Return the number of peers that `limits` and the system allow, and why there are no more."""
+    files = raise_descriptor_limit()
+    room = min(limits.max_connections, max(files - limits.max_strangers - _OTHER_FILES, files // 2))
+    cause = "which is its limit; start fewer tasks"
+    if room < limits.max_connections:
+        cause = f"since its process may open only {files} files; raise that limit (ulimit -n) where it starts"
+    return room, f"has {room} connections and takes no more, {cause}"
 
 
 def _has_replaced(new: _Session, old: _Session) -> bool:

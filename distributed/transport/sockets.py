@@ -17,13 +17,13 @@ from collections.abc import Callable, Sequence
 from dflow.distributed.transport.addresses import Address, Endpoints, parse_endpoints
 from dflow.distributed.transport.base import Handler, Limits, always_wanted
 from dflow.distributed.transport.connection import Connection
+from dflow.distributed.transport.dialler import FIRST_RETRY_S, LONGEST_RETRY_S, Dialler
 from dflow.distributed.transport.exchange import Exchange
 from dflow.distributed.transport.families import Bound, bind
 from dflow.distributed.transport.handshake import Refused
 from dflow.distributed.transport.listener import SocketListener
 from dflow.distributed.transport.process_identity import host_identity
 from dflow.distributed.transport.reactor import Reactor, give_way
-from dflow.distributed.transport.redial import FIRST_RETRY_S, LONGEST_RETRY_S, Dialler, Redial
 from dflow.distributed.transport.security.policy import SameMachine, SecurityPolicy
 from dflow.distributed.transport.stream import reason_of
 from dflow.tracing.errors import DeadlineExceeded, SecurityError, TransportClosed, WireError
@@ -94,11 +94,10 @@ class SocketTransport:
         return self._connect_by(places[-1], name, handler, timeout_s)
 
     def _connect_by(self, place: Address, name: str, handler: Handler, timeout_s: float) -> Exchange:
-        dialler = Dialler(place, self._limits, self._security)
-        hello = dialler.new_session(name)
-        greeted = dialler.greet(hello, timeout_s)
+        dialler = Dialler(place, name, self._limits, self._security)
+        greeted = dialler.begin(timeout_s)
         peer_name = greeted.answer.name
-        connection = Connection(greeted.stream, peer_name, self._limits, self._reactor, Redial(dialler, hello, greeted))
+        connection = Connection(greeted.stream, peer_name, self._limits, self._reactor, dialler.recover)
         peer = Exchange(connection, local=name, remote=peer_name, handler=handler, limits=self._limits)
         connection.start(peer.arrived, peer.close, greeted.memory)
         return peer

@@ -38,13 +38,7 @@ class KeyPair:
 
 def make_authority(name: str, now: datetime, valid: timedelta) -> KeyPair:
     """Create an authority, which signs the certificates of tasks; raises ConfigError without `cryptography`."""
-    _require_cryptography()
-    from cryptography import x509
-
-    key, subject = _new_key(), _named(name)
-    builder = _builder(subject, subject, key, now, valid)
-    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-    return _signed(builder.add_extension(_usage(signs=True), critical=True), key, key)
+    return _make(name, now, valid, is_authority=True)
 
 
 def issue_certificate(
@@ -69,20 +63,14 @@ def issue_certificate(
             f"the authority ends on {issuer.not_valid_after_utc:%Y-%m-%d}, before a certificate of {valid.days} days "
             "would; ask for fewer days, or make a new authority"
         )
-    key = _new_key()
     names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(identity.uri) for identity in identities]
     names += map(_general_name, hosts)
-    builder = _builder(_named(str(identities[0])), issuer.subject, key, now, valid)
-    builder = _for_tasks(builder.add_extension(x509.SubjectAlternativeName(names), critical=False))
-    known = x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key())
-    return _signed(builder.add_extension(known, critical=False), key, issuer_key)
+    return _make(str(identities[0]), now, valid, names, (issuer.subject, issuer_key))
 
 
 def self_signed(now: datetime, valid: timedelta) -> KeyPair:
     """Create a self-signed certificate; raises ConfigError without `cryptography`."""
-    _require_cryptography()
-    key, subject = _new_key(), _named("dflow")
-    return _signed(_for_tasks(_builder(subject, subject, key, now, valid)), key, key)
+    return _make("dflow", now, valid)
 
 
 def _require_cryptography() -> None:
@@ -90,36 +78,43 @@ def _require_cryptography() -> None:
         raise ConfigError("making keys needs the package `cryptography`\n  pip install 'dflow[security]'")
 
 
-def _new_key() -> EllipticCurvePrivateKey:
+def _make(
+    name: str,
+    now: datetime,
+    valid: timedelta,
+    names: Sequence[x509.GeneralName] = (),
+    issuer: tuple[x509.Name, EllipticCurvePrivateKey] | None = None,
+    *,
+    is_authority: bool = False,
+) -> KeyPair:
+    """Create a key and its certificate, for tasks unless `is_authority`, signed by `issuer` or by itself."""
+    _require_cryptography()
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.asymmetric import ec
-
-    return ec.generate_private_key(ec.SECP256R1())
-
-
-def _named(name: str) -> x509.Name:
-    from cryptography import x509
-
-    return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name[:64])])
-
-
-def _builder(
-    subject: x509.Name, issuer: x509.Name, key: EllipticCurvePrivateKey, now: datetime, valid: timedelta
-) -> x509.CertificateBuilder:
-    from cryptography import x509
-
-    builder = x509.CertificateBuilder(issuer, subject, key.public_key(), x509.random_serial_number())
-    builder = builder.not_valid_before(now - SKEW).not_valid_after(now + valid)
-    return builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-
-
-def _for_tasks(builder: x509.CertificateBuilder) -> x509.CertificateBuilder:
-    from cryptography import x509
+    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
     from cryptography.x509.oid import ExtendedKeyUsageOID
 
-    purposes = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
-    builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-    builder = builder.add_extension(_usage(signs=False), critical=True)
-    return builder.add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name[:64])])
+    issued_by, signer = issuer or (subject, key)
+    builder = x509.CertificateBuilder(issued_by, subject, key.public_key(), x509.random_serial_number())
+    builder = builder.not_valid_before(now - SKEW).not_valid_after(now + valid)
+    extensions: list[tuple[x509.ExtensionType, bool]] = [
+        (x509.SubjectKeyIdentifier.from_public_key(key.public_key()), False),
+        (x509.BasicConstraints(ca=is_authority, path_length=0 if is_authority else None), True),
+        (_usage(signs=is_authority), True),
+    ]
+    if not is_authority:
+        purposes = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+        extensions.append((x509.ExtendedKeyUsage(purposes), False))
+    if issuer is not None:
+        extensions.append((x509.SubjectAlternativeName(names), False))
+        extensions.append((x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), False))
+    for extension, is_critical in extensions:
+        builder = builder.add_extension(extension, critical=is_critical)
+    pem = builder.sign(signer, hashes.SHA256()).public_bytes(Encoding.PEM)
+    return KeyPair(pem, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
 
 
 def _usage(*, signs: bool) -> x509.KeyUsage:
@@ -148,14 +143,3 @@ def _general_name(host: str) -> x509.GeneralName:
     if not _HOST.fullmatch(host):
         raise ValueError(f"{host!r} is no host; give a DNS name in ASCII without `*`, or an IP address")
     return x509.DNSName(host.lower())
-
-
-def _signed(builder: x509.CertificateBuilder, key: EllipticCurvePrivateKey, signer: EllipticCurvePrivateKey) -> KeyPair:
-    from cryptography.hazmat.primitives import hashes
-    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
-
-    certificate = builder.sign(signer, hashes.SHA256())
-    return KeyPair(
-        certificate.public_bytes(Encoding.PEM),
-        key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()),
-    )

@@ -23,17 +23,12 @@ def choose_security(
     certificates  a folder that `dflow certs issue` wrote; this and `secret_file` override the environment
     raises        ConfigError when both kinds are configured, or one incompletely; errors of the policies
     """
-    if certificates is None and secret_file is None:
-        return _from_environment(environment)
     if certificates is not None and secret_file is not None:
         raise ConfigError(f"certificates {certificates} and secret {secret_file} are both given; give one of them")
     if certificates is not None:
         return MutualTls.in_folder(certificates)
-    assert secret_file is not None
-    return SharedSecret(secret_file)
-
-
-def _from_environment(environment: Mapping[str, str]) -> SecurityPolicy:
+    if secret_file is not None:
+        return SharedSecret(secret_file)
     files = [environment.get(name, "") for name in CERTIFICATE_VARIABLES]
     secret = environment.get(SECRET_VARIABLE, "")
     if any(files) and secret:

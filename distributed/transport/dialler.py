@@ -8,8 +8,9 @@ nothing listens at its address, or when the other side does not know it any more
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
 from typing import NamedTuple
+
+import msgspec
 
 from dflow.distributed.transport.addresses import Address, UnixAddress
 from dflow.distributed.transport.base import Limits
@@ -40,51 +41,27 @@ class Greeted(NamedTuple):
     memory: SharedMemory | None
 
 
-@dataclass(frozen=True)
 class Dialler:
-    """The steps from dialling an address to the exchange of `Hello`."""
+    """Dials the listener at `place` as `name`: once to begin a session, then whenever its stream broke."""
 
-    place: Address
-    limits: Limits
-    security: SecurityPolicy
-
-    def new_session(self, name: str) -> Hello:
-        """Return the `Hello` that begins a session as `name`."""
-        shares = isinstance(self.place, UnixAddress) and self.limits.shared_bytes > 0
-        return Hello(name, session=secrets.token_hex(16), process=process_identity(), shares=shares)
-
-    def greet(self, hello: Hello, timeout_s: float) -> Greeted:
-        """Dial, secure the stream and exchange `Hello`; raises OSError or a DflowError."""
-        deadline = Deadline.after(min(timeout_s, self.limits.hello_timeout_s))
-        sock = dial(self.place, min(timeout_s, _DIAL_S))
-        try:
-            stream, identity = secured = self.security.secure(sock, self.place, deadline, is_server=False)
-            say_hello(stream, hello, deadline)
-            answer = hear_hello(secured, self.security, self.limits, deadline)
-            check_version(answer)
-            shares = hello.shares and answer.shares and may_share(self.place, stream, self.limits)
-            memory = SharedMemory.agree(sock, self.limits.shared_bytes) if shares else None
-            stream.set_timeout(self.limits.stall_timeout_s)
-        except BaseException:
-            sock.close()
-            raise
-        return Greeted(stream, answer, identity, memory)
-
-
-class Redial:
-    """The recovery of the side that dialled: it dials again; `first` is what the listener answered at the start."""
-
-    def __init__(self, dialler: Dialler, hello: Hello, first: Greeted) -> None:
-        self._dialler = dialler
-        self._hello = hello
-        self._first = first
+    def __init__(self, place: Address, name: str, limits: Limits, security: SecurityPolicy) -> None:
+        self._place = place
+        self._limits = limits
+        self._security = security
+        shares = isinstance(place, UnixAddress) and limits.shared_bytes > 0
+        self._hello = Hello(name, session=secrets.token_hex(16), process=process_identity(), shares=shares)
         #: Number of frames received by both sides at the last recovery, and number of recoveries since it changed.
         self._received = (0, 0)
         self._in_a_row = 0
 
-    def __call__(self, connection: Connection, broken: Stream, reason: str) -> str:
+    def begin(self, timeout_s: float) -> Greeted:
+        """Begin the session; raises OSError or a DflowError."""
+        self._first = self._greet(self._hello, timeout_s)
+        return self._first
+
+    def recover(self, connection: Connection, broken: Stream, reason: str) -> str:
         """Dial until the connection is resumed; see `connection.Recover`."""
-        deadline = Deadline.after(self._dialler.limits.resume_s)
+        deadline = Deadline.after(self._limits.resume_s)
         if self._in_a_row == 0:
             self._stuck_by = deadline
         if self._in_a_row >= _MOST_IN_A_ROW and self._stuck_by.has_passed:
@@ -92,7 +69,7 @@ class Redial:
         retry_s = FIRST_RETRY_S
         while not connection.is_closed:
             try:
-                greeted = self._dial(connection.received, deadline.left_s)
+                stream, answer = self._dial_again(connection.received, deadline.left_s)
             except (ConnectionRefusedError, FileNotFoundError):
                 return f"{reason}, and nothing listens there any more"
             except (_SessionUnknown, SecurityError, WireError) as error:
@@ -103,20 +80,36 @@ class Redial:
                 connection.is_over(broken, retry_s)
                 retry_s = min(2 * retry_s, LONGEST_RETRY_S)
             else:
-                self._count((connection.received, greeted.answer.received))
-                return connection.resume(greeted.stream, greeted.answer.received)
+                self._count((connection.received, answer.received))
+                return connection.resume(stream, answer.received)
         return "closed by this side"
 
-    def _dial(self, received: int, timeout_s: float) -> Greeted:
+    def _greet(self, hello: Hello, timeout_s: float) -> Greeted:
+        """Dial, secure the stream and exchange `Hello`."""
+        deadline = Deadline.after(min(timeout_s, self._limits.hello_timeout_s))
+        sock = dial(self._place, min(timeout_s, _DIAL_S))
+        try:
+            stream, identity = secured = self._security.secure(sock, self._place, deadline, is_server=False)
+            say_hello(stream, hello, deadline)
+            answer = hear_hello(secured, self._security, self._limits, deadline)
+            check_version(answer)
+            shares = hello.shares and answer.shares and may_share(self._place, stream, self._limits)
+            memory = SharedMemory.agree(sock, self._limits.shared_bytes) if shares else None
+            stream.set_timeout(self._limits.stall_timeout_s)
+        except BaseException:
+            sock.close()
+            raise
+        return Greeted(stream, answer, identity, memory)
+
+    def _dial_again(self, received: int, timeout_s: float) -> tuple[Stream, Hello]:
         ours, first = self._hello, self._first
-        hello = Hello(ours.name, session=ours.session, received=received, process=ours.process, resumes=True)
-        greeted = self._dialler.greet(hello, timeout_s)
-        answer = greeted.answer
-        is_same = (answer.session, answer.name, greeted.identity) == (ours.session, first.answer.name, first.identity)
-        if not is_same or answer.process != first.answer.process:
-            greeted.stream.close()
+        hello = msgspec.structs.replace(ours, received=received, resumes=True, shares=False)
+        stream, answer, identity, _ = self._greet(hello, timeout_s)
+        known = ours.session, first.answer.name, first.answer.process, first.identity
+        if (answer.session, answer.name, answer.process, identity) != known:
+            stream.close()
             raise _SessionUnknown(f"{answer.name} knows nothing of this connection any more")
-        return greeted
+        return stream, answer
 
     def _count(self, received: tuple[int, int]) -> None:
         self._in_a_row = self._in_a_row + 1 if received == self._received else 0
