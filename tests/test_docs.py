@@ -1,9 +1,9 @@
-"""Every Python block of the README and the docs runs, and prints what the page says it prints.
+"""Every Python block of the README and the docs runs and prints the output below it; every link has a target.
 
 The blocks of a page run in order in one namespace. A ```text block right after a ```python block is its output;
-`...` in it stands for anything. `make golden` rewrites such blocks, save those that hold `...`. Links between the pages
-lead to what is there. A page about several devices runs where there are some: `test_several_devices.py` has it run, and
-`JAX_NUM_CPU_DEVICES=8` before a command refreshes it.
+`...` in it stands for anything. `make golden` rewrites such blocks, except those that contain `...`. A page about
+several devices needs a process that has them: `test_several_devices.py` starts one, and `JAX_NUM_CPU_DEVICES=8` before
+a command rewrites that page.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from tests.golden import UpdateMode
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+#: Pages without code that runs here, whose links are checked too.
+OTHERS = sorted([ROOT / "CONTRIBUTING.md", *(ROOT / "docs" / "decisions").glob("*.md")])
 #: The pages that need several devices.
 OF_DEVICES = {"devices.md"}
 RUN_HERE = [page for page in PAGES if page.name not in OF_DEVICES or jax.device_count() > 1]
@@ -43,7 +45,7 @@ def test_the_snippets_of_a_page_run_and_print_what_it_says(page: Path) -> None:
         page.write_text(updated)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *OTHERS], ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_links_of_a_page_lead_to_headings_that_are_there(page: Path) -> None:
     links = re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", outside_of_code(page))
     for path, heading in links:
@@ -58,13 +60,13 @@ def outside_of_code(page: Path) -> str:
 
 
 def headings(page: Path) -> set[str]:
-    """What links call the headings of a page: small letters, words joined by hyphens, no other signs."""
+    """Return the anchors of a page's headings: lower case, words joined by hyphens, no other signs."""
     titles = re.findall(r"^#+ (.*)$", outside_of_code(page), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 def run(code: str, name: str, namespace: dict[str, object]) -> str:
-    """What the code prints. An exception on purpose is caught by the block itself."""
+    """Run the code and return what it prints. The code itself catches the exceptions that it shows."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         exec(compile(code, name, "exec"), namespace)
@@ -72,6 +74,6 @@ def run(code: str, name: str, namespace: dict[str, object]) -> str:
 
 
 def matches(printed: str, expected: str) -> bool:
-    """Whether the output is what was expected, `...` standing for anything."""
+    """Whether the output is the expected one, where `...` stands for anything."""
     pattern = ".*?".join(re.escape(part) for part in expected.split("..."))
     return re.fullmatch(pattern, printed, re.DOTALL) is not None
