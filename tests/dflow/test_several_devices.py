@@ -20,6 +20,9 @@ from tests.several_devices import DEADLINE_S, DEVICES, HERE, run_there
 #: What needs several devices too: one process runs all of it.
 OTHERS = [
     "tests/dflow/device_scopes_.py",
+    "tests/dflow/device_arguments_.py",
+    "tests/dflow/device_copies_.py",
+    "tests/dflow/device_loops_.py",
     "tests/lowering/device_graphs_.py",
     "tests/dflow/graphs/auto_placement_.py",
     "tests/dflow/training/saving_several_devices_.py",
