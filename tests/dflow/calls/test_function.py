@@ -260,7 +260,7 @@ def test_a_program_is_called_as_its_function(caplog: pytest.LogCaptureFixture) -
 
 
 def test_a_signature_says_what_is_static() -> None:
-    """Positions count all parameters, those that are positional only too."""
+    """Positions count all parameters, positional-only parameters too."""
     v = dflow.Variable(1.0)
     f = dflow.jit(lambda x, /, n: [x + v] * n, static_argnames="n")
     assert len(f(1.0, 2)) == 2

@@ -16,7 +16,7 @@ import dflow
 
 
 class Counter:
-    """An object that is no pytree."""
+    """An object that is not a pytree."""
 
     def __init__(self, traced: list[Any] | None = None) -> None:
         self.total = dflow.Variable(jnp.zeros(2), name=f"total_{id(self)}")
@@ -97,7 +97,7 @@ def test_a_bound_method_is_a_value_like_others() -> None:
 
 
 class Slotted:
-    """An object that takes no weak references."""
+    """An object without weak references."""
 
     __slots__ = ("total",)
 
@@ -120,12 +120,12 @@ class Scale:
         self.factor = factor
 
     def tree_flatten(self) -> Any:
-        """Its one array."""
+        """Return the one array."""
         return (self.factor,), None
 
     @classmethod
     def tree_unflatten(cls, _: Any, leaves: Any) -> Scale:
-        """Back again."""
+        """Rebuild the object."""
         return cls(*leaves)
 
     @dflow.jit

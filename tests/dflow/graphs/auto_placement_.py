@@ -1,4 +1,4 @@
-"""Functions whose devices are chosen; run by `test_several_devices.py` where there are eight of them."""
+"""Functions whose devices are chosen by cost; `test_several_devices.py` runs this with eight devices."""
 
 from __future__ import annotations
 

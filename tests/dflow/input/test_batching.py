@@ -51,7 +51,7 @@ def test_batches_hold_each_element_once_an_epoch(
         if not shuffle:
             assert rows == list(range(kept))
         elif not drop:
-            # An element comes out at most a buffer's length before its turn.
+            # An element is at most a buffer's length ahead of its original position.
             assert all(row < place + int(shuffle) + 1 for place, row in enumerate(rows))
 
 
@@ -89,7 +89,7 @@ def test_elements_that_are_trees_are_stacked_leaf_by_leaf() -> None:
 @pytest.mark.parametrize("shuffle", [False, 3, 8])
 def test_an_iterable_may_give_one_buffer_again_and_again(shuffle: int | bool) -> None:
     class Foreign:
-        """A tensor of another library, which NumPy looks at without a copy."""
+        """A tensor of another library, which NumPy reads without a copy."""
 
         def __init__(self, memory: Any) -> None:
             self.memory = memory

@@ -32,7 +32,7 @@ def _queue(capacity: int = 4, spec: Any = I32) -> dflow.FIFOQueue:
 
 
 def _rest(queue: Any) -> list[Any]:
-    """What can be taken until the queue is closed."""
+    """Take elements until the queue is closed."""
     taken = []
     while True:
         try:
@@ -156,7 +156,7 @@ def test_several_threads_map_at_the_same_time_and_lose_nothing() -> None:
         return number * number
 
     def numbers() -> Iterator[int]:
-        # A generator raises ValueError when two threads are in it.
+        # A generator raises ValueError when two threads use it.
         yield from range(100)
 
     running = feed(numbers(), queue, threads=4, map=squared)
@@ -260,7 +260,7 @@ def test_a_queue_that_nobody_has_any_more_ends_its_feed() -> None:
     _until(lambda: running.count == 4)
     del queue
     gc.collect()
-    _until(lambda: gone() is None)  # the feed's thread has it while it converts an element
+    _until(lambda: gone() is None)  # the feed's thread holds the queue while it converts an element
     running.join(WAIT_S)
 
 
@@ -300,7 +300,7 @@ def test_the_end_may_be_waited_for_without_end() -> None:
 
 def test_lists_stand_for_tuples_and_foreign_tensors_for_arrays() -> None:
     class Tensor:
-        """As a tensor of PyTorch or TensorFlow is seen."""
+        """A tensor with the interface of PyTorch's and TensorFlow's."""
 
         def __init__(self, values: Any) -> None:
             self.values = values
@@ -309,7 +309,7 @@ def test_lists_stand_for_tuples_and_foreign_tensors_for_arrays() -> None:
             return np.asarray(self.values, dtype=dtype)
 
     class Loader:
-        """A DataLoader gives lists of tensors."""
+        """A DataLoader that yields lists of tensors."""
 
         def __iter__(self) -> Iterator[Any]:
             return ([Tensor(np.full((2, 3), n, np.float64)), Tensor(np.arange(2))] for n in range(3))

@@ -17,7 +17,7 @@ import dflow
 from dflow.lowering.files.array_files import read_arrays
 from dflow.tracing.errors import CheckpointError
 
-#: A second set of variables of the same names stands for those of a program that is started again.
+#: A second set of variables with the same names stands for those of a restarted program.
 pytestmark = pytest.mark.filterwarnings("ignore::dflow.tracing.primitives.namesakes.DuplicateNameWarning")
 
 

@@ -23,7 +23,7 @@ from dflow.lowering.files.array_files import read_arrays
 from dflow.state_backends import LOCAL
 from dflow.tracing.errors import CheckpointError, VariableError
 
-#: A second set of variables of the same names stands for those of a program that is started again.
+#: A second set of variables with the same names stands for those of a restarted program.
 pytestmark = pytest.mark.filterwarnings("ignore::dflow.tracing.primitives.namesakes.DuplicateNameWarning")
 
 

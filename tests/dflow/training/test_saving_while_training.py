@@ -19,7 +19,7 @@ from dflow.lowering.state.store import Store
 from dflow.tracing.errors import VariableError, VariableShapeError
 from dflow.tracing.ir.types import array_type_of
 
-#: A second set of variables of the same names stands for those of a program that is started again.
+#: A second set of variables with the same names stands for those of a restarted program.
 pytestmark = pytest.mark.filterwarnings("ignore::dflow.tracing.primitives.namesakes.DuplicateNameWarning")
 
 WAIT_S = 60.0
