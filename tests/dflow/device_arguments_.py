@@ -23,7 +23,7 @@ def test_an_argument_may_lie_anywhere(place: int) -> None:
         v.assign_add(x)
         return v + x, w * x, w - z
 
-    # Over explicit axes its type would name the mesh, which a variable on no mesh refuses.
+    # Over explicit axes the argument's type would name the mesh, which a variable on no mesh refuses.
     mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d"))
     for x in (X, jax.device_put(X, jax.devices()[place]), jax.device_put(X, spread)):

@@ -15,7 +15,7 @@ from tests.dflow.on_devices import X, calls, plan_of, variable
 
 
 def layers(weights: Sequence[dflow.Variable], x: Any) -> Any:
-    """Layers on one device of weights on another, with a bit of work elsewhere between them."""
+    """Layers on one device with weights on another, and a small op on a third device between them."""
     for weight in weights:
         with dflow.device("cpu:1"):
             x = x @ weight
@@ -31,7 +31,7 @@ def by_hand(weights: Sequence[np.ndarray[Any, Any]], x: Any) -> Any:
 
 
 def large_weights(count: int) -> list[np.ndarray[Any, Any]]:
-    """Weights worth an edge, 1 MiB each."""
+    """Weights of 1 MiB each, the least size whose copies are delayed."""
     draws = np.random.default_rng(0)
     return [draws.normal(size=(512, 512)).astype(np.float32) / 20 for _ in range(count)]
 

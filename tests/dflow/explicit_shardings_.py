@@ -35,7 +35,7 @@ every_sharding = pytest.mark.parametrize("sharding", SHARDINGS.values(), ids=SHA
 
 
 class Held:
-    """The value of a variable in a function for `jax.jit`, with the methods of a variable."""
+    """A stand-in for a variable in a function for `jax.jit`: it holds a value and has a variable's methods."""
 
     def __init__(self, value: Any, sharding: NamedSharding) -> None:
         self.value, self.sharding = value, sharding
@@ -79,7 +79,7 @@ def test_a_read_has_its_sharding_in_its_type(sharding: NamedSharding) -> None:
         assert [aval.sharding for aval in seen] == [want[0].sharding] * 4
 
 
-#: Programs over a variable or what stands for it, and an argument that is spread like it.
+#: Programs over a variable or its stand-in, and an argument with the same sharding.
 PROGRAMS: dict[str, Callable[[Any, Any], Any]] = {
     "reads": lambda w, x: (w.read() * 2, (w.read() + x).sum()),
     "assigns": lambda w, x: w.assign(x + 1),
@@ -269,7 +269,7 @@ def test_a_step_of_several_programs(sharding: NamedSharding) -> None:
         np.testing.assert_allclose(w, X * times, rtol=1e-5)
 
 
-#: Of a function with `in_shardings` and `out_shardings`: these, what stands in its trace, and its argument.
+#: `in_shardings` and `out_shardings`, the sharding in the trace, and the argument.
 OPTIONS: dict[str, tuple[dict[str, Any], Any]] = {
     "in": ({"in_shardings": ROWS}, None),
     "in, given so": ({"in_shardings": ROWS}, ROWS),

@@ -38,7 +38,7 @@ TRANSFORMATIONS = {
     "momentum": optax.sgd(0.1, momentum=0.9),
     "clipped": optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(0.1)),
 }
-#: Parameters by their shardings: what all devices hold, and what is divided.
+#: Parameters by their shardings: replicated, and sharded.
 TRAININGS: dict[str, tuple[Callable[[Any, Any], Any], dict[str, Any], dict[str, NamedSharding]]] = {
     "data parallel": (
         lambda p, x: ((x @ p["w"] + p["b"]) ** 2).mean(),

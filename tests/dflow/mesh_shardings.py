@@ -14,7 +14,7 @@ X = np.arange(64, dtype=np.float32).reshape(16, 4) / 8
 
 
 def spread(spec: Any, *kinds: AxisType) -> NamedSharding:
-    """A sharding over all 8 devices, of one axis or of two of these kinds."""
+    """A sharding over all 8 devices, on a mesh with one or two axes of these kinds."""
     sizes, names = ((8,), ("d",)) if len(kinds) == 1 else ((4, 2), ("d", "m"))
     return NamedSharding(jax.make_mesh(sizes, names, axis_types=kinds), spec)
 
@@ -23,7 +23,7 @@ ROWS, WHOLE = spread(P("d"), EXPLICIT), spread(P(), EXPLICIT)
 
 
 def same(ours: Any, theirs: Any) -> None:
-    """The values agree, and each array is spread the same way, in its type and over the devices."""
+    """Assert that the values agree, and that the arrays have equal shardings, in their types and over the devices."""
     for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5)
         assert jax.typeof(one).sharding.spec == jax.typeof(other).sharding.spec

@@ -16,7 +16,7 @@ WAIT_S = 60.0
 
 
 def numbers(*values: float, capacity: int = 8, name: str = "q") -> dflow.FIFOQueue:
-    """A queue of numbers that holds some."""
+    """A queue of numbers that contains some."""
     queue = dflow.FIFOQueue(capacity, F32, name=name)
     for value in values:
         queue.enqueue(value)
@@ -24,5 +24,5 @@ def numbers(*values: float, capacity: int = 8, name: str = "q") -> dflow.FIFOQue
 
 
 def drained(queue: Any) -> list[Any]:
-    """All elements, in order, taken out."""
+    """Dequeue all elements, in order."""
     return [np.asarray(queue.dequeue(timeout_s=0)).tolist() for _ in range(int(queue.size()))]

@@ -17,7 +17,7 @@ X = np.arange(6, dtype=np.float32).reshape(2, 3)
 
 
 def on(array: Any) -> str:
-    """The one device that an array lies on."""
+    """Return the only device of an array."""
     [where] = array.devices()
     return f"cpu:{where.id}"
 
@@ -28,7 +28,7 @@ def variable(device: str, value: Any = 1.0, name: str | None = None) -> dflow.Va
 
 
 def plan_of(fn: Callable[..., Any], *args: Any) -> Plan:
-    """What a call of `fn` does."""
+    """Return the plan of a call of `fn`."""
     return LOCAL.plan(trace(fn, args, {}), check=True, observe=None).compiled.local.plan
 
 

@@ -30,7 +30,7 @@ def test_an_element_is_a_pytree() -> None:
 
 def test_what_is_enqueued_is_not_changed_by_its_owner() -> None:
     queue = dflow.FIFOQueue(4, jax.ShapeDtypeStruct((64,), jnp.float32))
-    # Where it starts so, JAX would take the memory as it is.
+    # JAX could use memory with this alignment without a copy.
     memory = np.zeros(64 * 4 * 4, np.uint8)
     array = memory[-memory.ctypes.data % 64 :][: 2 * 64 * 4].view(np.float32).reshape(2, 64)
     queue.enqueue(array[0])

@@ -153,7 +153,7 @@ def test_two_queues_never_order_each_other() -> None:
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(step)
         first.enqueue(1.0)
-        # Only what comes out of the second lets the third be filled.
+        # The third queue can be filled only with results of the second.
         third.enqueue(second.dequeue(timeout_s=WAIT_S))
         running.result(WAIT_S)
     assert drained(fourth) == [3]

@@ -16,7 +16,7 @@ HERE = Path(__file__).name
 
 
 def line_of(error: BaseException) -> str:
-    """The line of this file that the message names."""
+    """Return the line of this file in the message."""
     lines = [line for line in str(error).splitlines() if line.startswith("  at ") and HERE in line]
     assert lines, error
     number = int(lines[0].rpartition(":")[2])

@@ -19,7 +19,7 @@ ONES = jnp.ones(3, jnp.float32)
 
 
 def pointer(array: jax.Array) -> int:
-    """Where the array's elements are in memory."""
+    """Address of the array's elements in memory."""
     return int(array.unsafe_buffer_pointer())
 
 

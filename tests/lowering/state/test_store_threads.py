@@ -94,7 +94,7 @@ def test_a_program_that_fails_as_it_runs_is_named_as_the_reason_why_a_value_is_l
 
 
 class Held:
-    """A program over one variable that is being run on a thread until it is let go."""
+    """A program over one variable that runs on a thread until the test releases it."""
 
     def __init__(self, store: Store, key: str) -> None:
         self.begun, self.let_go = threading.Event(), threading.Event()

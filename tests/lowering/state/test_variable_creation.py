@@ -19,7 +19,7 @@ from tests.lowering.state.store_programs import ADD, F32, ONES, WAIT_S, new_stor
 
 
 def noted(made: list[float], value: float) -> jax.Array:
-    """An initial value, and a note that it was made."""
+    """Return an initial value, and record that it was made."""
     made.append(value)
     return jnp.full(3, value, jnp.float32)
 
@@ -133,7 +133,7 @@ def test_an_initial_value_of_another_type_is_refused_and_nothing_is_held() -> No
 
 
 def test_an_initial_value_is_copied() -> None:
-    # Aligned so that JAX would take the memory as it is.
+    # Aligned so that JAX could use the memory without a copy.
     memory = np.empty(3 * 4 + 64, np.uint8)
     start = -memory.ctypes.data % 64
     initial = memory[start : start + 12].view(np.float32)

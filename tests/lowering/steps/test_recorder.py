@@ -1,4 +1,4 @@
-"""The newest events of a task: which are kept, and what is read of them."""
+"""The newest events of a task: those that are kept, and those that a reader gets."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PLAN = Plan(
 
 
 class Clock:
-    """Counts up by one at each look."""
+    """A clock that counts up by one at each reading."""
 
     def __init__(self) -> None:
         self.now_ns = 0

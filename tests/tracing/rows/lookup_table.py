@@ -1,4 +1,4 @@
-"""A small table, its lookups, and the ops that give an array of the table's size."""
+"""A small table, lookups in it, and the ops that give an array of the table's shape."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ IDS = jnp.array([3, 3, 0, -1, 11])
 
 
 def grown(fn: Any, *args: Any) -> list[str]:
-    """The ops of a function's graph that give an array of the table's shape."""
+    """Return the ops of a function's graph that give an array of the table's shape."""
     graph = Prune()(dflow.graph(fn, *args).graph)
     return [node.op.name for node in graph.nodes for v in node.outputs if getattr(v.type, "shape", None) == SHAPE]
 

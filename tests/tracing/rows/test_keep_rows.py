@@ -44,7 +44,7 @@ def test_two_microbatches_are_summed_and_their_norm_is_that_of_the_gradient() ->
     np.testing.assert_array_equal(e.read(), wanted)
 
 
-#: What users do with a gradient and with another one: each gives an array of its shape, or a number.
+#: Uses of a gradient and of a second one; each gives an array of their shape, or a number.
 USES: dict[str, Callable[[Any, Any], Any]] = {
     "scaled": lambda g, h: -0.5 * g / 3,
     "added": lambda g, h: jax.tree.map(jnp.add, g, 2 * h),
@@ -92,7 +92,7 @@ USES: dict[str, Callable[[Any, Any], Any]] = {
 
 @cache
 def of_arrays() -> dict[str, Any]:
-    """What each use gives of the dense gradients."""
+    """Results of each use with dense gradients."""
     g, h = jax.grad(loss_of)(TABLE, IDS), jax.grad(loss_of)(TABLE, IDS[:2] + 4)
     return {name: use(g, h) for name, use in USES.items()}
 
@@ -131,7 +131,7 @@ OPS: list[Callable[[Any, Any], Any]] = [
 @settings(max_examples=examples(9), deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(range(len(OPS))), st.integers(0, 20), st.integers(0, 20)), max_size=8))
 def test_a_random_rule_does_to_values_and_slots_what_it_does_to_arrays(rule: list[tuple[int, int, int]]) -> None:
-    """The rule makes an update and a slot of the gradients of two lookups, the table and the slot."""
+    """The rule computes an update and a new slot from the gradients of two lookups, the table and the slot."""
 
     def after(g: Any, h: Any, t: Any, s: Any) -> tuple[Any, Any]:
         values = [g, h, t, s]
@@ -177,7 +177,7 @@ def test_microbatches_summed_in_a_loop_stay_rows(first: str, table: Variable) ->
     batches = jnp.array([[3, 3], [4, 1]])
     grads = [jax.grad(loss_of)(TABLE, ids) for ids in batches]
     total = sum(g / 2 for g in grads) + (0 if first == "zeros" else grads[0])
-    # The loop reads the table, which is not sent, and nothing else has its shape.
+    # The loop reads the table, which is not sent, and no other value has its shape.
     assert set(grown(step, batches)) <= {"var.read"}
     norm, sums = step(batches)
     np.testing.assert_allclose(norm, optax.tree.norm(total), rtol=1e-5)
@@ -295,7 +295,7 @@ def test_each_body_of_a_program_is_searched_once(monkeypatch: pytest.MonkeyPatch
         return nested(6, dflow.grad(lambda: loss_of(table, ids), table)())
 
     dflow.graph(dflow.jit(step), IDS)
-    assert sum("length" in params for params in seen) == 6 + 1  # the outermost is looked into when it runs
+    assert sum("length" in params for params in seen) == 6 + 1  # the outermost body is searched when it runs
 
 
 def test_as_many_lookups_as_rows_are_no_fewer(table: Variable) -> None:

@@ -113,7 +113,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(table: Variable) -> None:
         np.testing.assert_allclose(got, wanted, rtol=1e-5)
 
 
-#: Branches of a gradient, another by other indices, the table and a slot: an update and a new slot.
+#: Branches over a gradient, a gradient of other rows, the table and a slot; each gives an update and a new slot.
 BRANCHES: dict[str, tuple[bool, Callable[[Any, Any, Any, Any], Any]]] = {
     "one of two": (True, lambda g, h, t, s: (g, s)),
     "both": (True, lambda g, h, t, s: (g + 0 * g**2, s + g * t)),
@@ -199,7 +199,7 @@ LAZY = {
 @pytest.mark.parametrize("name", LAZY)
 @pytest.mark.parametrize("as_rows", [True, False], ids=["rows", "dense"])
 def test_lazy_rows_are_left_as_they_are(name: str, as_rows: bool, table: Variable) -> None:
-    """Whatever the gradient is made of: rows without one keep values and slots."""
+    """Rows without a gradient keep their values and slots, for every form of the gradient."""
     transformation = LAZY[name]
     optimizer = dflow.Optimizer(transformation, [table], lazy_rows=True)
 

@@ -41,7 +41,7 @@ def test_a_value_that_is_needed_after_its_variable_was_written_is_of_before(tabl
 
 
 def old_times(write: Callable[[Any, Any], None], made: Callable[[Any], Any]) -> Any:
-    """What is made of a slot's value before a write, times a gradient after it; and the same by JAX."""
+    """Read a slot, write it, and use the earlier value times a gradient; return dflow's and JAX's results."""
     table, slot = dflow.Variable(TABLE, name="table"), dflow.Variable(TABLE + 1, name="slot")
 
     @dflow.jit
