@@ -1,4 +1,4 @@
-"""Deadlines, a step and a way to run one function on all workers, for the tests of synchronous training."""
+"""Deadlines, a step, and a function that runs work on all workers, for the tests of synchronous training."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Sync = dflow.distributed.Sync
 
 
 def together(workers: Sequence[Any], work: Callable[[int, Any], Any]) -> list[Any]:
-    """Do the work of every worker at once; what each gave."""
+    """Do the work of every worker concurrently; return the results."""
     with ThreadPoolExecutor(len(workers)) as pool:
         return [done.result(DEADLINE_S) for done in [pool.submit(work, *pair) for pair in enumerate(workers)]]
 
 
 def pair(cluster: Cluster, prefix: str = "pair", rate: float = 1.0) -> tuple[Any, Any]:
-    """Two variables on two tasks, from each of which a step's argument is subtracted; the step gives what it read."""
+    """Two variables on two tasks; a step subtracts its argument from each and returns the values that it read."""
     with cluster.parameter_servers():
         model = dflow.variables({name: (lambda: jnp.zeros(4)) for name in ("first", "second")}, prefix=f"{prefix}/")
         optimizer = dflow.Optimizer(optax.sgd(rate), model, name=f"{prefix}/opt")
@@ -34,7 +34,7 @@ def pair(cluster: Cluster, prefix: str = "pair", rate: float = 1.0) -> tuple[Any
     @dflow.jit
     def step(x: Any) -> Any:
         seen = {name: variable.read()[0] for name, variable in model.items()}
-        # Made of what was read, as gradients are, so that it is read before they are given.
+        # The gradient depends on the read value, as usual, so the read comes before the gradient is sent.
         optimizer.apply({name: jnp.full(4, -x) + 0 * sum(seen.values()) for name in model})
         return seen
 
@@ -42,7 +42,7 @@ def pair(cluster: Cluster, prefix: str = "pair", rate: float = 1.0) -> tuple[Any
 
 
 class Turns:
-    """Events by which workers wait for each other, by name."""
+    """Named events by which workers wait for each other."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -53,10 +53,10 @@ class Turns:
             return self._events.setdefault(name, threading.Event())
 
     def done(self, name: str) -> None:
-        """This has happened."""
+        """Mark the event as done."""
         self._event(name).set()
 
     def wait(self, *names: str) -> None:
-        """Wait until all of these have."""
+        """Wait until all of these events are done."""
         for name in names:
             assert self._event(name).wait(DEADLINE_S), f"{name} never came"

@@ -48,7 +48,7 @@ def mlp(cluster: Cluster | Alone, transformation: Any, prefix: str) -> tuple[Any
 
 
 def embedding(cluster: Cluster | Alone, transformation: Any, prefix: str) -> tuple[Any, Any, Any]:
-    """A table of which each step looks up few rows, and a layer."""
+    """A table, of which each step looks up few rows, and a layer."""
     with cluster.parameter_servers():
         model = dflow.variables(
             {"table": lambda: jax.random.normal(jax.random.key(1), (50, 3)), "out": lambda: jnp.ones((3, 1))},
@@ -72,7 +72,7 @@ ROUNDS, EACH = 5, 4
 
 
 def numbers(prefix: str) -> list[tuple[Any, Any]]:
-    """The batches of all workers, side by side."""
+    """The batches of all workers, one tuple for each step."""
     drawn = np.random.default_rng(0)
     x = [drawn.normal(size=(3, EACH, 4)).astype(np.float32) for _ in range(ROUNDS)]
     rows = [drawn.integers(0, 50, size=(3, EACH)).astype(np.int32) for _ in range(ROUNDS)]
@@ -188,7 +188,7 @@ def test_gradients_that_travel_smaller_are_rounded_once_on_their_way_into_the_va
 
     def work(number: int, cluster: Cluster) -> tuple[Any, Any]:
         with cluster.parameter_servers():
-            # Of the two, one lies on another task than the mean does.
+            # One of the two is on another task than the accumulator.
             model = [dflow.Variable(lambda: jnp.zeros(64), name=f"smaller/{name}") for name in "ab"]
             optimizer = dflow.Optimizer(optax.sgd(1.0), model, name="smaller/sgd", wire="int8")
         assert model[0].device != model[1].device

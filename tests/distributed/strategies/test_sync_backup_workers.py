@@ -16,7 +16,7 @@ from tests.distributed.strategies.sync_programs import Sync, Turns, pair, togeth
 
 
 def slow_third(workers: list[Cluster], *, requeue: bool) -> tuple[list[Any], Any]:
-    """Two workers do rounds 0 to 2 while the third, which has begun round 0, cannot end its step; then three more."""
+    """Two workers do rounds 0 to 2 while the third cannot end its step of round 0; then all do three more rounds."""
     turns = Turns()
     found: dict[str, Any] = {}
 
@@ -34,7 +34,7 @@ def slow_third(workers: list[Cluster], *, requeue: bool) -> tuple[list[Any], Any
         if index == 2:
 
             class Late:
-                """The step, whose first call ends when the others are through with three rounds."""
+                """A step whose first call ends after the other workers have done three rounds."""
 
                 calls = 0
                 __name__ = "late"
@@ -65,7 +65,7 @@ def test_the_first_of_a_round_are_averaged_and_a_slow_worker_is_dropped_and_coun
 ) -> None:
     counts, model = slow_third(workers, requeue=False)
     assert counts == [(6, 0), (6, 0), (0, 1)]
-    # The average of 1 and 10 in each of six rounds: the third's 100 is in none.
+    # The average of 1 and 10 in each of six rounds: the third worker's 100 is in none.
     for variable in model.values():
         np.testing.assert_allclose(variable.read(), 6 * 5.5)
     workers[0].report("ended", 1.0)
@@ -75,7 +75,7 @@ def test_the_first_of_a_round_are_averaged_and_a_slow_worker_is_dropped_and_coun
 
 
 class Diverging:
-    """A step whose loss is no number in its third call alone."""
+    """A step whose loss is NaN in its third call."""
 
     __name__ = "diverging"
 

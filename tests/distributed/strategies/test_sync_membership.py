@@ -38,7 +38,7 @@ def test_a_worker_that_dies_within_a_round_is_not_waited_for(workers: list[Clust
         return done, np.asarray(model["first"].read())[0]
 
     found = together(workers, work)
-    # The last gradient of the dead may have stood in for one of the living, which comes too late for that round.
+    # The dead worker's last gradient may have counted instead of a living worker's, which is then late for that round.
     assert all(done in (5, 6) for done, _ in found[:2])
     assert all(value == pytest.approx(6.0) for _, value in found[:2])
 
@@ -184,7 +184,7 @@ def test_a_run_goes_on_after_a_failed_update_when_every_process_is_back(
 
     def work(index: int, cluster: Cluster) -> Any:
         model, step = pair(cluster)
-        # By its own will, so that none of the others waits for it in the end.
+        # It leaves regularly, so no other worker waits for it at the end.
         supply, seen, errors = itertools.repeat(1.0, 1000), [], []
         while True:
             try:
@@ -200,7 +200,7 @@ def test_a_run_goes_on_after_a_failed_update_when_every_process_is_back(
         assert seen == sorted(seen)
         assert 1 <= len(errors) <= 2
         assert all("failed: TaskLost: " in error and "the connection broke" in error for error in errors)
-        # A task that had applied the average of a failed update has done so once more.
+        # A task that had applied the average of a failed update has applied it twice.
         assert (second, first) in [(6.0, 6.0 + twice) for twice in range(3)]
 
 
