@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 #: Pages without code that runs here, whose links are checked too.
 OTHERS = sorted([ROOT / "CONTRIBUTING.md", *(ROOT / "docs" / "decisions").glob("*.md")])
-#: The pages that need several devices.
+#: Pages that need several devices.
 OF_DEVICES = {"devices.md"}
 RUN_HERE = [page for page in PAGES if page.name not in OF_DEVICES or jax.device_count() > 1]
 BLOCK = re.compile(r"```python\n(.*?)```\n(?:\n```text\n(.*?)```\n)?", re.DOTALL)
@@ -56,7 +56,7 @@ def test_the_links_of_a_page_lead_to_headings_that_are_there(page: Path) -> None
 
 
 def outside_of_code(page: Path) -> str:
-    """The page without its blocks of code."""
+    """The page without its code blocks."""
     return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
