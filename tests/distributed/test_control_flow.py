@@ -57,7 +57,7 @@ NOTHING = [(0, 0, 0, 0)] * 3
 
 
 def crossed(memory: MemoryCluster, worker: Cluster) -> int:
-    """Number of values that went from task to task so far."""
+    """Number of values sent from task to task since the start."""
     servers = [worker._server, *(task.server for task in memory.tasks.values())]
     return sum(edge.values for server in servers for edge in server.traffic())
 

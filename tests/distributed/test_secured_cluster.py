@@ -49,7 +49,7 @@ cluster.close()
 
 
 class Secured:
-    """A coordinator and a ps task, and the proofs by which the three processes authenticate each other."""
+    """A coordinator and a ps task, with the proofs that they and the worker authenticate themselves with."""
 
     def __init__(self, folder: Path, kind: str, started: ExitStack) -> None:
         self.folder, self.kind = folder, kind

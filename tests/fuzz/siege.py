@@ -60,7 +60,7 @@ class Usage:
 
 @dataclass
 class Tally:
-    """Frames sent so far; `began` and `now` are the task's resources after the first round and after the last."""
+    """Number of sent frames; `began` and `now` are the task's resources after the first round and after the last."""
 
     frames: int = 0
     connections: int = 0

@@ -1,4 +1,4 @@
-"""Differences between the two runs of a test file, and those that are listed with a reason."""
+"""Differences between the two runs of a test file, listed with a reason or not."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class FileComparison:
 
     @property
     def traced(self) -> int:
-        """Number of compared tests in which `dflow.jit` traced a function."""
+        """Number of compared tests with a trace of a function by `dflow.jit`."""
         return sum(1 for test in self.passed if test in self.replaced.tests and self.replaced.tests[test].traces)
 
     def unlisted(self, exceptions: Exceptions) -> list[str]:

@@ -1,7 +1,7 @@
 """Run one test file in one way to its end; a test that kills its process or hangs is a result, and the others follow.
 
 A process records its tests (`child.py`). If it ends during a test, that test crashed. If a test exceeds its time, its
-process is told to print its stacks and is ended. In both cases a new process runs the remaining tests.
+process prints its stacks on a signal and is ended. In both cases a new process runs the remaining tests.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def run_file(
     python: str = sys.executable,
     stop: threading.Event | None = None,
 ) -> FileRun:
-    """Run `file` (a path below `root`) in processes of its own with `jax.jit` (way "jax") or `dflow.jit` ("dflow").
+    """Run `file` (a path below `root`) in separate processes with `jax.jit` (way "jax") or `dflow.jit` ("dflow").
 
     arguments  further arguments for pytest
     stop       ends the process that runs, once it is set; Stopped is raised then

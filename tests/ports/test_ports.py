@@ -17,7 +17,7 @@ from tests.ports.compare import assert_alike, port_metrics, twin_metrics
 
 PORTS = [gpt, ppo, classifier, vae, factorisation]
 each_port = pytest.mark.parametrize("port", PORTS, ids=lambda port: port.__name__)
-#: The same list, of which a second Python runs one on a cluster: there most ports run in one process only.
+#: The same list for tests on a cluster, where a second Python runs only `ppo`.
 each_port_once = pytest.mark.parametrize(
     "port",
     [port if port is ppo else pytest.param(port, marks=pytest.mark.once) for port in PORTS],

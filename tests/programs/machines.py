@@ -60,7 +60,7 @@ KINDS = {
     "where": lambda x, y: jnp.where(x > y, x, -y),
 }
 
-#: Updates of a bool for those that it does not have.
+#: Updates of a bool instead of the ones that it lacks.
 _BOOL_KINDS = {"assign_sub": "assign", "scatter_add": "scatter_update", "scatter_mul": "scatter_update"}
 
 

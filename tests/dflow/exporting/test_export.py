@@ -32,7 +32,7 @@ def loaded(exported: dflow.Exported, path: Path) -> dflow.Loaded:
 
 def same(one: Any, other: Any) -> None:
     """Assert that two pytrees have the same structure and the same bits."""
-    # Compared as text, since a loaded named tuple has a class of its own.
+    # Compared as text, since a loaded named tuple is an instance of another class.
     assert str(jax.tree_util.tree_structure(one)) == str(jax.tree_util.tree_structure(other))
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
         assert a.dtype == b.dtype

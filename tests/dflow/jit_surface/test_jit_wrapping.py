@@ -210,7 +210,7 @@ def mutual_recursion(jit: Any) -> Any:
 
 
 def reentrant(jit: Any) -> Any:
-    """The Python function calls the jitted one on other arguments, outside of its own trace."""
+    """The Python function calls the jitted one on other arguments, not in its trace."""
 
     @jit
     def fn(x: Any) -> Any:

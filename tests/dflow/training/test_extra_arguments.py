@@ -1,4 +1,4 @@
-"""Extra arguments of `Optimizer.apply`: refused ones with the user's line, and those that reach the update."""
+"""Extra arguments of `Optimizer.apply`: accepted by the update, or refused with the user's line."""
 
 from __future__ import annotations
 

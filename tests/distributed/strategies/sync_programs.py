@@ -42,7 +42,7 @@ def pair(cluster: Cluster, prefix: str = "pair", rate: float = 1.0) -> tuple[Any
 
 
 class Turns:
-    """Named events by which workers wait for each other."""
+    """Named events; workers wait for each other with them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

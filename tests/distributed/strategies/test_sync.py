@@ -48,7 +48,7 @@ def mlp(cluster: Cluster | Alone, transformation: Any, prefix: str) -> tuple[Any
 
 
 def embedding(cluster: Cluster | Alone, transformation: Any, prefix: str) -> tuple[Any, Any, Any]:
-    """A table, of which each step looks up few rows, and a layer."""
+    """A table and a layer; each step looks up few rows of the table."""
     with cluster.parameter_servers():
         model = dflow.variables(
             {"table": lambda: jax.random.normal(jax.random.key(1), (50, 3)), "out": lambda: jnp.ones((3, 1))},

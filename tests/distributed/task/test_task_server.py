@@ -72,7 +72,7 @@ def add_in_place(state: jax.Array, delta: jax.Array) -> tuple[jax.Array, jax.Arr
 
 
 def roster(*servers: TaskServer, left: dict[str, str] | None = None) -> Roster:
-    """A roster in which all of `servers` are live, and each of `left` has left for the given reason."""
+    """A roster with all of `servers` live, and each of `left` gone for the given reason."""
     live = tuple(TaskInfo(server.name, server.address, 0.0) for server in servers)
     live += tuple(TaskInfo(task, "nowhere", 0.0) for task in CLIENTS if task not in (left or {}))
     gone = tuple(TaskInfo(task, "", 0.0, 1.0, why) for task, why in (left or {}).items())

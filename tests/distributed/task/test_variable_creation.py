@@ -1,4 +1,4 @@
-"""Creation of several variables by one message: those that can be created exist, and each other has its error."""
+"""Creation of several variables by one message: a variable that cannot be created has an error, all others exist."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from tests.lowering.state.store_programs import ADD, F32, ONES, WAIT_S, new_stor
 
 
 def in_store(store: Store, key: str) -> jax.Array:
-    """Return the array in the store, of which no caller has a reference."""
+    """Return the array in the store, without handing it out."""
     return store.buffer(key)
 
 

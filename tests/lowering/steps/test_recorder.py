@@ -1,4 +1,4 @@
-"""The newest events of a task: those that are kept, and those that a reader gets."""
+"""The newest events of a task: the kept ones, and a reader's view of them."""
 
 from __future__ import annotations
 

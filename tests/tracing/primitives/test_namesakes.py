@@ -20,7 +20,7 @@ from dflow.testing import memory_cluster
 
 HERE = Path(__file__).name
 
-#: A context in which variables are made, and whether two of one name are the same there.
+#: A context for the creation of variables, and whether two of one name are the same there.
 Place = tuple[Callable[[], Any], bool]
 
 
