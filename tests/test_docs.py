@@ -1,4 +1,4 @@
-"""Every Python block of the README and the docs runs and prints the output below it; every link has a target.
+"""Every Python block of the README and the docs prints the output below it; every link and named file exists.
 
 The blocks of a page run in order in one namespace. A ```text block right after a ```python block is its output;
 `...` in it stands for anything. `make golden` rewrites such blocks, except those where `...` stands for something. A
@@ -53,6 +53,13 @@ def test_the_links_of_a_page_lead_to_headings_that_are_there(page: Path) -> None
         target = (page.parent / path).resolve() if path else page
         assert target.exists(), path
         assert not heading or heading in headings(target), f"{path}#{heading}"
+
+
+@pytest.mark.parametrize("page", [*PAGES, *OTHERS], ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_files_that_a_page_names_exist(page: Path) -> None:
+    folders = "tracing|lowering|distributed|dflow|tests|benchmarks|examples|docs"
+    named = re.findall(rf"`((?:{folders})/[\w./-]*)`", outside_of_code(page))
+    assert not [path for path in named if not (ROOT / path).exists()]
 
 
 def outside_of_code(page: Path) -> str:
