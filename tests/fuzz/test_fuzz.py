@@ -1,4 +1,4 @@
-"""A live task, in a process of its own, among frames that no friend sends. `make fuzz` sends more of them."""
+"""A live task in a separate process under malformed and hostile frames. `make fuzz` sends more of them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def victim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
 
 
 def test_a_task_minds_no_frames_and_holds_nothing_of_them(victim: Victim) -> None:
-    # Until a first plan came through, and XLA's compiler with it.
+    # Until the first plan has arrived, and has loaded XLA's compiler.
     rounds = itertools.count()
     while not victim.usage().plans:
         besiege(victim, next(rounds), examples(500), Tally())

@@ -1,6 +1,7 @@
-"""Who is fuzzed: `python -m tests.fuzz.victim ROLE ADDRESS` prints where it listens, and serves until its input ends.
+"""The attacked process: `python -m tests.fuzz.victim ROLE ADDRESS` prints its address, and serves until its input
+ends.
 
-`ROLE` is `task` or `coordinator`. To each line of its input it answers how many plans it keeps.
+`ROLE` is `task` or `coordinator`. For each line of its input it prints the number of plans that it keeps.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`dflow certs`: what the files hold, by OpenSSL and by the package that wrote them, and who may read them."""
+"""`dflow certs`: the contents of its files, by OpenSSL and by the package that wrote them, and their permissions."""
 
 from __future__ import annotations
 

@@ -20,12 +20,12 @@ F32 = ArrayType(np.dtype("float32"), (3,))
 CALL = Call(0, writes=("w",), reads=(), takes=(0,), gives=(1,))
 
 
-#: A body from one value to the same.
+#: A body with one argument and one result of equal type.
 ONE = Plan(PS, 1, (), (0,), (0,))
 
 
 def nested(depth: int) -> Plan:
-    """A body in a body in a body."""
+    """A body within a body within a body."""
     return Plan(PS, 0, (), bodies=(nested(depth - 1),) if depth else ())
 
 
@@ -48,7 +48,7 @@ def add(
 
 @pytest.fixture
 def loaded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bytes, int]]:
-    """Which programs were loaded, donating how many arguments; they all compute the same."""
+    """The loaded programs with their numbers of donated arguments; all programs compute the same."""
     loaded: list[tuple[bytes, int]] = []
 
     def load(blob: memoryview, writes: int) -> Program:
@@ -175,7 +175,7 @@ def test_a_handle_of_a_registry_that_is_gone_names_no_plan_of_another() -> None:
 
 
 def named(blobs: tuple[bytes, ...], sizes: tuple[int, ...], calls: int = 1) -> RegisterPlan:
-    """A plan of some calls whose programs are named; those of size 0 are not sent."""
+    """A plan with calls of the named programs; programs of size 0 are not sent."""
     items = tuple(Call(n, ("w",), (), (0,), (n + 1,)) for n in range(calls))
     plan = msgspec.msgpack.encode(Plan(PS, 4, items))
     return RegisterPlan(plan, sizes, tuple(hashlib.sha256(blob).digest() for blob in blobs))

@@ -1,4 +1,4 @@
-"""The host of synchronous training, with rounds whose averages are made and applied by hand."""
+"""The step aggregator, with averages that the test makes and applies."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Done = Callable[[BaseException | None], None]
 
 
 class ByHand:
-    """The accumulator, what starts updates, and whoever waits for rounds."""
+    """An accumulator, the start of updates, and the calls that wait for rounds, all controlled by the test."""
 
     def __init__(self) -> None:
         self.enough: list[int] = []

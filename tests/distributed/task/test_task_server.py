@@ -1,4 +1,4 @@
-"""A task as others see it, over each transport; and its part in steps."""
+"""A task's answers to its peers, over each transport, and its partition of steps."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ from dflow.tracing.ir.types import ArrayType
 from tests.distributed.transports import DEADLINE_S, KINDS, Kind, Recorder, reach
 
 PS, WORKER, OTHER = "/job:ps/task:0", "/job:worker/task:0", "/job:worker/task:1"
-#: Starts steps, and has no part in them.
+#: A task that starts steps and runs no partition of them.
 CLIENT = "/job:chief/task:0"
 CLIENTS = (CLIENT, *(f"/job:client/task:{number}" for number in range(8)))
 F32 = ArrayType(np.dtype("float32"), (3,))
@@ -67,12 +67,12 @@ STEPS = itertools.count(1)
 
 
 def add_in_place(state: jax.Array, delta: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A variable that grows by an operand; gives the new value too."""
+    """A program that adds an operand to a variable, and returns the new value too."""
     return state + delta, state + delta
 
 
 def roster(*servers: TaskServer, left: dict[str, str] | None = None) -> Roster:
-    """All of `servers` are live, and each of `left` has left for the reason given."""
+    """A roster with all of `servers` live, and each of `left` gone for the given reason."""
     live = tuple(TaskInfo(server.name, server.address, 0.0) for server in servers)
     live += tuple(TaskInfo(task, "nowhere", 0.0) for task in CLIENTS if task not in (left or {}))
     gone = tuple(TaskInfo(task, "", 0.0, 1.0, why) for task, why in (left or {}).items())
@@ -80,7 +80,7 @@ def roster(*servers: TaskServer, left: dict[str, str] | None = None) -> Roster:
 
 
 class Cluster:
-    """A few tasks that know of each other, and a client of each."""
+    """Several tasks that know each other, and a client of each."""
 
     def __init__(self, kind: Kind, settings: TaskSettings) -> None:
         self.transport: Transport = kind.make(None)
@@ -99,7 +99,7 @@ class Cluster:
         return peer
 
     def ask(self, message: AnyMessage, payload: bytes | memoryview = b"") -> Reply:
-        """Ask the parameter server."""
+        """Send a request to the parameter server."""
         return self.client.call(message, payload, timeout_s=DEADLINE_S)
 
     def close(self) -> None:
@@ -219,7 +219,7 @@ def accumulate() -> bytes:
 
 
 def serve_gradients(cluster: Cluster) -> int:
-    """The plan of a parameter server: take a gradient, add it, send the new value back."""
+    """The plan of a parameter server: receive a gradient, add it, send the new value back."""
     return register(
         cluster,
         Recv("grad", WORKER, 0, "float32", (3,)),
@@ -230,7 +230,7 @@ def serve_gradients(cluster: Cluster) -> int:
 
 
 def start(server: TaskServer, handle: int, step: StepId, *feeds: Any) -> Future[tuple[jax.Array, ...]]:
-    """Run a plan of the task's own; the future has its fetches or its error."""
+    """Run a plan of the task itself; the future has its fetches or its error."""
     done: Future[tuple[jax.Array, ...]] = Future()
 
     def on_done(outcome: tuple[jax.Array, ...] | BaseException) -> None:
@@ -249,7 +249,7 @@ def run_plan(step: StepId, handle: int) -> RunPlan:
 
 
 def send_and_receive(cluster: Cluster) -> int:
-    """The plan of a worker: send a gradient, wait for the value."""
+    """The plan of a worker: send a gradient, wait for the new value."""
     plan = Plan(WORKER, 2, (Send("grad", PS, 0), Recv("value", PS, 1, "float32", (3,))), feeds=(0,), fetches=(1,))
     return cluster.worker.register(plan, ())
 
@@ -525,7 +525,7 @@ def test_an_empty_plan_ends_at_once(cluster: Cluster) -> None:
 
 
 def test_no_thread_waits_for_a_plan_to_end(cluster: Cluster) -> None:
-    """Far more plans than threads wait for values, and requests are still answered."""
+    """Far more plans than threads wait for values, and the task still answers requests."""
     create(cluster)
     handle = serve_gradients(cluster)
     steps = [next_step() for _ in range(50)]
@@ -556,7 +556,7 @@ def threads_of_pool(task: str) -> int:
 
 
 def test_a_reader_does_not_wait_for_a_variable_that_a_program_has(cluster: Cluster) -> None:
-    """The values of another step get through while a program keeps the variable that a quick plan is to change."""
+    """Values of another step arrive while a program uses the variable that a quick plan is to change."""
     create(cluster)
     empty, handle, step = register(cluster, programs=()), serve_gradients(cluster), next_step()
     entered, leave = threading.Event(), threading.Event()
@@ -571,7 +571,7 @@ def test_a_reader_does_not_wait_for_a_variable_that_a_program_has(cluster: Clust
     assert entered.wait(DEADLINE_S)
     adding = cluster.client.start(run_plan(step, handle))
     cluster.client.notify(Tensor(step.origin, step.number, "grad", "float32", (3,)), encode_array(ONES))
-    # Over the same connection, so it is answered only when the reader goes on.
+    # Over the same connection, so the answer shows that the reader continues.
     assert cluster.ask(run_plan(next_step(), empty)).message == Ok()
     leave.set()
     held.result(DEADLINE_S)

@@ -1,4 +1,4 @@
-"""What every transport must do, over each of them."""
+"""The contract of a transport, tested over each of them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Serve = Callable[..., tuple[Peer, Recorder]]
 
 @pytest.fixture
 def serve(kind: Kind) -> Iterator[Serve]:
-    """Start a server with the handler given, and connect a client to it."""
+    """Start a server with the given handler, and connect a client to it."""
     listeners: list[Listener] = []
 
     def start(server: Handler, limits: Limits | None = None) -> tuple[Peer, Recorder]:
@@ -291,7 +291,7 @@ def test_a_reply_over_the_limits_is_a_failure_at_the_asker(serve: Serve) -> None
 
 
 def test_both_sides_may_flood_each_other(serve: Serve) -> None:
-    """Handlers that answer with more than the sockets hold, asked by both sides at once, do not lock up."""
+    """Handlers whose answers exceed the sockets' buffers do not deadlock when both sides send requests concurrently."""
     server_side: list[Peer] = []
 
     def large(peer: Peer, message: AnyMessage, payload: memoryview, responder: Responder) -> None:

@@ -1,4 +1,4 @@
-"""Connections whose sockets break: nothing is lost or handled twice while both processes live."""
+"""Connections whose sockets break: no message is lost or handled twice while both processes live."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.distributed.proxy import Proxy
 from tests.distributed.transports import DEADLINE_S, Recorder, echo, reach
 from tests.effort import examples
 
-#: A session that waits so long ends by its peer's death, or the test's deadline says so.
+#: A session with this time-out ends by its peer's death, or the test's deadline fails.
 PATIENT = Limits(resume_s=DEADLINE_S)
 
 
@@ -184,7 +184,7 @@ def test_a_broken_session_ends_when_another_process_comes_by_its_name() -> None:
         proxy.cuts_at_once = True
         proxy.cut()
         reasons = {""}
-        # The server may notice the cut after others have come.
+        # The server may notice the cut after other clients have connected.
         while "another process has come as child" not in reasons:
             reach(transport, listener.address, Recorder(), name="child").close()
             reasons.add(server.close_reason())
@@ -247,7 +247,7 @@ def test_a_session_may_be_resumed_as_soon_as_it_was_answered(monkeypatch: pytest
 
 
 def dial_raw(listener: Listener, hello: Hello) -> socket.socket:
-    """A connection on which `hello` was said."""
+    """A connection over which `hello` was sent."""
     host, port = listener.address.split(":")
     sock = socket.create_connection((host, int(port)), timeout=DEADLINE_S)
     sock.sendall(frame_of(hello, Kind.NOTIFY))
@@ -255,7 +255,7 @@ def dial_raw(listener: Listener, hello: Hello) -> socket.socket:
 
 
 def hear_answer(sock: socket.socket) -> None:
-    """Read until an `Ok` has come."""
+    """Read until an `Ok` has arrived."""
     heard = b""
     while b"Ok" not in heard:
         heard += sock.recv(1 << 16) or pytest.fail("it closed the connection")
@@ -271,7 +271,7 @@ def test_a_sender_waits_while_much_is_not_acknowledged_and_says_so_at_the_deadli
     entered, leave = threading.Event(), threading.Event()
 
     class Stuck(Recorder):
-        """A handler that breaks the rule that it must not wait."""
+        """A handler that blocks, which the rules forbid."""
 
         def on_notify(self, peer: Peer, message: AnyMessage, payload: memoryview) -> None:
             entered.set()

@@ -1,4 +1,4 @@
-"""Listeners among strangers: who is kept waiting, for how long, at what price, and that the others get in."""
+"""Listeners and unauthenticated peers: the waits of these, their limits and their cost, and that other peers get in."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def dial(listener: SocketListener) -> socket.socket:
 
 
 def is_closed_by_the_other_side(sock: socket.socket) -> bool:
-    """Waits for it, up to the socket's time-out."""
+    """Wait, up to the socket's time-out."""
     try:
         while sock.recv(1 << 16):
             pass
@@ -80,7 +80,7 @@ def serves(listener: SocketListener, security: SecurityPolicy | None = None) -> 
 
 
 def greeters() -> list[threading.Thread]:
-    """The threads that wait for what a listener's strangers say, oldest first."""
+    """The threads that wait for the first message of an unauthenticated peer, oldest first."""
     return [thread for thread in threading.enumerate() if thread.name == "dflow greet server"]
 
 
@@ -102,7 +102,7 @@ def test_one_who_says_too_little_goes_when_its_time_is_up(listen: Listen, said: 
 
 @pytest.mark.parametrize("policy", ["same machine", "certificates", "secret"])
 def test_a_crowd_of_silent_strangers_keeps_nobody_out(listen: Listen, policy: str, secret: SharedSecret) -> None:
-    """Their time is never up: a newcomer gets in because the oldest of them gives way."""
+    """Their time does not expire: a new connection gets in because the oldest one is closed."""
     security = {"same machine": None, "certificates": certificates(), "secret": secret}[policy]
     listener = listen(Limits(hello_timeout_s=1000.0, max_strangers=8, max_from_source=8), security)
     with contextlib.ExitStack() as crowd:

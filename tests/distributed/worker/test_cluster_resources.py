@@ -68,7 +68,7 @@ def fifo(worker: Cluster, name: str = "q", capacity: int = 4, spec: Any = F32) -
 
 
 def waiting_at(memory: MemoryCluster, name: str) -> int:
-    """How many wait for a queue or an accumulator, wherever it is."""
+    """Number of ops that wait for a queue or an accumulator, on any task."""
     found = 0
     for task in memory.tasks.values():
         with contextlib.suppress(DflowError):
@@ -77,7 +77,7 @@ def waiting_at(memory: MemoryCluster, name: str) -> int:
     return found
 
 
-# Made once, found by name.
+# Created once, found by name.
 
 
 def test_workers_share_a_queue_by_its_name(workers: tuple[Cluster, Cluster]) -> None:
@@ -190,7 +190,7 @@ def test_another_thing_of_one_name_is_refused(
     assert "test_cluster_resources.py" in str(got.value)
 
 
-# Waiting.
+# Waits.
 
 
 @pytest.mark.parametrize("traced", [False, True])
@@ -340,7 +340,7 @@ def test_a_container_is_reset_on_every_task(
     dflow.reset_container("run1")
 
 
-# What a peer may send.
+# Messages of peers.
 
 
 def created(resources: TaskResources, name: str = "q", **fields: Any) -> str:

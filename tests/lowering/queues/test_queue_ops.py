@@ -1,4 +1,4 @@
-"""Plans with queues: what a call waits for, what a plan from another task may not hold, and what a registry refuses."""
+"""Plans with queues: dependencies of a call, refused plans from another task, and refused registrations."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_wait_that_starts_when_the_execution_has_ended_is_cancelled() -> None:
 
 
 def _a_step_that_waits(submit: Any) -> tuple[HeldQueue, list[Any]]:
-    """A queue that a step waits for, with an op after; and what the step ends with."""
+    """Start a step that waits for a queue, with a later op; return the queue and the step's outcomes."""
     store, outcomes = Store(), list[Any]()
     queue = HeldQueue("q", QueueSettings(QueueKind.FIFO, 1), QueueType((ArrayType(np.dtype("float32"), ()),)))
     store.create_resource("q", queue)

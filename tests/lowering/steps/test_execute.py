@@ -1,4 +1,4 @@
-"""One task's part of a step: what waits for what, and how an execution ends."""
+"""One task's partition of a step: dependencies of items, and the end of an execution."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ONE = jnp.float32(1)
 
 
 class Task:
-    """A task, its mail from and to another, and the executions it was asked for. Work waits until `work` is called."""
+    """A task, its messages from and to another task, and its executions. Submitted work waits for a call of `work`."""
 
     def __init__(self, *programs: Program) -> None:
         self.store, self.mail, self.outcomes = Store(), Mail(), list[Outcome]()
@@ -43,7 +43,7 @@ class Task:
         self.programs = programs
 
     def execution(self, *items: Item, slots: int = 9, feeds: Any = (), fetches: Sequence[int] = ()) -> Execution:
-        """An execution of a plan, not yet started; `feeds` maps slots to values."""
+        """Make an execution of a plan without starting it; `feeds` maps slots to values."""
         feeds = dict(feeds)
         plan = Plan(WORKER, slots, items, tuple(feeds), tuple(fetches))
         mailbox = Mailbox(self.mail, WORKER)
@@ -65,22 +65,22 @@ class Task:
         return execution
 
     def arrive(self, edge: str, value: Any) -> None:
-        """Deliver what the other task sent."""
+        """Deliver a value from the other task."""
         self.mail.put((STEP, edge, PS_0, WORKER), value)
 
     def work(self) -> None:
-        """Do all work that was submitted."""
+        """Do all submitted work."""
         while self.submitted:
             self.submitted.pop()()
 
     @property
     def sent(self) -> dict[str, Any]:
-        """What was sent to the other task, by edge."""
+        """Values sent to the other task, by edge."""
         return {edge: value for (_, edge, _, to), value in self.mail.values.items() if to == PS_0}
 
 
 def calls(log: list[int], count: int) -> list[Program]:
-    """Programs that note when they run and give their number."""
+    """Programs that record their runs and return their number."""
 
     def run(index: int, *_: Any) -> list[jax.Array]:
         log.append(index)
@@ -101,7 +101,7 @@ def send(edge: str, take: int, *after: int) -> Send:
     return Send(edge, PS_0, take, after)
 
 
-# What waits for what.
+# Dependencies.
 
 
 def test_a_plan_without_items_gives_its_feeds() -> None:
@@ -180,7 +180,7 @@ def test_a_result_that_nobody_takes_is_let_go_of_at_once() -> None:
 
 
 class Computed:
-    """What stands for an array: notes that somebody waits for it."""
+    """A stand-in for an array that records when its value is waited for."""
 
     def __init__(self, log: list[Any]) -> None:
         self._log = log
@@ -283,7 +283,7 @@ def test_calls_run_on_the_variables_of_the_store() -> None:
     assert task.store.read("v") == 2
 
 
-# How it ends.
+# The end of an execution.
 
 
 def test_feeds_are_counted() -> None:
@@ -407,7 +407,7 @@ def test_values_that_arrive_on_many_threads_end_it_once() -> None:
             assert fetched(done.result())[0] == 1 + sum(range(width))
 
 
-# Which node an error is of.
+# The node of an error.
 
 
 def named_plan(*items: Item) -> Plan:

@@ -1,4 +1,4 @@
-"""Whoever waits for what is not computed yet says so first, to who asked for that on its thread."""
+"""A thread that is about to wait for an uncomputed value first calls the hook that was set on that thread."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Counted = Callable[[Callable[[], Any]], int]
 
 @pytest.fixture
 def waits_of() -> Iterator[Counted]:
-    """Does something on a thread of its own, and says how often that was about to wait."""
+    """Run a function on a new thread; return the number of times that it was about to wait."""
     failed: list[BaseException] = []
 
     def count(work: Callable[[], Any]) -> int:

@@ -1,4 +1,4 @@
-"""Updates and lookups of variables: what each computes, beside plain JAX, and what each refuses."""
+"""Updates and lookups of variables: results equal to plain JAX's, and refused arguments."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TABLE = np.arange(10, dtype=np.float32).reshape(5, 2)
 INDICES = np.array([1, 1, -1, 7, -9], np.int32)
 ROWS = np.arange(10, 20, dtype=np.float32).reshape(5, 2) / 4
 
-#: What each kind does to a NumPy table; `at` repeats for equal indices, which indexing does not.
+#: Each update on a NumPy table. `at` repeats for equal indices, which indexing does not.
 REFERENCE: dict[str, Any] = {
     "assign": np.copyto,
     "assign_add": lambda old, new: np.add(old, new, out=old),
@@ -48,12 +48,12 @@ REFERENCE: dict[str, Any] = {
 def operands_of(kind: str) -> tuple[Any, ...]:
     if kind in ASSIGNS:
         return (ROWS,)
-    # Which of the rows for one index stays is open, so each index stands once.
+    # Which of several rows for one index remains is undefined, so each index occurs once.
     return (INDICES[1:], ROWS[1:]) if kind == "scatter_update" else (INDICES, ROWS)
 
 
 def method(table: Variable, kind: str) -> Any:
-    """The method for this kind of update; the one that an optimizer alone uses has none."""
+    """Return the method for this kind of update. `assign_add_rounded`, which only an optimizer uses, has none."""
     return getattr(table, kind, None) or functools.partial(record_update, table, kind)
 
 

@@ -1,4 +1,4 @@
-"""Graphs with queues, branches and loops, written as text: which are well formed, and what they mean."""
+"""Graphs with queues, branches and loops, written as text: the well-formed ones, and their results."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ BRANCH = """graph(%q: queue<i32[]>, %i: i32[]) {
 
 
 def run(graph: str, *inputs: object) -> tuple[list[object], list[int]]:
-    """What a graph gives, and what it leaves in a queue of 1, 2, 3."""
+    """Run a graph over a queue of 1, 2, 3; return its results and the elements that remain."""
     queue = QueueModel(QueueSettings(QueueKind.FIFO, 8), [(np.int32(n),) for n in (1, 2, 3)])
     outputs, state = interpret(parse(graph), inputs, {"q": queue})
     assert [int(number) for (number,) in queue.elements] == [1, 2, 3]
