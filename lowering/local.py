@@ -49,6 +49,7 @@ from dflow.tracing.devices.device_name import (
 )
 from dflow.tracing.errors import DeviceError, InternalError, VariableError
 from dflow.tracing.ir.graph import Graph, Node
+from dflow.tracing.ir.op import OpDef
 from dflow.tracing.ir.types import AccumulatorType
 from dflow.tracing.jax_frontend import jit_disabled
 from dflow.tracing.jaxprs.trace import Traced
@@ -185,9 +186,9 @@ class LocalHome:
         return Slot(None, key)
 
     def use_resource(
-        self, resource: HostResource, op: str, operands: Sequence[Any], attributes: Mapping[str, Any]
+        self, resource: HostResource, op: OpDef, operands: Sequence[Any], attributes: Mapping[str, Any]
     ) -> Sequence[jax.Array]:
-        use = ResourceUse(op, where=at(caller()), **attributes)
+        use = ResourceUse(op.name, where=at(caller()), **attributes)
         held = self.store.resource(resource.key)
         return on_device(wait(lambda done: held.start(use, operands, done)))
 

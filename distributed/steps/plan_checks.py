@@ -27,9 +27,6 @@ MAX_TEXT = 4096
 #: Largest capacity of a queue, and most elements that one op may take.
 MAX_COUNT = 1 << 31
 
-#: The ops with a `count` of elements or gradients to take.
-COUNTED = frozenset({"queue.dequeue_many", "queue.dequeue_up_to", "accumulator.take"})
-
 
 def check_plan(plan: Plan, task: str, programs: int, depth: int = 0) -> None:
     """Raise WireError unless `task` can run `plan` and its bodies, given this number of programs."""
@@ -105,10 +102,11 @@ def check_from_peer(plan: Plan) -> None:
 
 def check_use(use: ResourceUse) -> None:
     """Raise WireError unless this is a valid op on a queue or an accumulator."""
-    if use.op not in ops.RESOURCE_OPS:
+    definition = ops.RESOURCE_OPS.get(use.op)
+    if definition is None:
         raise WireError(f"{use.op[:MAX_TEXT]!r} is no op on a queue or an accumulator")
-    least = 1 if use.op == "accumulator.take" else 0
-    if use.op in COUNTED and not least <= use.count <= MAX_COUNT:
+    least = definition.least_count
+    if least is not None and not least <= use.count <= MAX_COUNT:
         raise WireError(f"{use.op} of {use.count}; {least} to {MAX_COUNT} are taken")
     if use.timeout_s != use.timeout_s:
         raise WireError(f"{use.op} with a timeout of {use.timeout_s} s, which is no number")

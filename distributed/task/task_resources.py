@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dflow.distributed.steps.plan_checks import COUNTED, MAX_COUNT, MAX_TEXT, check_use
+from dflow.distributed.steps.plan_checks import MAX_COUNT, MAX_TEXT, check_use
 from dflow.distributed.steps.plan_registry import Registration
 from dflow.distributed.wire.codec import parse_dtype
 from dflow.distributed.wire.messages import AccumulatorInfo, CallResource, CreateResource, QueueInfo, ResourceDepth
@@ -131,16 +131,17 @@ class _Checked:
 
     def results(self, use: ResourceUse, operands: Sequence[ArrayType]) -> int:
         """Number of arrays that the op returns for operands of these types; raises if they do not match."""
-        counted = {"count": use.count} if use.op in COUNTED else {}
+        definition = ops.RESOURCE_OPS[use.op]
+        counted = {} if definition.least_count is None else {"count": use.count}
         try:
-            given = ops.RESOURCE_OPS[use.op].rule(self._type_for(use), *operands, **counted)  # type: ignore[misc]
+            given = definition.rule(self._type_for(operands), *operands, **counted)  # type: ignore[misc]
         except (TypeError, IndexError) as error:
             raise WireError(f"{use.op} on {self.said} was sent {len(operands)} operands: {error}") from error
         return sum(isinstance(type, ArrayType) for type in given)
 
-    def _type_for(self, use: ResourceUse) -> HostType:
-        """The type to check an op with: for a dequeue, unknown dimensions are 0, so that its results have a shape."""
-        if not isinstance(self.type, QueueType) or not use.op.startswith("queue.dequeue"):
+    def _type_for(self, operands: Sequence[ArrayType]) -> HostType:
+        """The type to check an op with: without operands, open dimensions are 0, so that its results have a shape."""
+        if not isinstance(self.type, QueueType) or operands:
             return self.type
         shapes = [tuple(dim or 0 for dim in component.shape) for component in self.type.components]
         parts = zip(self.type.components, shapes, strict=True)

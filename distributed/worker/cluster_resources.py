@@ -33,6 +33,7 @@ from dflow.tracing.devices.device import scope_here
 from dflow.tracing.devices.device_name import short_device_name, split_device_name
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DeviceError, TaskLost, VariableError
+from dflow.tracing.ir.op import OpDef
 from dflow.tracing.ir.queue_settings import DEFAULT_TIMEOUT_S
 from dflow.tracing.ir.types import AccumulatorType, HostType, RowsType
 from dflow.tracing.source import at, caller
@@ -95,7 +96,7 @@ class ClusterResources:
         return Slot(placed.task, resource.name)
 
     def use(
-        self, resource: HostResource, op: str, operands: Sequence[Any], attributes: Mapping[str, Any]
+        self, resource: HostResource, op: OpDef, operands: Sequence[Any], attributes: Mapping[str, Any]
     ) -> Sequence[jax.Array]:
         """Run an op now and wait for it; see `Home.use_resource`."""
         task = task_of_resource(resource)
@@ -103,7 +104,7 @@ class ClusterResources:
         where, key = at(caller()), resource.key
 
         def message(step: StepId) -> CallResource:
-            return CallResource(key, op, step.origin, step.number, infos, line=where, **attributes)
+            return CallResource(key, op.name, step.origin, step.number, infos, line=where, **attributes)
 
         waits_s = attributes.get("timeout_s", DEFAULT_TIMEOUT_S)
         answer, data = self._tasks.request_step(task, message, payload, waits_s)

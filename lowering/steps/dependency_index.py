@@ -184,7 +184,7 @@ class Schedule:
             case Read():
                 return frozenset({Role.USES})
             case UseResource():
-                return frozenset({Role.RELEASES if item.op in ops.RELEASING_OPS else Role.ACQUIRES})
+                return frozenset({Role.RELEASES if ops.RESOURCE_OPS[item.op].releases else Role.ACQUIRES})
             case Branch() | While() | Scan():
                 return frozenset[Role]().union(*(self.bodies[body].roles for body in bodies_of(item)))
         return frozenset()

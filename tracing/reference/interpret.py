@@ -167,7 +167,7 @@ class _Run:
     def _touch(self, node: Node) -> list[Any]:
         ref, *operands = node.inputs
         name, values = ref_name(ref), [self._value(operand) for operand in operands]
-        if node.op.name in ops.RESOURCE_OPS:
+        if node.op.is_on_resource:
             return _used(node, self._state[name], values)
         if node.op is ops.var_read:
             return [self._state[name]]

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import jax
     from jax.sharding import Sharding
 
+    from dflow.tracing.ir.op import OpDef
     from dflow.tracing.state.host_resource import HostResource
     from dflow.tracing.state.initial_value import Initial
     from dflow.tracing.state.resources import Variable
@@ -78,9 +79,9 @@ class Home(Protocol):
         ...
 
     def use_resource(
-        self, resource: HostResource, op: str, operands: Sequence[Any], attributes: Mapping[str, Any]
+        self, resource: HostResource, op: OpDef, operands: Sequence[Any], attributes: Mapping[str, Any]
     ) -> Sequence[jax.Array]:
-        """Do the op `op` of `ops.RESOURCE_OPS` now, waiting for it; its results."""
+        """Run an op on the resource now, waiting for it; its results."""
         ...
 
     def forget(self, variable: Variable, reason: str, remedy: str) -> None:
