@@ -27,7 +27,7 @@ from dflow.lowering.queues.accumulators import HeldAccumulator
 from dflow.lowering.queues.channel import Deliver, Sent, StepId
 from dflow.lowering.queues.pending_operations import wait
 from dflow.lowering.queues.queue_ops import HeldQueue
-from dflow.lowering.queues.resource_use import Held, ResourceUse
+from dflow.lowering.queues.resource_rules import Held
 from dflow.lowering.state.state_files import read_variables, write_variables
 from dflow.lowering.state.store import Store
 from dflow.lowering.state_backend import Runner
@@ -49,7 +49,7 @@ from dflow.tracing.devices.device_name import (
 )
 from dflow.tracing.errors import DeviceError, InternalError, VariableError
 from dflow.tracing.ir.graph import Graph, Node
-from dflow.tracing.ir.op import OpDef
+from dflow.tracing.ir.resource_op import ResourceOp
 from dflow.tracing.ir.types import AccumulatorType
 from dflow.tracing.jax_frontend import jit_disabled
 from dflow.tracing.jaxprs.trace import Traced
@@ -185,12 +185,9 @@ class LocalHome:
         weakref.finalize(resource, self.store.drop_resource, key).atexit = False
         return Slot(None, key)
 
-    def use_resource(
-        self, resource: HostResource, op: OpDef, operands: Sequence[Any], attributes: Mapping[str, Any]
-    ) -> Sequence[jax.Array]:
-        use = ResourceUse(op.name, where=at(caller()), **attributes)
+    def use_resource(self, resource: HostResource, op: ResourceOp, operands: Sequence[Any]) -> Sequence[jax.Array]:
         held = self.store.resource(resource.key)
-        return on_device(wait(lambda done: held.start(use, operands, done)))
+        return on_device(wait(lambda done: held.start(op, operands, done)))
 
     def forget_resource(self, resource: HostResource, reason: str, remedy: str) -> None:
         """Let go of the contents; whoever uses the resource from now on, or waits, gets an error that says these."""

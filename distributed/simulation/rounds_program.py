@@ -34,6 +34,8 @@ from dflow.distributed.wire.messages import (
 from dflow.lowering.programs.program import Program
 from dflow.lowering.steps.plan import Call, Item, Plan, Recv, Send
 from dflow.tracing.errors import DeadlineExceeded, DflowError
+from dflow.tracing.ir import ops
+from dflow.tracing.ir.resource_op import ResourceOp
 
 #: Longest time that the host lets a worker wait for a round, and the time that the worker adds for the answer.
 ROUND_S = 12.0
@@ -259,7 +261,8 @@ class RoundsWorker:
         one[gradient.number] = 1
         infos, payload = encode_arrays([one, np.asarray(number, np.int32)])
         step = next(self._member.numbers)
-        message = CallResource(accumulator, "accumulator.apply", self._member.name, step, infos, timeout_s=REQUEST_S)
+        apply = ResourceOp(ops.accumulator_apply.name, timeout_s=REQUEST_S)
+        message = CallResource(accumulator, apply, self._member.name, step, infos)
 
         def told(reply: Any) -> None:
             if not isinstance(reply, BaseException):

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from dflow.lowering.queues.resource_use import ResourceUse
 from dflow.lowering.steps.dependency_index import bodies_of, gives, takes
 from dflow.lowering.steps.plan import Branch, Call, Plan, Scalar, Scan, UseResource, While
 from dflow.tracing.errors import ParseError, WireError
 from dflow.tracing.ir import ops
+from dflow.tracing.ir.resource_op import ResourceOp
 from dflow.tracing.ir.types import ArrayType, parse_dtype, parse_type
 
 #: Most slots (numbered values) of a plan.
@@ -95,23 +95,23 @@ def check_from_peer(plan: Plan) -> None:
         _check_scalar(scalar)
     for item in plan.items:
         if isinstance(item, UseResource):
-            check_use(ResourceUse(item.op, item.count, item.timeout_s, item.cancel_pending, item.line))
+            check_op(item.op)
     _check_filled_once(plan)
     _check_order(plan)
 
 
-def check_use(use: ResourceUse) -> None:
+def check_op(op: ResourceOp) -> None:
     """Raise WireError unless this is a valid op on a queue or an accumulator."""
-    definition = ops.RESOURCE_OPS.get(use.op)
+    definition = ops.RESOURCE_OPS.get(op.name)
     if definition is None:
-        raise WireError(f"{use.op[:MAX_TEXT]!r} is no op on a queue or an accumulator")
+        raise WireError(f"{op.name[:MAX_TEXT]!r} is no op on a queue or an accumulator")
     least = definition.least_count
-    if least is not None and not least <= use.count <= MAX_COUNT:
-        raise WireError(f"{use.op} of {use.count}; {least} to {MAX_COUNT} are taken")
-    if use.timeout_s != use.timeout_s:
-        raise WireError(f"{use.op} with a timeout of {use.timeout_s} s, which is no number")
-    if len(use.where) > MAX_TEXT:
-        raise WireError(f"{use.op} with a line of {len(use.where)} characters; {MAX_TEXT} are taken")
+    if least is not None and not least <= op.count <= MAX_COUNT:
+        raise WireError(f"{op.name} of {op.count}; {least} to {MAX_COUNT} are taken")
+    if op.timeout_s != op.timeout_s:
+        raise WireError(f"{op.name} with a timeout of {op.timeout_s} s, which is no number")
+    if len(op.line) > MAX_TEXT:
+        raise WireError(f"{op.name} with a line of {len(op.line)} characters; {MAX_TEXT} are taken")
 
 
 def _check_range(what: str, used: set[int], count: int) -> None:

@@ -34,9 +34,11 @@ from dflow.distributed.wire.messages import (
 )
 from dflow.lowering.queues.accumulators import HeldAccumulator
 from dflow.lowering.queues.pending_operations import Cancel
-from dflow.lowering.queues.resource_use import ResourceUse, Results
+from dflow.lowering.queues.resource_rules import Results
 from dflow.lowering.queues.timers import Stoppable, start_timer
 from dflow.tracing.errors import DflowError, RemoteError, StepCancelled, TaskLost, TransportClosed, WireError
+from dflow.tracing.ir import ops
+from dflow.tracing.ir.resource_op import ResourceOp
 
 #: Starts a step of this task: plan handles by task, feeds for this task's part, callback with the error or None.
 StartStep = Callable[[Mapping[str, int], Sequence[Any], Callable[[BaseException | None], None]], None]
@@ -265,11 +267,11 @@ class _Run:
         """Apply the average of the gradients with this number as soon as there are enough."""
         assert self.update is not None
         accumulator = self.update.accumulator
-        step = ResourceUse("accumulator.set_step")
-        use = ResourceUse("accumulator.take", self.update.wanted, math.inf)
+        step = ResourceOp(ops.accumulator_set_step.name)
+        take = ResourceOp(ops.accumulator_take.name, self.update.wanted, math.inf)
         try:
             accumulator.start(step, (number,), lambda _: None)
-            self._cancel_take = accumulator.start(use, (), partial(self._taken, number))
+            self._cancel_take = accumulator.start(take, (), partial(self._taken, number))
         except Exception as error:
             self._updated(error)
 

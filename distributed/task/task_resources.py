@@ -15,14 +15,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dflow.distributed.steps.plan_checks import MAX_COUNT, MAX_TEXT, check_use
+from dflow.distributed.steps.plan_checks import MAX_COUNT, MAX_TEXT, check_op
 from dflow.distributed.steps.plan_registry import Registration
 from dflow.distributed.wire.codec import parse_dtype
 from dflow.distributed.wire.messages import AccumulatorInfo, CallResource, CreateResource, QueueInfo, ResourceDepth
 from dflow.lowering.queues.accumulators import HeldAccumulator
 from dflow.lowering.queues.pending_operations import Cancel
 from dflow.lowering.queues.queue_ops import HeldQueue
-from dflow.lowering.queues.resource_use import OnResults, ResourceUse
+from dflow.lowering.queues.resource_rules import OnResults
 from dflow.lowering.state.store import Store
 from dflow.lowering.steps.dependency_index import Schedule
 from dflow.lowering.steps.plan import Plan, UseResource
@@ -30,6 +30,7 @@ from dflow.tracing.errors import AccumulatorError, DflowError, ParseError, Queue
 from dflow.tracing.ir import ops
 from dflow.tracing.ir.accumulator_settings import AccumulatorSettings, Reduction
 from dflow.tracing.ir.queue_settings import QueueKind, QueueSettings
+from dflow.tracing.ir.resource_op import ResourceOp
 from dflow.tracing.ir.types import AccumulatorType, ArrayType, HostType, QueueType, RowsType, array_type_of, parse_type
 
 
@@ -72,11 +73,10 @@ class TaskResources:
         if not isinstance(held, _Checked):
             raise DflowError(f"{message.key!r} is no resource that {self._task} holds for others")
         types = [ArrayType(parse_dtype(info.dtype), info.shape) for info in message.operands]
-        use = ResourceUse(message.op, message.count, message.timeout_s, message.cancel_pending, message.line)
-        check_use(use)
-        takes, results = tuple(range(len(types))), held.results(use, types)
+        check_op(message.op)
+        takes, results = tuple(range(len(types))), held.results(message.op, types)
         gives = tuple(range(len(takes), len(takes) + results))
-        item = UseResource(message.key, use.op, takes, gives, use.count, use.timeout_s, use.cancel_pending, use.where)
+        item = UseResource(message.key, message.op, takes, gives)
         return Registration(Schedule(Plan(self._task, len(takes) + results, (item,), takes, gives)), ())
 
     def accumulator(self, name: str) -> HeldAccumulator:
@@ -116,27 +116,27 @@ class _Checked:
     said: str
     fitting: set[tuple[Any, ...]] = field(default_factory=set)
 
-    def start(self, use: ResourceUse, operands: Sequence[Any], on_results: OnResults) -> Cancel:
+    def start(self, op: ResourceOp, operands: Sequence[Any], on_results: OnResults) -> Cancel:
         """Run an op after checking it; see `HeldQueue.start`."""
-        kind = (use.op, use.count, *((operand.dtype, operand.shape) for operand in operands))
+        kind = (op.name, op.count, *((operand.dtype, operand.shape) for operand in operands))
         if kind not in self.fitting:
-            self.results(use, [array_type_of(operand).strong for operand in operands])
+            self.results(op, [array_type_of(operand).strong for operand in operands])
             if len(self.fitting) < _MOST_KINDS:
                 self.fitting.add(kind)
-        return self.held.start(use, operands, on_results)
+        return self.held.start(op, operands, on_results)
 
     def forget(self, reason: str, remedy: str) -> None:
         """See `HeldQueue.forget`."""
         self.held.forget(reason, remedy)
 
-    def results(self, use: ResourceUse, operands: Sequence[ArrayType]) -> int:
+    def results(self, op: ResourceOp, operands: Sequence[ArrayType]) -> int:
         """Number of arrays that the op returns for operands of these types; raises if they do not match."""
-        definition = ops.RESOURCE_OPS[use.op]
-        counted = {} if definition.least_count is None else {"count": use.count}
+        definition = ops.RESOURCE_OPS[op.name]
+        counted = {} if definition.least_count is None else {"count": op.count}
         try:
             given = definition.rule(self._type_for(operands), *operands, **counted)  # type: ignore[misc]
         except (TypeError, IndexError) as error:
-            raise WireError(f"{use.op} on {self.said} was sent {len(operands)} operands: {error}") from error
+            raise WireError(f"{op.name} on {self.said} was sent {len(operands)} operands: {error}") from error
         return sum(isinstance(type, ArrayType) for type in given)
 
     def _type_for(self, operands: Sequence[ArrayType]) -> HostType:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import msgspec
 
+from dflow.tracing.ir.resource_op import ResourceOp
+
 PROTOCOL_VERSION = 3
 
 
@@ -251,14 +253,10 @@ class CallResource(Message, frozen=True):
     """
 
     key: str
-    op: str
+    op: ResourceOp
     origin: str
     step: int
     operands: tuple[ArrayInfo, ...] = ()
-    count: int = 0
-    timeout_s: float = 600.0
-    cancel_pending: bool = False
-    line: str = ""
 
 
 class Arrays(Message, frozen=True):

@@ -8,7 +8,7 @@ op on the task.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -33,10 +33,9 @@ from dflow.tracing.devices.device import scope_here
 from dflow.tracing.devices.device_name import short_device_name, split_device_name
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DeviceError, TaskLost, VariableError
-from dflow.tracing.ir.op import OpDef
-from dflow.tracing.ir.queue_settings import DEFAULT_TIMEOUT_S
+from dflow.tracing.ir.resource_op import ResourceOp
 from dflow.tracing.ir.types import AccumulatorType, HostType, RowsType
-from dflow.tracing.source import at, caller
+from dflow.tracing.source import at
 from dflow.tracing.state.context import Slot
 from dflow.tracing.state.host_resource import HostResource
 from dflow.tracing.state.resources import Variable
@@ -95,19 +94,15 @@ class ClusterResources:
             raise resource.error(f"{error}{at(resource.loc)}") from None
         return Slot(placed.task, resource.name)
 
-    def use(
-        self, resource: HostResource, op: OpDef, operands: Sequence[Any], attributes: Mapping[str, Any]
-    ) -> Sequence[jax.Array]:
+    def use(self, resource: HostResource, op: ResourceOp, operands: Sequence[Any]) -> Sequence[jax.Array]:
         """Run an op now and wait for it; see `Home.use_resource`."""
         task = task_of_resource(resource)
         infos, payload = encode_arrays([jnp.asarray(operand) for operand in operands])
-        where, key = at(caller()), resource.key
 
         def message(step: StepId) -> CallResource:
-            return CallResource(key, op.name, step.origin, step.number, infos, line=where, **attributes)
+            return CallResource(resource.key, op, step.origin, step.number, infos)
 
-        waits_s = attributes.get("timeout_s", DEFAULT_TIMEOUT_S)
-        answer, data = self._tasks.request_step(task, message, payload, waits_s)
+        answer, data = self._tasks.request_step(task, message, payload, op.timeout_s)
         arrays = expect(answer, Arrays, short_task_name(task)).arrays
         return [jax.device_put(array) for array in decode_arrays(arrays, data)]
 

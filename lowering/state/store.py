@@ -25,7 +25,7 @@ from jax import jit as jax_jit
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from dflow.lowering.programs.program import Program
-from dflow.lowering.queues.resource_use import Held
+from dflow.lowering.queues.resource_rules import Held
 from dflow.lowering.state.step_state import StepState
 from dflow.lowering.state.store_lock import LOOK_S, STEP_S, Found, StoreLock
 from dflow.lowering.values.computed import wait_until_computed

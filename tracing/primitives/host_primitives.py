@@ -16,6 +16,7 @@ from jax.interpreters import ad, mlir
 
 from dflow.tracing.errors import PlainJitError
 from dflow.tracing.ir.op import OpDef
+from dflow.tracing.ir.resource_op import ResourceOp
 from dflow.tracing.ir.types import ArrayType
 from dflow.tracing.jax_frontend import Handle, HostEffect, line_bound
 from dflow.tracing.primitives.watched_primitive import BATCHED, LOOPED, WatchedPrimitive
@@ -47,7 +48,8 @@ def _abstract(*operands: Any, handle: Handle, op: OpDef, **attributes: Any) -> A
 
 def _act_now(*operands: Any, handle: Handle, op: OpDef, **attributes: Any) -> Sequence[Any]:
     resource = handle.variable
-    results: Sequence[Any] = resource.home.use_resource(resource, op, operands, attributes)
+    called = ResourceOp(op.name, line=at(caller()), **attributes)
+    results: Sequence[Any] = resource.home.use_resource(resource, called, operands)
     return results
 
 

@@ -54,6 +54,7 @@ from dflow.lowering.programs.program import Program, export_program
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.steps.plan import Call, Item, Plan, Recv, Send
 from dflow.tracing import errors
+from dflow.tracing.ir.resource_op import ResourceOp
 from dflow.tracing.ir.types import ArrayType
 from tests.distributed.transports import DEADLINE_S, KINDS, Kind, Recorder, reach
 
@@ -357,7 +358,7 @@ def test_one_plan_runs_in_a_step_at_a_time(cluster: Cluster) -> None:
     [
         RunPlan(0, WORKER, 1),
         CancelStep(WORKER, 1, "meant ill"),
-        CallResource("q", "queue.size", WORKER, 1),
+        CallResource("q", ResourceOp("queue.size"), WORKER, 1),
         ProposeRounds("run", WORKER, 2, 2, "sums"),
         NextRound("run", WORKER, 0, 1.0),
         LeaveRounds("run", WORKER, 0),

@@ -21,7 +21,6 @@ from dflow.distributed.task.task_resources import TaskResources
 from dflow.distributed.wire.messages import AccumulatorInfo, CallResource, CreateResource, QueueInfo
 from dflow.distributed.worker.cluster import Cluster, ClusterSettings
 from dflow.lowering.queues.channel import StepId
-from dflow.lowering.queues.resource_use import ResourceUse
 from dflow.lowering.state.store import Store
 from dflow.testing import MemoryCluster, memory_cluster
 from dflow.tracing.errors import (
@@ -35,6 +34,7 @@ from dflow.tracing.errors import (
     VariableError,
     WireError,
 )
+from dflow.tracing.ir.resource_op import ResourceOp
 from tests.distributed.waiting import until
 from tests.effort import examples
 
@@ -251,7 +251,7 @@ def test_the_element_that_a_dead_worker_waited_for_is_not_lost(
 def test_a_wait_that_is_given_up_takes_nothing(memory: MemoryCluster, workers: tuple[Cluster, Cluster]) -> None:
     queue = fifo(workers[0])
     server = memory.tasks[str(queue.device)[5:].replace("/task", "")].server
-    message = CallResource(queue.key, "queue.dequeue", workers[0].task, 7)
+    message = CallResource(queue.key, ResourceOp("queue.dequeue"), workers[0].task, 7)
     pending = workers[0]._server.peer(str(queue.device)).start(message)
     until(lambda: waiting_at(memory, "q") == 1)
     server.cancel(StepId(workers[0].task, 7), TaskLost("given up"))
@@ -267,7 +267,7 @@ def test_a_wait_that_is_given_up_here_is_given_up_on_the_task(
     queue = fifo(workers[0])
 
     def message(step: StepId) -> CallResource:
-        return CallResource(queue.key, "queue.dequeue", step.origin, step.number)
+        return CallResource(queue.key, ResourceOp("queue.dequeue"), step.origin, step.number)
 
     with pytest.raises(DeadlineExceeded):
         workers[0].request_step(str(queue.device), message, b"", 0.05 - SOON.request_timeout_s)
@@ -387,23 +387,23 @@ def test_what_is_no_queue_and_no_accumulator_is_not_created(fields: dict[str, An
 
 
 @pytest.mark.parametrize(
-    "fields",
+    ("key", "op"),
     [
-        {"op": "queue.peek"},
-        {"op": "accumulator.take", "count": 1},
-        {"op": "queue.dequeue_many", "count": -1},
-        {"op": "queue.dequeue_many", "count": 1 << 40},
-        {"op": "queue.dequeue", "timeout_s": float("nan")},
-        {"op": "queue.dequeue", "line": "x" * 5000},
-        {"op": "queue.enqueue"},
-        {"key": "other"},
+        ("q", ResourceOp("queue.peek")),
+        ("q", ResourceOp("accumulator.take", count=1)),
+        ("q", ResourceOp("queue.dequeue_many", count=-1)),
+        ("q", ResourceOp("queue.dequeue_many", count=1 << 40)),
+        ("q", ResourceOp("queue.dequeue", timeout_s=float("nan"))),
+        ("q", ResourceOp("queue.dequeue", line="x" * 5000)),
+        ("q", ResourceOp("queue.enqueue")),
+        ("other", ResourceOp("queue.size")),
     ],
 )
-def test_an_op_that_does_not_fit_is_refused(fields: dict[str, Any]) -> None:
+def test_an_op_that_does_not_fit_is_refused(key: str, op: ResourceOp) -> None:
     resources = TaskResources("/job:ps/task:0", Store())
     created(resources)
     with pytest.raises(DflowError):
-        resources.registration(CallResource(**{"key": "q", "op": "queue.size", "origin": "o", "step": 1, **fields}))
+        resources.registration(CallResource(key, op, "o", 1))
 
 
 @settings(max_examples=examples(100), suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
@@ -422,7 +422,7 @@ def test_operands_of_any_types_are_taken_or_refused_before_they_reach_the_queue(
     operands = [np.zeros(shape, dtype) for shape, dtype in zip(shapes, itertools.cycle(dtypes), strict=False)]
     answers: list[Any] = []
     with contextlib.suppress(DflowError):
-        store.resource("q").start(ResourceUse(f"queue.{op}", count, 0.0), operands, answers.append)
+        store.resource("q").start(ResourceOp(f"queue.{op}", count, 0.0), operands, answers.append)
     held: Any = store.resource("q")
     for element in held.held.contents():
         assert [(array.shape, array.dtype.name) for array in element] == [((2,), "float32"), ((), "int32")]
