@@ -16,11 +16,12 @@ from dflow.distributed.simulation.checks import Require
 from dflow.distributed.simulation.script import Script, sleep
 from dflow.distributed.simulation.tasks import AGAIN_S, Member, Tasks
 from dflow.distributed.wire.array_lists import decode_arrays, encode_arrays
-from dflow.distributed.wire.messages import CallResource, CancelStep, CreateResource, QueueInfo
+from dflow.distributed.wire.messages import CallResource, CancelStep, CreateResource
 from dflow.lowering.queues.resource_rules import Held, Results
 from dflow.tracing.errors import DeadlineExceeded, DflowError, QueueClosed
 from dflow.tracing.ir import ops
 from dflow.tracing.ir.op import OpDef
+from dflow.tracing.ir.queue_settings import QueueKind, QueueSettings
 from dflow.tracing.ir.resource_op import ResourceOp
 
 NAME = "shared"
@@ -160,7 +161,7 @@ class QueueWorker:
     def _create(self) -> Script:
         life = self._tasks.life_of(self._host)
         if life != self._life:
-            message = CreateResource(NAME, "queue<i32[]>", QueueInfo("fifo", CAPACITY))
+            message = CreateResource(NAME, "queue<i32[]>", QueueSettings(QueueKind.FIFO, CAPACITY))
             yield self._member.ask(self._host, message, timeout_s=ANSWER_S)
             self._life = life
 

@@ -18,10 +18,10 @@ import jax.numpy as jnp
 from dflow.distributed.steps.plan_checks import MAX_COUNT, MAX_TEXT, check_op
 from dflow.distributed.steps.plan_registry import Registration
 from dflow.distributed.wire.codec import parse_dtype
-from dflow.distributed.wire.messages import AccumulatorInfo, CallResource, CreateResource, QueueInfo, ResourceDepth
+from dflow.distributed.wire.messages import CallResource, CreateResource, ResourceDepth
 from dflow.lowering.queues.accumulators import HeldAccumulator
+from dflow.lowering.queues.held_resources import HeldResource, make_resource
 from dflow.lowering.queues.pending_operations import Cancel
-from dflow.lowering.queues.queue_ops import HeldQueue
 from dflow.lowering.queues.resource_rules import OnResults
 from dflow.lowering.state.store import Store
 from dflow.lowering.steps.dependency_index import Schedule
@@ -111,7 +111,7 @@ class _Checked:
     `said` describes its type and settings; `fitting` remembers ops that passed, with the types of their operands.
     """
 
-    held: HeldQueue | HeldAccumulator
+    held: HeldResource
     type: HostType
     said: str
     fitting: set[tuple[Any, ...]] = field(default_factory=set)
@@ -158,49 +158,40 @@ def _made(message: CreateResource) -> _Checked:
     if not isinstance(type, QueueType | AccumulatorType) or not type.components:
         raise WireError(f"a resource of the type {message.handle}")
     match type, message.settings:
-        case QueueType(components), QueueInfo() as info if all(map(_is_array, components)):
-            held: HeldQueue | HeldAccumulator = HeldQueue(message.name, _queue_settings(info, type), type)
-        case AccumulatorType(components), AccumulatorInfo() as info if all(map(_is_gradient, components)):
-            held = HeldAccumulator(message.name, _accumulator_settings(info, type), type)
+        case QueueType(components), QueueSettings() as settings if all(map(_is_array, components)):
+            _check_queue(settings, type)
+        case AccumulatorType(components), AccumulatorSettings() as settings if all(map(_is_gradient, components)):
+            _check_accumulator(settings, type)
         case _:
             raise WireError(f"a resource of the type {message.handle} with {message.settings}")
+    held = make_resource(message.name, type, message.settings)
     return _Checked(held, type, described(type, message.settings))
 
 
-def described(type: HostType, settings: QueueInfo | AccumulatorInfo) -> str:
+def described(type: HostType, settings: QueueSettings | AccumulatorSettings) -> str:
     """Describe a resource's type and settings, except the seed of a shuffle queue, which may be random."""
-    if isinstance(settings, AccumulatorInfo):
-        return f"{type}, {settings.reduction}" + (f" of at most {settings.limit}" if settings.limit else "")
+    if isinstance(settings, AccumulatorSettings):
+        return f"{type}, {settings.reduction.value}" + (f" of at most {settings.limit}" if settings.limit else "")
     least = f", {settings.min_after_dequeue} held back" if settings.min_after_dequeue else ""
-    return f"{settings.kind} {type}, capacity {settings.capacity}{least}"
+    return f"{settings.kind.value} {type}, capacity {settings.capacity}{least}"
 
 
-def _queue_settings(info: QueueInfo, type: QueueType) -> QueueSettings:
-    kinds = [kind.value for kind in QueueKind]
-    if info.kind not in kinds or not 1 <= info.capacity <= MAX_COUNT:
-        raise WireError(f"a {info.kind!r} queue of capacity {info.capacity}; kinds are {', '.join(kinds)}")
-    if not 0 <= info.min_after_dequeue < info.capacity:
-        raise WireError(f"a queue of capacity {info.capacity} that holds {info.min_after_dequeue} back")
-    if len(info.seed) > 64 or not info.seed.isdecimal():
-        raise WireError(f"a queue with the seed {info.seed[:64]!r}; a whole number is taken")
-    kind, first = QueueKind(info.kind), type.components[0]
-    if kind is QueueKind.PRIORITY and (first.shape != () or first.dtype.name not in ("int32", "int64")):
+def _check_queue(settings: QueueSettings, type: QueueType) -> None:
+    if not 1 <= settings.capacity <= MAX_COUNT:
+        raise WireError(f"a queue of capacity {settings.capacity}; 1 to {MAX_COUNT} are taken")
+    if not 0 <= settings.min_after_dequeue < settings.capacity:
+        raise WireError(f"a queue of capacity {settings.capacity} that holds {settings.min_after_dequeue} back")
+    first = type.components[0]
+    if settings.kind is QueueKind.PRIORITY and (first.shape != () or first.dtype.name not in ("int32", "int64")):
         raise WireError(f"a priority queue whose first component is {first}; its priority is an int32 or int64 scalar")
-    return QueueSettings(kind, info.capacity, info.min_after_dequeue, int(info.seed))
 
 
-def _accumulator_settings(info: AccumulatorInfo, type: AccumulatorType) -> AccumulatorSettings:
-    reductions = [reduction.value for reduction in Reduction]
-    if info.reduction not in reductions:
-        raise WireError(
-            f"an accumulator with the reduction {info.reduction[:64]!r}; these are: {', '.join(reductions)}"
-        )
-    reduction = Reduction(info.reduction)
-    if reduction is Reduction.MEAN and not all(jnp.issubdtype(part.dtype, jnp.inexact) for part in type.components):
+def _check_accumulator(settings: AccumulatorSettings, type: AccumulatorType) -> None:
+    is_mean = settings.reduction is Reduction.MEAN
+    if is_mean and not all(jnp.issubdtype(part.dtype, jnp.inexact) for part in type.components):
         raise WireError(f"an accumulator of the mean of {type}, which has whole numbers")
-    if not 0 <= info.limit <= MAX_COUNT:
-        raise WireError(f"an accumulator of at most {info.limit} gradients")
-    return AccumulatorSettings(reduction, info.limit or None)
+    if settings.limit is not None and not 1 <= settings.limit <= MAX_COUNT:
+        raise WireError(f"an accumulator of at most {settings.limit} gradients; 1 to {MAX_COUNT} are taken")
 
 
 def _is_array(part: ArrayType) -> bool:

@@ -19,22 +19,22 @@ from dflow.distributed.transport.base import Reply
 from dflow.distributed.wire.answers import expect
 from dflow.distributed.wire.array_lists import decode_arrays, encode_arrays
 from dflow.distributed.wire.messages import (
-    AccumulatorInfo,
     AnyMessage,
     Arrays,
     CallResource,
     CreateResource,
     ForgetState,
     Placed,
-    QueueInfo,
 )
 from dflow.lowering.queues.channel import StepId
 from dflow.tracing.devices.device import scope_here
 from dflow.tracing.devices.device_name import short_device_name, split_device_name
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DeviceError, TaskLost, VariableError
+from dflow.tracing.ir.accumulator_settings import AccumulatorSettings
+from dflow.tracing.ir.queue_settings import QueueSettings
 from dflow.tracing.ir.resource_op import ResourceOp
-from dflow.tracing.ir.types import AccumulatorType, HostType, RowsType
+from dflow.tracing.ir.types import HostType, RowsType
 from dflow.tracing.source import at
 from dflow.tracing.state.context import Slot
 from dflow.tracing.state.host_resource import HostResource
@@ -79,7 +79,7 @@ class ClusterResources:
                 f"would find it{at(resource.loc)}\n  give it one, name='...', the same in each process"
             )
         type: HostType = resource.type
-        settings = _settings(resource)
+        settings: QueueSettings | AccumulatorSettings = resource.settings
         said = described(type, settings)
         try:
             placed = self._tasks.place_resource(
@@ -139,15 +139,8 @@ def _stated(resource: HostResource) -> str:
     return task
 
 
-def _settings(resource: HostResource) -> QueueInfo | AccumulatorInfo:
-    settings = resource.settings
-    if isinstance(resource.type, AccumulatorType):
-        return AccumulatorInfo(settings.reduction.value, settings.limit or 0)
-    return QueueInfo(settings.kind.value, int(settings.capacity), settings.min_after_dequeue, str(settings.seed))
-
-
-def _size_bytes(type: HostType, settings: QueueInfo | AccumulatorInfo) -> int:
+def _size_bytes(type: HostType, settings: QueueSettings | AccumulatorSettings) -> int:
     """Estimate of the bytes it may hold; unknown dimensions count as 1."""
     arrays = [array for part in type.components for array in (part.arrays() if isinstance(part, RowsType) else (part,))]
-    count: int = settings.capacity if isinstance(settings, QueueInfo) else 1
+    count = settings.capacity if isinstance(settings, QueueSettings) else 1
     return count * sum(int(math.prod(dim or 1 for dim in array.shape) * array.dtype.itemsize) for array in arrays)

@@ -47,7 +47,7 @@ class HeldAccumulator(Shared[Event]):
         super().__init__()
         self.name = name
         self._settings, self._type = settings, type
-        self._machine = AccumulatorMachine(settings.limit)
+        self.machine = AccumulatorMachine(settings.limit)
         self._sum: Sum | None = None
         #: The old and the new step, if the last event set the step back.
         self._set_back: tuple[int, int] | None = None
@@ -69,12 +69,12 @@ class HeldAccumulator(Shared[Event]):
     def depth(self) -> tuple[int, int]:
         """Return the number of gradients in the sum, and the limit of that number, or 0 without a limit."""
         with self._lock:
-            return self._machine.count, self._settings.limit or 0
+            return self.machine.count, self._settings.limit or 0
 
     def contents(self) -> tuple[Any, ...]:
         """Return the step, the numbers of gradients summed and dropped, and the arrays of the sum."""
         with self._lock:
-            machine, total = self._machine, self._sum or []
+            machine, total = self.machine, self._sum or []
             return machine.step, machine.count, machine.dropped, [np.array(array) for part in total for array in part]
 
     def apply(self, op: ResourceOp, operands: Sequence[Any]) -> Sequence[jax.Array]:
@@ -85,7 +85,7 @@ class HeldAccumulator(Shared[Event]):
         def add() -> None:
             # Before the event, which may hand the sum to a take. If this fails, nothing has changed.
             nonlocal fresh
-            fresh = self._machine.is_fresh(step)
+            fresh = self.machine.is_fresh(step)
             if fresh:
                 self._sum = self._with(gradient, op.line)
 
@@ -134,12 +134,6 @@ class HeldAccumulator(Shared[Event]):
             )
         return ()
 
-    def number(self, read: Callable[[AccumulatorMachine], int], line: str) -> int:
-        """Return a number of the accumulator, as it is now."""
-        with self._lock:
-            self._check_there(line)
-            return read(self._machine)
-
     def _reduced(self, answer: tuple[Any, ...]) -> list[jax.Array]:
         """Return the results of a take; `answer` is the sum and the number of its gradients."""
         total, count = answer
@@ -154,7 +148,7 @@ class HeldAccumulator(Shared[Event]):
         return results
 
     def _decide(self, event: Event) -> Iterable[tuple[int, Answer]]:
-        for command in self._machine.handle(event):
+        for command in self.machine.handle(event):
             match command:
                 case Give(ticket, count):
                     total, self._sum = self._sum, None
@@ -166,7 +160,7 @@ class HeldAccumulator(Shared[Event]):
         return TakeGivenUp(ticket)
 
     def _too_late(self, ticket: int, waiter: Waiter) -> str:
-        machine = self._machine
+        machine = self.machine
         return (
             f"accumulator {self.name!r} could not {waiter.what} within {waiter.timeout_s:g} s; at step {machine.step} "
             f"it holds {machine.count}, and dropped {machine.dropped} that were stale{waiter.where}\n"
@@ -174,7 +168,7 @@ class HeldAccumulator(Shared[Event]):
         )
 
     def _clear(self) -> None:
-        self._machine, self._sum = AccumulatorMachine(self._settings.limit), None
+        self.machine, self._sum = AccumulatorMachine(self._settings.limit), None
 
 
 def _added(old: tuple[Any, ...] | None, new: Any) -> Any:
@@ -186,7 +180,10 @@ def _padded(rows: Any, count: int) -> Any:
 
 
 def _number(read: Callable[[AccumulatorMachine], int]) -> Rule:
-    return immediate(lambda accumulator, op, _: [jnp.asarray(accumulator.number(read, op.line), jnp.int32)])
+    def act(held: HeldAccumulator, op: ResourceOp, operands: Sequence[Any]) -> Sequence[jax.Array]:
+        return (jnp.asarray(held.number(lambda: read(held.machine), op.line), jnp.int32),)
+
+    return immediate(act)
 
 
 _RULES = Rules(

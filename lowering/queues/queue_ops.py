@@ -67,10 +67,6 @@ def _dequeue_up_to(queue: HeldQueue, op: ResourceOp, operands: Sequence[Any], on
     return queue.dequeue(op.count, giving(on_results, made), op.timeout_s, op.line, or_fewer=True)
 
 
-def _size(queue: HeldQueue, op: ResourceOp, operands: Sequence[Any]) -> Sequence[Sent]:
-    return (jnp.asarray(queue.size(op.line), jnp.int32),)
-
-
 def _close(queue: HeldQueue, op: ResourceOp, operands: Sequence[Any]) -> Sequence[Sent]:
     queue.close(cancel_pending=op.cancel_pending, where=op.line)
     return ()
@@ -84,7 +80,7 @@ _RULES = Rules(
         ops.queue_dequeue: _dequeue,
         ops.queue_dequeue_many: _dequeue_many,
         ops.queue_dequeue_up_to: _dequeue_up_to,
-        ops.queue_size: immediate(_size),
+        ops.queue_size: immediate(lambda queue, op, _: [jnp.asarray(queue.size(op.line), jnp.int32)]),
         ops.queue_close: immediate(_close),
     },
 )

@@ -228,8 +228,8 @@ def _stacked(type: Type, length: int) -> Type:
 
 
 def _check_components(name: str, queue: Type, given: Sequence[Type], before: tuple[int, ...] = ()) -> None:
-    if not isinstance(queue, QueueType):
-        raise GraphTypeError(f"{name}: the first operand is {queue}, not a queue")
+    _check_resource(name, queue, QueueType)
+    assert isinstance(queue, QueueType)
     wanted = [ArrayType(type.dtype, (*before, *type.shape)) for type in queue.components]
     if len(given) != len(wanted) or not all(map(fits, given, wanted)):
         raise GraphTypeError(f"{name}: the element is {_listed(given)} but the queue holds {_listed(wanted)}")
@@ -243,8 +243,8 @@ def fits(given: Type, wanted: ArrayType) -> bool:
 
 
 def _given_by(name: str, queue: Type, before: tuple[int, ...] = ()) -> tuple[Type, ...]:
-    if not isinstance(queue, QueueType):
-        raise GraphTypeError(f"{name}: the operand is {queue}, not a queue")
+    _check_resource(name, queue, QueueType)
+    assert isinstance(queue, QueueType)
     if any(None in type.shape for type in queue.components):
         raise GraphTypeError(f"{name}: the elements of {queue} have no one shape")
     return tuple(ArrayType(type.dtype, (*before, *type.shape)) for type in queue.components)
@@ -284,23 +284,36 @@ def queue_dequeue_up_to(queue: QueueType, /, *, count: int, timeout_s: float = D
     return (*_given_by("queue.dequeue_up_to", queue, (count,)), ArrayType(np.dtype("int32"), ()))
 
 
-@op("queue.size", (Effect.ACQUIRE, 0))
-def queue_size(queue: QueueType, /) -> tuple[Type, ...]:
-    """How many elements the queue holds."""
-    _check_components("queue.size", queue, queue.components)
-    return (ArrayType(np.dtype("int32"), ()),)
+def _property(name: str, resource: type[QueueType] | type[AccumulatorType], dtype: str = "int32") -> OpDef:
+    """An op that gives a number of a queue or an accumulator, as it is then."""
+
+    def rule(operand: Type, /) -> tuple[Type, ...]:
+        _check_resource(name, operand, resource)
+        return (ArrayType(np.dtype(dtype), ()),)
+
+    return op(name, (Effect.ACQUIRE, 0))(rule)
+
+
+def _check_resource(name: str, operand: Type, resource: type[QueueType] | type[AccumulatorType]) -> None:
+    if not isinstance(operand, resource):
+        noun = "a queue" if resource is QueueType else "an accumulator"
+        raise GraphTypeError(f"{name}: the first operand is {operand}, not {noun}")
+
+
+#: How many elements a queue holds.
+queue_size = _property("queue.size", QueueType)
 
 
 @op("queue.close", (Effect.RELEASE, 0))
 def queue_close(queue: QueueType, /, *, cancel_pending: bool = False) -> tuple[Type, ...]:
     """Let nothing more in; with `cancel_pending`, fail the enqueues that wait."""
-    _check_components("queue.close", queue, queue.components)
+    _check_resource("queue.close", queue, QueueType)
     return (TokenType(),)
 
 
 def _parts(name: str, accumulator: Type) -> tuple[ArrayType | RowsType, ...]:
-    if not isinstance(accumulator, AccumulatorType):
-        raise GraphTypeError(f"{name}: the first operand is {accumulator}, not an accumulator")
+    _check_resource(name, accumulator, AccumulatorType)
+    assert isinstance(accumulator, AccumulatorType)
     return accumulator.components
 
 
@@ -352,18 +365,10 @@ def accumulator_set_step(accumulator: AccumulatorType, step: ArrayType, /) -> tu
     return (TokenType(),)
 
 
-def _number_of(name: str) -> OpDef:
-    def rule(accumulator: AccumulatorType, /) -> tuple[Type, ...]:
-        _parts(name, accumulator)
-        return (ArrayType(np.dtype("int32"), ()),)
-
-    return op(name, (Effect.ACQUIRE, 0))(rule)
-
-
 #: The step, how many gradients are there, and how many were stale since the beginning.
-accumulator_step, accumulator_count, accumulator_dropped = map(
-    _number_of, ("accumulator.step", "accumulator.count", "accumulator.dropped")
-)
+accumulator_step = _property("accumulator.step", AccumulatorType)
+accumulator_count = _property("accumulator.count", AccumulatorType)
+accumulator_dropped = _property("accumulator.dropped", AccumulatorType)
 
 
 #: The ops on queues and accumulators, by name.

@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 
 from dflow.tracing.errors import DflowError
+from dflow.tracing.ir.accumulator_settings import AccumulatorSettings
 from dflow.tracing.ir.op import OpDef
-from dflow.tracing.ir.queue_settings import DEFAULT_TIMEOUT_S
+from dflow.tracing.ir.queue_settings import DEFAULT_TIMEOUT_S, QueueSettings
 from dflow.tracing.ir.types import ArrayType, HostType, array_type_of
 from dflow.tracing.jax_frontend import Handle, is_tracing
 from dflow.tracing.primitives.host_primitives import host_p
@@ -41,7 +42,7 @@ class HostResource:
     puts: ClassVar[str]
     type: HostType
     #: What makes it the resource it is, beside its type: equal settings and equal ops give equal results.
-    settings: Any
+    settings: QueueSettings | AccumulatorSettings
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

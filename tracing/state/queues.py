@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 
 from dflow.tracing.errors import QueueError, QueueTypeError
@@ -57,7 +58,7 @@ class Queue(HostResource):
                 f"queue {self.name!r} cannot have the capacity {capacity!r}{at(self.loc)}\n"
                 "  give a whole number of elements, from 1; it stands before the spec"
             )
-        self.settings = settings
+        self.settings = msgspec.structs.replace(settings, capacity=int(capacity))
         self._tree: Any
         leaves, self._tree = jax.tree_util.tree_flatten(spec, is_leaf=lambda leaf: hasattr(leaf, "shape"))
         self.type = QueueType(tuple(self._component(leaf, padded) for leaf in leaves))
@@ -226,8 +227,9 @@ class RandomShuffleQueue(Queue):
                 f"a queue of capacity {capacity} that holds {min_after_dequeue} back gives nothing{at(caller())}\n"
                 "  give a min_after_dequeue from 0 to less than the capacity"
             )
-        chosen = int(np.random.SeedSequence().entropy) if seed is None else seed  # type: ignore[arg-type]
-        super().__init__(spec, QueueSettings(QueueKind.SHUFFLE, capacity, min_after_dequeue, chosen), name)
+        chosen: Any = np.random.SeedSequence().entropy if seed is None else seed
+        settings = QueueSettings(QueueKind.SHUFFLE, capacity, int(min_after_dequeue), int(chosen) % 2**64)
+        super().__init__(spec, settings, name)
 
 
 class PriorityQueue(Queue):

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 import dflow
 from dflow.distributed.task.task_resources import TaskResources
-from dflow.distributed.wire.messages import AccumulatorInfo, CallResource, CreateResource, QueueInfo
+from dflow.distributed.wire.codec import decode_message, encode_message
+from dflow.distributed.wire.messages import CallResource, CreateResource
 from dflow.distributed.worker.cluster import Cluster, ClusterSettings
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.state.store import Store
@@ -34,6 +35,8 @@ from dflow.tracing.errors import (
     VariableError,
     WireError,
 )
+from dflow.tracing.ir.accumulator_settings import AccumulatorSettings, Reduction
+from dflow.tracing.ir.queue_settings import QueueKind, QueueSettings
 from dflow.tracing.ir.resource_op import ResourceOp
 from tests.distributed.waiting import until
 from tests.effort import examples
@@ -344,7 +347,7 @@ def test_a_container_is_reset_on_every_task(
 
 
 def created(resources: TaskResources, name: str = "q", **fields: Any) -> str:
-    message = CreateResource(name, "queue<f32[2], i32[]>", QueueInfo("fifo", 4))
+    message = CreateResource(name, "queue<f32[2], i32[]>", QueueSettings(QueueKind.FIFO, 4))
     for field, value in fields.items():
         message = CreateResource(**{**{f: getattr(message, f) for f in message.__struct_fields__}, field: value})
     resources.create(message)
@@ -363,19 +366,16 @@ def created(resources: TaskResources, name: str = "q", **fields: Any) -> str:
         {"handle": "accumulator<f32[2]>"},
         {"name": ""},
         {"name": "n" * 5000},
-        {"settings": QueueInfo("lifo", 4)},
-        {"settings": QueueInfo("fifo", 0)},
-        {"settings": QueueInfo("fifo", 1 << 40)},
-        {"settings": QueueInfo("shuffle", 4, 4)},
-        {"settings": QueueInfo("shuffle", 4, 1, "-1")},
-        {"settings": QueueInfo("shuffle", 4, 1, "9" * 100)},
-        {"settings": QueueInfo("priority", 4)},
-        {"settings": AccumulatorInfo("mean")},
-        {"handle": "accumulator<f32[2]>", "settings": AccumulatorInfo("median")},
-        {"handle": "accumulator<i32[2]>", "settings": AccumulatorInfo("mean")},
-        {"handle": "accumulator<f32[?]>", "settings": AccumulatorInfo("sum")},
-        {"handle": "accumulator<2 rows of f32[]>", "settings": AccumulatorInfo("sum")},
-        {"handle": "accumulator<>", "settings": AccumulatorInfo("sum")},
+        {"settings": QueueSettings(QueueKind.FIFO, 0)},
+        {"settings": QueueSettings(QueueKind.FIFO, 1 << 40)},
+        {"settings": QueueSettings(QueueKind.SHUFFLE, 4, 4)},
+        {"settings": QueueSettings(QueueKind.PRIORITY, 4)},
+        {"settings": AccumulatorSettings(Reduction.MEAN)},
+        {"handle": "accumulator<f32[2]>", "settings": AccumulatorSettings(Reduction.MEAN, limit=0)},
+        {"handle": "accumulator<i32[2]>", "settings": AccumulatorSettings(Reduction.MEAN)},
+        {"handle": "accumulator<f32[?]>", "settings": AccumulatorSettings(Reduction.SUM)},
+        {"handle": "accumulator<2 rows of f32[]>", "settings": AccumulatorSettings(Reduction.SUM)},
+        {"handle": "accumulator<>", "settings": AccumulatorSettings(Reduction.SUM)},
     ],
 )
 def test_what_is_no_queue_and_no_accumulator_is_not_created(fields: dict[str, Any]) -> None:
@@ -384,6 +384,13 @@ def test_what_is_no_queue_and_no_accumulator_is_not_created(fields: dict[str, An
         created(TaskResources("/job:ps/task:0", store), **fields)
     with pytest.raises(DflowError, match="there are none"):
         store.resource("q")
+
+
+def test_a_kind_of_queue_and_a_reduction_that_do_not_exist_are_no_message() -> None:
+    for legal in (QueueSettings(QueueKind.FIFO, 4), AccumulatorSettings(Reduction.MEAN)):
+        sent = bytes(encode_message(CreateResource("q", "queue<f32[2]>", legal)))
+        with pytest.raises(WireError, match="are no message of this protocol"):
+            decode_message(sent.replace(b"fifo", b"lifo").replace(b"mean", b"mode"))
 
 
 @pytest.mark.parametrize(
