@@ -81,6 +81,7 @@ _RULES = Rules(
         ops.queue_dequeue_many: _dequeue_many,
         ops.queue_dequeue_up_to: _dequeue_up_to,
         ops.queue_size: immediate(lambda queue, op, _: [jnp.asarray(queue.size(op.line), jnp.int32)]),
+        ops.queue_is_closed: immediate(lambda queue, op, _: [jnp.asarray(queue.is_closed(op.line))]),
         ops.queue_close: immediate(_close),
     },
 )

@@ -89,6 +89,10 @@ class SharedQueue(Shared[Event]):
         """Return the number of elements that it holds now."""
         return self.number(lambda: len(self._machine.order), where)
 
+    def is_closed(self, where: str = "") -> bool:
+        """Whether it is closed now."""
+        return bool(self.number(lambda: self._machine.is_closed, where))
+
     def depth(self) -> tuple[int, int]:
         """Return the number of elements and the capacity; for a queue that was forgotten, 0 and the capacity."""
         with self._lock:

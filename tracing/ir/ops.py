@@ -300,8 +300,8 @@ def _check_resource(name: str, operand: Type, resource: type[QueueType] | type[A
         raise GraphTypeError(f"{name}: the first operand is {operand}, not {noun}")
 
 
-#: How many elements a queue holds.
-queue_size = _property("queue.size", QueueType)
+#: How many elements a queue holds, and whether it is closed.
+queue_size, queue_is_closed = _property("queue.size", QueueType), _property("queue.is_closed", QueueType, "bool")
 
 
 @op("queue.close", (Effect.RELEASE, 0))

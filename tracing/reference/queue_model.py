@@ -118,5 +118,6 @@ _MEANINGS: Mapping[OpDef, Callable[[QueueModel, Node, Sequence[Any]], list[Any]]
     ops.queue_dequeue_many: lambda queue, node, _: _stacked_elements(node, queue.dequeue(node.attributes["count"])),
     ops.queue_dequeue_up_to: _dequeue_up_to,
     ops.queue_size: lambda queue, node, _: [jnp.int32(len(queue.elements))],
+    ops.queue_is_closed: lambda queue, node, _: [jnp.asarray(queue.is_closed)],
     ops.queue_close: _close,
 }

@@ -112,6 +112,11 @@ class Queue(HostResource):
         size: jax.Array = self.use(ops.queue_size)[0]
         return size
 
+    def is_closed(self) -> jax.Array:
+        """Whether it is closed, bool[]: in traced code at this point of the program, elsewhere now."""
+        is_closed: jax.Array = self.use(ops.queue_is_closed)[0]
+        return is_closed
+
     def close(self, cancel_pending: bool = False) -> None:
         """Let nothing more in. Enqueues that wait still go in, unless `cancel_pending`; what is in can be taken."""
         self.use(ops.queue_close, (), {"cancel_pending": True} if cancel_pending else {})
