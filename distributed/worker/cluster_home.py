@@ -45,6 +45,7 @@ from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DeviceError, DflowError, VariableError
 from dflow.tracing.ir.resource_op import ResourceOp
 from dflow.tracing.ir.types import array_type_of
+from dflow.tracing.ir.updates import KINDS
 from dflow.tracing.jaxprs.trace import Traced, trace
 from dflow.tracing.primitives.state_primitives import record_update
 from dflow.tracing.source import at
@@ -172,7 +173,7 @@ class ClusterHome:
         return rows
 
     def update(self, variable: Variable, kind: str, *operands: Any) -> None:
-        if kind != "assign":
+        if KINDS[kind].reads:
             self._run_op(variable, kind, functools.partial(record_update, variable, kind), *operands)
             return
         dtype = jnp.dtype(variable.dtype).name

@@ -14,7 +14,7 @@ from dflow.tracing.ir.effects import Effect
 from dflow.tracing.ir.op import OPS, OpDef, Signature, op
 from dflow.tracing.ir.queue_settings import DEFAULT_TIMEOUT_S
 from dflow.tracing.ir.types import AccumulatorType, ArrayType, QueueType, RefType, RowsType, TokenType, Type, strong
-from dflow.tracing.ir.updates import ASSIGNS, KINDS, indices_refusal, kind_refusal, lookup_type, operand_types
+from dflow.tracing.ir.updates import KINDS, indices_refusal, kind_refusal, lookup_type, operand_types
 from dflow.tracing.ir.wire_codecs import encoded_type
 from dflow.tracing.parallel_iterations import DEFAULT_PARALLEL_ITERATIONS
 
@@ -54,11 +54,10 @@ def _update(kind: str) -> OpDef:
         refusal = kind_refusal(kind, ref.of)
         if refusal is not None:
             raise GraphTypeError(f"{name}: {refusal}")
-        _check_value(kind, ref, operands) if kind in ASSIGNS else _check_rows(name, ref, operands)
+        _check_rows(name, ref, operands) if KINDS[kind].by_rows else _check_value(kind, ref, operands)
         return (TokenType(),)
 
-    # An assign ignores the old value; every other update computes the new value from it.
-    return op(name, *([] if kind == "assign" else [(Effect.READ, 0)]), (Effect.WRITE, 0))(rule)
+    return op(name, *([(Effect.READ, 0)] if KINDS[kind].reads else []), (Effect.WRITE, 0))(rule)
 
 
 def _check_value(kind: str, ref: RefType, operands: Sequence[Type]) -> None:
