@@ -74,6 +74,7 @@ KINDS: Mapping[str, Update] = {
     "assign_min": Update(jnp.minimum),
     "scatter_update": _scatter("set", takes_keys=True),
     "scatter_add": _scatter("add", sign=1, takes_bools=False),
+    "scatter_sub": _scatter("subtract", sign=-1, takes_bools=False),
     "scatter_mul": _scatter("multiply", takes_bools=False),
     "scatter_max": _scatter("max"),
     "scatter_min": _scatter("min"),

@@ -232,6 +232,7 @@ _ASSIGNED: Mapping[OpDef, Callable[[Any, Any], Any]] = {
 _ROW_BY_ROW: Mapping[OpDef, Callable[[Any, Any], Any]] = {
     ops.UPDATES["scatter_update"]: lambda old, new: new,
     ops.UPDATES["scatter_add"]: lambda old, new: old + new,
+    ops.UPDATES["scatter_sub"]: lambda old, new: old - new,
     ops.UPDATES["scatter_mul"]: lambda old, new: old * new,
     ops.UPDATES["scatter_max"]: jnp.maximum,
     ops.UPDATES["scatter_min"]: jnp.minimum,

@@ -262,6 +262,10 @@ class Variable(jax.Array):
         """Add `rows` to the rows at `indices`; rows for one index add up. `reduce` is as in `assign_add`."""
         self._scatter("scatter_add", indices, rows, reduce)
 
+    def scatter_sub(self, indices: Any, rows: Any) -> None:
+        """Subtract `rows` from the rows at `indices`; rows for one index add up."""
+        self._scatter("scatter_sub", indices, rows)
+
     def scatter_mul(self, indices: Any, rows: Any) -> None:
         """Multiply the rows at `indices` by `rows`."""
         self._scatter("scatter_mul", indices, rows)

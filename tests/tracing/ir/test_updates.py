@@ -39,6 +39,7 @@ REFERENCE: dict[str, Any] = {
     "assign_min": lambda old, new: np.minimum(old, new, out=old),
     "scatter_update": lambda old, at, rows: old.__setitem__(at, rows),
     "scatter_add": np.add.at,
+    "scatter_sub": np.subtract.at,
     "scatter_mul": np.multiply.at,
     "scatter_max": np.maximum.at,
     "scatter_min": np.minimum.at,
