@@ -16,9 +16,9 @@ class Effect(Enum):
     WRITE = "write"
     SEND = "send"
     RECV = "recv"
-    #: An op on a queue or an accumulator by which other programs learn of this program's earlier writes.
+    #: An op on a queue or an accumulator that makes this program's earlier writes known to other programs.
     RELEASE = "release"
-    #: An op on a queue or an accumulator by which this program learns of writes before a release elsewhere.
+    #: An op on a queue or an accumulator that makes other programs' writes, before their releases, known to this one.
     ACQUIRE = "acquire"
     UNKNOWN = "unknown"
 

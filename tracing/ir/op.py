@@ -47,7 +47,7 @@ class OpDef:
 
     @property
     def releases(self) -> bool:
-        """Whether other programs learn by it of this program's earlier writes."""
+        """Whether it makes this program's earlier writes known to other programs."""
         return any(effect is Effect.RELEASE for effect, _ in self.declared)
 
     @property

@@ -58,7 +58,7 @@ def _refuse_lost_value(primals: Any, tangents: Any, *, handle: Handle, op: OpDef
     raise resource.error(
         f"{resource.title} is given a value by {op.method} that depends on what jax.grad differentiates, and JAX "
         f"would drop that{at(line_bound())}\n"
-        f"  use dflow.grad or dflow.value_and_grad in the place of jax.grad, which {resource.puts} the value "
+        f"  use dflow.grad or dflow.value_and_grad instead of jax.grad, which {resource.puts} the value "
         "without its gradient; or write jax.lax.stop_gradient(value)"
     )
 

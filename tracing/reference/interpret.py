@@ -219,7 +219,7 @@ def _used(node: Node, model: HostModel, operands: Sequence[Any]) -> list[Any]:
         raise type(error)(f"node %{node.outputs[0].name} ({node.op.name}): {error}{at(node.loc)}") from None
 
 
-#: What an update writes, given the old value (of an update of rows: the old row) and the operand.
+#: From the old value and the operand to the new value; of an update of rows, from the old row and one row.
 _ASSIGNED: Mapping[OpDef, Callable[[Any, Any], Any]] = {
     ops.UPDATES["assign"]: lambda old, new: new,
     ops.UPDATES["assign_add"]: lambda old, new: old + new,
