@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -137,9 +137,8 @@ class Part:
         self, optimizer: GivenOptimizer, accumulator: ConditionalAccumulator, steps: int, wanted: int
     ) -> None:
         """Register the update with the host, which applies the averages; no effect if another worker has done so."""
-        traced = trace(
-            lambda *mean: optimizer.apply_mean(accumulator.structured(mean)), tuple(_arrays(accumulator)), {}
-        )
+        mean_types = tuple(array.struct for array in accumulator.type.arrays)
+        traced = trace(lambda *mean: optimizer.apply_mean(accumulator.structured(mean)), mean_types, {})
         handles, before, after = self._cluster.register_hosted(traced, self._host)
         infos, payload = encode_arrays([jnp.asarray(array) for array in (*before, *after)])
         message = OpenRounds(
@@ -318,10 +317,3 @@ def _widened(part: Any, gradients: int) -> Any:
     count = min(part.indices.shape[0] * gradients, part.shape[0])
     indices = jax.ShapeDtypeStruct((count,), jnp.int32)
     return RowGradient(indices, jax.ShapeDtypeStruct((count, *part.rows.shape[1:]), part.rows.dtype), part.shape)
-
-
-def _arrays(accumulator: ConditionalAccumulator) -> Iterator[jax.ShapeDtypeStruct]:
-    """Yield the types of the arrays that a take from the accumulator returns."""
-    for component in accumulator.type.components:
-        for array in component.arrays() if isinstance(component, RowsType) else (component,):
-            yield array.struct

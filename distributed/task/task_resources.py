@@ -42,8 +42,8 @@ class TaskResources:
         self._lock = threading.Lock()
         self._made: dict[str, _Checked] = {}
 
-    def create(self, message: CreateResource) -> bool:
-        """Create the resource unless it exists; return whether it was created.
+    def create(self, message: CreateResource) -> None:
+        """Create the resource unless it exists.
 
         raises  WireError for a malformed request; QueueError or AccumulatorError when the name has another type or
                 other settings
@@ -54,14 +54,12 @@ class TaskResources:
             if known is None:
                 self._made[message.name] = made
                 self._store.create_resource(message.name, made)
-                return True
-        if known.said != made.said:
+        if known is not None and known.said != made.said:
             error = AccumulatorError if isinstance(made.type, AccumulatorType) else QueueError
             raise error(
                 f"{message.name!r} is {known.said} on {self._task} and was asked for as {made.said}; give one of the "
                 "two another name"
             )
-        return False
 
     def registration(self, message: CallResource) -> Registration:
         """Return a plan of one op: its feeds are the operands, its fetches the results.

@@ -214,7 +214,7 @@ class RunPlan(Message, frozen=True):
 
 
 class CreateResource(Message, frozen=True):
-    """Create a queue or an accumulator unless it exists; answered by `ResourceCreated`.
+    """Create a queue or an accumulator unless it exists; answered by `Ok`.
 
     `handle` is its type, as graphs print it: `queue<f32[2], i32[]>`. Every creation must repeat type and settings. For
     `process` see `CreateVariable`.
@@ -224,12 +224,6 @@ class CreateResource(Message, frozen=True):
     handle: str
     settings: QueueSettings | AccumulatorSettings
     process: str = ""
-
-
-class ResourceCreated(Message, frozen=True):
-    """The resource exists; `created` is false when it existed before, with the same type and settings."""
-
-    created: bool
 
 
 class CallResource(Message, frozen=True):
@@ -837,7 +831,6 @@ AnyMessage = (
     | Wanted
     | RunPlan
     | CreateResource
-    | ResourceCreated
     | CallResource
     | Arrays
     | ProposeRounds

@@ -34,7 +34,7 @@ from dflow.tracing.errors import DeviceError, TaskLost, VariableError
 from dflow.tracing.ir.accumulator_settings import AccumulatorSettings
 from dflow.tracing.ir.queue_settings import QueueSettings
 from dflow.tracing.ir.resource_op import ResourceOp
-from dflow.tracing.ir.types import HostType, RowsType
+from dflow.tracing.ir.types import HostType
 from dflow.tracing.source import at
 from dflow.tracing.state.context import Slot
 from dflow.tracing.state.host_resource import HostResource
@@ -141,6 +141,5 @@ def _stated(resource: HostResource) -> str:
 
 def _size_bytes(type: HostType, settings: QueueSettings | AccumulatorSettings) -> int:
     """Estimate of the bytes it may hold; unknown dimensions count as 1."""
-    arrays = [array for part in type.components for array in (part.arrays() if isinstance(part, RowsType) else (part,))]
     count = settings.capacity if isinstance(settings, QueueSettings) else 1
-    return count * sum(int(math.prod(dim or 1 for dim in array.shape) * array.dtype.itemsize) for array in arrays)
+    return count * sum(int(math.prod(dim or 1 for dim in array.shape) * array.dtype.itemsize) for array in type.arrays)

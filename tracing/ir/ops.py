@@ -352,8 +352,8 @@ def accumulator_take(
     accumulator: AccumulatorType, /, *, count: int, timeout_s: float = DEFAULT_TIMEOUT_S
 ) -> tuple[Type, ...]:
     """Wait for `count` gradients; the mean or the sum of all that are there, and the step goes on by one."""
-    parts = _parts("accumulator.take", accumulator)
-    return tuple(type for part in parts for type in (part.arrays() if isinstance(part, RowsType) else [part]))
+    _check_resource("accumulator.take", accumulator, AccumulatorType)
+    return accumulator.arrays
 
 
 @op("accumulator.set_step", (Effect.RELEASE, 0))
