@@ -17,7 +17,7 @@ from dflow.tracing.ir import ops
 from dflow.tracing.ir.graph import Graph, Literal, Node, Value, Written
 from dflow.tracing.ir.op import numeric
 from dflow.tracing.ir.types import DTYPES, ArrayType, RefType, TokenType, dtype_name
-from dflow.tracing.ir.updates import ASSIGNS, looked_up, updated
+from dflow.tracing.ir.updates import KINDS, looked_up, updated
 from dflow.tracing.jax_frontend import primitive_named
 from dflow.tracing.jaxprs.trace import Traced, trace
 from dflow.tracing.source import Loc
@@ -179,7 +179,7 @@ def _nodes(
         case "update":
             update = choice(draw, [*ops.UPDATES])
             op, outputs = ops.UPDATES[update], (result(TokenType()),)
-            inputs = (ref, array) if update in ASSIGNS else (ref, array, operand)
+            inputs = (ref, array) if not KINDS[update].by_rows else (ref, array, operand)
         case "send":
             op, outputs = ops.net_send, (result(TokenType()),)
             attributes = {"edge": draw(_TEXTS), "destination": "/job:ps/task:0"}

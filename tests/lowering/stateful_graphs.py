@@ -18,7 +18,7 @@ from dflow.tracing.ir import ops
 from dflow.tracing.ir.graph import FreshNames, Graph, Literal, Node, Operand, Value
 from dflow.tracing.ir.op import numeric
 from dflow.tracing.ir.types import ArrayType, RefType, TokenType
-from dflow.tracing.ir.updates import ASSIGNS
+from dflow.tracing.ir.updates import KINDS
 from dflow.tracing.jax_frontend import primitive_named
 from tests.choice import choice
 from tests.lowering.meaning import TASKS
@@ -73,7 +73,7 @@ def _node(
         case "assign":
             return Node(ops.var_assign, (ref, operand), (Value(fresh("done"), TokenType()),), device=update)
         case "update":
-            op = ops.UPDATES[choice(draw, sorted(ASSIGNS))]
+            op = ops.UPDATES[choice(draw, sorted(kind for kind in KINDS if not KINDS[kind].by_rows))]
             return Node(op, (ref, operand), (Value(fresh("done"), TokenType()),), device=update)
         case "unknown" if unknown:
             op, arity = numeric(primitive_named("neg"), unknown_effects=True), 1

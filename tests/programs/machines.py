@@ -61,7 +61,7 @@ KINDS = {
 }
 
 #: Updates of a bool instead of the ones that it lacks.
-_BOOL_KINDS = {"assign_sub": "assign", "scatter_add": "scatter_update", "scatter_mul": "scatter_update"}
+_BOOL_KINDS = {"assign_sub": "assign"} | dict.fromkeys(("scatter_add", "scatter_sub", "scatter_mul"), "scatter_update")
 
 
 def _small(x: Any) -> Any:

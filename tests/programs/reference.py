@@ -89,6 +89,11 @@ class Cell:
         for index, row in zip(indices, rows, strict=True):
             self._row(index, lambda old, row=row: row)
 
+    def scatter_sub(self, indices: Any, rows: Any) -> None:
+        """Subtract from rows."""
+        for index, row in zip(indices, rows, strict=True):
+            self._row(index, lambda old, row=row: old - row)
+
     def scatter_mul(self, indices: Any, rows: Any) -> None:
         """Multiply rows."""
         for index, row in zip(indices, rows, strict=True):

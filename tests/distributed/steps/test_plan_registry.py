@@ -13,6 +13,7 @@ from dflow.distributed.wire.messages import RegisterPlan
 from dflow.lowering.programs.program import Program, export_program, lower_program
 from dflow.lowering.steps.plan import Branch, Call, Item, Plan, Scalar, Scan, Send, UseResource, While
 from dflow.tracing import errors
+from dflow.tracing.ir.resource_op import ResourceOp
 from dflow.tracing.ir.types import ArrayType
 
 PS, WORKER = "/job:ps/task:0", "/job:worker/task:0"
@@ -119,17 +120,25 @@ MALFORMED: dict[str, tuple[tuple[Item, ...], dict[str, Any], str]] = {
     "number's dtype": ((), {"scalars": (Scalar(0, "u13", b""),)}, "slot 0 holds a number of no dtype"),
     "key": ((), {"scalars": (Scalar(0, "key<fry>", bytes(8)),)}, "slot 0 holds a number of 8 bytes as key<fry>"),
     "names": ((Send("e", WORKER, 0),), {"names": ("a", "b")}, "a plan of 1 items has names for 2"),
-    "op": ((UseResource("q", "queue.peek"),), {}, "'queue.peek' is no op on a queue or an accumulator"),
-    "count": ((UseResource("q", "accumulator.take", count=0),), {}, "accumulator.take of 0; 1 to "),
+    "op": ((UseResource("q", ResourceOp("queue.peek")),), {}, "'queue.peek' is no op on a queue or an accumulator"),
+    "count": ((UseResource("q", ResourceOp("accumulator.take", count=0)),), {}, "accumulator.take of 0; 1 to "),
     "many": (
-        (UseResource("q", "queue.dequeue_many", count=1 << 40),),
+        (UseResource("q", ResourceOp("queue.dequeue_many", count=1 << 40)),),
         {},
         "queue.dequeue_many of 1099511627776",
     ),
-    "timeout": ((UseResource("q", "queue.size", timeout_s=float("nan")),), {}, "timeout of nan s, which is no number"),
-    "line": ((UseResource("q", "queue.size", line="x" * 9999),), {}, "queue.size with a line of 9999 characters"),
+    "timeout": (
+        (UseResource("q", ResourceOp("queue.size", timeout_s=float("nan"))),),
+        {},
+        "timeout of nan s, which is no number",
+    ),
+    "line": (
+        (UseResource("q", ResourceOp("queue.size", line="x" * 9999)),),
+        {},
+        "queue.size with a line of 9999 characters",
+    ),
     "filled twice": (
-        (UseResource("q", "queue.size", gives=(1,)),),
+        (UseResource("q", ResourceOp("queue.size"), gives=(1,)),),
         {"feeds": (1,)},
         "slot 1 of a plan is filled",
     ),

@@ -21,7 +21,6 @@ from dflow.distributed.transport.base import Peer, Reply, Transport
 from dflow.distributed.wire.array_lists import decode_arrays
 from dflow.distributed.wire.codec import encode_array
 from dflow.distributed.wire.messages import (
-    AccumulatorInfo,
     AnyMessage,
     ArrayInfo,
     Arrays,
@@ -54,6 +53,8 @@ from dflow.lowering.programs.program import Program, export_program
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.steps.plan import Call, Item, Plan, Recv, Send
 from dflow.tracing import errors
+from dflow.tracing.ir.accumulator_settings import AccumulatorSettings, Reduction
+from dflow.tracing.ir.resource_op import ResourceOp
 from dflow.tracing.ir.types import ArrayType
 from tests.distributed.transports import DEADLINE_S, KINDS, Kind, Recorder, reach
 
@@ -357,7 +358,7 @@ def test_one_plan_runs_in_a_step_at_a_time(cluster: Cluster) -> None:
     [
         RunPlan(0, WORKER, 1),
         CancelStep(WORKER, 1, "meant ill"),
-        CallResource("q", "queue.size", WORKER, 1),
+        CallResource("q", ResourceOp("queue.size"), WORKER, 1),
         ProposeRounds("run", WORKER, 2, 2, "sums"),
         NextRound("run", WORKER, 0, 1.0),
         LeaveRounds("run", WORKER, 0),
@@ -380,7 +381,9 @@ def test_a_step_is_not_cancelled_by_another_task(cluster: Cluster) -> None:
 
 
 def test_a_resource_that_an_earlier_process_shall_hold_is_not_created_here(cluster: Cluster) -> None:
-    message = CreateResource("v", "accumulator<f32[3]>", AccumulatorInfo("mean", 2), process="an earlier one")
+    message = CreateResource(
+        "v", "accumulator<f32[3]>", AccumulatorSettings(Reduction.MEAN, 2), process="an earlier one"
+    )
     with pytest.raises(errors.TaskLost, match="'v' is placed on an earlier process of ps:0, which has been started"):
         cluster.ask(message, bytes(4))
     with pytest.raises(errors.VariableError, match="no variable 'v'"):
@@ -391,7 +394,7 @@ def test_who_waits_for_a_round_is_answered_when_the_task_closes(cluster: Cluster
     with pytest.raises(errors.RemoteError, match="'run' is not open; run it again"):
         cluster.ask(NextRound("run", CLIENT, -1, math.inf))
     cluster.ask(ProposeRounds("run", CLIENT, 2, 2, "sums"))
-    cluster.ask(CreateResource("sums", "accumulator<f32[3]>", AccumulatorInfo("mean", 2)))
+    cluster.ask(CreateResource("sums", "accumulator<f32[3]>", AccumulatorSettings(Reduction.MEAN, 2)))
     cluster.ask(OpenRounds("run", 2, 2, (CLIENT, WORKER), "sums", {PS: 0}))
     waits = cluster.client.start(NextRound("run", CLIENT, 0, math.inf))
     cluster.ask(LeaveRounds("another run", CLIENT, 0))

@@ -39,7 +39,7 @@ from dflow.tracing.errors import (
     VariableError,
     VariableShapeError,
 )
-from dflow.tracing.ir.updates import ASSIGNS, KINDS
+from dflow.tracing.ir.updates import KINDS
 from tests.distributed.waiting import until
 
 HERE = Path(__file__).name
@@ -852,7 +852,7 @@ def test_every_update_and_lookup_of_a_remote_variable(worker: Cluster, traced: b
     for kind in [kind for kind in KINDS if kind != "assign_add_rounded"]:
         for variable in (v, alone):
             update = getattr(variable, kind)
-            (dflow.jit(update) if traced else update)(*([rows] if kind in ASSIGNS else [indices[:2], rows[:2]]))
+            (dflow.jit(update) if traced else update)(*([rows] if not KINDS[kind].by_rows else [indices[:2], rows[:2]]))
         np.testing.assert_array_equal(v.read(), alone.read(), err_msg=kind)
     np.testing.assert_array_equal((dflow.jit(v.gather) if traced else v.gather)(indices), alone.read()[indices])
 

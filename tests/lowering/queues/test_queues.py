@@ -17,7 +17,7 @@ import pytest
 from dflow.lowering.queues import pending_operations
 from dflow.lowering.queues.pending_operations import Answer, wait
 from dflow.lowering.queues.queues import SharedQueue
-from dflow.lowering.queues.resource_use import Results, giving
+from dflow.lowering.queues.resource_rules import Results, giving
 from dflow.tracing.errors import DeadlineExceeded, QueueClosed, QueueError, StepCancelled
 from dflow.tracing.ir.queue_settings import QueueKind, QueueSettings
 

@@ -25,6 +25,7 @@ from dflow.lowering.steps.dependency_index import Schedule
 from dflow.lowering.steps.execute import Execution, Outcome
 from dflow.lowering.steps.plan import Call, Copy, Item, Plan, Recv, Send, UseResource
 from dflow.tracing.errors import InternalError, StepCancelled
+from dflow.tracing.ir.resource_op import ResourceOp
 from dflow.tracing.ir.types import ArrayType
 from tests.lowering.meaning import PS_0, WORKER
 from tests.lowering.one_process import Mail, Mailbox
@@ -441,7 +442,7 @@ def test_an_error_of_a_transfer_names_its_node_and_line() -> None:
 
 def test_an_error_of_a_resource_names_its_node_and_line() -> None:
     task = Task()
-    run_named(task, named_plan(UseResource("no such queue", "queue.dequeue", gives=(0,))))
+    run_named(task, named_plan(UseResource("no such queue", ResourceOp("queue.dequeue"), gives=(0,))))
     assert notes(task) == ["in %0 (op)\n  at x.py:0"]
 
 

@@ -22,13 +22,14 @@ from dflow.lowering.passes.base import run_passes
 from dflow.lowering.pipeline import ALONE, pipeline
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.queues.pending_operations import Cancel
-from dflow.lowering.queues.resource_use import OnResults, ResourceUse
+from dflow.lowering.queues.resource_rules import OnResults
 from dflow.lowering.state.store import Store
 from dflow.lowering.steps.compile import make_plans
 from dflow.lowering.steps.dependency_index import Schedule
 from dflow.lowering.steps.execute import Execution, Outcome
 from dflow.tracing.errors import QueueClosed, StepCancelled
 from dflow.tracing.ir.graph import Graph
+from dflow.tracing.ir.resource_op import ResourceOp
 from dflow.tracing.ir.types import RefType
 from dflow.tracing.syntax.parse import parse
 from tests.effort import examples
@@ -46,8 +47,8 @@ class Played:
         self.cancelled: list[BaseException] = []
         self.asked = threading.Semaphore(0)
 
-    def start(self, use: ResourceUse, operands: Sequence[Any], on_results: OnResults) -> Cancel:
-        if use.op == "queue.enqueue":
+    def start(self, op: ResourceOp, operands: Sequence[Any], on_results: OnResults) -> Cancel:
+        if op.name == "queue.enqueue":
             self.put.append(int(operands[0]))
             on_results(())
         else:

@@ -16,7 +16,7 @@ import dflow
 from dflow.tracing.errors import DflowError, GraphTypeError, VariableError, VariableShapeError
 from dflow.tracing.ir.op import OPS
 from dflow.tracing.ir.types import parse_type
-from dflow.tracing.ir.updates import ASSIGNS, KINDS, SCATTERS
+from dflow.tracing.ir.updates import KINDS
 from dflow.tracing.jaxprs.trace import trace
 from dflow.tracing.primitives.state_primitives import record_update
 from dflow.tracing.reference.interpret import interpret
@@ -39,6 +39,7 @@ REFERENCE: dict[str, Any] = {
     "assign_min": lambda old, new: np.minimum(old, new, out=old),
     "scatter_update": lambda old, at, rows: old.__setitem__(at, rows),
     "scatter_add": np.add.at,
+    "scatter_sub": np.subtract.at,
     "scatter_mul": np.multiply.at,
     "scatter_max": np.maximum.at,
     "scatter_min": np.minimum.at,
@@ -46,7 +47,7 @@ REFERENCE: dict[str, Any] = {
 
 
 def operands_of(kind: str) -> tuple[Any, ...]:
-    if kind in ASSIGNS:
+    if not KINDS[kind].by_rows:
         return (ROWS,)
     # Which of several rows for one index remains is undefined, so each index occurs once.
     return (INDICES[1:], ROWS[1:]) if kind == "scatter_update" else (INDICES, ROWS)
@@ -59,7 +60,7 @@ def method(table: Variable, kind: str) -> Any:
 
 def expected(kind: str) -> Any:
     table, operands = TABLE.copy(), operands_of(kind)
-    if kind in SCATTERS:
+    if KINDS[kind].by_rows:
         there = (operands[0] >= -5) & (operands[0] < 5)
         operands = tuple(operand[there] for operand in operands)
     REFERENCE[kind](table, *operands)

@@ -92,7 +92,7 @@ def test_a_queue_type_is_read_back() -> None:
         (LOOP, "return %3", "return %3, %1", r"the body gives \(i32\[\], i32\[\]\) where \(i32\[\]\) is wanted"),
         (LOOP, "%n: i32[]) {\n !", "%n: f32[]) {\n !", r"its body takes \(queue<i32\[\]>, i32\[\], i32\[\]\) and was"),
         (LOOP, "queue.enqueue(%q, %c)", "queue.enqueue(%q)", r"the element is \(\) but the queue holds \(i32\[\]\)"),
-        (LOOP, "= queue.dequeue(%q)", "= queue.dequeue(%c)", r"the operand is i32\[\], not a queue"),
+        (LOOP, "= queue.dequeue(%q)", "= queue.dequeue(%c)", r"the first operand is i32\[\], not a queue"),
         (LOOP, "queue.enqueue(%q, %c)", "queue.enqueue(%c, %c)", r"the first operand is i32\[\], not a queue"),
         (ROWS, "length=3", "length=4", r"a row of 4 is to be taken from i32\[3\]"),
         (ROWS, "%all: i32[3]", "%all: i32[4]", r"gives i32\[\], i32\[3\] but its results are i32\[\], i32\[4\]"),

@@ -1,9 +1,11 @@
-"""An op on a queue or an accumulator, run by the host: it is started, and a callback ends it."""
+"""How ops on queues and accumulators run: a rule starts an op, and a callback ends it.
+
+Each kind of resource has a table of rules by op.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -14,34 +16,50 @@ from jax import jit as jax_jit
 from dflow.lowering.queues.channel import Sent
 from dflow.lowering.queues.pending_operations import Answer, Cancel, OnDone
 from dflow.lowering.values.host_values import stays_on_host
-from dflow.tracing.ir.queue_settings import DEFAULT_TIMEOUT_S
+from dflow.tracing.errors import InternalError
+from dflow.tracing.ir.op import OpDef
+from dflow.tracing.ir.resource_op import ResourceOp
 
 #: The outcome of an op: its results, or the error.
 Results = tuple[Sent, ...] | BaseException
 OnResults = Callable[[Results], None]
 
 
-@dataclass(frozen=True)
-class ResourceUse:
-    """An op of `ops.RESOURCE_OPS` without its operands; `where` is the user's line, which ends messages."""
-
-    op: str
-    count: int = 0
-    timeout_s: float = DEFAULT_TIMEOUT_S
-    cancel_pending: bool = False
-    where: str = ""
-
-
 class Held(Protocol):
     """A queue or an accumulator, as its store uses it."""
 
-    def start(self, use: ResourceUse, operands: Sequence[Any], on_results: OnResults) -> Cancel:
+    def start(self, op: ResourceOp, operands: Sequence[Any], on_results: OnResults) -> Cancel:
         """Start an op; `on_results` is called once, from any thread. The returned function ends it with an error."""
         ...
 
     def forget(self, reason: str, remedy: str) -> None:
         """Free the contents. Pending operations and later uses get an error with this reason and remedy."""
         ...
+
+
+#: Starts an op on a resource, which comes first. `on_results` is called once, from any thread.
+Rule = Callable[[Any, ResourceOp, Sequence[Any], OnResults], Cancel]
+
+
+class Rules(dict[str, Rule]):
+    """The rules of the ops on one kind of resource, by name; looking up another op raises InternalError."""
+
+    def __init__(self, kind: str, rules: Mapping[OpDef, Rule]) -> None:
+        super().__init__({definition.name: rule for definition, rule in rules.items()})
+        self._kind = kind
+
+    def __missing__(self, name: str) -> Rule:
+        raise InternalError(f"no {self._kind} does {name!r}")
+
+
+def immediate(act: Callable[[Any, ResourceOp, Sequence[Any]], Sequence[Any]]) -> Rule:
+    """Return the rule of an op that never waits; `act` returns its results."""
+
+    def start(resource: Any, op: ResourceOp, operands: Sequence[Any], on_results: OnResults) -> Cancel:
+        on_results(tuple(act(resource, op, operands)))
+        return _nothing_to_cancel
+
+    return start
 
 
 def giving(on_results: OnResults, made: Callable[[tuple[Any, ...]], Sequence[Any]]) -> OnDone:
@@ -79,5 +97,5 @@ def copied(array: Any) -> Sent:
 _copy = jax_jit(jnp.copy)
 
 
-def nothing_to_cancel(error: BaseException) -> None:
+def _nothing_to_cancel(error: BaseException) -> None:
     """Do nothing: the op has ended already."""
