@@ -34,7 +34,7 @@ from dflow.distributed.wire.messages import (
     SaveVariables,
     WriteVariable,
 )
-from dflow.distributed.worker.cluster_resources import ClusterResources, Tasks, task_of_resource
+from dflow.distributed.worker.cluster_resources import ClusterResources, ResourceTasks, task_of_resource
 from dflow.distributed.worker.variable_batch import CreatingTasks, Wanted, create, created_together, settle
 from dflow.lowering.files.array_files import ArrayFiles
 from dflow.lowering.passes.base import Observer
@@ -55,7 +55,7 @@ from dflow.tracing.state.resources import Variable
 _restores = itertools.count()
 
 
-class HomeTasks(Tasks, CreatingTasks, Protocol):
+class HomeTasks(ResourceTasks, CreatingTasks, Protocol):
     """What is needed of a cluster."""
 
     #: The name of this task.

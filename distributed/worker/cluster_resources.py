@@ -41,7 +41,7 @@ from dflow.tracing.state.host_resource import HostResource
 from dflow.tracing.state.resources import Variable
 
 
-class Tasks(Protocol):
+class ResourceTasks(Protocol):
     """The methods of a cluster that this file needs."""
 
     def place_resource(self, name: str, kind: str, said: str, size_bytes: int, *, job: str, on: str) -> Placed:
@@ -64,7 +64,7 @@ class Tasks(Protocol):
 class ClusterResources:
     """The queues and accumulators on the tasks of one job."""
 
-    def __init__(self, tasks: Tasks, job: str) -> None:
+    def __init__(self, tasks: ResourceTasks, job: str) -> None:
         self._tasks, self._job = tasks, job
 
     def create_resource(self, resource: HostResource) -> Slot:

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflow.lowering.queues.accumulator_machine import (
+    AccumulatorEvent,
     AccumulatorMachine,
     EnoughSet,
-    Event,
     Give,
     GradientApplied,
     StepSet,
@@ -38,7 +38,7 @@ Sum = list[tuple[Any, ...]]
 _add = jax.jit(jnp.add)
 
 
-class HeldAccumulator(Shared[Event]):
+class HeldAccumulator(Shared[AccumulatorEvent]):
     """An accumulator of gradients. Every method may be called from any thread."""
 
     error = AccumulatorError
@@ -147,7 +147,7 @@ class HeldAccumulator(Shared[Event]):
             results.append(values if divisor is None else (values / divisor).astype(values.dtype))
         return results
 
-    def _decide(self, event: Event) -> Iterable[tuple[int, Answer]]:
+    def _decide(self, event: AccumulatorEvent) -> Iterable[tuple[int, Answer]]:
         for command in self.machine.handle(event):
             match command:
                 case Give(ticket, count):
@@ -156,7 +156,7 @@ class HeldAccumulator(Shared[Event]):
                 case WarnOfStepBack(before, now):
                     self._set_back = before, now
 
-    def _give_up(self, ticket: int) -> Event:
+    def _give_up(self, ticket: int) -> AccumulatorEvent:
         return TakeGivenUp(ticket)
 
     def _too_late(self, ticket: int, waiter: Waiter) -> str:

@@ -11,12 +11,12 @@ from dflow.lowering.queues.queue_machine import (
     CloseAsked,
     DequeueAsked,
     Element,
+    ElementOrder,
     EnqueueAsked,
-    Event,
     Fail,
     FifoOrder,
-    Order,
     PriorityOrder,
+    QueueEvent,
     QueueMachine,
     Serve,
     ShuffleOrder,
@@ -38,7 +38,7 @@ _CLOSED = {
 }
 
 
-class SharedQueue(Shared[Event]):
+class SharedQueue(Shared[QueueEvent]):
     """A queue of elements, each a tuple of arrays. Every method may be called from any thread."""
 
     error = QueueError
@@ -103,7 +103,7 @@ class SharedQueue(Shared[Event]):
         with self._lock:
             return self._machine.order.contents()
 
-    def _decide(self, event: Event) -> Iterable[tuple[int, Answer]]:
+    def _decide(self, event: QueueEvent) -> Iterable[tuple[int, Answer]]:
         for command in self._machine.handle(event):
             match command:
                 case Serve(ticket, elements):
@@ -126,7 +126,7 @@ class SharedQueue(Shared[Event]):
         error.__cause__ = failure
         return error
 
-    def _give_up(self, ticket: int) -> Event:
+    def _give_up(self, ticket: int) -> QueueEvent:
         return WaitEnded(ticket)
 
     def _too_late(self, ticket: int, waiter: Waiter) -> str:
@@ -150,7 +150,7 @@ def _elements(count: int) -> str:
     return f"{count} element{'s' if count != 1 else ''}"
 
 
-def order_of(settings: QueueSettings) -> Order:
+def order_of(settings: QueueSettings) -> ElementOrder:
     """Return a new, empty order for a queue of these settings."""
     match settings.kind:
         case QueueKind.FIFO:

@@ -25,7 +25,7 @@ Results = tuple[Sent, ...] | BaseException
 OnResults = Callable[[Results], None]
 
 
-class Held(Protocol):
+class HeldResource(Protocol):
     """A queue or an accumulator, as its store uses it."""
 
     def start(self, op: ResourceOp, operands: Sequence[Any], on_results: OnResults) -> Cancel:
