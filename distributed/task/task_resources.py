@@ -22,7 +22,7 @@ from dflow.distributed.wire.messages import CallResource, CreateResource, Resour
 from dflow.lowering.queues.accumulators import HeldAccumulator
 from dflow.lowering.queues.held_resources import make_resource
 from dflow.lowering.queues.pending_operations import Cancel
-from dflow.lowering.queues.queue_ops import HeldQueue
+from dflow.lowering.queues.queues import HeldQueue
 from dflow.lowering.queues.resource_rules import OnResults
 from dflow.lowering.state.store import Store
 from dflow.lowering.steps.dependency_index import Schedule

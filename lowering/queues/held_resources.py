@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dflow.lowering.queues.accumulators import HeldAccumulator
-from dflow.lowering.queues.queue_ops import HeldQueue
+from dflow.lowering.queues.queues import HeldQueue
 from dflow.tracing.errors import InternalError
 from dflow.tracing.ir.accumulator_settings import AccumulatorSettings
 from dflow.tracing.ir.queue_settings import QueueSettings

@@ -62,6 +62,15 @@ def immediate(act: Callable[[Any, ResourceOp, Sequence[Any]], Sequence[Any]]) ->
     return start
 
 
+def property_of(read: Callable[[Any], Any], dtype: Any) -> Rule:
+    """Return the rule of an op that gives a number of the resource's state machine, as it is now."""
+
+    def act(resource: Any, op: ResourceOp, operands: Sequence[Any]) -> Sequence[Any]:
+        return (jnp.asarray(resource.inspected(read, op.line), dtype),)
+
+    return immediate(act)
+
+
 def giving(on_results: OnResults, made: Callable[[tuple[Any, ...]], Sequence[Any]]) -> OnDone:
     """Return a callback that passes `made(answer)` to `on_results`, or the error of the answer or of `made`."""
 
