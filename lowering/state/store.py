@@ -25,7 +25,7 @@ from jax import jit as jax_jit
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from dflow.lowering.programs.program import Program
-from dflow.lowering.queues.resource_rules import Held
+from dflow.lowering.queues.resource_rules import HeldResource
 from dflow.lowering.state.step_state import StepState
 from dflow.lowering.state.store_lock import LOOK_S, STEP_S, Found, StoreLock
 from dflow.lowering.values.computed import wait_until_computed
@@ -53,7 +53,7 @@ class Store:
         self._making: dict[str, Making] = {}
         #: Reason and remedy of each value that was freed by `forget`.
         self._gone: dict[str, tuple[str, str]] = {}
-        self._resources: dict[str, Held] = {}
+        self._resources: dict[str, HeldResource] = {}
         #: The lock of all this.
         self.turns = StoreLock()
         #: Keys of values to free when no step is being dispatched with them.
@@ -266,7 +266,7 @@ class Store:
             return program(*operands)
         return StepState(self, writes, reads, "part of a function", program.keeps).run_program(program, operands)
 
-    def create_resource(self, key: str, resource: Held) -> None:
+    def create_resource(self, key: str, resource: HeldResource) -> None:
         """Hold a queue or an accumulator under `key`."""
         with self.turns.lock:
             self._resources[key] = resource
@@ -275,7 +275,7 @@ class Store:
         """Remove a queue or an accumulator, which may still serve its waiters."""
         self._resources.pop(key, None)  # without the lock: finalizers call this
 
-    def resource(self, key: str) -> Held:
+    def resource(self, key: str) -> HeldResource:
         """Return the queue or accumulator under `key`. Raises DflowError when there is none."""
         held = self._resources.get(key)
         if held is None:
