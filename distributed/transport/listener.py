@@ -29,7 +29,7 @@ from dflow.distributed.transport.security.admission import Admission, Belief
 from dflow.distributed.transport.security.policy import Secured, SecurityPolicy
 from dflow.distributed.transport.security.throttle import Throttle, on_one_line
 from dflow.distributed.transport.shared_memory import SharedMemory, may_share
-from dflow.distributed.transport.stream import SocketStream, Stream, reason_of
+from dflow.distributed.transport.stream import Stream, reason_of
 from dflow.distributed.wire.failures import failure_of
 from dflow.distributed.wire.messages import PROTOCOL_VERSION, Hello
 from dflow.tracing.errors import SecurityError, TransportClosed, WireError
@@ -111,11 +111,11 @@ class SocketListener:
             self._is_closed = True
             strangers, sessions = self._admission.strangers, list(self._sessions)
         for bound in self._bounds:
-            SocketStream(bound.sock).shut_down()
+            Stream(bound.sock).shut_down()
             bound.sock.close()
             bound.clean_up()
         for arrival in strangers:
-            SocketStream(arrival.sock).shut_down()
+            Stream(arrival.sock).shut_down()
         for session in sessions:
             session.exchange.close(f"{self._name} stopped listening")
 
@@ -138,7 +138,7 @@ class SocketListener:
         if evicted is not None:
             stranger, why = evicted
             self._warn("a connection was given up for one from %s: %s", arrival.source, why)
-            SocketStream(stranger.sock).shut_down()
+            Stream(stranger.sock).shut_down()
         try:
             threading.Thread(target=self._serve, args=(arrival,), name=f"dflow greet {self._name}", daemon=True).start()
         except RuntimeError as error:  # no more threads for now
@@ -221,7 +221,7 @@ class SocketListener:
 
     def _answer(self, arrival: _Arrival, secured: Secured, hello: Hello, deadline: Deadline) -> SharedMemory | None:
         """Answer the first `Hello` of a session, and agree on shared memory if both sides can."""
-        shares = hello.shares and may_share(arrival.at, secured.stream, self._limits)
+        shares = hello.shares and may_share(arrival.at, self._limits)
         answer = Hello(self._name, session=hello.session, process=process_identity(), shares=shares)
         say_hello(secured.stream, answer, deadline)
         memory = SharedMemory.agree(arrival.sock, self._limits.shared_bytes) if shares else None
