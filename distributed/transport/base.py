@@ -89,10 +89,6 @@ class PendingReply(Protocol):
         """
         ...
 
-    def when_done(self, on_reply: OnReply) -> None:
-        """Call `on_reply` once, from the reader thread, or now if the reply has arrived. It must not wait."""
-        ...
-
 
 class Peer(Protocol):
     """The other end of a connection."""
@@ -110,7 +106,7 @@ class Peer(Protocol):
     def start(self, message: AnyMessage, payload: Payload = b"", on_reply: OnReply | None = None) -> PendingReply:
         """Send a request and return without waiting for its reply.
 
-        on_reply  called as by `PendingReply.when_done`, but before the handling of any message after the reply
+        on_reply  called once, from any thread, before the handling of any message after the reply. It must not wait
         raises    TransportClosed, with which `on_reply` may be called too; WireError if message or payload exceeds this
                   side's limits
         """
