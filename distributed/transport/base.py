@@ -51,7 +51,7 @@ class Limits:
     `max_meta_bytes`     size of a message without its payload
     `max_payload_bytes`  size of a payload
     `max_connections`    concurrent peers of a listener; fewer if the process's limit of open files is lower
-    `max_strangers`      concurrent unauthenticated connections of a listener; a new one evicts the oldest
+    `max_unauthenticated`      concurrent unauthenticated connections of a listener; a new one evicts the oldest
     `max_from_source`    unauthenticated connections from one IP address
     `max_hello_bytes`    size of a `Hello`
     `hello_timeout_s`    time from the connection to the end of the peer's `Hello`
@@ -66,7 +66,7 @@ class Limits:
     max_meta_bytes: int = 1 << 20
     max_payload_bytes: int = 4 << 30
     max_connections: int = 1 << 14
-    max_strangers: int = 256
+    max_unauthenticated: int = 256
     max_from_source: int = 64
     max_hello_bytes: int = 4096
     hello_timeout_s: float = 10.0

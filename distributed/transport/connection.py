@@ -2,7 +2,7 @@
 
 Why: a sent message must reach the other process once, even when sockets break.
 
-Who holds whom: an `Exchange` or a listener holds a connection; the connection holds its send queue, session, reader and
+Ownership: an `Exchange` or a listener holds a connection; the connection holds its send queue, session, reader and
 reactor. It knows the code above it as functions.
 
 Invariants:
@@ -42,7 +42,7 @@ _ACK = Frame(Kind.ACK, 0, b"", b"")
 _LAST = Frame(Kind.LAST, 0, b"", b"")
 _CLOSED = "the other side closed the connection"
 
-#: Called on a thread of its own with a connection, its stream that broke, and the reason. It returns "" after a call of
+#: Called on a new thread with a connection, its stream that broke, and the reason. It returns "" after a call of
 #: `Connection.resume`, or why the connection ends, which begins with the given reason.
 Recover = Callable[["Connection", Stream, str], str]
 

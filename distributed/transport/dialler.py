@@ -14,9 +14,9 @@ import msgspec
 
 from dflow.distributed.transport.addresses import Address
 from dflow.distributed.transport.base import Limits
+from dflow.distributed.transport.bind_and_dial import dial
 from dflow.distributed.transport.connection import Connection
 from dflow.distributed.transport.deadline import Deadline
-from dflow.distributed.transport.families import dial
 from dflow.distributed.transport.handshake import check_version, hear_hello, say_hello
 from dflow.distributed.transport.process_identity import process_identity
 from dflow.distributed.transport.security.policy import SecurityPolicy

@@ -23,7 +23,7 @@ from dflow.tracing.errors import SecurityError
 
 _CREDENTIALS = struct.Struct("3i")
 _UNPROTECTED = (
-    "nothing says who may be spoken to there\n"
+    "no certificates or secret are configured\n"
     "  make certificates by `dflow certs init DIR` and `dflow certs issue DIR --name NAME --host HOST`, and\n"
     "  set DFLOW_TLS_CERT, DFLOW_TLS_KEY and DFLOW_TLS_CA as that prints; or a secret that all share by\n"
     "  `dflow certs secret FILE`, and set DFLOW_SECRET_FILE; or use 127.0.0.1, ::1 or localhost"

@@ -340,9 +340,9 @@ def test_connecting_waits_for_the_listener_to_appear() -> None:
 
 @pytest.mark.parametrize("address", ["0.0.0.0:0", "192.0.2.1:80", "example.com:80", "[::]:0", ":0"])
 def test_only_loopback_is_used(address: str) -> None:
-    with pytest.raises(errors.SecurityError, match="not a loopback address, and nothing says who may be spoken to"):
+    with pytest.raises(errors.SecurityError, match="not a loopback address, and no certificates or secret"):
         SocketTransport().listen(address, name="me", handler=Recorder())
-    with pytest.raises(errors.SecurityError, match="not a loopback address, and nothing says who may be spoken to"):
+    with pytest.raises(errors.SecurityError, match="not a loopback address, and no certificates or secret"):
         SocketTransport().connect(address, name="me", handler=Recorder(), who="ps", timeout_s=DEADLINE_S)
 
 
