@@ -100,7 +100,7 @@ class Member:
                     on_reply(reply)
                     resolve(reply)
 
-            self.server.peer(name_of(host)).start(message, payload).when_done(replied)
+            self.server.peer(name_of(host)).start(message, payload, replied)
 
         return Wait(f"the answer of {host} to {type(message).__name__}", timeout_s, start)
 
