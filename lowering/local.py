@@ -31,11 +31,12 @@ from dflow.lowering.state.store import Store
 from dflow.lowering.state_backend import Runner
 from dflow.lowering.steps.compile import Compiled, TaskPlan, make_plans
 from dflow.lowering.steps.dependency_index import Schedule, takes
-from dflow.lowering.steps.execute import Execution, Outcome
+from dflow.lowering.steps.execute import Execution, Fetches
 from dflow.lowering.steps.plan import Call, Plan, calls_in
 from dflow.lowering.values.devices import device_named, devices_in_order, local_name
 from dflow.lowering.values.host_values import on_device
 from dflow.lowering.values.kept_shardings import is_spread, kept_shardings
+from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.devices.device import WITH_STATE, choices_in, is_within_task, scope_here
 from dflow.tracing.devices.device_name import (
     device_name,
@@ -406,12 +407,12 @@ def lower_programs(
     ]
 
 
-def _run_here(schedule: Schedule, programs: Sequence[Program], store: Store, feeds: Sequence[Any]) -> Outcome:
+def _run_here(schedule: Schedule, programs: Sequence[Program], store: Store, feeds: Sequence[Any]) -> Outcome[Fetches]:
     """Run a plan on this thread; what others bring for it is done here too, not on their threads."""
-    outcomes: list[Outcome] = []
+    outcomes: list[Outcome[Fetches]] = []
     work: SimpleQueue[Callable[[], None]] = SimpleQueue()
 
-    def on_done(outcome: Outcome) -> None:
+    def on_done(outcome: Outcome[Fetches]) -> None:
         outcomes.append(outcome)
         work.put(lambda: None)
 
@@ -426,7 +427,7 @@ def _run_here(schedule: Schedule, programs: Sequence[Program], store: Store, fee
     return outcomes[0]
 
 
-def fetched(outcome: Outcome) -> tuple[jax.Array, ...]:
+def fetched(outcome: Outcome[Fetches]) -> tuple[jax.Array, ...]:
     """The fetches of an execution that has ended; raises what ended it."""
     if isinstance(outcome, BaseException):
         raise outcome

@@ -26,7 +26,8 @@ from dflow.cli.task_table import launch_table
 from dflow.distributed.coordinator.membership import FINISHED, NORMAL_ENDS
 from dflow.distributed.launching.launcher import LaunchView, TaskRow
 from dflow.distributed.launching.run_logs import RunLogs
-from dflow.distributed.wire.messages import EdgeTraffic, Status, TaskHealth, TaskInfo, VariableInfo
+from dflow.distributed.wire.messages.roster import EdgeTraffic, TaskInfo
+from dflow.distributed.wire.messages.status import Status, TaskHealth, VariableInfo
 from dflow.tracing.devices.task_name import short_task_name, split_task_name
 from dflow.tracing.errors import DeviceError
 

@@ -47,7 +47,9 @@ from dflow.distributed.process.stop_signal import StopSignal
 from dflow.distributed.transport.base import Listener, Peer, Responder, Transport
 from dflow.distributed.transport.exchange import become_reader
 from dflow.distributed.wire.large_message import RosterPacker, pack
-from dflow.distributed.wire.messages import AnyMessage, Join, Roster, Status
+from dflow.distributed.wire.messages.message import Message
+from dflow.distributed.wire.messages.roster import Join, Roster
+from dflow.distributed.wire.messages.status import Status
 from dflow.tracing.errors import InternalError, SecurityError, TransportClosed
 
 NAME = "coordinator"
@@ -153,7 +155,7 @@ class Coordinator:
         with self._handling:
             self._store.close()
 
-    def on_call(self, peer: Peer, message: AnyMessage, payload: memoryview, responder: Responder) -> None:
+    def on_call(self, peer: Peer, message: Message, payload: memoryview, responder: Responder) -> None:
         """Handle a request; see `transport.base.Handler`. A task may join only under its connection's name."""
         if isinstance(message, Join) and message.task != peer.name:
             raise SecurityError(f"{peer.name} asks to join as {message.task}; a task joins by its own name")
@@ -162,7 +164,7 @@ class Coordinator:
             self._asks[ask] = responder
         self._submit(lambda at_s: Asked(at_s, number, ask, message))
 
-    def on_notify(self, peer: Peer, message: AnyMessage, payload: memoryview) -> None:
+    def on_notify(self, peer: Peer, message: Message, payload: memoryview) -> None:
         """Handle a notification."""
         with self._numbering:
             number = self._number(peer)

@@ -21,7 +21,7 @@ from functools import cached_property
 import msgspec
 
 from dflow.distributed.steps.plan_checks import check_from_peer, check_plan
-from dflow.distributed.wire.messages import RegisterPlan
+from dflow.distributed.wire.messages.plans import RegisterPlan
 from dflow.lowering.programs.program import Program, load_program
 from dflow.lowering.steps.dependency_index import Schedule
 from dflow.lowering.steps.plan import Call, Plan, Read, Recv, Send, UseResource, calls_in

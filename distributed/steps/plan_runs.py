@@ -22,8 +22,9 @@ from dflow.distributed.steps.task_channel import TaskChannel
 from dflow.distributed.steps.trampoline import run_soon
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.state.store import Store
-from dflow.lowering.steps.execute import Execution, Outcome, Submit
+from dflow.lowering.steps.execute import Execution, Fetches, Submit
 from dflow.lowering.steps.recorder import PART_BEGAN, PART_ENDED, Recorder, described_end
+from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.errors import InternalError, StepCancelled
 
 
@@ -51,7 +52,11 @@ class PlanRuns:
             return list(self._runs)
 
     def run(
-        self, registration: Registration, step: StepId, feeds: Sequence[Any], on_done: Callable[[Outcome], None]
+        self,
+        registration: Registration,
+        step: StepId,
+        feeds: Sequence[Any],
+        on_done: Callable[[Outcome[Fetches]], None],
     ) -> None:
         """Run a plan as the task's part of `step`; see `TaskServer.run`."""
         run = _Run(on_done)
@@ -108,7 +113,7 @@ class PlanRuns:
         if run.begins(execution):
             execution.start()
 
-    def _ended(self, run: _Run, step: StepId, outcome: Outcome) -> None:
+    def _ended(self, run: _Run, step: StepId, outcome: Outcome[Fetches]) -> None:
         with self._lock:
             self._runs.pop(step, None)
             self._ended_count += 1
@@ -126,7 +131,7 @@ class _Run:
     is the cancellation, its cause.
     """
 
-    def __init__(self, on_done: Callable[[Outcome], None]) -> None:
+    def __init__(self, on_done: Callable[[Outcome[Fetches]], None]) -> None:
         self.on_done = on_done
         self.began_ns = 0
         self._lock = threading.Lock()
@@ -149,5 +154,5 @@ class _Run:
             execution.cancel(error)
         return is_first and execution is None
 
-    def told(self, outcome: Outcome) -> Outcome:
+    def told(self, outcome: Outcome[Fetches]) -> Outcome[Fetches]:
         return self._cause or outcome if isinstance(outcome, BaseException) else outcome

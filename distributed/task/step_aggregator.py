@@ -23,8 +23,8 @@ from dflow.distributed.task.task_resources import TaskResources
 from dflow.distributed.transport.base import Responder
 from dflow.distributed.wire.array_lists import decode_arrays
 from dflow.distributed.wire.failures import error_of
-from dflow.distributed.wire.messages import (
-    Failure,
+from dflow.distributed.wire.messages.connection import Failure
+from dflow.distributed.wire.messages.rounds import (
     LeaveRounds,
     NextRound,
     OpenRounds,
@@ -36,6 +36,7 @@ from dflow.lowering.queues.accumulators import HeldAccumulator
 from dflow.lowering.queues.pending_operations import Cancel
 from dflow.lowering.queues.resource_rules import Results
 from dflow.lowering.queues.timers import Stoppable, start_timer
+from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.errors import DflowError, RemoteError, StepCancelled, TaskLost, TransportClosed, WireError
 from dflow.tracing.ir import ops
 from dflow.tracing.ir.resource_op import ResourceOp
@@ -279,7 +280,7 @@ class _AggregatedRun:
         except Exception as error:
             self._updated(error)
 
-    def _taken(self, number: int, mean: Results) -> None:
+    def _taken(self, number: int, mean: Outcome[Results]) -> None:
         """Handle the average, on the thread that brought the last gradient."""
         with self._lock:
             if not self._rounds.is_open or self._rounds.number != number:

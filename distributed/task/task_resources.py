@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from dflow.distributed.steps.plan_checks import MAX_COUNT, MAX_TEXT, check_op
 from dflow.distributed.steps.plan_registry import Registration
 from dflow.distributed.wire.codec import parse_dtype
-from dflow.distributed.wire.messages import CallResource, CreateResource, ResourceDepth
+from dflow.distributed.wire.messages.observing import ResourceDepth
+from dflow.distributed.wire.messages.resources import CallResource, CreateResource
 from dflow.lowering.queues.accumulators import HeldAccumulator
 from dflow.lowering.queues.held_resources import make_resource
 from dflow.lowering.queues.pending_operations import Cancel

@@ -5,7 +5,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from dflow.distributed.coordinator.coordinator_events import Reply
 from dflow.distributed.coordinator.step_ledger import LedgerEvent, StepLedger, StepsAsked, WorkerLeft
-from dflow.distributed.wire.messages import Claimed, ClaimSteps, Failure
+from dflow.distributed.wire.messages.claims import Claimed, ClaimSteps
+from dflow.distributed.wire.messages.connection import Failure
 from tests.effort import examples
 
 A, B, C = (f"/job:worker/task:{index}" for index in range(3))
