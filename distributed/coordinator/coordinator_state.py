@@ -50,7 +50,7 @@ from dflow.distributed.coordinator.membership import (
 )
 from dflow.distributed.coordinator.progress_watch import ProgressWatch, StallBegan
 from dflow.distributed.coordinator.state_marks import StateMarks
-from dflow.distributed.coordinator.step_ledger import RoundsReported, StepLedger, StepsAsked, WorkerLeft
+from dflow.distributed.coordinator.step_ledger import StepLedger
 from dflow.distributed.coordinator.task_description import describe_task
 from dflow.distributed.coordinator.traffic_totals import TrafficTotals, largest
 from dflow.distributed.coordinator.variable_directory import VariableDirectory
@@ -247,7 +247,7 @@ class CoordinatorState:
 
     @REQUESTS.handles(ClaimSteps)
     def _claim(self, claim: ClaimSteps, event: Asked) -> list[Command]:
-        return [*self._ledger.handle(StepsAsked(event.ask, claim))]
+        return [*self._ledger.claim(event.ask, claim)]
 
     @REQUESTS.handles(ElectOnce)
     def _elect(self, request: ElectOnce, event: Asked) -> Elected:
@@ -326,7 +326,7 @@ class CoordinatorState:
 
     @NOTICES.handles(RoundsDone)
     def _note_rounds(self, report: RoundsDone, event: Told) -> list[Command]:
-        self._ledger.handle(RoundsReported(report))
+        self._ledger.note_rounds(report)
         return []
 
     @NOTICES.handles(Report)
@@ -353,7 +353,7 @@ class CoordinatorState:
 
     def _follow(self, decided: list[MembershipCommand]) -> list[Command]:
         """Apply a change of the membership to the other parts, and return the commands."""
-        left = [WorkerLeft(command.task, command.reason) for command in decided if isinstance(command, ReleaseTask)]
+        left = {command.task: command.reason for command in decided if isinstance(command, ReleaseTask)}
         commands: list[Command] = [*self._ledger.leave(left)] if left else []
         for command in decided:
             match command:

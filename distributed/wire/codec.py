@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from dflow.distributed.wire.messages.all_messages import ANY_MESSAGE
+from dflow.distributed.wire.all_messages import ANY_MESSAGE
 from dflow.distributed.wire.messages.message import Message
 from dflow.tracing.errors import WireError
 

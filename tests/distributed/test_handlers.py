@@ -6,8 +6,8 @@ import pytest
 
 from dflow.distributed.coordinator import coordinator_state
 from dflow.distributed.task import task_server
+from dflow.distributed.wire.all_messages import MESSAGES
 from dflow.distributed.wire.handler_table import HandlerTable
-from dflow.distributed.wire.messages.all_messages import MESSAGES
 from dflow.distributed.wire.messages.message import Message, Notice, Request
 from dflow.distributed.wire.messages.roster import Roster, RosterChange
 from dflow.distributed.wire.messages.status import GetStatus

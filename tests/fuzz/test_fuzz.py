@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dflow.distributed.transport.exchange import Kind
-from dflow.distributed.wire.messages import all_messages
+from dflow.distributed.wire import all_messages
 from dflow.distributed.wire.messages.message import Message
 from tests.effort import examples
 from tests.fuzz.__main__ import verdict
