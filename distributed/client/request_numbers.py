@@ -1,4 +1,4 @@
-"""Numbers of claims and of arrivals at barriers, by which the coordinator recognises one that is sent again."""
+"""Numbers of claims and of arrivals at barriers: the coordinator recognises one that is sent again by its number."""
 
 from __future__ import annotations
 

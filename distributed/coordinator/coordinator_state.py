@@ -92,8 +92,8 @@ class _Result(msgspec.Struct, frozen=True):
     value: float
 
 
-#: The handlers of the coordinator's messages, called after the check who may send them. A handler of requests returns
-#: its reply, or commands with the `Reply` now or later.
+#: The handlers of the coordinator's messages, called after the checks of membership and speaker. A handler of requests
+#: returns its reply, or commands with the `Reply` now or later.
 REQUESTS: HandlerTable[CoordinatorState, Asked, Message | list[Command]] = HandlerTable()
 NOTICES: HandlerTable[CoordinatorState, Told, list[Command]] = HandlerTable()
 

@@ -6,5 +6,5 @@ from typing import TypeAlias, TypeVar
 
 Value = TypeVar("Value")
 
-#: What a callback gets when the work has ended; `isinstance(outcome, BaseException)` tells which of the two it is.
+#: The argument of a callback for the end of some work; `isinstance(outcome, BaseException)` tells an error.
 Outcome: TypeAlias = Value | BaseException

@@ -39,7 +39,7 @@ def test_nobody_launched_this() -> None:
     cluster.close()
 
 
-#: What a script calls; all else of a cluster serves dflow itself.
+#: The public methods of a cluster; dflow itself uses the others.
 CALLS = {"barrier", "close", "elect", "index", "parameter_servers", "report", "task", "tasks", "traffic"}
 
 

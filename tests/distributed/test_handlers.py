@@ -13,7 +13,7 @@ from dflow.distributed.wire.messages.roster import Roster, RosterChange
 from dflow.distributed.wire.messages.status import GetStatus
 from dflow.tracing.errors import InternalError
 
-#: What the coordinator's client hears, in `CoordinatorSession`.
+#: Handled by the coordinator's client, in `CoordinatorSession`.
 OF_CLIENTS = {RosterChange}
 
 

@@ -23,7 +23,7 @@ class Message(msgspec.Struct, frozen=True, tag=True):
 
     #: Classes of the replies, as a `Request` declares them; any reply is taken where there are none.
     replies: ClassVar[tuple[type[Message], ...]] = ()
-    #: The field that names the task for which the message speaks: only that task may send it. Empty without one.
+    #: The field with the name of the task that may send the message; empty if any member may.
     speaker: ClassVar[str] = ""
     #: Whether processes may send it that are no members of the cluster, such as tools.
     is_open: ClassVar[bool] = False
