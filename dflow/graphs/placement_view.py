@@ -21,9 +21,8 @@ from dflow.lowering.passes.merge import Merge
 from dflow.lowering.passes.place import Place
 from dflow.lowering.passes.prune import Prune
 from dflow.lowering.pipeline import ALONE, pipeline
-from dflow.lowering.placement.choose import all_on
+from dflow.lowering.placement.choose import all_on, alternatives
 from dflow.lowering.placement.instance import runs_alone
-from dflow.lowering.placement.regions import alternatives
 from dflow.lowering.placement.score import predicted, scored
 from dflow.lowering.placement.timeline import timeline
 from dflow.lowering.values.devices import devices_in_order
@@ -259,7 +258,7 @@ def _chosen(decision: Decision) -> dict[int, tuple[str, int]]:
     for number, other in enumerate(alternatives(problem, assignment)):
         gain = f"ends {_time(other.loss_s)} earlier than" if other.loss_s > 0 else "ends as early as"
         reason = f"chosen: the step {gain} with {problem.machine.names[other.device]}"
-        found.update({unit: (reason, number) for block in other.region for unit in problem.together[block]})
+        found.update(dict.fromkeys(other.region, (reason, number)))
     return found
 
 

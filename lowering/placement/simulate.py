@@ -100,9 +100,8 @@ class _Run:
                 assert value.source is not None
                 self._made(number, value.source, 0.0)
         events = self._events
-        self._start_units(0.0)
-        while events:
-            now = events[0][0]
+        events, now = self._events, 0.0
+        while True:
             while events and events[0][0] == now:
                 _, what, turn = heapq.heappop(events)
                 if what < 0:
@@ -110,6 +109,9 @@ class _Run:
                 elif turn == self._turn[self.assignment[what]]:
                     self._ended(what, now)
             self._start_units(now)
+            if not events:
+                break
+            now = events[0][0]
 
     def _start_units(self, now: float) -> None:
         for device, ready in enumerate(self._ready):
