@@ -68,7 +68,7 @@ graph(%v: ref<f32[]> @/device:cpu:1, %w: ref<f32[]> @/device:cpu:1) {
         "%v_1, %w_1  cpu:1  variables that live there  # train.py:3, train.py:4",
         "%a          cpu:1  stated  # train.py:5",
     ]
-    assert [part.is_state for part in found.parts] == [True, True, False]
+    assert [part.is_state for part in found.parts] == [True, False]
 
 
 GRAPH_OF_REASONS = """
