@@ -28,7 +28,7 @@ import tensorstore
 from jax.sharding import SingleDeviceSharding
 
 from dflow.lowering.files.array_manifest import MANIFEST, Entry, manifest_text, read_manifest
-from dflow.lowering.files.atomic_directory import is_of_an_attempt, present, whole_folder, write_file
+from dflow.lowering.files.atomic_directory import is_of_an_attempt, present, write_file
 from dflow.lowering.files.zarr import check_array, create_array, open_array, stored_dtype, stored_type
 from dflow.tracing.errors import CheckpointError, NoCheckpoint, ParseError
 from dflow.tracing.ir.types import ArrayType, array_type_of, key_implementation, parse_type
@@ -49,25 +49,6 @@ _RESERVED = {MANIFEST, "zarr.json", "_METADATA", "_CHECKPOINT_METADATA", "_shard
 
 #: The position of a piece in its array.
 _Index = tuple[slice, ...]
-
-
-def write_arrays(
-    path: str | os.PathLike[str],
-    arrays: Mapping[str, Any],
-    metadata: Mapping[str, Any] | None = None,
-    *,
-    overwrite: bool = False,
-) -> None:
-    """Write a folder of arrays atomically: after a failure there is no folder, or the old one.
-
-    arrays     by name: JAX arrays, sharded or not, PRNG keys, NumPy arrays and numbers
-    metadata   further data for the reader, in types that JSON has
-    overwrite  whether a folder of arrays at `path` may be replaced; the old one stays until the new one is complete
-    raises     CheckpointExists when `path` exists and may not be replaced; CheckpointError when an array has a type
-               that cannot be written, or the disk refuses it
-    """
-    with whole_folder(path, marker=MANIFEST, overwrite=overwrite) as folder:
-        fill_folder(folder, arrays, metadata)
 
 
 def fill_folder(folder: Path, arrays: Mapping[str, Any], metadata: Mapping[str, Any] | None = None) -> None:
@@ -214,7 +195,7 @@ class ArrayFiles:
 
 
 def read_arrays(path: str | os.PathLike[str]) -> ArrayFiles:
-    """Open the folder that `write_arrays` wrote to `path`.
+    """Open a written folder of arrays at `path`.
 
     Raises NoCheckpoint if there is nothing, or a folder without a manifest; CheckpointError if the manifest is damaged
     or was written by a newer dflow.

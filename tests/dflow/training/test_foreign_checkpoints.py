@@ -20,10 +20,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import dflow
-from dflow.lowering.files.array_files import read_arrays, write_arrays
+from dflow.lowering.files.array_files import read_arrays
 from dflow.lowering.files.array_manifest import MANIFEST
 from tests.effort import examples
 from tests.hostile_files import damage
+from tests.lowering.files.written_arrays import write_arrays
 
 
 def repaired(file: Path, document: Any) -> Any:

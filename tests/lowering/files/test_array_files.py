@@ -24,12 +24,12 @@ from dflow.lowering.files.array_files import (
     MANIFEST,
     make_places,
     read_arrays,
-    write_arrays,
     write_manifest,
     write_parts,
 )
 from dflow.tracing.errors import CheckpointError, CheckpointExists, NoCheckpoint
 from tests.effort import examples
+from tests.lowering.files.written_arrays import write_arrays
 
 DTYPES = [
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
