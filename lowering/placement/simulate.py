@@ -197,7 +197,7 @@ def _peaks(problem: Problem, assignment: Sequence[int], run: _Run) -> tuple[int,
                 continue
             start = begun.get((number, device), run.start[value.producer] if value.producer is not None else 0.0)
             holds(device, start, last[number, device], value.size_bytes)
-    return tuple(base + _most(sorted(change)) for base, change in zip(always, changes, strict=True))
+    return tuple(base + most_held(sorted(change)) for base, change in zip(always, changes, strict=True))
 
 
 def _last_uses(problem: Problem, assignment: Sequence[int], run: _Run) -> dict[tuple[int, int], float]:
@@ -215,7 +215,7 @@ def _last_uses(problem: Problem, assignment: Sequence[int], run: _Run) -> dict[t
     return last
 
 
-def _most(changes: Sequence[tuple[float, int]]) -> int:
+def most_held(changes: Sequence[tuple[float, int]]) -> int:
     """Return the largest sum at any time. At equal times sorting puts ends (negative sizes) before starts."""
     most = held = 0
     for _, size in changes:
