@@ -27,51 +27,32 @@ class EnvironmentVariable(NamedTuple):
     meaning: str
 
 
-_TABLE = (
-    EnvironmentVariable("DFLOW_CHECK", "0 or 1", "0", "1 verifies each graph before and after each pass"),
-    EnvironmentVariable("DFLOW_DUMP", "a folder", "none", "write each traced graph there, before and after each pass"),
-    EnvironmentVariable(
-        "DFLOW_PLACEMENT_S", "seconds above 0", "3", 'time limit for choosing the devices of ops in `device("auto")`'
-    ),
-    EnvironmentVariable(
-        "DFLOW_RUN_DIR", "a folder", "a folder among the temporary files", "logs, recorded events and traces of a run"
-    ),
-    EnvironmentVariable("DFLOW_CLUSTER", "a file", "none", "the cluster file, in TOML, that describes all tasks"),
-    EnvironmentVariable("DFLOW_COORDINATOR", "host:port", "none", "address of the coordinator"),
-    EnvironmentVariable("DFLOW_JOB", "a name", "worker", "the job that this process is a task of"),
-    EnvironmentVariable(
-        "DFLOW_INDEX", "0 or more", "the pod's number in Kubernetes, else none", "number of this task in its job"
-    ),
-    EnvironmentVariable(
-        "DFLOW_ADDRESS",
-        "host or host:port",
-        "the interface that leads to the coordinator, and a free port",
-        "address that this process listens at",
-    ),
-    EnvironmentVariable("DFLOW_WORKERS", "1 or more", "none", "number of pods of the cluster (Kubernetes)"),
-    EnvironmentVariable("DFLOW_SERVICE", "a name", "none", "the headless Service of the pods (Kubernetes)"),
-    EnvironmentVariable(
-        "DFLOW_PS", "0 or more", "one for each host", "number of task servers (Slurm, Kubernetes, TPU VMs)"
-    ),
-    EnvironmentVariable(
-        "DFLOW_PORT",
-        "a port",
-        "7711; on Slurm one made from the job's number",
-        "port of the coordinator (Slurm, Kubernetes, TPU VMs)",
-    ),
-    EnvironmentVariable("DFLOW_SECRET_FILE", "a file", "none", "the secret that all tasks share"),
-    EnvironmentVariable("DFLOW_TLS_CERT", "a file", "none", "certificate of this task, in PEM"),
-    EnvironmentVariable("DFLOW_TLS_KEY", "a file", "none", "private key of the certificate, in PEM"),
-    EnvironmentVariable("DFLOW_TLS_CA", "a file", "none", "the authority that signs all certificates, in PEM"),
-    EnvironmentVariable(
-        "DFLOW_METRICS_PORT", "port or host:port; 0 for a free port", "none", "serve metrics for Prometheus there"
-    ),
-    EnvironmentVariable(
-        "DFLOW_LIFELINE_FD", "a file descriptor", "none", "set by `dflow launch`: the process ends with its launcher"
-    ),
-)
+_TABLE = """
+DFLOW_CHECK | 0 or 1 | 0 | 1 verifies each graph before and after each pass
+DFLOW_DUMP | a folder | none | write each traced graph there, before and after each pass
+DFLOW_PLACEMENT_S | seconds above 0 | 3 | time limit for choosing the devices of ops in `device("auto")`
+DFLOW_RUN_DIR | a folder | one among the temporary files | logs, recorded events and traces of a run
+DFLOW_CLUSTER | a file | none | the cluster file, in TOML, that describes all tasks
+DFLOW_COORDINATOR | host:port | none | address of the coordinator
+DFLOW_JOB | a name | worker | the job that this process is a task of
+DFLOW_INDEX | 0 or more | the pod's number in Kubernetes, else none | number of this task in its job
+DFLOW_ADDRESS | host or host:port | the interface to the coordinator, and a free port | address to listen at
+DFLOW_WORKERS | 1 or more | none | number of pods of the cluster (Kubernetes)
+DFLOW_SERVICE | a name | none | the headless Service of the pods (Kubernetes)
+DFLOW_PS | 0 or more | one for each host | number of task servers (Slurm, Kubernetes, TPU VMs)
+DFLOW_PORT | a port | 7711; on Slurm by the job's number | port of the coordinator (Slurm, Kubernetes, TPU VMs)
+DFLOW_SECRET_FILE | a file | none | the secret that all tasks share
+DFLOW_TLS_CERT | a file | none | certificate of this task, in PEM
+DFLOW_TLS_KEY | a file | none | private key of the certificate, in PEM
+DFLOW_TLS_CA | a file | none | the authority that signs all certificates, in PEM
+DFLOW_METRICS_PORT | port or host:port; 0 for a free port | none | serve metrics for Prometheus there
+DFLOW_LIFELINE_FD | a file descriptor | none | set by `dflow launch`: the process ends with its launcher
+"""
 #: By name.
-VARIABLES: Mapping[str, EnvironmentVariable] = {variable.name: variable for variable in _TABLE}
+VARIABLES: Mapping[str, EnvironmentVariable] = {
+    variable.name: variable
+    for variable in (EnvironmentVariable(*line.split(" | ")) for line in _TABLE.strip().splitlines())
+}
 
 
 def read(name: str, environment: Mapping[str, str] = os.environ) -> str:
