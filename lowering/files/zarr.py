@@ -42,7 +42,7 @@ def create_array(
 def open_array(folder: Path, dtype: Any, shape: Sequence[int]) -> Any:
     """Return TensorStore's future of an array to read; pass its result to `check_array` before.
 
-    Raises OSError if a pipe or device is in the place of `zarr.json`; the future raises ValueError for an array of
+    Raises OSError if `zarr.json` is a pipe or device; the future raises ValueError for an array of
     another shape, dtype or codec.
     """
     read_regular(folder / "zarr.json", _MOST_BYTES)

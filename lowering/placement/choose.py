@@ -52,7 +52,7 @@ def _improved(problem: Problem, best: Scored, is_over: Callable[[], bool]) -> Sc
 
 
 def _best_after(problem: Problem, best: Scored, moves: Iterable[_Move], is_over: Callable[[], bool]) -> Scored:
-    """Try the moves one after the other, and keep those that improve the assignment."""
+    """Return the assignment after each move that improved it was made, until `is_over()`."""
     for move in moves:
         if is_over():
             break
