@@ -7,7 +7,6 @@ from dflow.cli.status_view import (
     PlainView,
     StepRate,
     TerminalView,
-    TrafficRow,
     closing_tables,
     grouped_traffic,
     make_view,
@@ -110,9 +109,9 @@ def test_the_workers_that_get_or_send_the_same_are_one_row() -> None:
         ]
     )
     assert rows == [
-        TrafficRow("w", "ps:0", "worker:*", 6, 900),
-        TrafficRow("dw", "worker:*", "ps:0", 4, 200),
-        TrafficRow("b", "ps:1", "worker:0", 2, 100),
+        EdgeTraffic("w", "ps:0", "worker:*", 6, 900),
+        EdgeTraffic("dw", "worker:*", "ps:0", 4, 200),
+        EdgeTraffic("b", "ps:1", "worker:0", 2, 100),
     ]
 
 
