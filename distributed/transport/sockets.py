@@ -1,8 +1,8 @@
 """Connections between processes over sockets.
 
-Why: this is how the tasks of a cluster reach each other. See `reactor` for the threads that read, `families` for the
-kinds of sockets, `security` for admission, `framing` for the bytes, `connection` for recovery when a socket breaks, and
-`listener` for the accepting side.
+Why: this is how the tasks of a cluster reach each other. See `listener` and `dialler` for the two sides, `security` for
+which peers are accepted, `framing` for the bytes, `connection` for what happens when a socket breaks, and `reactor` for
+the threads that read.
 
 Invariants: the security policy is checked before listening, dialling and accepting a peer's identity. A frame that is
 malformed, oversized or late ends only its own connection, with a logged reason.
