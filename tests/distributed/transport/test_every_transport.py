@@ -323,6 +323,15 @@ def test_the_last_words_before_a_close_arrive(serve: Serve) -> None:
     assert server.notice()[0] == Heartbeat("/job:worker/task:0")
 
 
+def test_the_answer_of_a_handler_that_then_closes_arrives(serve: Serve) -> None:
+    def answer_and_close(peer: Peer, message: AnyMessage, payload: memoryview, responder: Responder) -> None:
+        responder.reply(Placed("last"))
+        peer.close()
+
+    peer, _ = serve(Recorder(answer_and_close))
+    assert peer.call(Ok(), timeout_s=DEADLINE_S).message == Placed("last")
+
+
 @pytest.mark.parametrize("size_bytes", [0, 10, 1 << 20])
 def test_a_sender_is_told_once_when_the_memory_of_a_payload_is_free(serve: Serve, size_bytes: int) -> None:
     server = Recorder(echo)
