@@ -324,7 +324,7 @@ def test_the_last_words_before_a_close_arrive(serve: Serve) -> None:
 
 
 def test_the_answer_of_a_handler_that_then_closes_arrives(serve: Serve) -> None:
-    def answer_and_close(peer: Peer, message: AnyMessage, payload: memoryview, responder: Responder) -> None:
+    def answer_and_close(peer: Peer, message: Message, payload: memoryview, responder: Responder) -> None:
         responder.reply(Placed("last"))
         peer.close()
 
