@@ -166,7 +166,10 @@ def _on_ray(plan: LaunchPlan, options: argparse.Namespace) -> tuple[Place, str]:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != RAY:
             raise
-        raise ConfigError("--on ray needs Ray, which is not installed\n  pip install 'dflow[ray]'") from None
+        raise ConfigError(
+            "--on ray needs Ray, which is not installed",
+            "pip install 'dflow[ray]'",
+        ) from None
     asked: dict[str, RayResources] = {}
     for jobs, each in ((plan.stock, options.ps_resources), (plan.jobs, options.worker_resources)):
         asked |= dict.fromkeys(jobs, each or RayResources())

@@ -140,7 +140,8 @@ def _told_who_listens(address: str) -> Iterator[None]:
         where = address.partition(";")[0]
         raise ConfigError(
             f"cannot listen at {where}, for another process does, such as one that was started before by the same "
-            "words\n  end it, or listen elsewhere by --address HOST:PORT"
+            "words",
+            "end it, or listen elsewhere by --address HOST:PORT",
         ) from error
 
 

@@ -20,7 +20,6 @@ import numpy as np
 
 from dflow.distributed.wire.messages import NotFinite
 from dflow.tracing.errors import DflowError, StrategyError
-from dflow.tracing.source import at, caller
 
 _runs = itertools.count()
 
@@ -58,7 +57,8 @@ def refuse_negative(steps: int) -> None:
     """Raise StrategyError, with the user's line, for a negative number of steps."""
     if steps < 0:
         raise StrategyError(
-            f"steps={steps} of a run is negative{at(caller())}\n  give 0 or more, of all workers together"
+            f"steps={steps} of a run is negative",
+            "give 0 or more, of all workers together",
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dflow.tracing.errors import StrategyError
-from dflow.tracing.source import at, caller
 
 
 def without_backups(workers: int, backup_workers: int) -> int:
@@ -11,6 +10,7 @@ def without_backups(workers: int, backup_workers: int) -> int:
     if not 0 <= backup_workers < workers:
         raise StrategyError(
             f"backup_workers={backup_workers} of {workers} worker{'s' if workers != 1 else ''} leaves none whose "
-            f"gradient is waited for{at(caller())}\n  give a number from 0 to {workers - 1}"
+            f"gradient is waited for",
+            f"give a number from 0 to {workers - 1}",
         )
     return workers - backup_workers

@@ -100,8 +100,8 @@ def _of_same_user(sock: socket.socket, address: Address) -> Secured:
 def _refuse_remote(address: Address) -> None:
     if not isinstance(address, UnixAddress) and not address.is_loopback:
         raise SecurityError(
-            f"address {str(address)!r} is not a loopback address, and nothing says who may be spoken to there\n"
-            "  make certificates by `dflow certs init DIR` and `dflow certs issue DIR --name NAME --host HOST`, and\n"
-            "  set DFLOW_TLS_CERT, DFLOW_TLS_KEY and DFLOW_TLS_CA as that prints; or a secret that all share by\n"
-            "  `dflow certs secret FILE`, and set DFLOW_SECRET_FILE; or use 127.0.0.1, ::1 or localhost"
+            f"address {str(address)!r} is not a loopback address, and nothing says who may be spoken to there",
+            "make certificates by `dflow certs init DIR` and `dflow certs issue DIR --name NAME --host HOST`, and"
+            "\n  set DFLOW_TLS_CERT, DFLOW_TLS_KEY and DFLOW_TLS_CA as that prints; or a secret that all share by"
+            "\n  `dflow certs secret FILE`, and set DFLOW_SECRET_FILE; or use 127.0.0.1, ::1 or localhost",
         )

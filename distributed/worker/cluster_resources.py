@@ -76,7 +76,9 @@ class ClusterResources:
         if not resource.is_named:
             raise resource.error(
                 f"{resource.title} is created among the parameter servers without a name, by which the other processes "
-                f"would find it{at(resource.loc)}\n  give it one, name='...', the same in each process"
+                f"would find it",
+                "give it one, name='...', the same in each process",
+                at=resource.loc,
             )
         type: HostType = resource.type
         settings = _settings(resource)
@@ -87,11 +89,20 @@ class ClusterResources:
             )
             self._tasks.request(placed.task, CreateResource(resource.name, str(type), settings, placed.process))
         except DeviceError as error:
-            raise DeviceError(f"{error}{at(resource.loc)}") from None
+            raise DeviceError(
+                f"{error}",
+                at=resource.loc,
+            ) from None
         except TaskLost as error:
-            raise TaskLost(f"{error}{at(resource.loc)}") from None
+            raise TaskLost(
+                f"{error}",
+                at=resource.loc,
+            ) from None
         except (VariableError, resource.error) as error:
-            raise resource.error(f"{error}{at(resource.loc)}") from None
+            raise resource.error(
+                f"{error}",
+                at=resource.loc,
+            ) from None
         return Slot(placed.task, resource.name)
 
     def use(
@@ -137,8 +148,9 @@ def _stated(resource: HostResource) -> str:
         task, device = "", scope
     if not task or device:
         raise DeviceError(
-            f"{resource.title} is created among the parameter servers under dflow.device({short_device_name(scope)!r})"
-            f"{at(resource.loc)}\n  name a task, such as ps:0, or leave it out, and the coordinator says which"
+            f"{resource.title} is created among the parameter servers under dflow.device({short_device_name(scope)!r})",
+            "name a task, such as ps:0, or leave it out, and the coordinator says which",
+            at=resource.loc,
         )
     return task
 

@@ -14,7 +14,7 @@ from dflow.distributed.coordinator.variable_directory import lost_text
 from dflow.distributed.wire.messages import Placed, Roster, TaskInfo
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DflowError, TaskLost, TransportClosed
-from dflow.tracing.source import at, caller
+from dflow.tracing.source import caller
 
 
 class UsedState:
@@ -48,7 +48,10 @@ class UsedState:
             if lost:
                 end = self._end_of(task, next(iter(lost.values())).process)
                 text = lost_text([*map(repr, lost)], task, end, is_replaced=True)
-                return TaskLost(f"{text}{at(caller())}")
+                return TaskLost(
+                    f"{text}",
+                    at=caller(),
+                )
         return None
 
     @contextmanager

@@ -34,24 +34,30 @@ class Stated:
         where = at(node.loc) if node is not None else ""
         if choices_in(device) is not None:
             raise DeviceError(
-                f"%{what} is to be where a step is shortest, and on a cluster that is not chosen{where}\n"
-                "  name a task, or a device of this process"
+                f"%{what} is to be where a step is shortest, and on a cluster that is not chosen{where}",
+                "name a task, or a device of this process",
             )
         if local and task not in ("", self.local):
             raise DeviceError(
-                f"%{what} is placed on {device}, and a task chooses among its devices itself{where}\n"
-                f"  name the task alone, {short_device_name(task)}"
+                f"%{what} is placed on {device}, and a task chooses among its devices itself{where}",
+                f"name the task alone, {short_device_name(task)}",
             )
         if local and local not in self.devices:
             fact, remedy = no_device(local, self.devices)
-            raise DeviceError(f"%{what} is placed on {local}, but {fact}{where}\n  {remedy}")
+            raise DeviceError(
+                f"%{what} is placed on {local}, but {fact}{where}",
+                f"{remedy}",
+            )
         if not local and task not in self.tasks:
             if expected := no_such_job(task, self.tasks):
-                raise DeviceError(f"%{what}: {expected}{where}\n  correct the name")
+                raise DeviceError(
+                    f"%{what}: {expected}{where}",
+                    "correct the name",
+                )
             offered = ", ".join(map(short_device_name, self.tasks))
             raise DeviceError(
-                f"%{what} is placed on {device}, but no task offers it; the tasks are {offered}{where}\n"
-                "  name one of these, or start more tasks"
+                f"%{what} is placed on {device}, but no task offers it; the tasks are {offered}{where}",
+                "name one of these, or start more tasks",
             )
         return device_name(self.local, local) if local else task
 

@@ -105,8 +105,8 @@ def _check_together(problem: Problem) -> None:
             units, names = [problem.units[unit] for unit in block], problem.machine.names
             of_each = [f"{unit.name} on {', '.join(names[device] for device in unit.devices)}" for unit in units]
             raise DeviceError(
-                f"these belong together, and may be on no one device: {'; '.join(of_each)}\n"
-                "  state one device for all of them, or none"
+                f"these belong together, and may be on no one device: {'; '.join(of_each)}",
+                "state one device for all of them, or none",
             )
 
 
@@ -122,8 +122,8 @@ def _check_state(problem: Problem) -> None:
         needed = sum(problem.units[unit].state_bytes for unit in bound)
         if limit is not None and needed > limit:
             raise DeviceError(
-                f"the variables on {problem.machine.names[device]} take {needed:,} bytes, but it has {limit:,}\n"
-                "  create some of them on another device"
+                f"the variables on {problem.machine.names[device]} take {needed:,} bytes, but it has {limit:,}",
+                "create some of them on another device",
             )
 
 

@@ -117,7 +117,8 @@ class HeldAccumulator(Shared[Event]):
         if len(distinct) > component.count:
             raise AccumulatorError(
                 f"accumulator {self.name!r} would hold {len(distinct)} different rows, but a take gives {component}"
-                f"{where}\n  give its spec more rows, or make that part of it dense"
+                f"{where}",
+                "give its spec more rows, or make that part of it dense",
             )
         total = np.zeros((len(distinct), *rows.shape[1:]), rows.dtype)
         np.add.at(total, places, rows)

@@ -25,7 +25,7 @@ from dflow.lowering.queues.queue_machine import (
 )
 from dflow.tracing.errors import DflowError, FeedError, QueueClosed, QueueError
 from dflow.tracing.ir.queue_settings import QueueKind, QueueSettings
-from dflow.tracing.source import at, raised_at
+from dflow.tracing.source import raised_at
 
 #: Remedies for a queue that cannot take or give elements: at a deadline, and when it is closed.
 _LATE = {
@@ -114,12 +114,16 @@ class SharedQueue(Shared[Event]):
         if self._failure is None:
             what = f"{waiter.what}{_part(waiter, left)}"
             fact = f"queue {self.name!r} is closed and cannot {what}; {self._held()}{waiter.where}"
-            return QueueClosed(f"{fact}\n  {_CLOSED[waiter.what.split()[0]]}")
+            return QueueClosed(
+                f"{fact}",
+                f"{_CLOSED[waiter.what.split()[0]]}",
+            )
         failure, fed = self._failure
         error = FeedError(
-            f"queue {self.name!r} cannot {waiter.what}, because what feeds it failed; {self._held()}{waiter.where}\n"
-            f"  it raised {type(failure).__name__}: {failure}{at(raised_at(failure))}\n"
-            f"  it is fed{fed}"
+            f"queue {self.name!r} cannot {waiter.what}, because what feeds it failed; {self._held()}{waiter.where}"
+            f"\n  it raised {type(failure).__name__}: {failure}",
+            f"it is fed{fed}",
+            at=raised_at(failure),
         )
         error.__cause__ = failure
         return error

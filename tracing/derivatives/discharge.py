@@ -39,7 +39,6 @@ from dflow.tracing.jax_frontend import (
 from dflow.tracing.primitives.host_primitives import host_p
 from dflow.tracing.primitives.state_primitives import gather_p, read_p, update_p
 from dflow.tracing.rows.lookups import BODIES, CALLS, BodyLookups, Found, Lookups, Site, Table, sites_inside, sites_of
-from dflow.tracing.source import at
 
 
 class Border:
@@ -180,7 +179,8 @@ def apply(equation: Equation, operands: Sequence[Any], state: State) -> list[Any
         what = "queues and accumulators" if host_resources(equation.effects) else "variables"
         raise DflowError(
             f"{what} ({names}) are used inside {equation.primitive.name}, which cannot hold state yet; "
-            f"read before it and write after it{at(origin_of(equation).loc)}"
+            f"read before it and write after it",
+            at=origin_of(equation).loc,
         )
     with origin_of(equation).restored():
         return rule(equation.params, list(operands), state)
@@ -356,8 +356,9 @@ def _while(params: Mapping[str, Any], operands: list[Any], state: State) -> list
     if _written(params["cond_jaxpr"]):
         names = ", ".join(variable.name for variable in _written(params["cond_jaxpr"]))
         raise DflowError(
-            f"the condition of a while_loop writes variables ({names}){at(line_bound())}\n"
-            "  write them in its body, which runs once for each time that the condition holds"
+            f"the condition of a while_loop writes variables ({names})",
+            "write them in its body, which runs once for each time that the condition holds",
+            at=line_bound(),
         )
 
     def live(carry: Any) -> Any:
@@ -391,8 +392,9 @@ def _shard_map(params: Mapping[str, Any], operands: list[Any], state: State) -> 
     if written and not params["check_vma"]:
         raise DflowError(
             f"variable {written[0].name!r} is written in a shard_map with check_vma=False, where JAX does not tell "
-            f"whether all shards write the same{at(line_bound())}\n"
-            "  leave check_vma on, or return the value from the shard_map and write it outside"
+            f"whether all shards write the same",
+            "leave check_vma on, or return the value from the shard_map and write it outside",
+            at=line_bound(),
         )
 
     def body(values: list[Any], operands: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -420,8 +422,9 @@ def _refuse_unlike_shards(written: list[Any], state: State) -> None:
         if axes := axes_along_which_it_varies(state[variable]):
             names = ", ".join(map(repr, axes))
             raise DflowError(
-                f"variable {variable.name!r} is written in a shard_map a value that differs along {names}"
-                f"{at(line_bound())}\n  write what is the same in all shards, such as jax.lax.psum(value, {names})"
+                f"variable {variable.name!r} is written in a shard_map a value that differs along {names}",
+                f"write what is the same in all shards, such as jax.lax.psum(value, {names})",
+                at=line_bound(),
             )
 
 
@@ -462,8 +465,9 @@ def _refuse_others(jaxpr: Jaxpr, touched: list[Any], written: list[Any]) -> None
     strange += [variable.name for variable in writes if variable not in written and variable.name not in strange]
     if strange:
         raise DflowError(
-            f"a derivative rule uses variables ({', '.join(strange)}) that its function does not use so"
-            f"{at(line_bound())}\n  use them in the function too, or pass what the rule needs as an argument"
+            f"a derivative rule uses variables ({', '.join(strange)}) that its function does not use so",
+            "use them in the function too, or pass what the rule needs as an argument",
+            at=line_bound(),
         )
 
 

@@ -19,7 +19,6 @@ from dflow.tracing.ir import ops
 from dflow.tracing.ir.types import ArrayType
 from dflow.tracing.jax_frontend import Handle, HostEffect, line_bound
 from dflow.tracing.primitives.watched_primitive import BATCHED, LOOPED, WatchedPrimitive
-from dflow.tracing.source import at, caller
 
 #: What JAX's traces that an op must not reach would do to it.
 _FACTS = {
@@ -59,7 +58,11 @@ def _refuse(trace: str, params: Mapping[str, Any]) -> None:
     resource = params["handle"].variable
     words = _WORDS[resource.kind]
     remedy = words.batched if trace == BATCHED else words.looped
-    raise words.error(f"{resource.title} {_FACTS[trace]}{at(line_bound())}\n  {remedy}")
+    raise words.error(
+        f"{resource.title} {_FACTS[trace]}",
+        f"{remedy}",
+        at=line_bound(),
+    )
 
 
 host_p: Any = WatchedPrimitive("host_op", _refuse)
@@ -84,16 +87,17 @@ def _refuse_lost_value(primals: Any, tangents: Any, *, handle: Handle, op: str, 
     words = _WORDS[resource.kind]
     raise words.error(
         f"{resource.title} is given a value by {method} that depends on what jax.grad differentiates, and JAX "
-        f"would drop that{at(line_bound())}\n"
-        f"  use dflow.grad or dflow.value_and_grad in the place of jax.grad, which {words.puts} the value without its "
-        "gradient; or write jax.lax.stop_gradient(value)"
+        f"would drop that",
+        f"use dflow.grad or dflow.value_and_grad in the place of jax.grad, which {words.puts} the value without its "
+        "gradient; or write jax.lax.stop_gradient(value)",
+        at=line_bound(),
     )
 
 
 def _refuse_plain_jit(*_: Any, handle: Handle, **__: Any) -> Any:
     raise PlainJitError(
-        f"{handle.variable.title} is used in a function that JAX compiles without dflow{at(caller())}\n"
-        "  decorate the outermost function with @dflow.jit"
+        f"{handle.variable.title} is used in a function that JAX compiles without dflow",
+        "decorate the outermost function with @dflow.jit",
     )
 
 

@@ -20,7 +20,7 @@ from dflow.tracing.ir.types import ArrayType, HostType, array_type_of
 from dflow.tracing.jax_frontend import Handle, is_tracing
 from dflow.tracing.primitives.host_primitives import host_p
 from dflow.tracing.primitives.namesakes import joined_namesakes, warn_of_namesakes
-from dflow.tracing.source import at, caller
+from dflow.tracing.source import caller
 from dflow.tracing.state.container import contained, join
 from dflow.tracing.state.context import Home, current_home
 
@@ -52,8 +52,9 @@ class HostResource:
         self.loc = caller()
         if is_tracing():
             raise self.error(
-                f"{self.title} is created inside traced code, which runs once, not once a step{at(self.loc)}\n"
-                "  create it before, and use it inside"
+                f"{self.title} is created inside traced code, which runs once, not once a step",
+                "create it before, and use it inside",
+                at=self.loc,
             )
 
     @property
@@ -96,8 +97,8 @@ class HostResource:
             seconds = math.nan
         if math.isnan(seconds):
             raise self.error(
-                f"{self.title} was given timeout_s={number_text(timeout_s)}{at(caller())}\n"
-                "  give a number of seconds that is known when the program is traced"
+                f"{self.title} was given timeout_s={number_text(timeout_s)}",
+                "give a number of seconds that is known when the program is traced",
             )
         return {} if seconds == DEFAULT_TIMEOUT_S else {"timeout_s": seconds}
 
