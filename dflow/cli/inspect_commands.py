@@ -119,7 +119,7 @@ DUMP = Command(
 )
 WHERE = Command(
     "where",
-    "say which task of which cluster a script started here would be, and why",
+    "show the task and the cluster that a script started here would join, and why",
     add_cluster_file,
     _say_where,
     more=": what dflow.connect() finds in the environment, in the order it looks.",

@@ -228,7 +228,7 @@ LAUNCH = Command(
     _launch,
     more=": a coordinator, stock tasks for variables, and the script once per worker.",
     epilog="A worker that dies does not end the run; a stock task or the coordinator that does ends it, unless "
-    "--restart says otherwise. Exit status: 0 when a worker finished, none failed by itself and all "
+    "--restart says otherwise. Exit status: 0 when a worker finished, none failed on its own account and all "
     "steps were done; 130 after Ctrl-C "
     "or SIGTERM; 2 when the command line is wrong; else 1.",
 )

@@ -118,7 +118,7 @@ def read_content(path: Path, name: str, signature: Signature) -> bytes:
     except OSError as error:
         raise damaged(file, error.strerror or str(error)) from error
     if len(content) != signature.size_bytes:
-        raise damaged(file, f"it has {len(content)} bytes in the place of {signature.size_bytes}")
+        raise damaged(file, f"expected {signature.size_bytes} bytes, got {len(content)}")
     if hashlib.sha256(content).hexdigest() != signature.sha256:
         raise damaged(file, "its digest is not the one in the manifest")
     return content

@@ -99,7 +99,7 @@ def _tree(name: str, treedef: Any, types: Sequence[ArrayType], path: str) -> Tre
         return tree_of(treedef, list(map(str, types)), path)
     except UnknownNodeError as error:
         raise ExportError(
-            f"{name} cannot be exported: {error.path} is a {error.kind.__name__}, which nobody knows without the code",
+            f"{name} cannot be exported: {error.path} is a {error.kind.__name__}, which needs the code to load",
             "export a function that takes and gives dicts (whose keys are strings or integers), "
             "lists, tuples, named tuples and None",
         ) from None

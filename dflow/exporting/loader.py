@@ -262,15 +262,15 @@ def _told_by_name(name: str, positional: Sequence[Parameter]) -> Iterator[None]:
         if small := re.search(r"Expected value >= 1 for dimension variable '(\w+)'", str(error)):
             raise SignatureError(
                 f"{name} was called with the size 0 for {small[1]}, and a letter in a shape is any size from 1",
-                "leave out the call for what is empty",
+                "skip the call when that dimension is empty",
             ) from None
         found = re.search(r"Found inconsistency between (.*?)(?: Using the following|$)", str(error), re.DOTALL)
         if found is None:
             raise
-        said = re.sub(r"args\[(\d+)\]", lambda place: positional[int(place[1]) - 2].name, found[1])
-        said = re.sub(r"kwargs\['(\w+)'\]", r"\1", said)
+        found_text = re.sub(r"args\[(\d+)\]", lambda place: positional[int(place[1]) - 2].name, found[1])
+        found_text = re.sub(r"kwargs\['(\w+)'\]", r"\1", found_text)
         raise SignatureError(
-            f"{name} was called with sizes that do not go together: {said.rstrip('. ')}",
+            f"{name} was called with inconsistent sizes: {found_text.rstrip('. ')}",
             "a letter in a shape is one size throughout",
         ) from None
 

@@ -227,13 +227,13 @@ class Optimizer:
         given: Any = jax.tree_util.tree_structure(gradients, is_leaf=is_row_gradient)
         if held := list(filter(is_variable, jax.tree_util.tree_leaves(gradients))):
             raise GraphTypeError(
-                f"apply was given variable {held[0].name!r} in the place of a gradient{at(caller())}\n{_REMEDY}, "
+                f"apply: expected a gradient, got variable {held[0].name!r}{at(caller())}\n{_REMEDY}, "
                 "by dflow.grad(loss, variables)"
             )
         if given != self._tree:
             if isinstance(gradients, tuple) and given.num_leaves > 1 and given.children()[1:] == [self._tree]:
                 raise GraphTypeError(
-                    f"apply was given a pair, of which the second part fits the variables{at(caller())}\n{_PAIR}"
+                    f"apply: expected gradients, got a pair whose second part fits the variables{at(caller())}\n{_PAIR}"
                 )
             raise GraphTypeError(
                 f"the gradients have the structure {structure_text(given)}, but the variables "
@@ -317,10 +317,10 @@ def _check_transformation(given: Any, variables: Any) -> None:
         fact = "its variables first and the transformation second"
     elif callable(given):
         name = getattr(given, "__name__", type(given).__name__)
-        fact = f"the function {name} in the place of a transformation"
+        fact = f"the function {name} instead of a transformation"
         remedy = f"call it: dflow.Optimizer({name}(1e-3), variables)"
     else:
-        fact = f"a {type(given).__name__} in the place of a transformation"
+        fact = f"a {type(given).__name__} instead of a transformation"
     raise GraphTypeError(
         f"an optimizer was given {fact}",
         f"{remedy}",

@@ -115,7 +115,7 @@ def restore(
             return report
     raise CheckpointError(
         f"{place} was replaced {_ATTEMPTS} times while it was read",
-        "save less often to one path, or to a path of its own each time",
+        "save less often to one path, or to a new path each time",
     )
 
 

@@ -144,7 +144,7 @@ def exported(
         raise _blamed(program, platforms, disabled_checks, error) from error
     if made.nr_devices != 1:
         raise ExportError(
-            f"{program.name} runs on {made.nr_devices} devices at once, and an export is for one",
+            f"{program.name} runs on {made.nr_devices} devices; an export runs on one",
             "export what runs on each of them",
         )
     try:
@@ -185,7 +185,7 @@ def _refuse_variables(name: str, variables: Sequence[Variable]) -> None:
     for variable in variables:
         if (other := named.setdefault(variable.name, variable)) is not variable:
             raise ExportError(
-                f"{name} uses two variables called {variable.name!r}, by which an export tells them apart"
+                f"{name} uses two variables named {variable.name!r}; an export identifies variables by their names"
                 f"{at(other.loc)}{at(variable.loc)}\n  give one of them another name"
             )
 

@@ -85,5 +85,5 @@ def lost_value(key: str) -> VariableError:
     """Error for the use of a variable whose buffer was donated to a step that failed."""
     return VariableError(
         f"the value of variable {shown(key)!r} was lost, since a step that writes it failed as it ran",
-        "assign it a new value, such as from what was saved last",
+        "assign it a new value, such as the one that was saved last",
     )

@@ -344,7 +344,7 @@ def _flat_like(what: str, value: Any, tree: Any) -> list[Any]:
     given: Any = jax.tree_util.tree_structure(value)
     if given != tree:
         raise GraphTypeError(
-            f"the structure of {what} is {given} where {tree} is due",
+            f"the structure of {what}: expected {tree}, got {given}",
             at=caller(),
         )
     return list(jax.tree_util.tree_leaves(value))
@@ -354,7 +354,7 @@ def _check_fits(what: str, value: Any, type: Any) -> None:
     given = array_type_of(value)
     if given.shape != type.shape or (given.dtype != type.dtype and not given.weak):
         raise GraphTypeError(
-            f"{what} is {given} where {type} is due",
+            f"{what}: expected {type}, got {given}",
             at=caller(),
         )
 

@@ -152,7 +152,7 @@ class CustomCall:
         ]
         if names:
             raise DflowError(
-                f"a function with a derivative rule of its own gives a result that depends on variables "
+                f"a function with a custom derivative rule gives a result that depends on variables "
                 f"({', '.join(names)}), and the rule says nothing of their derivative",
                 f"pass the value as an argument, {names[0]}.read(), and let the rule say it",
                 at=line_bound(),

@@ -79,9 +79,9 @@ class State:
         self, values: Mapping[Any, Any], lookups: Lookups | None = None, given: Mapping[int, Any] | None = None
     ) -> None:
         self._values = dict(values)
-        #: Serves the variables that are only looked up in, of which there is no value.
+        #: Serves the variables that are only looked up in and have no value here.
         self.lookups = lookups
-        #: What stands for constants of the program and of what is inside it, by the identity of the constant.
+        #: Replacements for constants of the program and of programs inside it, by the identity of the constant.
         self.given = given or {}
 
     def __getitem__(self, variable: Any) -> Any:
@@ -132,17 +132,17 @@ class State:
 
 
 def constants_within(jaxpr: Jaxpr, consts: Sequence[Any]) -> list[Any]:
-    """The constants of a program and of what is inside it, each once, for which `State.given` may have others."""
+    """Return the constants of a program and of programs inside it, each once; `State.given` may replace them."""
     inner = [part for equation in jaxpr.eqns for part in _open_parts(equation)]
     found = [*consts, *(const for part in inner for const in constants_within(*part))]
     return list({id(const): const for const in found}.values())
 
 
 def _open_parts(equation: Equation) -> list[tuple[Jaxpr, list[Any]]]:
-    """The programs inside an equation, with their constants, save where these have to stay what they are.
+    """Return the programs inside an equation whose constants may be replaced, with these constants.
 
-    That is in the body of a kernel, and in a function with a derivative rule of its own, which does not say what the
-    derivative along a constant is.
+    The constants of a kernel stay, and those of a function with a custom derivative rule: the rule does not give the
+    derivative along a constant.
     """
     rule = _RULES.get(equation.primitive.name)
     return [] if rule is None or isinstance(rule, _Custom) else inner_parts(equation.params)
@@ -195,7 +195,7 @@ def run_bodies(
 
 
 def _apply_to_table(equation: Equation, operands: Sequence[Any], state: State) -> list[Any]:
-    """Run a gather from a variable that is only looked up in, or a call of what looks it up."""
+    """Run a gather from a variable that is only looked up in, or a call of a function that contains one."""
     with origin_of(equation).restored():
         if equation.primitive.name in CALLS:
             return evaluate(*closed_parts(equation.params[CALLS[equation.primitive.name]]), operands, state)
@@ -220,7 +220,7 @@ def _update(params: Mapping[str, Any], operands: list[Any], state: State) -> lis
 
 
 def _use_resource(params: Mapping[str, Any], operands: list[Any], state: State) -> list[Any]:
-    # What is put in carries no gradient to whoever takes it out.
+    # An element that is taken out of a queue carries no gradient to the value that was put in.
     return list(host_p.bind(*map(jax.lax.stop_gradient, operands), **params))
 
 
@@ -374,7 +374,7 @@ def _while(params: Mapping[str, Any], operands: list[Any], state: State) -> list
 
 
 def still_live(cond: Any, live: Callable[[], Any], after: Sequence[Any], before: Sequence[Any]) -> list[Any]:
-    """The carry after a turn of a loop: under `vmap` an element whose condition is false keeps what it had."""
+    """Return the carry after an iteration: under `vmap` an element whose condition is false keeps its value."""
     if closed_parts(cond)[0].outvars[0].aval.shape == ():
         return list(after)
     turned = live()
@@ -429,7 +429,7 @@ def _refuse_unlike_shards(written: list[Any], state: State) -> None:
 
 
 class _Custom:
-    """A call of a function that has a derivative rule of its own."""
+    """A call of a function with a custom derivative rule."""
 
     def __init__(self, primitive: str, method: Callable[[CustomCall, list[Any], list[Any]], Any]) -> None:
         self._primitive = primitive

@@ -23,7 +23,7 @@ from dflow.tracing.primitives.watched_primitive import BATCHED, LOOPED, WatchedP
 #: What JAX's traces that an op must not reach would do to it.
 _FACTS = {
     BATCHED: "is used under vmap, which would share or repeat the op along the batch",
-    LOOPED: "is used inside a loop that is differentiated, out of which JAX would take the op",
+    LOOPED: "is used inside a loop that is differentiated, and JAX would move the op out of the loop",
 }
 
 
@@ -88,7 +88,7 @@ def _refuse_lost_value(primals: Any, tangents: Any, *, handle: Handle, op: str, 
     raise words.error(
         f"{resource.title} is given a value by {method} that depends on what jax.grad differentiates, and JAX "
         f"would drop that",
-        f"use dflow.grad or dflow.value_and_grad in the place of jax.grad, which {words.puts} the value without its "
+        f"use dflow.grad or dflow.value_and_grad instead of jax.grad, which {words.puts} the value without its "
         "gradient; or write jax.lax.stop_gradient(value)",
         at=line_bound(),
     )

@@ -144,7 +144,7 @@ def _update_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, handle: Hand
     raise LostWriteError(
         f"variable {handle.name!r} is written a value that depends on what jax.grad differentiates, and JAX "
         f"would drop that write",
-        "use dflow.grad or dflow.value_and_grad in the place of jax.grad: they carry the state through; "
+        "use dflow.grad or dflow.value_and_grad instead of jax.grad: they carry the state through; "
         "or write jax.lax.stop_gradient(value)",
         at=line_bound(),
     )
@@ -235,7 +235,7 @@ def _refuse_lost_writes(rule: Callable[..., Any]) -> Callable[..., Any]:
             raise LostWriteError(
                 f"variables ({names}) are written in a scan, map or fori_loop that plain jax.grad differentiates, and "
                 f"JAX would run those writes once or never",
-                "use dflow.grad or dflow.value_and_grad in the place of jax.grad: they carry the state through",
+                "use dflow.grad or dflow.value_and_grad instead of jax.grad: they carry the state through",
                 at=line_bound(),
             )
         return rule(*args, **params)

@@ -249,7 +249,7 @@ class PriorityQueue(Queue):
         dtype, shape = getattr(first, "dtype", None), getattr(first, "shape", None)
         if shape != () or dtype not in (np.dtype("int32"), np.dtype("int64")):
             raise QueueError(
-                f"the first component of a priority queue is its priority, an int32 or int64 scalar; here it is {first}",
+                f"priority queue: expected an int32 or int64 scalar as its first component, the priority, got {first}",
                 "the components are the leaves of the spec; those of a dict go by its keys",
             )
         super().__init__(spec, QueueSettings(QueueKind.PRIORITY, capacity), name)

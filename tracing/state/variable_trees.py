@@ -50,7 +50,7 @@ def assign(tree: Any, values: Any) -> None:
         given = jax.tree_util.tree_structure(values, is_leaf=is_variable)
         raise VariableError(
             "the values do not have the structure of the variables",
-            f"{structure_text(structure)} is due, but {structure_text(given)} was given",
+            f"give values of the structure {structure_text(structure)}, not {structure_text(given)}",
         ) from None
     for leaf, value in zip(leaves, flat, strict=True):
         leaf.assign(value)
