@@ -142,7 +142,7 @@ class Variable(jax.Array):
         #: Whether the name was given, and not made up.
         self.is_named = name is not None
         self.name = contained(name or f"variable_{self.serial}")
-        self.home: Home = near.home if near is not None else current_home()
+        self.home: Home[Variable, Any] = near.home if near is not None else current_home()
         first = self.home.prepared(first, name)
         self.type = initial_type(first, name)
         self.trainable = trainable
