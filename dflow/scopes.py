@@ -17,7 +17,7 @@ from dflow.tracing.devices.device_name import full_device_name, split_device_nam
 from dflow.tracing.errors import DeviceError
 from dflow.tracing.jax_frontend import is_tracing
 from dflow.tracing.near_names import did_you_mean
-from dflow.tracing.source import at, caller
+from dflow.tracing.source import caller
 from dflow.tracing.state.resources import Variable, is_variable
 
 
@@ -45,7 +45,7 @@ def device(name: str | jax.Device | Sequence[str | jax.Device]) -> Iterator[None
         # Look up the platform as written, since the full name does not distinguish `cuda` and `rocm`.
         here = device_named(":".join(written.split("/")[-1].split(":")[-2:])) if not task_of(full) else None
     except DeviceError as error:
-        raise DeviceError(_with_line(error)) from None
+        raise _with_line(error) from None
     with device_scope(full), nullcontext() if here is None or is_tracing() else jax.default_device(here):
         yield
 
@@ -82,7 +82,7 @@ def _choice(names: Sequence[str | jax.Device]) -> str:
             )
         here = [local_name(device_named(split_device_name(full)[1])) for full in fulls]
     except DeviceError as error:
-        raise DeviceError(_with_line(error)) from None
+        raise _with_line(error) from None
     return choice_among(here)
 
 
@@ -98,7 +98,7 @@ def _written(given: object) -> str:
             remedy = "a variable takes a sharding as dflow.Variable(..., sharding=)"
         raise DeviceError(
             f"{given!r} is no device, nor the name of one",
-            f"{remedy}",
+            remedy,
         )
     if given.process_index != jax.process_index():
         raise DeviceError(
@@ -116,6 +116,7 @@ def _full(name: str, known: Iterable[str]) -> str:
         raise DeviceError(f"{error}\n  {remedy}" if (remedy := did_you_mean(name, known, "")) else str(error)) from None
 
 
-def _with_line(error: DeviceError) -> str:
-    fact, *remedy = str(error).split("\n", 1)
-    return "\n".join([f"{fact}{at(caller())}", *remedy])
+def _with_line(error: DeviceError) -> DeviceError:
+    """Return the error with the user's line after its fact."""
+    fact, _, remedy = str(error).partition("\n  ")
+    return error if remedy.startswith("at ") else DeviceError(fact, remedy, at=caller())

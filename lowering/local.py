@@ -358,6 +358,7 @@ def refuse_spread(graph: Graph, traced: Traced, store: Store) -> None:
                 f"that names devices for parts of it: {_named_device(traced)}",
                 "leave dflow.device out of this function, or use the variable in a function of its own, without "
                 "scopes,\n  and pass on what it returns (docs/devices.md, 'One array over several devices')",
+                at=caller(),
             )
 
 

@@ -14,11 +14,12 @@ class DflowError(Exception):
 
     `fact`    what was expected and what was found
     `remedy`  what the user can do, as an imperative. With a remedy the message also has the user's line
-    `at`      the line to show; by default the innermost line of the running stack that is the user's
+    `at`      the line to show; by default the innermost line of the running stack that is the user's, unless the fact
+              ends with a line, as one that another task reported does
     """
 
     def __init__(self, fact: str = "", remedy: str = "", *, at: Loc | None = None) -> None:
-        line = at or (caller() if remedy else None)
+        line = at or (caller() if remedy and "\n  at " not in fact else None)
         super().__init__(fact + (f"\n  at {line}" if line else "") + (f"\n  {remedy}" if remedy else ""))
 
 

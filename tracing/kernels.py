@@ -92,7 +92,7 @@ class Kernel(Generic[P, R]):
             except TypeError:
                 raise KernelError(
                     f"kernel {self.name!r} is given {leaf!r} by position, which is no array",
-                    f"{_BY_KEYWORD}",
+                    _BY_KEYWORD,
                 ) from None
 
     def _static_key(self, static: Mapping[str, Any]) -> Hashable:

@@ -184,7 +184,7 @@ def chosen(name: str | None, among: Sequence[str]) -> str:
     if name is None or name not in among:
         wrong = f"there is no function {name!r}" if name is not None else f"there are {len(among)} functions"
         raise ExportError(
-            f"{wrong}",
+            wrong,
             f"name one of {', '.join(among)}",
         )
     return name
@@ -208,7 +208,7 @@ def _name_of(fn: Any) -> str:
 def _checked_name(name: Any) -> str:
     if refusal := signature_refusal(name):
         raise ExportError(
-            f"{refusal}",
+            refusal,
             "give it another name, of letters, digits and '_', for it becomes a function",
         )
     return str(name)

@@ -297,7 +297,7 @@ def _bound(
         remedy = f"leave out {fixed}, fixed when it was exported" if fixed else "give it these, and no others"
         raise SignatureError(
             f"{signature_text(name, signature)} was called otherwise: {error}",
-            f"{remedy}",
+            remedy,
         ) from None
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from dflow.tracing.errors import InputError
 from dflow.tracing.near_names import suggests_keywords
-from dflow.tracing.source import at, caller
+from dflow.tracing.source import caller
 
 #: Largest initial buffer for one array of a batch, in bytes; larger batches double it as they fill.
 _AT_ONCE_BYTES = 1 << 26
@@ -187,20 +187,19 @@ def _columns(data: Any) -> list[Any]:
 
 
 def _check(made: Batches) -> None:
-    where = at(caller())
     if not _is_count(made.size):
         raise InputError(
-            f"batches was given the size {made.size!r}{where}",
+            f"batches was given the size {made.size!r}",
             "give a whole number, from 1",
         )
     if made.epochs is not None and not _is_count(made.epochs):
         raise InputError(
-            f"batches was given epochs={made.epochs!r}{where}",
+            f"batches was given epochs={made.epochs!r}",
             "give a whole number, or None for no end",
         )
     if not isinstance(made.shuffle, bool) and not _is_count(made.shuffle):
         raise InputError(
-            f"batches was given shuffle={made.shuffle!r}{where}",
+            f"batches was given shuffle={made.shuffle!r}",
             "give True, False or a buffer's size",
         )
     if _is_of_arrays(made.data):
@@ -208,21 +207,21 @@ def _check(made: Batches) -> None:
         if len(set(lengths)) > 1 or lengths[0] == ():
             shown = ", ".join(str(length[0]) if length else "none (a scalar)" for length in lengths)
             raise InputError(
-                f"batches was given arrays of different numbers of rows: {shown}{where}",
+                f"batches was given arrays of different numbers of rows: {shown}",
                 "give them one",
             )
         return
     kind = type(made.data).__name__
     if not hasattr(made.data, "__iter__") and not hasattr(made.data, "__getitem__"):
-        raise InputError(f"batches was given a {kind}, which is no array and no iterable{where}")
+        raise InputError(f"batches: expected arrays or an iterable, got a {kind}", "give arrays, a list or a dataset")
     if made.shuffle is True:
         raise InputError(
-            f"batches was given shuffle=True for a {kind}, whose elements come one by one{where}",
+            f"batches was given shuffle=True for a {kind}, whose elements come one by one",
             "give the size of the buffer to shuffle in, shuffle=1000",
         )
     if made.epochs != 1 and iter(made.data) is made.data:
         raise InputError(
-            f"batches was given epochs={made.epochs} for a {kind}, which can be gone through once{where}",
+            f"batches was given epochs={made.epochs} for a {kind}, which can be gone through once",
             "give what makes a new iterator each time, such as a list or a dataset",
         )
 

@@ -101,8 +101,8 @@ def naming_extra(extra: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         if is_own or isinstance(error, GraphTypeError) or not _REFUSAL.search(str(error)):
             raise
         raise GraphTypeError(
-            f"apply: expected the extra arguments that the transformation needs, got {', '.join(extra) or 'none'}: "
-            f"{error}",
+            f"apply: expected the extra arguments that the transformation needs, got "
+            f"{', '.join(extra) or 'none'}: {error}",
             "give them by name: optimizer.apply(gradients, value=...)",
         ) from error
 

@@ -323,7 +323,7 @@ def _check_transformation(given: Any, variables: Any) -> None:
         fact = f"a {type(given).__name__} instead of a transformation"
     raise GraphTypeError(
         f"an optimizer was given {fact}",
-        f"{remedy}",
+        remedy,
     )
 
 

@@ -128,5 +128,5 @@ class Variables:
         remedy = remedy or "set it, or say DFLOW_COORDINATOR, DFLOW_JOB and DFLOW_INDEX instead"
         return ConfigError(
             f"{self._source}: {name} is not set, which says {what}; seen: {seen}",
-            f"{remedy}",
+            remedy,
         )

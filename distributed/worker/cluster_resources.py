@@ -90,17 +90,17 @@ class ClusterResources:
             self._tasks.request(placed.task, CreateResource(resource.name, str(type), settings, placed.process))
         except DeviceError as error:
             raise DeviceError(
-                f"{error}",
+                str(error),
                 at=resource.loc,
             ) from None
         except TaskLost as error:
             raise TaskLost(
-                f"{error}",
+                str(error),
                 at=resource.loc,
             ) from None
         except (VariableError, resource.error) as error:
             raise resource.error(
-                f"{error}",
+                str(error),
                 at=resource.loc,
             ) from None
         return Slot(placed.task, resource.name)

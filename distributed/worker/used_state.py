@@ -49,7 +49,7 @@ class UsedState:
                 end = self._end_of(task, next(iter(lost.values())).process)
                 text = lost_text([*map(repr, lost)], task, end, is_replaced=True)
                 return TaskLost(
-                    f"{text}",
+                    text,
                     at=caller(),
                 )
         return None

@@ -213,7 +213,7 @@ def _refuse_ops(name: str, jaxpr: Jaxpr) -> None:
             fact, remedy = found
             raise ExportError(
                 f"{name} cannot be exported: {fact}",
-                f"{remedy}",
+                remedy,
                 at=_line(equation),
             )
 

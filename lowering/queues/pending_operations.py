@@ -154,7 +154,7 @@ class Shared(ABC, Generic[Event]):
     def _gone_error(self, gone: Gone, where: str) -> DflowError:
         return self.error(
             f"{gone.reason}{where}",
-            f"{gone.remedy}",
+            gone.remedy,
         )
 
     def _end(self, ticket: int, error: BaseException | None) -> None:

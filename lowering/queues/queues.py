@@ -115,7 +115,7 @@ class SharedQueue(Shared[Event]):
             what = f"{waiter.what}{_part(waiter, left)}"
             fact = f"queue {self.name!r} is closed and cannot {what}; {self._held()}{waiter.where}"
             return QueueClosed(
-                f"{fact}",
+                fact,
                 f"{_CLOSED[waiter.what.split()[0]]}",
             )
         failure, fed = self._failure

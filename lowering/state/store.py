@@ -367,8 +367,8 @@ class Store:
         if held is None and key in self._gone:
             reason, remedy = self._gone[key]
             raise VariableError(
-                f"{reason}",
-                f"{remedy}",
+                reason,
+                remedy,
             )
         if held is None:
             there = sorted(map(shown, self._held)) or "none"

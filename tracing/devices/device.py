@@ -42,7 +42,7 @@ def device(name: str) -> Iterator[None]:
         full = full_device_name(name)
     except DeviceError as error:
         raise DeviceError(
-            f"{error}",
+            str(error),
             at=caller(),
         ) from None
     with device_scope(full):

@@ -60,7 +60,7 @@ def _refuse(trace: str, params: Mapping[str, Any]) -> None:
     remedy = words.batched if trace == BATCHED else words.looped
     raise words.error(
         f"{resource.title} {_FACTS[trace]}",
-        f"{remedy}",
+        remedy,
         at=line_bound(),
     )
 

@@ -135,7 +135,7 @@ class Queue(HostResource):
             pass
         raise QueueError(
             f"queue {self.name!r} was asked for {number_text(count)} elements",
-            f"{remedy}",
+            remedy,
         )
 
     def _component(self, leaf: Any, padded: bool) -> ArrayType:
