@@ -11,7 +11,6 @@ import os
 
 from dflow.tracing.errors import ConfigError
 from dflow.tracing.jax_frontend import is_backend_up
-from dflow.tracing.source import at, caller
 
 _FRACTION = "XLA_CLIENT_MEM_FRACTION"
 #: An older name of the same setting; JAX refuses both together.
@@ -31,12 +30,13 @@ def configure(*, memory_fraction: float) -> None:
     given: object = memory_fraction
     if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given <= 1 or math.isnan(given):
         raise ConfigError(
-            f"memory_fraction is {given!r}{at(caller())}\n  give a part of a GPU's memory: a number above 0, at most 1"
+            f"memory_fraction is {given!r}",
+            "give a part of a GPU's memory: a number above 0, at most 1",
         )
     if is_backend_up():
         raise ConfigError(
-            f"memory_fraction={given!r} comes too late: JAX has started, and keeps what it started with{at(caller())}\n"
-            "  call dflow.configure before the first array or variable is made, and before jax.devices()"
+            f"memory_fraction={given!r} comes too late: JAX has started, and keeps what it started with",
+            "call dflow.configure before the first array or variable is made, and before jax.devices()",
         )
     os.environ[_FRACTION] = repr(float(given))
     os.environ.pop(_OLD_FRACTION, None)

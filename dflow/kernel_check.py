@@ -172,10 +172,11 @@ class _Judge:
         index = f"[{', '.join(str(int(place)) for place in where)}]" if where else ""
         raise KernelError(
             f"kernel {self.name!r}: {name}{index} is {got[where]} by {self.made.label}, for {self.platform}, and "
-            f"{wanted[where]} by the plain function{at(self.made.loc)}\n"
-            f"  {int(np.sum(apart > allowed))} of {apart.size} numbers are too far apart, this by {apart[where]:.3g} "
-            f"where {allowed[where]:.2g} is allowed\n"
-            "  correct the implementation, or allow more with rtol= and atol="
+            f"{wanted[where]} by the plain function",
+            f"{int(np.sum(apart > allowed))} of {apart.size} numbers are too far apart, this by {apart[where]:.3g} "
+            f"where {allowed[where]:.2g} is allowed"
+            "\n  correct the implementation, or allow more with rtol= and atol=",
+            at=self.made.loc,
         )
 
 

@@ -17,7 +17,7 @@ from dflow.tracing.devices.device_name import full_device_name, split_device_nam
 from dflow.tracing.errors import DeviceError
 from dflow.tracing.jax_frontend import is_tracing
 from dflow.tracing.near_names import did_you_mean
-from dflow.tracing.source import at, caller
+from dflow.tracing.source import caller
 from dflow.tracing.state.resources import Variable, is_variable
 
 
@@ -45,7 +45,7 @@ def device(name: str | jax.Device | Sequence[str | jax.Device]) -> Iterator[None
         # Look up the platform as written, since the full name does not distinguish `cuda` and `rocm`.
         here = device_named(":".join(written.split("/")[-1].split(":")[-2:])) if not task_of(full) else None
     except DeviceError as error:
-        raise DeviceError(_with_line(error)) from None
+        raise _with_line(error) from None
     with device_scope(full), nullcontext() if here is None or is_tracing() else jax.default_device(here):
         yield
 
@@ -58,8 +58,8 @@ def colocate_with(variable: Variable) -> Iterator[None]:
     """
     if not is_variable(variable):
         raise DeviceError(
-            f"colocate_with was given a {type(variable).__name__}, which lives nowhere{at(caller())}\n"
-            "  give it a dflow.Variable, or name the device with dflow.device"
+            f"colocate_with was given a {type(variable).__name__}, which lives nowhere",
+            "give it a dflow.Variable, or name the device with dflow.device",
         )
     with device_scope(variable.device or WITH_CALLER):
         yield
@@ -70,15 +70,19 @@ def _choice(names: Sequence[str | jax.Device]) -> str:
     try:
         written = [_written(name) for name in names]
         if not names:
-            raise DeviceError("no device is listed to choose among\n  name some, or say 'auto' for any")
+            raise DeviceError(
+                "no device is listed to choose among",
+                "name some, or say 'auto' for any",
+            )
         fulls = [_full(name, local_devices()) for name in written]
         if tasks := [task_of(full) for full in fulls if task_of(full)]:
             raise DeviceError(
-                f"{tasks[0]!r} is a task, and a choice is among devices of this process\n  name these, such as cpu:1"
+                f"{tasks[0]!r} is a task, and a choice is among devices of this process",
+                "name these, such as cpu:1",
             )
         here = [local_name(device_named(split_device_name(full)[1])) for full in fulls]
     except DeviceError as error:
-        raise DeviceError(_with_line(error)) from None
+        raise _with_line(error) from None
     return choice_among(here)
 
 
@@ -92,11 +96,14 @@ def _written(given: object) -> str:
             remedy = f"write '{jax.default_backend()}:{given}', or give jax.local_devices()[{given}]"
         elif isinstance(given, jax.sharding.Sharding):
             remedy = "a variable takes a sharding as dflow.Variable(..., sharding=)"
-        raise DeviceError(f"{given!r} is no device, nor the name of one\n  {remedy}")
+        raise DeviceError(
+            f"{given!r} is no device, nor the name of one",
+            remedy,
+        )
     if given.process_index != jax.process_index():
         raise DeviceError(
-            f"{given!r} is a device of process {given.process_index}, and this one is process {jax.process_index()}\n"
-            f"  name a device of this process: {', '.join(local_devices())}"
+            f"{given!r} is a device of process {given.process_index}, and this one is process {jax.process_index()}",
+            f"name a device of this process: {', '.join(local_devices())}",
         )
     return local_name(given)
 
@@ -109,6 +116,7 @@ def _full(name: str, known: Iterable[str]) -> str:
         raise DeviceError(f"{error}\n  {remedy}" if (remedy := did_you_mean(name, known, "")) else str(error)) from None
 
 
-def _with_line(error: DeviceError) -> str:
-    fact, *remedy = str(error).split("\n", 1)
-    return "\n".join([f"{fact}{at(caller())}", *remedy])
+def _with_line(error: DeviceError) -> DeviceError:
+    """Return the error with the user's line after its fact."""
+    fact, _, remedy = str(error).partition("\n  ")
+    return error if remedy.startswith("at ") else DeviceError(fact, remedy, at=caller())

@@ -15,7 +15,7 @@ from dflow.tracing.devices.device_name import is_on_task, task_of
 from dflow.tracing.errors import VariableError
 from dflow.tracing.ir.graph import Graph
 from dflow.tracing.jaxprs.trace import Traced
-from dflow.tracing.source import at, caller
+from dflow.tracing.source import caller
 from dflow.tracing.state.context import set_default_home
 from dflow.tracing.state.resources import Variable
 
@@ -39,7 +39,10 @@ def home_of(traced: Traced) -> StateBackend:
     homes: set[Any] = {variable.home for variable in traced.variables if variable.home is not LOCAL}
     if len(homes) > 1:
         names = ", ".join(variable.name for variable in traced.variables)
-        raise VariableError(f"one function uses variables of {len(homes)} clusters ({names}){at(caller())}")
+        raise VariableError(
+            f"one function uses variables of {len(homes)} clusters ({names})",
+            at=caller(),
+        )
     if homes:
         return cast(StateBackend, homes.pop())
     tasks = {*_tasks_named(traced.graph)}

@@ -114,11 +114,16 @@ class LocalHome:
                 return None
             if is_on_task(scope) and scope != ALONE:
                 if expected := no_such_job(task_of(scope or ""), ()):
-                    raise DeviceError(f"variable {variable.name!r}: {expected}{at(variable.loc)}\n  correct the name")
+                    raise DeviceError(
+                        f"variable {variable.name!r}: {expected}",
+                        "correct the name",
+                        at=variable.loc,
+                    )
                 raise DeviceError(
                     f"variable {variable.name!r} is made under dflow.device({short_device_name(scope or '')!r}), but "
-                    f"in this process{at(variable.loc)}\n"
-                    "  variables on tasks are made within cluster.parameter_servers(), which spreads them"
+                    f"in this process",
+                    "variables on tasks are made within cluster.parameter_servers(), which spreads them",
+                    at=variable.loc,
                 )
             return None
         _, local = split_device_name(scope)
@@ -128,8 +133,9 @@ class LocalHome:
         said = "near" if near is not None else "a device scope" if scope is not None else None
         if said is not None:
             raise DeviceError(
-                f"variable {variable.name!r} has a sharding and {said}, which both say where it lives"
-                f"{at(variable.loc)}\n  leave one of the two out"
+                f"variable {variable.name!r} has a sharding and {said}, which both say where it lives",
+                "leave one of the two out",
+                at=variable.loc,
             )
 
     def _device(self, key: str) -> str | None:
@@ -339,9 +345,10 @@ def refuse_spread(graph: Graph, traced: Traced, store: Store) -> None:
         if local and (place := store.place(variable.key)) is not None and len(place.device_set) > 1:
             raise DeviceError(
                 f"variable {variable.name!r} is spread over {len(place.device_set)} devices, but is used in a function "
-                f"that names devices for parts of it: {_named_device(traced)}{at(caller())}\n"
-                "  leave dflow.device out of this function, or use the variable in a function of its own, without "
-                "scopes,\n  and pass on what it returns (docs/devices.md, 'One array over several devices')"
+                f"that names devices for parts of it: {_named_device(traced)}",
+                "leave dflow.device out of this function, or use the variable in a function of its own, without "
+                "scopes,\n  and pass on what it returns (docs/devices.md, 'One array over several devices')",
+                at=caller(),
             )
 
 

@@ -16,13 +16,14 @@ from dflow.lowering.files.array_files import ArrayFiles
 from dflow.lowering.passes.base import Observer
 from dflow.tracing.jaxprs.trace import Traced
 from dflow.tracing.state.context import Home
+from dflow.tracing.state.host_resource import HostResource
 from dflow.tracing.state.resources import Variable
 
 #: Runs a step on the leaves of its arguments; gives the leaves of its result.
 Runner = Callable[[Sequence[Any]], Sequence[Any]]
 
 
-class StateBackend(Home, Protocol):
+class StateBackend(Home[Variable, HostResource], Protocol):
     """A home of variables that can be saved, restored and used by compiled steps.
 
     All variables passed to a method live here. Where a method takes values at one moment, a cluster does so on each

@@ -6,9 +6,21 @@ A message states the fact with both values, then the user's line, then the remed
 
 from __future__ import annotations
 
+from dflow.tracing.source import Loc, caller
+
 
 class DflowError(Exception):
-    """Base of every error that dflow raises on purpose."""
+    """Base of every error that dflow raises on purpose.
+
+    `fact`    what was expected and what was found
+    `remedy`  what the user can do, as an imperative. With a remedy the message also has the user's line
+    `at`      the line to show; by default the innermost line of the running stack that is the user's, unless the fact
+              ends with a line, as one that another task reported does
+    """
+
+    def __init__(self, fact: str = "", remedy: str = "", *, at: Loc | None = None) -> None:
+        line = at or (caller() if remedy and "\n  at " not in fact else None)
+        super().__init__(fact + (f"\n  at {line}" if line else "") + (f"\n  {remedy}" if remedy else ""))
 
 
 class InternalError(DflowError, RuntimeError):

@@ -91,8 +91,8 @@ class Kernel(Generic[P, R]):
                 jax.typeof(leaf)
             except TypeError:
                 raise KernelError(
-                    f"kernel {self.name!r} is given {leaf!r} by position, which is no array{at(caller())}\n"
-                    f"  {_BY_KEYWORD}"
+                    f"kernel {self.name!r} is given {leaf!r} by position, which is no array",
+                    _BY_KEYWORD,
                 ) from None
 
     def _static_key(self, static: Mapping[str, Any]) -> Hashable:
@@ -101,8 +101,8 @@ class Kernel(Generic[P, R]):
                 hash(value)
             except TypeError:
                 raise KernelError(
-                    f"kernel {self.name!r} is given {key}={value!r}, which is neither an array nor hashable"
-                    f"{at(caller())}\n  make it a tuple, or an array"
+                    f"kernel {self.name!r} is given {key}={value!r}, which is neither an array nor hashable",
+                    "make it a tuple, or an array",
                 ) from None
         return tuple(sorted((key, type(value), value) for key, value in static.items()))
 
@@ -119,7 +119,9 @@ class Kernel(Generic[P, R]):
         if self._choices:
             raise KernelError(
                 f"kernel {self.name!r} is given an implementation, {_name(made.fn)}, after it was called, and what is "
-                f"compiled would not use it{at(made.loc)}\n  register all implementations where the kernel is made"
+                f"compiled would not use it",
+                "register all implementations where the kernel is made",
+                at=made.loc,
             )
         self._registered.update(dict.fromkeys(self._lowered_for(platform), made))
 
@@ -128,8 +130,8 @@ class Kernel(Generic[P, R]):
         for name in asked:
             if name not in PLATFORMS:
                 raise KernelError(
-                    f"kernel {self.name!r} is given an implementation for the platform {name!r}, which is none"
-                    f"{at(caller())}\n  the platforms are {', '.join(PLATFORMS)}"
+                    f"kernel {self.name!r} is given an implementation for the platform {name!r}, which is none",
+                    f"the platforms are {', '.join(PLATFORMS)}",
                 )
         return [lowered for name in asked for lowered in PLATFORMS[name]]
 
@@ -212,8 +214,9 @@ class _Call:
             taken = ", ".join(str(array_type_of(leaf)) for leaf in leaves)
             raise KernelError(
                 f"kernel {self._name!r} gives {_shown(wanted, wanted_tree)} for ({taken}), and its implementation for "
-                f"{platform}, {_name(made.fn)}, gives {_shown(types, tree)}{at(made.loc)}\n"
-                f"  make it give what {_name(self._plain)} gives"
+                f"{platform}, {_name(made.fn)}, gives {_shown(types, tree)}",
+                f"make it give what {_name(self._plain)} gives",
+                at=made.loc,
             )
         return results
 

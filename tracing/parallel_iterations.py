@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from jax.experimental.xla_metadata import set_xla_metadata
 
 from dflow.tracing.errors import GraphTypeError
-from dflow.tracing.source import at, caller
 
 #: The key under which the number travels in JAX's trace context.
 PARALLEL_KEY = "dflow_parallel_iterations"
@@ -28,8 +27,8 @@ def parallel_iterations(count: int) -> Iterator[None]:
     """
     if type(count) is not int or count < 1:
         raise GraphTypeError(
-            f"parallel_iterations: expected a positive integer, got {count!r}{at(caller())}\n"
-            "  give 1 to start each iteration when the one before has ended"
+            f"parallel_iterations: expected a positive integer, got {count!r}",
+            "give 1 to start each iteration when the one before has ended",
         )
     with set_xla_metadata(**{PARALLEL_KEY: str(count)}):
         yield

@@ -22,6 +22,8 @@ _HIDDEN = tuple(
         *(Path(folder) for folder in _JAX.submodule_search_locations or ()),
     )
 )
+# The commands that installed packages bring, such as `dflow` and `pytest`.
+_COMMANDS = os.path.join(sys.prefix, "bin") + os.sep
 _STANDARD_LIBRARY = str(Path(os.__file__).parent) + os.sep
 _INSTALLED = tuple(f"{os.sep}{folder}{os.sep}" for folder in ("site-packages", "dist-packages"))
 
@@ -46,7 +48,7 @@ def is_user_file(file: str) -> bool:
     """Whether a frame of this file is one a user wants to read."""
     if file.startswith(_STANDARD_LIBRARY):
         return is_installed(file) and not file.startswith(_HIDDEN)
-    return not file.startswith(_HIDDEN) and not file.startswith("<frozen")
+    return not file.startswith((*_HIDDEN, _COMMANDS, "<frozen"))
 
 
 def is_installed(file: str) -> bool:

@@ -12,7 +12,6 @@ from jax import jit as jax_jit
 
 from dflow.tracing.errors import DflowError
 from dflow.tracing.jax_frontend import strange_types
-from dflow.tracing.source import at, caller
 
 _VALUES = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 
@@ -31,13 +30,13 @@ def refuse_state(name: str, options: Mapping[str, Any], jaxpr: Any) -> None:
     """Raise DflowError if the function `name`, which has state, uses a feature that only JAX can run."""
     if given := _given(options):
         raise DflowError(
-            f"{name} has state, and takes no {' and no '.join(given)}{at(caller())}\n"
-            "  leave that out: jax.default_device holds for every call within"
+            f"{name} has state, and takes no {' and no '.join(given)}",
+            "leave that out: jax.default_device holds for every call within",
         )
     if types := strange_types(jaxpr):
         raise DflowError(
-            f"{name} has state, and takes, gives or closes over {types[0]}, which is no array"
-            f"{at(caller())}\n  pass the array it holds (of a jax.Ref, ref[...]), or keep that in a dflow.Variable"
+            f"{name} has state, and takes, gives or closes over {types[0]}, which is no array",
+            "pass the array it holds (of a jax.Ref, ref[...]), or keep that in a dflow.Variable",
         )
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 from dflow.calls.static_arguments import positions_in
 from dflow.tracing.errors import DflowError
-from dflow.tracing.source import at, caller
 
 
 class BoundMethod:
@@ -47,8 +46,8 @@ def weakly(instance: Any, on_death: Callable[[Any], object]) -> weakref.ref[Any]
     except TypeError:
         raise DflowError(
             f"a compiled method keeps its traces with its object, but a {type(instance).__name__} takes no weak "
-            f"references{at(caller())}\n"
-            '  add "__weakref__" to its __slots__, register the class as a pytree, or name `self` in static_argnums'
+            f"references",
+            'add "__weakref__" to its __slots__, register the class as a pytree, or name `self` in static_argnums',
         ) from None
 
 

@@ -53,7 +53,7 @@ from dflow.tracing.jaxprs.from_jaxpr import holds_device
 from dflow.tracing.jaxprs.leaks import note_trace, watched_for_leaks
 from dflow.tracing.jaxprs.trace import Traced, argument_names, traced_from
 from dflow.tracing.rare_collections import rare_collections
-from dflow.tracing.source import at, caller
+from dflow.tracing.source import caller
 from dflow.tracing.state.variable_trees import handles
 
 #: Whether checks or dumps of graphs are on, so that every function goes through the passes.
@@ -154,8 +154,8 @@ class Planner:
         traced = self.traced(stage, args, kwargs)
         if home_of(traced) is not LOCAL:
             raise PlainJitError(
-                f"{self.shared.log.name} has variables on a cluster, so it has programs for several places"
-                f"{at(caller())}\n  print(dflow.graph({self.shared.log.name}, ...)) shows what it does"
+                f"{self.shared.log.name} has variables on a cluster, so it has programs for several places",
+                f"print(dflow.graph({self.shared.log.name}, ...)) shows what it does",
             )
         if platforms is not None:
             return LOCAL.plan(traced, check=CONFIG.check, observe=None).lower(platforms)

@@ -18,7 +18,6 @@ from dflow.calls.static_arguments import StaticArguments, static_arguments
 from dflow.tracing.errors import DeviceError
 from dflow.tracing.ir.explicit_sharding import explicit_sharding, with_sharding
 from dflow.tracing.ir.types import array_type_of
-from dflow.tracing.source import at, caller
 
 
 def constrained(fn: Callable[..., Any], options: Mapping[str, Any]) -> Any:
@@ -68,7 +67,7 @@ def _checked(value: Any, wanted: NamedSharding) -> Any:
     given = array_type_of(value)
     if given.sharding != wanted:
         raise DeviceError(
-            f"an argument is {given}, and its sharding does not match in_shardings, {wanted.spec}{at(caller())}\n"
-            "  pass jax.device_put(value, sharding), or leave this argument's in_shardings None"
+            f"an argument is {given}, and its sharding does not match in_shardings, {wanted.spec}",
+            "pass jax.device_put(value, sharding), or leave this argument's in_shardings None",
         )
     return value

@@ -70,8 +70,8 @@ class Traced(_Stage):
         """
         if _private_parameters is not None:
             raise PlainJitError(
-                f"{self._looked.fun_name} has state, and jax.export does not know where it is{at(caller())}\n"
-                "  export it by dflow.export(fn, *specs), which keeps the state beside the program"
+                f"{self._looked.fun_name} has state, and jax.export does not know where it is",
+                "export it by dflow.export(fn, *specs), which keeps the state beside the program",
             )
         return Lowered(self._looked, self._lower(lowering_platforms))
 
@@ -127,8 +127,8 @@ class Compiled(_Stage):
         """Return XLA's sizes in bytes, such as `temp_size_in_bytes`. Raises PlainJitError for several programs."""
         if len(self._programs) != 1:
             raise PlainJitError(
-                f"{self._looked.fun_name} is {len(self._programs)} programs, which are not all in memory at once"
-                f"{at(caller())}\n  lower its parts as functions of their own"
+                f"{self._looked.fun_name} is {len(self._programs)} programs, which are not all in memory at once",
+                "lower its parts as functions of their own",
             )
         return self._programs[0].memory_analysis()
 

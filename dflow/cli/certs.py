@@ -38,7 +38,7 @@ def init_authority(directory: Path, *, days: int) -> str:
     return (
         f"made an authority in {directory}, good for {days} days\n"
         f"  next, for each machine: dflow certs issue {folder} --name worker:0 --host HOST\n"
-        f"  keep {directory / _AUTHORITY_KEY} off the machines of the cluster: who has it can let anyone in"
+        f"  keep {directory / _AUTHORITY_KEY} off the machines of the cluster: with it anyone can issue certificates"
     )
 
 
@@ -75,7 +75,7 @@ def make_secret(path: Path) -> str:
     return (
         f"wrote a secret to {path}\n"
         f"  copy it to each machine, readable by its user alone, and there set DFLOW_SECRET_FILE={path}\n"
-        "  who has it can join under any name; certificates (`dflow certs init`) hold each to its own"
+        "  with it a machine can join under any name; certificates (`dflow certs init`) hold each machine to its name"
     )
 
 

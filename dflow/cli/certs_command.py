@@ -39,7 +39,7 @@ def _issue_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="HOST",
-        help="a DNS name or IP address by which others reach it; once for each",
+        help="a DNS name or IP address of it that peers use; repeat for several",
     )
     where.add_argument("--any-host", action="store_true", help="wherever it will run, when that is not known")
     parser.add_argument("--days", type=at_least_one, default=365, metavar="N", help="default: 365")
@@ -70,7 +70,7 @@ _ACTIONS = (
 )
 CERTS = Command(
     "certs",
-    "make the certificates, or the secret, by which machines of a cluster know each other",
+    "make the certificates, or the secret, that machines of a cluster identify each other with",
     lambda parser: add_commands(parser, "action", _ACTIONS),
     more="; nothing is overwritten.",
 )

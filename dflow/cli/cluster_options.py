@@ -31,19 +31,19 @@ def add_cluster_file(parser: argparse.ArgumentParser) -> None:
 
 def add_security(parser: argparse.ArgumentParser) -> None:
     """Add --certificates and --secret-file; see `transport_of`."""
-    group = parser.add_argument_group("who may be spoken to on other machines").add_mutually_exclusive_group()
+    group = parser.add_argument_group("peers to accept on other machines").add_mutually_exclusive_group()
     group.add_argument(
         "--certificates",
         type=Path,
         metavar="DIR",
-        help="whoever has a certificate by the same authority; a folder that `dflow certs issue` wrote (default: "
+        help="accept peers with a certificate by the same authority; a folder that `dflow certs issue` wrote (default: "
         "DFLOW_TLS_CERT, DFLOW_TLS_KEY and DFLOW_TLS_CA)",
     )
     group.add_argument(
         "--secret-file",
         type=Path,
         metavar="FILE",
-        help="whoever knows the secret in this file, which `dflow certs secret` wrote (default: DFLOW_SECRET_FILE)",
+        help="accept peers that know this secret, written by `dflow certs secret` (default: DFLOW_SECRET_FILE)",
     )
 
 
@@ -52,7 +52,7 @@ def add_metrics(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--metrics-port",
         metavar="[HOST:]PORT",
-        help="serve metrics for Prometheus there, 0 for a free port, to this machine alone unless a host is said "
+        help="serve metrics for Prometheus there, 0 for a free port; on loopback unless a host is given "
         "(default: DFLOW_METRICS_PORT, else they are not served)",
     )
 

@@ -58,7 +58,8 @@ def _trace_cluster(options: argparse.Namespace) -> int:
 
     if not options.out.absolute().parent.is_dir():
         raise ConfigError(
-            f"there is no folder {options.out.parent} for {options.out.name}\n  make it, or give another --out"
+            f"there is no folder {options.out.parent} for {options.out.name}",
+            "make it, or give another --out",
         )
     transport, coordinator = transport_of(options), coordinator_of(options)
     for line in trace(transport, coordinator, options.out, steps=options.steps, timeout_s=options.timeout):
@@ -118,7 +119,7 @@ DUMP = Command(
 )
 WHERE = Command(
     "where",
-    "say which task of which cluster a script started here would be, and why",
+    "show the task and the cluster that a script started here would join, and why",
     add_cluster_file,
     _say_where,
     more=": what dflow.connect() finds in the environment, in the order it looks.",

@@ -7,29 +7,23 @@ import contextlib
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from dflow.cli.certs import FILES_OF_CERTIFICATE
 from dflow.cli.cluster_options import add_security
 from dflow.cli.command import Command
+from dflow.cli.launch_backends import add_backends, backend_of
 from dflow.cli.option_types import at_least_one, checked, count, job_count
 from dflow.distributed.detection.cluster_spec import COORDINATOR
 from dflow.distributed.launching.launch_plan import LaunchPlan, Setting
-from dflow.distributed.launching.place import Place
-from dflow.distributed.launching.ray_resources import RayResources
 from dflow.distributed.launching.restarts import RestartPolicy
-from dflow.distributed.launching.shares import Share, core_shares, gpu_shares, visible_gpus
-from dflow.distributed.launching.this_machine import ThisMachine
 from dflow.distributed.process.run_folder import RUN_FOLDER_VARIABLE
 from dflow.distributed.process.stop_signal import StopSignal
 from dflow.distributed.transport.security.configuration import CERTIFICATE_VARIABLES, SECRET_VARIABLE, choose_security
 from dflow.distributed.transport.security.policy import SameMachine, SecurityPolicy
 from dflow.distributed.transport.sockets import SocketTransport
-from dflow.tracing.errors import ConfigError, DflowError
-
-RAY = "ray"
+from dflow.tracing.errors import DflowError
 
 
 def _launch_options(parser: argparse.ArgumentParser) -> None:
@@ -52,36 +46,8 @@ def _launch_options(parser: argparse.ArgumentParser) -> None:
         "1 s, 2 s, and so on up to 60 s; without a job, of the tasks that run the script and of the "
         "coordinator, which goes on where it was. A stock task, ps=POLICY, comes back empty. Repeatable",
     )
-    where = parser.add_argument_group("where")
-    where.add_argument(
-        "--on",
-        choices=("this-machine", RAY),
-        default="this-machine",
-        help="this machine (default), or the Ray cluster that RAY_ADDRESS names or that runs here; each task is then "
-        "an actor, and --restart says how often Ray starts it again",
-    )
-    for job, text in (("ps", "each stock task"), ("worker", "each task that runs the script")):
-        where.add_argument(
-            f"--{job}-resources",
-            type=checked(RayResources.parse),
-            metavar="NAME=AMOUNT,...",
-            help=f"what {text} asks of its Ray node, such as CPU=1,GPU=0.5 (default: CPU=1)",
-        )
-    share = parser.add_argument_group("what each worker gets of this machine")
-    share.add_argument(
-        "--gpus-per-worker",
-        type=count,
-        metavar="N",
-        help="GPUs for itself alone, 0 for none (default: an even part; several share a GPU's memory when there are "
-        "fewer GPUs than workers)",
-    )
-    share.add_argument(
-        "--cpus-per-worker",
-        type=at_least_one,
-        metavar="N",
-        help="cores it is kept on, which no other gets (default: all cores, with an even part of as many threads)",
-    )
-    share.add_argument(
+    add_backends(parser)
+    parser.add_argument(
         "--env",
         dest="environment",
         type=checked(Setting.parse),
@@ -108,7 +74,8 @@ def _launch(options: argparse.Namespace) -> int:
         return 2
     try:
         plan = _launch_plan(options)
-        place, note = _on_ray(plan, options) if options.on == RAY else _here(plan, options)
+        backend, security = backend_of(options), _security(options)
+        place, note = backend.place(plan, options, security)
     except DflowError as error:
         print(f"dflow launch: {error}", file=sys.stderr)
         return 2
@@ -126,9 +93,12 @@ def _launch(options: argparse.Namespace) -> int:
     ):
         view = LoggedView(shown, logs)
         view.show_event(f"{note}each task's output is kept in {logs.folder}")
-        elsewhere = options.on == RAY
-        launched = replace(plan, restarts={}) if elsewhere else _kept_here(plan, f"{state}/coordinator", logs.folder)
-        return launch(stop, launched, place, view, SocketTransport(security=_security(options)))
+        kept = (
+            replace(plan, restarts={})
+            if backend.restarts_tasks
+            else _kept_here(plan, f"{state}/coordinator", logs.folder)
+        )
+        return launch(stop, kept, place, view, SocketTransport(security=security))
 
 
 def _security(options: argparse.Namespace) -> SecurityPolicy:
@@ -154,33 +124,6 @@ def _kept_here(plan: LaunchPlan, state: str, logs: Path) -> LaunchPlan:
     return replace(plan, state=state, environment=(*said, *plan.environment))
 
 
-def _here(plan: LaunchPlan, options: argparse.Namespace) -> tuple[Place, str]:
-    _refuse(options, "ps_resources", "worker_resources", why="are for Ray; write --on ray")
-    return ThisMachine(_shares(plan.workers, options)), ""
-
-
-def _on_ray(plan: LaunchPlan, options: argparse.Namespace) -> tuple[Place, str]:
-    _refuse(options, "gpus_per_worker", "cpus_per_worker", why="are for this machine; write --worker-resources for Ray")
-    try:
-        from dflow.distributed.launching.on_ray import OnRay
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != RAY:
-            raise
-        raise ConfigError("--on ray needs Ray, which is not installed\n  pip install 'dflow[ray]'") from None
-    asked: dict[str, RayResources] = {}
-    for jobs, each in ((plan.stock, options.ps_resources), (plan.jobs, options.worker_resources)):
-        asked |= dict.fromkeys(jobs, each or RayResources())
-    is_secured = not isinstance(_security(options), SameMachine)
-    place = OnRay(asked, plan.restarts, is_secured=is_secured)
-    return place, f"{place.described(plan.counts)}; "
-
-
-def _refuse(options: argparse.Namespace, *names: str, why: str) -> None:
-    for name in names:
-        if getattr(options, name) is not None:
-            raise ConfigError(f"--{name.replace('_', '-')} {why}")
-
-
 def _launch_plan(options: argparse.Namespace) -> LaunchPlan:
     jobs = {"worker": options.workers, **dict(options.jobs)}
     of_scripts = [policy for job, policy in options.restarts if not job]
@@ -193,17 +136,6 @@ def _launch_plan(options: argparse.Namespace) -> LaunchPlan:
         restarts=restarts | {job: policy for job, policy in options.restarts if job},
         environment=(*_proofs(options), *options.environment),
     )
-
-
-def _shares(workers: Sequence[str], options: argparse.Namespace) -> dict[str, Share]:
-    """Return each worker's share of this machine, by full task name."""
-    given = os.environ
-    gpus = gpu_shares(visible_gpus(given), len(workers), options.gpus_per_worker, given)
-    cores = core_shares(sorted(os.sched_getaffinity(0)), len(workers), options.cpus_per_worker, given)
-    return {
-        task: replace(core, environment={**core.environment, **gpu})
-        for task, core, gpu in zip(workers, cores, gpus, strict=True)
-    }
 
 
 def _restart(text: str) -> tuple[str, RestartPolicy]:
@@ -225,7 +157,7 @@ LAUNCH = Command(
     _launch,
     more=": a coordinator, stock tasks for variables, and the script once per worker.",
     epilog="A worker that dies does not end the run; a stock task or the coordinator that does ends it, unless "
-    "--restart says otherwise. Exit status: 0 when a worker finished, none failed by itself and all "
+    "--restart says otherwise. Exit status: 0 when a worker finished, none failed on its own account and all "
     "steps were done; 130 after Ctrl-C "
     "or SIGTERM; 2 when the command line is wrong; else 1.",
 )

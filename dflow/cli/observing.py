@@ -82,5 +82,5 @@ def _said_of(found: Trace, path: Path) -> list[str]:
     worst_us = max((offset.error_ns for offset in found.offsets.values()), default=0) / 1e3
     shown = f"{path}: {found.steps} steps of {len(found.events)} tasks, clocks aligned to {worst_us:.0f} us"
     lines = [f"{shown}; open it at https://ui.perfetto.dev"]
-    lines += [f"the first events of {short_task_name(task)} were lost, there were so many" for task in found.lost]
+    lines += [f"the first events of {short_task_name(task)} were overwritten by later ones" for task in found.lost]
     return lines + [f"without {short_task_name(task)}: {why}" for task, why in found.missing.items()]

@@ -46,7 +46,7 @@ def _task_options(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=600.0,
         metavar="SECONDS",
-        help="end when the coordinator was lost, and none was there again for so long (default: 600)",
+        help="end when the coordinator has been unreachable for this time (default: 600)",
     )
     add_coordinator_address(parser)
     add_security(parser)
@@ -74,14 +74,14 @@ def _coordinator_options(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=10.0,
         metavar="SECONDS",
-        help="a task not heard of for so long has left (default: 10)",
+        help="declare a task dead after this time without a heartbeat (default: 10)",
     )
     parser.add_argument(
         "--stall-timeout",
         type=float,
         default=60.0,
         metavar="SECONDS",
-        help="a task that is at work and has ended no step for so long is told as stalled (default: 60)",
+        help="report a busy task that has ended no step for this time as stalled (default: 60)",
     )
     parser.add_argument(
         "--state",
@@ -141,7 +141,8 @@ def _told_who_listens(address: str) -> Iterator[None]:
         where = address.partition(";")[0]
         raise ConfigError(
             f"cannot listen at {where}, for another process does, such as one that was started before by the same "
-            "words\n  end it, or listen elsewhere by --address HOST:PORT"
+            "words",
+            "end it, or listen elsewhere by --address HOST:PORT",
         ) from error
 
 

@@ -25,7 +25,6 @@ from dflow.lowering.files.array_files import fill_folder, read_arrays
 from dflow.lowering.files.atomic_directory import present, whole_folder, write_file
 from dflow.lowering.files.regular_file import read_regular
 from dflow.tracing.errors import CheckpointError, ExportError
-from dflow.tracing.source import at, caller
 
 #: The format version that this dflow writes, and the newest that it reads.
 FORMAT = 1
@@ -84,12 +83,13 @@ def read_manifest(path: Path) -> Manifest:
     except (FileNotFoundError, NotADirectoryError):
         if not path.is_dir():
             raise ExportError(
-                f"there is no directory {path}{at(caller())}\n  dflow.export(fn, ...).save(path) makes one"
+                f"there is no directory {path}",
+                "dflow.export(fn, ...).save(path) makes one",
             ) from None
         there = ", ".join(sorted(entry.name for entry in path.iterdir())) or "nothing"
         raise ExportError(
-            f"{path} holds no export: it has no {MANIFEST}, but {there}{at(caller())}\n"
-            "  give the directory that dflow.export(...).save wrote"
+            f"{path} holds no export: it has no {MANIFEST}, but {there}",
+            "give the directory that dflow.export(...).save wrote",
         ) from None
     except OSError as error:
         raise damaged(path / MANIFEST, error.strerror or str(error)) from error
@@ -103,7 +103,8 @@ def read_manifest(path: Path) -> Manifest:
         raise damaged(path / MANIFEST, str(error)) from None
     raise ExportError(
         f"{path} is of format {form.format}, written by dflow {form.dflow}; this is dflow {__version__}, which reads "
-        f"formats up to {FORMAT}{at(caller())}\n  install dflow {form.dflow} or newer"
+        f"formats up to {FORMAT}",
+        f"install dflow {form.dflow} or newer",
     )
 
 
@@ -117,7 +118,7 @@ def read_content(path: Path, name: str, signature: Signature) -> bytes:
     except OSError as error:
         raise damaged(file, error.strerror or str(error)) from error
     if len(content) != signature.size_bytes:
-        raise damaged(file, f"it has {len(content)} bytes in the place of {signature.size_bytes}")
+        raise damaged(file, f"expected {signature.size_bytes} bytes, got {len(content)}")
     if hashlib.sha256(content).hexdigest() != signature.sha256:
         raise damaged(file, "its digest is not the one in the manifest")
     return content
@@ -133,4 +134,7 @@ def read_values(path: Path, folder: str, names: Iterable[str]) -> dict[str, Any]
 
 def damaged(file: Path, what: str) -> ExportError:
     """Return the error for a damaged file of an export."""
-    return ExportError(f"{file} is damaged: {what}{at(caller())}\n  copy the directory again, or export again")
+    return ExportError(
+        f"{file} is damaged: {what}",
+        "copy the directory again, or export again",
+    )

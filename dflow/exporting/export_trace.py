@@ -21,7 +21,7 @@ from dflow.tracing.errors import ExportError
 from dflow.tracing.ir.types import ArrayType, array_type_of
 from dflow.tracing.jax_frontend import closed_parts, devices_of_shardings
 from dflow.tracing.jaxprs.captured import is_large
-from dflow.tracing.source import at, caller, is_user_file
+from dflow.tracing.source import is_user_file
 from dflow.tracing.state.resources import Variable, is_variable
 from dflow.tracing.state.variable_trees import handles
 
@@ -53,16 +53,16 @@ def make(name: str, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], opti
     """Trace `fn` for these types of arguments, and lower it to a program. Raises ExportError."""
     if not callable(fn):
         raise ExportError(
-            f"{name} is a {type(fn).__name__}, which is no function{at(caller())}\n"
-            "  write dflow.export(fn, *specs), or dflow.export({'name': (fn, *specs)}) for several"
+            f"{name} is a {type(fn).__name__}, which is no function",
+            "write dflow.export(fn, *specs), or dflow.export({'name': (fn, *specs)}) for several",
         )
     jitted: Any = fn if hasattr(fn, "trace") else jit(fn)
     stage = jitted.trace(*args, **kwargs)
     looked = getattr(stage, "_looked", stage)
     if (count := devices_of_shardings(looked)) > 1:
         raise ExportError(
-            f"{name} has shardings over {count} devices, and an export is for one{at(caller())}\n"
-            "  export it without in_shardings and out_shardings"
+            f"{name} has shardings over {count} devices, and an export is for one",
+            "export it without in_shardings and out_shardings",
         )
     jaxpr, consts = closed_parts(looked.jaxpr)
     parameters, fixed = _parameters(name, jitted, args, kwargs, looked)
@@ -99,9 +99,9 @@ def _tree(name: str, treedef: Any, types: Sequence[ArrayType], path: str) -> Tre
         return tree_of(treedef, list(map(str, types)), path)
     except UnknownNodeError as error:
         raise ExportError(
-            f"{name} cannot be exported: {error.path} is a {error.kind.__name__}, which nobody knows without the code"
-            f"{at(caller())}\n  export a function that takes and gives dicts (whose keys are strings or integers), "
-            "lists, tuples, named tuples and None"
+            f"{name} cannot be exported: {error.path} is a {error.kind.__name__}, which needs the code to load",
+            "export a function that takes and gives dicts (whose keys are strings or integers), "
+            "lists, tuples, named tuples and None",
         ) from None
 
 

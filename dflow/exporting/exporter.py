@@ -21,7 +21,7 @@ from dflow.tracing.errors import ExportError
 from dflow.tracing.ir.types import array_type_of
 from dflow.tracing.jax_frontend import is_tracing
 from dflow.tracing.near_names import keywords_of, refuse_keywords
-from dflow.tracing.source import at, caller
+from dflow.tracing.source import at
 from dflow.tracing.state.resources import Variable
 
 
@@ -69,8 +69,8 @@ class Exported:
             return str(one.program.mlir_module())
         if platform not in one.signature.platforms:
             raise ExportError(
-                f"{one.pure.name} was exported for {and_list(one.signature.platforms)}, not for {platform!r}"
-                f"{at(caller())}\n  name one of these, or give platforms to dflow.export"
+                f"{one.pure.name} was exported for {and_list(one.signature.platforms)}, not for {platform!r}",
+                "name one of these, or give platforms to dflow.export",
             )
         alone, _ = exported(one.pure, [platform], one.program.disabled_safety_checks, 0)
         return str(alone.mlir_module())
@@ -126,7 +126,10 @@ def export(
     meaning in another process or cannot be lowered for a platform.
     """
     if is_tracing():
-        raise ExportError(f"export is called inside traced code{at(caller())}\n  call it outside of any function")
+        raise ExportError(
+            "export is called inside traced code",
+            "call it outside of any function",
+        )
     _check_platforms(platforms)
     options = Options(tuple(platforms), vjp_order, tuple(disabled_checks))
     if not isinstance(fn, Mapping):
@@ -136,8 +139,8 @@ def export(
     if specs or named_specs or not fn:
         what = "arguments are given beside them" if fn else "there is none"
         raise ExportError(
-            f"functions are exported by name, and {what}{at(caller())}\n"
-            "  give each its own: dflow.export({'serve': (fn, *specs)})"
+            f"functions are exported by name, and {what}",
+            "give each its own: dflow.export({'serve': (fn, *specs)})",
         )
     return Exported({_checked_name(name): _given(name, given, options) for name, given in fn.items()})
 
@@ -155,8 +158,8 @@ def spec(shape: str | Sequence[int | str], dtype: Any) -> jax.ShapeDtypeStruct:
         dims = jax.export.symbolic_shape(given, scope=_SCOPE)
     except (TypeError, ValueError) as error:
         raise ExportError(
-            f"{shape!r} is no shape: {str(error).splitlines()[0]}{at(caller())}\n"
-            "  write the dimensions with commas between: dflow.spec('b, 784', jnp.float32)"
+            f"{shape!r} is no shape: {str(error).splitlines()[0]}",
+            "write the dimensions with commas between: dflow.spec('b, 784', jnp.float32)",
         ) from None
     is_extended = jnp.issubdtype(dtype, jax.dtypes.extended)
     return jax.ShapeDtypeStruct(dims, dtype if is_extended else jax.dtypes.canonicalize_dtype(dtype))
@@ -180,7 +183,10 @@ def chosen(name: str | None, among: Sequence[str]) -> str:
         return among[0]
     if name is None or name not in among:
         wrong = f"there is no function {name!r}" if name is not None else f"there are {len(among)} functions"
-        raise ExportError(f"{wrong}{at(caller())}\n  name one of {', '.join(among)}")
+        raise ExportError(
+            wrong,
+            f"name one of {', '.join(among)}",
+        )
     return name
 
 
@@ -188,7 +194,8 @@ def _check_platforms(platforms: Any) -> None:
     given = isinstance(platforms, tuple | list) and len(platforms) > 0
     if not given or not all(platform in LOWERED_PLATFORMS for platform in platforms):
         raise ExportError(
-            f"platforms={platforms!r}{at(caller())}\n  give one or more of {', '.join(LOWERED_PLATFORMS)}, in a list"
+            f"platforms={platforms!r}",
+            f"give one or more of {', '.join(LOWERED_PLATFORMS)}, in a list",
         )
 
 
@@ -201,7 +208,8 @@ def _name_of(fn: Any) -> str:
 def _checked_name(name: Any) -> str:
     if refusal := signature_refusal(name):
         raise ExportError(
-            f"{refusal}{at(caller())}\n  give it another name, of letters, digits and '_', for it becomes a function"
+            refusal,
+            "give it another name, of letters, digits and '_', for it becomes a function",
         )
     return str(name)
 

@@ -40,7 +40,6 @@ from dflow.tracing.errors import ExportError, SignatureError, WireError
 from dflow.tracing.ir.types import DTYPES, array_type_of, dtype_name
 from dflow.tracing.near_names import suggests_keywords
 from dflow.tracing.primitives.namesakes import use_beside_namesakes
-from dflow.tracing.source import at, caller
 from dflow.tracing.state.resources import Variable, is_variable
 
 
@@ -161,8 +160,8 @@ def _check_precision(place: Path, manifest: Manifest) -> None:
     for name, type in types.items():
         if type.partition("[")[0] in ("f64", "i64", "u64", "c128"):
             raise ExportError(
-                f"{place} was exported in 64-bit precision, and this process has it off: {name} is {type}"
-                f"{at(caller())}\n  call jax.config.update('jax_enable_x64', True) first"
+                f"{place} was exported in 64-bit precision, and this process has it off: {name} is {type}",
+                "call jax.config.update('jax_enable_x64', True) first",
             )
 
 
@@ -176,8 +175,8 @@ def _program(
     if not oldest <= version <= newest:
         raise ExportError(
             f"{place} was written by JAX {manifest.jax}, whose programs are called by convention {version}; JAX "
-            f"{jax.__version__} knows {oldest} to {newest}{at(caller())}\n"
-            f"  {'install a newer JAX' if version > newest else 'export again with a newer JAX'}"
+            f"{jax.__version__} knows {oldest} to {newest}",
+            f"{'install a newer JAX' if version > newest else 'export again with a newer JAX'}",
         )
     try:
         program = read(content)
@@ -186,15 +185,16 @@ def _program(
     except RefusedCall as error:
         raise ExportError(
             f"the program {name!r} of {place} calls {error.target!r}, which is no library routine of JAX and could "
-            f"be anything in this process{at(caller())}\n  if you trust the export, allow the target: "
-            f"disabled_checks=[jax.export.DisabledSafetyCheck.custom_call({error.target!r})]"
+            f"be anything in this process",
+            f"if you trust the export, allow the target: "
+            f"disabled_checks=[jax.export.DisabledSafetyCheck.custom_call({error.target!r})]",
         ) from error
     except WireError as error:
         if error.__cause__ is None:
             raise damaged(place / PROGRAMS / name, str(error)) from error
         raise ExportError(
-            f"JAX {jax.__version__} cannot read the program {name!r} of {place}, which JAX {manifest.jax} wrote"
-            f"{at(caller())}\n  load it with JAX {manifest.jax}, or export it again; JAX says: {error.__cause__}"
+            f"JAX {jax.__version__} cannot read the program {name!r} of {place}, which JAX {manifest.jax} wrote",
+            f"load it with JAX {manifest.jax}, or export it again; JAX says: {error.__cause__}",
         ) from error
     except ValueError as error:
         raise damaged(place / PROGRAMS / name, str(error)) from error
@@ -210,8 +210,8 @@ def _told(name: str, order: int, program: export.Exported) -> export.Exported:
             if self.has_vjp():
                 return made(super().vjp())
             raise ExportError(
-                f"{name} was exported with vjp_order={order}, and is differentiated {often}{at(caller())}\n"
-                f"  export it with vjp_order={order + 1}"
+                f"{name} was exported with vjp_order={order}, and is differentiated {often}",
+                f"export it with vjp_order={order + 1}",
             )
 
     def made(one: export.Exported) -> export.Exported:
@@ -261,17 +261,17 @@ def _told_by_name(name: str, positional: Sequence[Parameter]) -> Iterator[None]:
     except ValueError as error:
         if small := re.search(r"Expected value >= 1 for dimension variable '(\w+)'", str(error)):
             raise SignatureError(
-                f"{name} was called with the size 0 for {small[1]}, and a letter in a shape is any size from 1"
-                f"{at(caller())}\n  leave out the call for what is empty"
+                f"{name} was called with the size 0 for {small[1]}, and a letter in a shape is any size from 1",
+                "skip the call when that dimension is empty",
             ) from None
         found = re.search(r"Found inconsistency between (.*?)(?: Using the following|$)", str(error), re.DOTALL)
         if found is None:
             raise
-        said = re.sub(r"args\[(\d+)\]", lambda place: positional[int(place[1]) - 2].name, found[1])
-        said = re.sub(r"kwargs\['(\w+)'\]", r"\1", said)
+        found_text = re.sub(r"args\[(\d+)\]", lambda place: positional[int(place[1]) - 2].name, found[1])
+        found_text = re.sub(r"kwargs\['(\w+)'\]", r"\1", found_text)
         raise SignatureError(
-            f"{name} was called with sizes that do not go together: {said.rstrip('. ')}{at(caller())}\n"
-            "  a letter in a shape is one size throughout"
+            f"{name} was called with inconsistent sizes: {found_text.rstrip('. ')}",
+            "a letter in a shape is one size throughout",
         ) from None
 
 
@@ -281,8 +281,8 @@ def _check_platform(name: str, signature: Signature) -> None:
         platform = export.default_export_platform()
     if platform not in signature.platforms:
         raise ExportError(
-            f"{name} was exported for {and_list(signature.platforms)}, and this process runs on {platform}"
-            f"{at(caller())}\n  export it with platforms={(*signature.platforms, platform)!r}"
+            f"{name} was exported for {and_list(signature.platforms)}, and this process runs on {platform}",
+            f"export it with platforms={(*signature.platforms, platform)!r}",
         )
 
 
@@ -296,7 +296,8 @@ def _bound(
         fixed = ", ".join(word for word in kwargs if word in signature.fixed)
         remedy = f"leave out {fixed}, fixed when it was exported" if fixed else "give it these, and no others"
         raise SignatureError(
-            f"{signature_text(name, signature)} was called otherwise: {error}{at(caller())}\n  {remedy}"
+            f"{signature_text(name, signature)} was called otherwise: {error}",
+            remedy,
         ) from None
 
 
@@ -305,8 +306,8 @@ def _leaves(name: str, parameter: Parameter, value: Any) -> Iterator[Any]:
         leaves = flatten(parameter.tree, value, parameter.name)
     except MismatchError as error:
         raise SignatureError(
-            f"{name} was called with another structure: {error}{at(caller())}\n"
-            "  give it the structure it was exported for"
+            f"{name} was called with another structure: {error}",
+            "give it the structure it was exported for",
         ) from None
     for (path, wanted), leaf in zip(leaves_of(parameter.tree, parameter.name), leaves, strict=True):
         yield _fitting(name, path, wanted, leaf)
@@ -326,7 +327,7 @@ def _fitting(name: str, path: str, wanted: str, leaf: Any) -> Any:
     if dtype_name(array.dtype) != dtype or not fits:
         remedy = "give it the shape it was exported for" if dtype_name(array.dtype) == dtype else "convert it"
         raise SignatureError(
-            f"{name} was exported for {path}: {wanted}, and called with {given.strong}{at(caller())}\n"
-            f"  {remedy}, or export it for that too"
+            f"{name} was exported for {path}: {wanted}, and called with {given.strong}",
+            f"{remedy}, or export it for that too",
         )
     return array

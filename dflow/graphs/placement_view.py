@@ -161,8 +161,8 @@ def _explained(fn: Callable[..., Any], args: Any, kwargs: Any, rounds: int, budg
     traced = rehearsed.bound(args, kwargs)
     if home_of(traced) is not LOCAL:
         raise DeviceError(
-            f"{traced.name} has variables on a cluster, and costs are of the devices of one process{at(caller())}\n"
-            "  print(dflow.graph(fn, ...)) shows the task of each op"
+            f"{traced.name} has variables on a cluster, and costs are of the devices of one process",
+            "print(dflow.graph(fn, ...)) shows the task of each op",
         )
     graph = run_passes(traced.graph, (Prune(), Merge()))
     decision = Choose(Place(ALONE, (ALONE,), devices_in_order()), METER, budget_s).decide(graph)

@@ -12,7 +12,7 @@ import numpy as np
 
 from dflow.tracing.errors import InputError
 from dflow.tracing.near_names import suggests_keywords
-from dflow.tracing.source import at, caller
+from dflow.tracing.source import caller
 
 #: Largest initial buffer for one array of a batch, in bytes; larger batches double it as they fill.
 _AT_ONCE_BYTES = 1 << 26
@@ -145,13 +145,17 @@ class _Rows:
         try:
             leaves = self._tree.flatten_up_to(element)
         except ValueError as error:
-            raise InputError(f"an element differs from the first of its batch: {error}{at(caller())}") from None
+            raise InputError(
+                f"an element differs from the first of its batch: {error}",
+                at=caller(),
+            ) from None
         for place, leaf in enumerate(leaves):
             row, column = np.asarray(leaf), self._columns[place]
             if row.shape != self._shapes[place]:
                 raise InputError(
                     f"an element has an array of the shape {row.shape} where the first of its batch has "
-                    f"{self._shapes[place]}{at(caller())}\n  pad them to one shape, or feed them to a PaddingFIFOQueue"
+                    f"{self._shapes[place]}",
+                    "pad them to one shape, or feed them to a PaddingFIFOQueue",
                 )
             if row.dtype != column.dtype:
                 column = self._columns[place] = column.astype(np.result_type(column.dtype, row.dtype))
@@ -183,31 +187,42 @@ def _columns(data: Any) -> list[Any]:
 
 
 def _check(made: Batches) -> None:
-    where = at(caller())
     if not _is_count(made.size):
-        raise InputError(f"batches was given the size {made.size!r}{where}\n  give a whole number, from 1")
+        raise InputError(
+            f"batches was given the size {made.size!r}",
+            "give a whole number, from 1",
+        )
     if made.epochs is not None and not _is_count(made.epochs):
-        raise InputError(f"batches was given epochs={made.epochs!r}{where}\n  give a whole number, or None for no end")
+        raise InputError(
+            f"batches was given epochs={made.epochs!r}",
+            "give a whole number, or None for no end",
+        )
     if not isinstance(made.shuffle, bool) and not _is_count(made.shuffle):
-        raise InputError(f"batches was given shuffle={made.shuffle!r}{where}\n  give True, False or a buffer's size")
+        raise InputError(
+            f"batches was given shuffle={made.shuffle!r}",
+            "give True, False or a buffer's size",
+        )
     if _is_of_arrays(made.data):
         lengths = [np.shape(column)[:1] for column in jax.tree_util.tree_leaves(made.data)]
         if len(set(lengths)) > 1 or lengths[0] == ():
             shown = ", ".join(str(length[0]) if length else "none (a scalar)" for length in lengths)
-            raise InputError(f"batches was given arrays of different numbers of rows: {shown}{where}\n  give them one")
+            raise InputError(
+                f"batches was given arrays of different numbers of rows: {shown}",
+                "give them one",
+            )
         return
     kind = type(made.data).__name__
     if not hasattr(made.data, "__iter__") and not hasattr(made.data, "__getitem__"):
-        raise InputError(f"batches was given a {kind}, which is no array and no iterable{where}")
+        raise InputError(f"batches: expected arrays or an iterable, got a {kind}", "give arrays, a list or a dataset")
     if made.shuffle is True:
         raise InputError(
-            f"batches was given shuffle=True for a {kind}, whose elements come one by one{where}\n"
-            "  give the size of the buffer to shuffle in, shuffle=1000"
+            f"batches was given shuffle=True for a {kind}, whose elements come one by one",
+            "give the size of the buffer to shuffle in, shuffle=1000",
         )
     if made.epochs != 1 and iter(made.data) is made.data:
         raise InputError(
-            f"batches was given epochs={made.epochs} for a {kind}, which can be gone through once{where}\n"
-            "  give what makes a new iterator each time, such as a list or a dataset"
+            f"batches was given epochs={made.epochs} for a {kind}, which can be gone through once",
+            "give what makes a new iterator each time, such as a list or a dataset",
         )
 
 

@@ -80,16 +80,25 @@ def feed(
     given: Any = queue
     if not isinstance(given, Queue) or given.home is not LOCAL:
         what = f"{given!r}, which lives on {given.device}" if isinstance(given, Queue) else f"a {type(given).__name__}"
-        raise InputError(f"feed was given {what}{at(loc)}\n  give it a queue of this process, after the iterable")
+        raise InputError(
+            f"feed was given {what}",
+            "give it a queue of this process, after the iterable",
+            at=loc,
+        )
     count: Any = threads
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise InputError(f"feed was given threads={threads!r}{at(loc)}\n  give a whole number, from 1")
+        raise InputError(
+            f"feed was given threads={threads!r}",
+            "give a whole number, from 1",
+            at=loc,
+        )
     try:
         elements = iter(iterable)
     except TypeError:
         raise InputError(
-            f"feed was given a {type(iterable).__name__}, which is no iterable{at(loc)}\n"
-            "  call what makes one, or give dflow.data.batches(arrays, size)"
+            f"feed was given a {type(iterable).__name__}, which is no iterable",
+            "call what makes one, or give dflow.data.batches(arrays, size)",
+            at=loc,
         ) from None
     return Feed(elements, queue, threads, map, device, close, loc)
 
@@ -168,7 +177,8 @@ class Feed:
                 what = "for room in the queue" if self._waiting else "for the iterable or in map"
             raise DeadlineExceeded(
                 f"{len(alive)} of {len(self._threads)} threads of the feed of {self._title} have not ended within "
-                f"{timeout_s:g} s; they wait {what}{self._where}\n  call stop(), or see what the iterable waits for"
+                f"{timeout_s:g} s; they wait {what}{self._where}",
+                "call stop(), or see what the iterable waits for",
             )
 
     def __enter__(self) -> Feed:

@@ -19,7 +19,6 @@ from dflow.tracing.errors import GraphTypeError, StrategyError
 from dflow.tracing.ir.types import array_type_of
 from dflow.tracing.jax_frontend import make_jaxpr
 from dflow.tracing.near_names import keywords_of
-from dflow.tracing.source import at, caller
 
 #: How errors of optax and Python describe a missing argument, or one that no function takes.
 _REFUSAL = re.compile(r"missing \d+ required|must be provided|[Uu]nexpected keyword")
@@ -41,8 +40,8 @@ def check_extra(update: Callable[..., Any], extra: Mapping[str, Any], structs: t
         unused = [name for name in extra if name not in used]
     if unused:
         raise GraphTypeError(
-            f"apply: expected extra arguments that the transformation uses, got {unused[0]!r}{at(caller())}\n"
-            "  leave it out, or correct its name: nothing in the transformation uses it"
+            f"apply: expected extra arguments that the transformation uses, got {unused[0]!r}",
+            "leave it out, or correct its name: nothing in the transformation uses it",
         )
 
 
@@ -102,8 +101,9 @@ def naming_extra(extra: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         if is_own or isinstance(error, GraphTypeError) or not _REFUSAL.search(str(error)):
             raise
         raise GraphTypeError(
-            f"apply: expected the extra arguments that the transformation needs, got {', '.join(extra) or 'none'}: "
-            f"{error}{at(caller())}\n  give them by name: optimizer.apply(gradients, value=...)"
+            f"apply: expected the extra arguments that the transformation needs, got "
+            f"{', '.join(extra) or 'none'}: {error}",
+            "give them by name: optimizer.apply(gradients, value=...)",
         ) from error
 
 
@@ -133,8 +133,8 @@ def as_averaged(extra: Mapping[str, Any]) -> dict[str, Any]:
             if not _is_floating(leaf):
                 raise StrategyError(
                     f"apply: expected extra arguments of floating arrays, whose mean over the workers a synchronous "
-                    f"step takes, got {name!r} with a {type(leaf).__name__}{at(caller())}\n"
-                    "  train by dflow.distributed.Async, or by a transformation that needs no such argument"
+                    f"step takes, got {name!r} with a {type(leaf).__name__}",
+                    "train by dflow.distributed.Async, or by a transformation that needs no such argument",
                 )
     return {name: jax.tree_util.tree_map(jnp.asarray, value) for name, value in extra.items()}
 
@@ -146,8 +146,8 @@ def refuse_examples(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         if shape != variable.shape:
             raise StrategyError(
                 f"apply: expected one gradient of variable {variable.name!r} in a synchronous step, got "
-                f"{shape[0]}, one for each example{at(caller())}\n"
-                "  train by dflow.distributed.Async, or by a transformation that takes the mean gradient"
+                f"{shape[0]}, one for each example",
+                "train by dflow.distributed.Async, or by a transformation that takes the mean gradient",
             )
 
 

@@ -16,7 +16,6 @@ from dflow.calls.function import Function, jit
 from dflow.tracing.errors import VariableError
 from dflow.tracing.jax_frontend import is_tracing
 from dflow.tracing.primitives.state_primitives import split_p
-from dflow.tracing.source import at, caller
 from dflow.tracing.state.resources import Variable
 
 
@@ -35,8 +34,8 @@ class Generator:
     def __init__(self, seed: Any = 0, *, name: str | None = None, impl: str | None = None) -> None:
         if is_tracing():
             raise VariableError(
-                f"a generator ({name or 'unnamed'}) is created inside traced code, which runs once, not once a step"
-                f"{at(caller())}\n  create it before, and split it inside"
+                f"a generator ({name or 'unnamed'}) is created inside traced code, which runs once, not once a step",
+                "create it before, and split it inside",
             )
         is_key = hasattr(seed, "dtype") and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key)
         self._impl = str(jax.random.key_impl(seed if is_key else jax.random.key(0, impl=impl)))

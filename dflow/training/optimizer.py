@@ -84,13 +84,14 @@ class Optimizer:
         strangers = [type(leaf).__name__ for leaf in self._variables if not is_variable(leaf)]
         if strangers or not self._variables:
             raise VariableError(
-                f"an optimizer needs variables, but was given {', '.join(strangers) or 'none'}{at(caller())}\n"
-                "  make variables of a model's parameters with dflow.variables(params)"
+                f"an optimizer needs variables, but was given {', '.join(strangers) or 'none'}",
+                "make variables of a model's parameters with dflow.variables(params)",
             )
         if untrained := [v for v in self._variables if not jnp.issubdtype(v.dtype, jnp.inexact)]:
             raise VariableError(
                 f"an optimizer was given variable {untrained[0].name!r}, which holds {untrained[0].type} and has no "
-                f"gradient{at(caller())}\n  leave it out, or make it floating"
+                f"gradient",
+                "leave it out, or make it floating",
             )
         #: Whether the name was given, and not derived.
         self.is_named = name is not None
@@ -179,8 +180,8 @@ class Optimizer:
         if given != tree:
             raise GraphTypeError(
                 f"the transformation's state: expected the structure that init gave it, {structure_text(tree)}, got "
-                f"{structure_text(given)}{at(caller())}\n"
-                "  give the optimizer a transformation whose update keeps the structure of its state"
+                f"{structure_text(given)}",
+                "give the optimizer a transformation whose update keeps the structure of its state",
             )
         return slots
 
@@ -226,13 +227,13 @@ class Optimizer:
         given: Any = jax.tree_util.tree_structure(gradients, is_leaf=is_row_gradient)
         if held := list(filter(is_variable, jax.tree_util.tree_leaves(gradients))):
             raise GraphTypeError(
-                f"apply was given variable {held[0].name!r} in the place of a gradient{at(caller())}\n{_REMEDY}, "
+                f"apply: expected a gradient, got variable {held[0].name!r}{at(caller())}\n{_REMEDY}, "
                 "by dflow.grad(loss, variables)"
             )
         if given != self._tree:
             if isinstance(gradients, tuple) and given.num_leaves > 1 and given.children()[1:] == [self._tree]:
                 raise GraphTypeError(
-                    f"apply was given a pair, of which the second part fits the variables{at(caller())}\n{_PAIR}"
+                    f"apply: expected gradients, got a pair whose second part fits the variables{at(caller())}\n{_PAIR}"
                 )
             raise GraphTypeError(
                 f"the gradients have the structure {structure_text(given)}, but the variables "
@@ -316,11 +317,14 @@ def _check_transformation(given: Any, variables: Any) -> None:
         fact = "its variables first and the transformation second"
     elif callable(given):
         name = getattr(given, "__name__", type(given).__name__)
-        fact = f"the function {name} in the place of a transformation"
+        fact = f"the function {name} instead of a transformation"
         remedy = f"call it: dflow.Optimizer({name}(1e-3), variables)"
     else:
-        fact = f"a {type(given).__name__} in the place of a transformation"
-    raise GraphTypeError(f"an optimizer was given {fact}{at(caller())}\n  {remedy}")
+        fact = f"a {type(given).__name__} instead of a transformation"
+    raise GraphTypeError(
+        f"an optimizer was given {fact}",
+        remedy,
+    )
 
 
 def _is_transformation(value: Any) -> bool:

@@ -12,7 +12,6 @@ from weakref import WeakKeyDictionary
 
 from dflow.tracing.devices.device_name import is_on_task
 from dflow.tracing.errors import VariableError
-from dflow.tracing.source import at, caller
 from dflow.tracing.state.container import uncontained
 from dflow.tracing.state.resources import Variable
 
@@ -35,6 +34,7 @@ def derived_name(variables: Sequence[Variable]) -> str:
         shown = ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")
         raise VariableError(
             f"a second optimizer of variables {shown}: expected a name that tells the two apart in every process, "
-            f"got none{at(caller())}\n  give each of them one, name='...', the same in each process"
+            f"got none",
+            "give each of them one, name='...', the same in each process",
         )
     return f"{name}_{uses[name] - 1}"

@@ -99,7 +99,8 @@ def restore(
     given: Any = ignore
     if isinstance(given, str) or not set(given) <= set(DIFFERENCES):
         raise CheckpointError(
-            f"restore was given ignore={ignore!r}{at(caller())}\n  give it some of {list(DIFFERENCES)}"
+            f"restore was given ignore={ignore!r}",
+            f"give it some of {list(DIFFERENCES)}",
         )
     place = _local(path, "restore")
     named = _named(variables, names, "restore")
@@ -113,8 +114,8 @@ def restore(
             use_beside_namesakes(restored.values())
             return report
     raise CheckpointError(
-        f"{place} was replaced {_ATTEMPTS} times while it was read{at(caller())}\n"
-        "  save less often to one path, or to a path of its own each time"
+        f"{place} was replaced {_ATTEMPTS} times while it was read",
+        "save less often to one path, or to a new path each time",
     )
 
 
@@ -131,8 +132,8 @@ def _named(tree: Any, names: Names | None, task: str) -> dict[str, _Entry]:
     """Return the entries of all variables in `tree`, by array name."""
     if is_tracing():
         raise CheckpointError(
-            f"{task} is called inside traced code, which runs once, not once a step{at(caller())}\n"
-            f"  call it between steps, or in another thread"
+            f"{task} is called inside traced code, which runs once, not once a step",
+            "call it between steps, or in another thread",
         )
     named: dict[str, _Entry] = {}
     called: dict[Variable, str] = {}
@@ -154,14 +155,15 @@ def _check_used(named: Mapping[str, _Entry], names: Names | None, task: str) -> 
     """Raise CheckpointError if there are no variables, or if `names` mentions unknown ones."""
     if not named:
         raise CheckpointError(
-            f"{task} was given no variables{at(caller())}\n  give it some, in a pytree or by container"
+            f"{task} was given no variables",
+            "give it some, in a pytree or by container",
         )
     known = {entry.name for entry in named.values()}
     if isinstance(names, Mapping) and (strange := sorted(set(names) - known)):
         near = difflib.get_close_matches(strange[0], known, n=1)
         raise CheckpointError(
-            f"names has {', '.join(map(repr, strange))}, which no variable given to {task} is called{at(caller())}\n"
-            f"  {f'did you mean {near[0]!r}?' if near else f'the variables are {sorted(known)}'}"
+            f"names has {', '.join(map(repr, strange))}, which no variable given to {task} is called",
+            f"{f'did you mean {near[0]!r}?' if near else f'the variables are {sorted(known)}'}",
         )
 
 
@@ -169,7 +171,8 @@ def _array_name(name: str, names: Names | None) -> str:
     given: Any = name if names is None else names(name) if callable(names) else names.get(name, name)
     if not isinstance(given, str):
         raise CheckpointError(
-            f"names gives {given!r} for variable {name!r}, a {type(given).__name__}{at(caller())}\n  give a string"
+            f"names gives {given!r} for variable {name!r}, a {type(given).__name__}",
+            "give a string",
         )
     return given
 
@@ -196,13 +199,13 @@ def _entry(path: _Path, leaf: Resource | Any, task: str) -> Iterator[_Entry]:
         yield _Entry(leaf, _name_of(path, leaf, "variable", task))
     elif isinstance(leaf, HostResource):
         raise CheckpointError(
-            f"{task} was given {leaf.title}, and what is in queues and accumulators is not saved{at(caller())}\n"
-            "  leave it out, or take its elements out into variables"
+            f"{task} was given {leaf.title}, and what is in queues and accumulators is not saved",
+            "leave it out, or take its elements out into variables",
         )
     else:
         raise CheckpointError(
-            f"{task} was given a {type(leaf).__name__} among its variables{at(caller())}\n"
-            "  give it variables, generators and optimizers; dflow.variables(tree) makes variables of arrays"
+            f"{task} was given a {type(leaf).__name__} among its variables",
+            "give it variables, generators and optimizers; dflow.variables(tree) makes variables of arrays",
         )
 
 
@@ -220,8 +223,8 @@ def _name_of(path: _Path, held: Variable | Optimizer, kind: str, task: str) -> s
     if not any(isinstance(key, jax.tree_util.DictKey | jax.tree_util.GetAttrKey) for key in path):
         raise CheckpointError(
             f"{task} was given {kind} {held.name!r}, whose name is made up and may be that of another in another "
-            f"program{at(caller())}\n"
-            f"  make it with name='...', or give it in a dict by the name to use: dflow.{task}(path, {{'name': ...}})"
+            f"program",
+            f"make it with name='...', or give it in a dict by the name to use: dflow.{task}(path, {{'name': ...}})",
         )
     return path_name(path)
 
@@ -230,13 +233,14 @@ def _local(path: str | os.PathLike[str], task: str) -> str:
     given: Any = path
     if not isinstance(given, str | bytes | os.PathLike):
         raise CheckpointError(
-            f"{task} was given a {type(given).__name__} as its path{at(caller())}\n"
-            f"  give the path first, and then the variables: dflow.{task}(path, variables)"
+            f"{task} was given a {type(given).__name__} as its path",
+            f"give the path first, and then the variables: dflow.{task}(path, variables)",
         )
     text = os.fsdecode(path)
     if "://" in text:
         raise CheckpointError(
-            f"{text!r} is not a path of this machine{at(caller())}\n  give one, such as that of a mounted folder"
+            f"{text!r} is not a path of this machine",
+            "give one, such as that of a mounted folder",
         )
     return text
 

@@ -128,4 +128,7 @@ class Variables:
         """Return the error that `name`, which gives `what`, is not set; it lists the variables that are set."""
         seen = ", ".join(f"{name}={value}" for name, value in self.seen.items()) or "nothing else"
         remedy = remedy or "set it, or say DFLOW_COORDINATOR, DFLOW_JOB and DFLOW_INDEX instead"
-        return ConfigError(f"{self._source}: {name} is not set, which says {what}; seen: {seen}\n  {remedy}")
+        return ConfigError(
+            f"{self._source}: {name} is not set, which says {what}; seen: {seen}",
+            remedy,
+        )

@@ -95,8 +95,8 @@ def _refuse_task_of_none(environment: Mapping[str, str]) -> None:
     others = sorted(name for name in environment if name.startswith("DFLOW_") and name != which)
     raise ConfigError(
         f"{which} is {environment[which]!r}, so this is a task of a cluster, but nothing says of which: neither "
-        f"DFLOW_COORDINATOR nor DFLOW_CLUSTER is set; set here: {', '.join(others) or 'no other DFLOW_* variable'}\n"
-        f"  set one of them, or give connect() the coordinator; to run alone, unset {which}"
+        f"DFLOW_COORDINATOR nor DFLOW_CLUSTER is set; set here: {', '.join(others) or 'no other DFLOW_* variable'}",
+        f"set one of them, or give connect() the coordinator; to run alone, unset {which}",
     )
 
 

@@ -41,13 +41,14 @@ def from_kubernetes(environment: Mapping[str, str]) -> Finding:
     if found is None or (index and index != found[2]):
         raise ConfigError(
             f"{SOURCE}: the host name {name!r} does not end in -{index or 'N'}, so this is no pod of an indexed Job or "
-            "a StatefulSet with the host name that they give\n  make it one, and do not set hostname in the pod"
+            "a StatefulSet with the host name that they give",
+            "make it one, and do not set hostname in the pod",
         )
     count, number = said.number("DFLOW_WORKERS"), int(found[2])
     if number >= count:
         raise ConfigError(
-            f"{SOURCE}: {name} is pod {number}, but DFLOW_WORKERS is {count}\n  give it the number of pods: "
-            "completions and parallelism of the Job, or replicas of the StatefulSet"
+            f"{SOURCE}: {name} is pod {number}, but DFLOW_WORKERS is {count}",
+            "give it the number of pods: completions and parallelism of the Job, or replicas of the StatefulSet",
         )
     stock = said.number("DFLOW_PS", count)
     coordinator = f"{found[1]}-0.{service}:{said.number('DFLOW_PORT', DEFAULT_PORT)}"

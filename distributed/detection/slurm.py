@@ -33,8 +33,9 @@ def from_slurm(environment: Mapping[str, str]) -> Finding:
     if said.number("SLURM_HET_SIZE", 1) > 1:
         raise ConfigError(
             f"{SOURCE}: this is a heterogeneous job (SLURM_HET_SIZE={said.seen['SLURM_HET_SIZE']}), whose components "
-            "do not see each other's hosts\n  write a cluster file and name it by DFLOW_CLUSTER, or say "
-            "DFLOW_COORDINATOR, DFLOW_JOB and DFLOW_INDEX for each component"
+            "do not see each other's hosts",
+            "write a cluster file and name it by DFLOW_CLUSTER, or say "
+            "DFLOW_COORDINATOR, DFLOW_JOB and DFLOW_INDEX for each component",
         )
     nodes = expanded(hosts)
     number, node = said.number("SLURM_PROCID"), said.number("SLURM_NODEID")

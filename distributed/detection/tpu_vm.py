@@ -43,7 +43,8 @@ def from_tpu_vm(environment: Mapping[str, str], product: str, metadata: Metadata
     if not text.strip().isdigit() or not endpoints.strip():
         raise ConfigError(
             f"{SOURCE}: the metadata have agent-worker-number {text!r} and worker-network-endpoints {endpoints!r}, "
-            "which do not say which host this is\n  say DFLOW_COORDINATOR, DFLOW_JOB and DFLOW_INDEX instead"
+            "which do not say which host this is",
+            "say DFLOW_COORDINATOR, DFLOW_JOB and DFLOW_INDEX instead",
         )
     env = _tpu_env(metadata("tpu-env") or "")
     return _finding(said, _hosts(endpoints), int(text), lambda name: said.get(name) or env.get(name, ""))
@@ -52,8 +53,8 @@ def from_tpu_vm(environment: Mapping[str, str], product: str, metadata: Metadata
 def _finding(said: Variables, hosts: list[str], number: int, multislice: Callable[[str], str]) -> Finding:
     if number >= len(hosts):
         raise ConfigError(
-            f"{SOURCE}: this is host {number}, but there are {len(hosts)}: {', '.join(hosts)}\n  check TPU_WORKER_ID "
-            "and TPU_WORKER_HOSTNAMES"
+            f"{SOURCE}: this is host {number}, but there are {len(hosts)}: {', '.join(hosts)}",
+            "check TPU_WORKER_ID and TPU_WORKER_HOSTNAMES",
         )
     slices = _number("MEGASCALE_NUM_SLICES", multislice, 1)
     within = _number("MEGASCALE_SLICE_ID", multislice, 0)

@@ -36,7 +36,7 @@ def task_index(said: Variables) -> int:
         text = said.get("JOB_COMPLETION_INDEX") or (ordinal[1] if ordinal else "")
     if not (text.isascii() and text.isdigit()):
         raise ConfigError(
-            f"DFLOW_INDEX is {repr(text) if text else 'not set'}, so it is not known which worker this is\n"
-            "  start the script with `dflow launch`, set DFLOW_INDEX, or give connect() an index"
+            f"DFLOW_INDEX is {repr(text) if text else 'not set'}, so it is not known which worker this is",
+            "start the script with `dflow launch`, set DFLOW_INDEX, or give connect() an index",
         )
     return int(text)

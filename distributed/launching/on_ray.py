@@ -70,8 +70,9 @@ class OnRay:
             self.close()
             raise ConfigError(
                 f"the Ray cluster has {self._nodes} nodes, and tasks speak to other machines only if they can "
-                "prove who they are\n  set DFLOW_SECRET_FILE, or DFLOW_TLS_CERT, DFLOW_TLS_KEY and DFLOW_TLS_CA, to "
-                "files that each node has; see docs/security.md"
+                "prove who they are",
+                "set DFLOW_SECRET_FILE, or DFLOW_TLS_CERT, DFLOW_TLS_KEY and DFLOW_TLS_CA, to "
+                "files that each node has; see docs/security.md",
             )
 
     def start(self, program: TaskProgram, on_line: Callable[[str], None]) -> _OnActor:

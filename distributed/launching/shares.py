@@ -57,7 +57,8 @@ def gpu_shares(gpus: Sequence[str], tasks: int, per_task: int | None, given: Map
     if per_task is not None and per_task * tasks > len(gpus):
         raise ConfigError(
             f"{tasks} tasks with {per_task} GPUs each need {per_task * tasks}, but this process sees {len(gpus)}"
-            f"{': ' + ', '.join(gpus) if gpus else ''}\n  start fewer workers, or give each fewer GPUs"
+            f"{': ' + ', '.join(gpus) if gpus else ''}",
+            "start fewer workers, or give each fewer GPUs",
         )
     if not gpus or (tasks == 1 and per_task is None):
         return [{}] * tasks
@@ -82,8 +83,8 @@ def core_shares(cores: Sequence[int], tasks: int, per_task: int | None, given: M
         return [Share({name: threads for name in _THREADS if threads and name not in given})] * tasks
     if per_task * tasks > len(cores):
         raise ConfigError(
-            f"{tasks} tasks with {per_task} cores each need {per_task * tasks}, but this process may use {len(cores)}"
-            "\n  start fewer workers, or give each fewer cores"
+            f"{tasks} tasks with {per_task} cores each need {per_task * tasks}, but this process may use {len(cores)}",
+            "start fewer workers, or give each fewer cores",
         )
     own = [tuple(cores[per_task * number : per_task * (number + 1)]) for number in range(tasks)]
     return [Share({name: str(per_task) for name in _THREADS if name not in given}, mine) for mine in own]

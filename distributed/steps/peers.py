@@ -19,7 +19,6 @@ from dflow.distributed.wire.messages.connection import Introduce, Ok
 from dflow.lowering.steps.recorder import CONNECTED, Note, not_noted
 from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.errors import DeadlineExceeded, TaskLost, TransportClosed
-from dflow.tracing.source import at, caller
 
 _GONE = "the task has left or moved"
 
@@ -89,8 +88,8 @@ class Peers:
         place = places.get(task)
         if place is None and self._is_closed:
             raise TaskLost(
-                f"{self._name} has left the cluster, since close was called, so it cannot reach {task}{at(caller())}\n"
-                "  do this before close, or join again by dflow.connect()"
+                f"{self._name} has left the cluster, since close was called, so it cannot reach {task}",
+                "do this before close, or join again by dflow.connect()",
             )
         if place is None:
             raise self._not_there(task)

@@ -95,7 +95,8 @@ class PlanRegistry:
         if found is None:
             raise TaskLost(
                 f"{short_task_name(self._task)} was asked for plan {handle}, which is none of its {len(self._plans)}: "
-                "it has been started again since, and what it held before is lost\n  start the whole cluster again"
+                "it has been started again since, and what it held before is lost",
+                "start the whole cluster again",
             )
         return found
 

@@ -18,7 +18,6 @@ from jax.experimental.xla_metadata import set_xla_metadata
 
 from dflow.tracing.errors import VariableError
 from dflow.tracing.jax_frontend import is_tracing
-from dflow.tracing.source import at
 from dflow.tracing.state.resources import is_variable
 
 #: The key under which an applier travels in JAX's trace context.
@@ -101,7 +100,9 @@ def refuse_own_variables(optimizer: GivenOptimizer, *, is_shared: bool | None = 
     elif variable is not None:
         raise VariableError(
             f"variable {variable.name!r} of {optimizer.name!r} lives in this process, so that the other workers "
-            f"would train variables of their own{at(variable.loc)}\n  make it within cluster.parameter_servers()"
+            f"would train variables of their own",
+            "make it within cluster.parameter_servers()",
+            at=variable.loc,
         )
 
 

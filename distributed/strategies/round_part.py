@@ -44,7 +44,6 @@ from dflow.tracing.jaxprs.trace import Traced, trace
 from dflow.tracing.rows.keep_rows import noted_rows
 from dflow.tracing.rows.row_gradient import RowGradient, is_row_gradient
 from dflow.tracing.rows.rows_to_dense import dense_to_rows, note_gradients
-from dflow.tracing.source import at, caller
 from dflow.tracing.state.accumulators import ConditionalAccumulator
 from dflow.tracing.state.context import default_home, home
 from dflow.tracing.state.resources import Variable
@@ -206,8 +205,8 @@ class _Found:
             names = ", ".join(optimizer.name for optimizer, _ in self._seen) or "none"
             raise StrategyError(
                 f"{getattr(step, '__name__', 'the step')} gives gradients {len(self._seen)} times (to {names}), and a "
-                f"synchronous step gives them once{at(caller())}\n"
-                "  call apply of one dflow.Optimizer, once; in it optax.multi_transform treats variables differently"
+                f"synchronous step gives them once",
+                "call apply of one dflow.Optimizer, once; in it optax.multi_transform treats variables differently",
             )
         [(optimizer, spec)], noted = self._seen, noted_rows(jaxpr, consts)
         tree: Any
@@ -281,8 +280,8 @@ def _traced(step: Callable[..., Any], arguments: Sequence[Any]) -> Any:
     trace_step = getattr(step, "trace", None)
     if trace_step is None:
         raise StrategyError(
-            f"{getattr(step, '__name__', step)} is not a function of dflow.jit{at(caller())}\n"
-            "  decorate it with @dflow.jit"
+            f"{getattr(step, '__name__', step)} is not a function of dflow.jit",
+            "decorate it with @dflow.jit",
         )
     return trace_step(*arguments)
 

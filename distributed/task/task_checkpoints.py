@@ -46,8 +46,8 @@ class TaskCheckpoints:
             raise CheckpointError(f"{self._name} writes only into a folder that dflow.save has begun, not {folder}")
         if not folder.is_dir():
             raise CheckpointError(
-                f"{self._name} sees no folder {folder.parent}, or not what was begun in it\n"
-                "  save where all tasks of the cluster read and write the same files"
+                f"{self._name} sees no folder {folder.parent}, or not what was begun in it",
+                "save where all tasks of the cluster read and write the same files",
             )
         write_variables(self._store, folder, {one.name: one.key for one in message.variables}, places)
         for place in places.values():
@@ -73,8 +73,8 @@ class TaskCheckpoints:
         files = read_arrays(message.path)
         if files.id != message.id:
             raise CheckpointError(
-                f"{self._name} finds another checkpoint at {message.path} than the task that restores it\n"
-                "  save where all tasks of the cluster read and write the same files"
+                f"{self._name} finds another checkpoint at {message.path} than the task that restores it",
+                "save where all tasks of the cluster read and write the same files",
             )
         return read_variables(self._store, files, message.variables)
 

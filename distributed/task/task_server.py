@@ -521,7 +521,8 @@ class TaskServer:
         if process not in ("", self._process):
             raise TaskLost(
                 f"{name!r} is placed on an earlier process of {short_task_name(self.name)}, which has been started "
-                "again since\n  start the whole cluster again: what a parameter task held is not restored yet"
+                "again since",
+                "start the whole cluster again: what a parameter task held is not restored yet",
             )
 
 

@@ -72,7 +72,7 @@ from dflow.tracing.errors import (
     VariableError,
 )
 from dflow.tracing.jaxprs.trace import Traced
-from dflow.tracing.source import at, caller
+from dflow.tracing.source import at
 from dflow.tracing.state.context import home
 
 #: Time for the report of a step's end or error to travel from task to task, in s.
@@ -366,7 +366,8 @@ class Cluster(Coordinated):
         if traced.compiler_options:
             raise DflowError(
                 f"{traced.name} has variables on other tasks, which compile for themselves, so it takes no "
-                f"compiler_options{at(caller())}\n  set XLA_FLAGS where the tasks are started"
+                f"compiler_options",
+                "set XLA_FLAGS where the tasks are started",
             )
         passes = pipeline(self.task, self.tasks, devices_in_order())
         graph = run_passes(traced.graph, passes, check=check, observe=observe)
@@ -458,8 +459,8 @@ class Cluster(Coordinated):
         except TransportClosed as error:
             gone = [short_task_name(task) for task, peer in others.items() if peer.closed]
             lost = TaskLost(
-                f"{' and '.join(gone) or 'a task'} was lost in {describe(step)}: {error}{at(caller())}\n"
-                "  see its output; if its process has ended, its variables are lost: start the whole cluster again"
+                f"{' and '.join(gone) or 'a task'} was lost in {describe(step)}: {error}",
+                "see its output; if its process has ended, its variables are lost: start the whole cluster again",
             )
             self._cancel(step, others.values(), lost)
             raise lost from None

@@ -77,18 +77,23 @@ class ClusterHome(ClusterResources):
         if not variable.is_named:
             raise VariableError(
                 f"a variable of {variable.type} is created among the parameter servers without a name, by which the "
-                f"other processes would find it{at(variable.loc)}\n  give it one, name='...', the same in each process"
+                f"other processes would find it",
+                "give it one, name='...', the same in each process",
+                at=variable.loc,
             )
         if variable.sharding is not None or (scope_here() is not None and near is None):
             said = "a sharding" if variable.sharding is not None else "a device scope"
             raise DeviceError(
                 f"variable {variable.name!r} is created among the parameter servers with {said}, but there the "
-                f"coordinator says where a variable lives{at(variable.loc)}\n  leave one of the two out"
+                f"coordinator says where a variable lives",
+                "leave one of the two out",
+                at=variable.loc,
             )
         if jnp.issubdtype(variable.dtype, jax.dtypes.extended):
             raise VariableError(
-                f"variable {variable.name!r} holds {variable.type}, and keys do not travel between tasks yet"
-                f"{at(variable.loc)}\n  hold jax.random.key_data(key), and wrap what you read with wrap_key_data"
+                f"variable {variable.name!r} holds {variable.type}, and keys do not travel between tasks yet",
+                "hold jax.random.key_data(key), and wrap what you read with wrap_key_data",
+                at=variable.loc,
             )
         create(self._cluster, Wanted(variable, self._job, near, _first_value(variable, initial)))
 

@@ -73,7 +73,9 @@ class ClusterResources:
         if not resource.is_named:
             raise resource.error(
                 f"{resource.title} is created among the parameter servers without a name, by which the other processes "
-                f"would find it{at(resource.loc)}\n  give it one, name='...', the same in each process"
+                f"would find it",
+                "give it one, name='...', the same in each process",
+                at=resource.loc,
             )
         type: HostType = resource.type
         settings: QueueSettings | AccumulatorSettings = resource.settings
@@ -87,7 +89,10 @@ class ClusterResources:
         except (DeviceError, TaskLost) as error:
             raise error.__class__(f"{error}{at(resource.loc)}") from None
         except (VariableError, resource.error) as error:
-            raise resource.error(f"{error}{at(resource.loc)}") from None
+            raise resource.error(
+                str(error),
+                at=resource.loc,
+            ) from None
         return Slot(placed.task, resource.name)
 
     def use_resource(self, resource: HostResource, op: ResourceOp, operands: Sequence[Any]) -> Sequence[jax.Array]:
@@ -128,8 +133,9 @@ def _stated(resource: HostResource) -> str:
         task, device = "", scope
     if not task or device:
         raise DeviceError(
-            f"{resource.title} is created among the parameter servers under dflow.device({short_device_name(scope)!r})"
-            f"{at(resource.loc)}\n  name a task, such as ps:0, or leave it out, and the coordinator says which"
+            f"{resource.title} is created among the parameter servers under dflow.device({short_device_name(scope)!r})",
+            "name a task, such as ps:0, or leave it out, and the coordinator says which",
+            at=resource.loc,
         )
     return task
 

@@ -15,7 +15,7 @@ from dflow.distributed.wire.messages.placement import Placed
 from dflow.distributed.wire.messages.roster import Roster, TaskInfo
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DflowError, TaskLost, TransportClosed
-from dflow.tracing.source import at, caller
+from dflow.tracing.source import caller
 
 
 class UsedState:
@@ -49,7 +49,10 @@ class UsedState:
             if lost:
                 end = self._end_of(task, next(iter(lost.values())).process)
                 text = lost_text([*map(repr, lost)], task, end, is_replaced=True)
-                return TaskLost(f"{text}{at(caller())}")
+                return TaskLost(
+                    text,
+                    at=caller(),
+                )
         return None
 
     @contextmanager

@@ -32,7 +32,7 @@ from dflow.lowering.files.atomic_directory import is_of_an_attempt, present, wri
 from dflow.lowering.files.zarr import check_array, create_array, open_array, stored_dtype, stored_type
 from dflow.tracing.errors import CheckpointError, NoCheckpoint, ParseError
 from dflow.tracing.ir.types import ArrayType, array_type_of, key_implementation, parse_type
-from dflow.tracing.source import at, caller
+from dflow.tracing.source import caller
 
 #: Largest size of a chunk, and limit of pending reads or writes, in bytes.
 _CHUNK_BYTES = 64 << 20
@@ -153,7 +153,8 @@ class ArrayFiles:
     def _open(self, name: str) -> Any:
         if name not in self.types:
             raise CheckpointError(
-                f"there is no array {name!r} in {self.path}; there are {sorted(self.types) or 'none'}{at(caller())}"
+                f"there is no array {name!r} in {self.path}; there are {sorted(self.types) or 'none'}",
+                at=caller(),
             )
         with self._unless_damaged(name):
             return open_array(self.path / self._places[name], *stored_type(self.types[name]))
@@ -189,8 +190,8 @@ class ArrayFiles:
             yield
         except (ValueError, OSError) as error:
             raise CheckpointError(
-                f"array {name!r} ({self.types[name]}) in {self.path} is damaged or missing: {_first_line(error)}"
-                f"{at(caller())}\n  take an older checkpoint, or read the others without this one"
+                f"array {name!r} ({self.types[name]}) in {self.path} is damaged or missing: {_first_line(error)}",
+                "take an older checkpoint, or read the others without this one",
             ) from error
 
 
@@ -205,9 +206,13 @@ def read_arrays(path: str | os.PathLike[str]) -> ArrayFiles:
         manifest = read_manifest(place)
     except (FileNotFoundError, NotADirectoryError):
         if not place.exists():
-            raise NoCheckpoint(f"there is no checkpoint {place}{at(caller())}\n  {_neighbours(place)}") from None
+            raise NoCheckpoint(
+                f"there is no checkpoint {place}",
+                f"{_neighbours(place)}",
+            ) from None
         raise NoCheckpoint(
-            f"{place} is no checkpoint of dflow: it holds no {MANIFEST}{at(caller())}\n  {_neighbours(place)}"
+            f"{place} is no checkpoint of dflow: it holds no {MANIFEST}",
+            f"{_neighbours(place)}",
         ) from None
     return ArrayFiles(place, manifest.id, manifest.types, manifest.metadata, manifest.paths)
 
@@ -260,8 +265,8 @@ class _Stored:
                 raise ParseError(str(type))
         except (ParseError, TypeError) as error:
             raise CheckpointError(
-                f"array {name!r} is of dtype {value.dtype}, which cannot be written{at(caller())}\n"
-                "  convert it to numbers, or leave it out"
+                f"array {name!r} is of dtype {value.dtype}, which cannot be written",
+                "convert it to numbers, or leave it out",
             ) from error
         if jnp.issubdtype(type.dtype, jax.dtypes.extended):
             value = jax.random.key_data(value)
@@ -372,8 +377,8 @@ def _unless_refused(name: str, folder: Path) -> Iterator[None]:
         yield
     except (ValueError, OSError) as error:
         raise CheckpointError(
-            f"array {name!r} cannot be written into {folder.parent}: {_first_line(error)}{at(caller())}\n"
-            "  nothing has been changed there; make room, or choose another place"
+            f"array {name!r} cannot be written into {folder.parent}: {_first_line(error)}",
+            "nothing has been changed there; make room, or choose another place",
         ) from error
 
 

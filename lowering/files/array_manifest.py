@@ -18,7 +18,6 @@ import msgspec
 from dflow.lowering.files.regular_file import read_regular
 from dflow.tracing.errors import CheckpointError, ParseError
 from dflow.tracing.ir.types import ArrayType, parse_type
-from dflow.tracing.source import at, caller
 
 #: The file that marks a folder of arrays.
 MANIFEST = "dflow.json"
@@ -91,8 +90,8 @@ def read_manifest(folder: Path) -> Manifest:
 def damaged(folder: Path, what: str) -> CheckpointError:
     """Return the error for a manifest that is damaged as `what` says."""
     return CheckpointError(
-        f"the manifest {folder / MANIFEST} is damaged: {what[:300]}{at(caller())}\n"
-        "  take an older checkpoint; the arrays that are whole can be read one by one, with zarr or TensorStore"
+        f"the manifest {folder / MANIFEST} is damaged: {what[:300]}",
+        "take an older checkpoint; the arrays that are whole can be read one by one, with zarr or TensorStore",
     )
 
 
@@ -109,8 +108,8 @@ def _content(folder: Path, whole: Any) -> _Content:
     version = msgspec.convert(whole["content"], _Version).version
     if version > VERSION:
         raise CheckpointError(
-            f"{folder} has version {version} of the format, and this dflow reads up to {VERSION}"
-            f"{at(caller())}\n  install the dflow that wrote it, or a newer one"
+            f"{folder} has version {version} of the format, and this dflow reads up to {VERSION}",
+            "install the dflow that wrote it, or a newer one",
         )
     return msgspec.convert(whole["content"], _Content)
 

@@ -27,7 +27,6 @@ from typing import TypeVar
 
 from dflow.lowering.files.owner_lock import OwnerLock
 from dflow.tracing.errors import CheckpointError, CheckpointExists
-from dflow.tracing.source import at, caller
 
 Part = TypeVar("Part")
 
@@ -117,8 +116,8 @@ def whole_folder(path: str | os.PathLike[str], *, marker: str, overwrite: bool =
             flush(attempt.staging)
             if not (attempt.staging / marker).is_file():
                 raise CheckpointError(
-                    f"{place} cannot be written: {attempt.staging} was emptied while it was written{at(caller())}\n"
-                    "  what was there before is as it was; see what else removes files there, and save again"
+                    f"{place} cannot be written: {attempt.staging} was emptied while it was written",
+                    "what was there before is as it was; see what else removes files there, and save again",
                 )
             _put_in_place(attempt, overwrite)
 
@@ -131,8 +130,8 @@ def _refused_by_the_disk(place: Path) -> Iterator[None]:
         raise
     except OSError as error:
         raise CheckpointError(
-            f"{place} cannot be written: {_reason(place, error)}{at(caller())}\n"
-            "  what was there before is as it was; save where there is room and leave to write"
+            f"{place} cannot be written: {_reason(place, error)}",
+            "what was there before is as it was; save where there is room and leave to write",
         ) from error
 
 
@@ -188,11 +187,14 @@ def _check_free(place: Path, marker: str, overwrite: bool) -> None:
     if not place.exists():
         return
     if not overwrite:
-        raise CheckpointExists(f"{place} exists{at(caller())}\n  save to another path, or give overwrite=True")
+        raise CheckpointExists(
+            f"{place} exists",
+            "save to another path, or give overwrite=True",
+        )
     if not (place / marker).is_file() and not (place.is_dir() and not any(place.iterdir())):
         raise CheckpointExists(
-            f"{place} exists and holds no {marker}, so it is not what may be overwritten{at(caller())}\n"
-            "  save to another path, or remove it yourself"
+            f"{place} exists and holds no {marker}, so it is not what may be overwritten",
+            "save to another path, or remove it yourself",
         )
 
 
@@ -208,8 +210,8 @@ def _put_in_place(attempt: _Attempt, overwrite: bool) -> None:
         except OSError as error:
             if not overwrite and attempt.place.exists():
                 raise CheckpointExists(
-                    f"{attempt.place} was made while this was written{at(caller())}\n"
-                    "  save to another path, or give overwrite=True"
+                    f"{attempt.place} was made while this was written",
+                    "save to another path, or give overwrite=True",
                 ) from error
             if not left or error.errno not in (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY):
                 raise

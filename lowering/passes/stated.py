@@ -12,7 +12,6 @@ from dflow.tracing.errors import DeviceError
 from dflow.tracing.ir.graph import Graph, Node
 from dflow.tracing.ir.ops import CONTROL_OPS
 from dflow.tracing.ir.types import RefType
-from dflow.tracing.source import at
 
 
 @dataclass(frozen=True)
@@ -31,27 +30,38 @@ class Stated:
         task, local = split_device_name(device or WITH_CALLER)
         if device in (None, WITH_CALLER, WITH_STATE, self.local):
             return None
-        where = at(node.loc) if node is not None else ""
+        loc = node.loc if node is not None else None
         if choices_in(device) is not None:
             raise DeviceError(
-                f"%{what} is to be where a step is shortest, and on a cluster that is not chosen{where}\n"
-                "  name a task, or a device of this process"
+                f"%{what} is to be where a step is shortest, and on a cluster that is not chosen",
+                "name a task, or a device of this process",
+                at=loc,
             )
         if local and task not in ("", self.local):
             raise DeviceError(
-                f"%{what} is placed on {device}, and a task chooses among its devices itself{where}\n"
-                f"  name the task alone, {short_device_name(task)}"
+                f"%{what} is placed on {device}, and a task chooses among its devices itself",
+                f"name the task alone, {short_device_name(task)}",
+                at=loc,
             )
         if local and local not in self.devices:
             fact, remedy = no_device(local, self.devices)
-            raise DeviceError(f"%{what} is placed on {local}, but {fact}{where}\n  {remedy}")
+            raise DeviceError(
+                f"%{what} is placed on {local}, but {fact}",
+                remedy,
+                at=loc,
+            )
         if not local and task not in self.tasks:
             if expected := no_such_job(task, self.tasks):
-                raise DeviceError(f"%{what}: {expected}{where}\n  correct the name")
+                raise DeviceError(
+                    f"%{what}: {expected}",
+                    "correct the name",
+                    at=loc,
+                )
             offered = ", ".join(map(short_device_name, self.tasks))
             raise DeviceError(
-                f"%{what} is placed on {device}, but no task offers it; the tasks are {offered}{where}\n"
-                "  name one of these, or start more tasks"
+                f"%{what} is placed on {device}, but no task offers it; the tasks are {offered}",
+                "name one of these, or start more tasks",
+                at=loc,
             )
         return device_name(self.local, local) if local else task
 

@@ -133,8 +133,8 @@ def _check_state(problem: Problem) -> None:
         needed = sum(unit.state_bytes for unit in problem.units if unit.devices == (device,))
         if limit is not None and needed > limit:
             raise DeviceError(
-                f"the variables on {problem.machine.names[device]} take {needed:,} bytes, but it has {limit:,}\n"
-                "  create some of them on another device"
+                f"the variables on {problem.machine.names[device]} take {needed:,} bytes, but it has {limit:,}",
+                "create some of them on another device",
             )
 
 

@@ -239,8 +239,8 @@ class Meter:
     def _in_time(self, what: str) -> None:
         if self._clock() > self._until:
             raise DeadlineExceeded(
-                f"{what}, but the {self._deadline_s:g} s for measuring the devices of this process are over\n"
-                "  something else keeps them busy; place the ops by name, as in dflow.device('cpu:0')"
+                f"{what}, but the {self._deadline_s:g} s for measuring the devices of this process are over",
+                "something else keeps them busy; place the ops by name, as in dflow.device('cpu:0')",
             )
 
 

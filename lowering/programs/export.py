@@ -144,8 +144,8 @@ def exported(
         raise _blamed(program, platforms, disabled_checks, error) from error
     if made.nr_devices != 1:
         raise ExportError(
-            f"{program.name} runs on {made.nr_devices} devices at once, and an export is for one"
-            f"\n  export what runs on each of them"
+            f"{program.name} runs on {made.nr_devices} devices; an export runs on one",
+            "export what runs on each of them",
         )
     try:
         return made, bytes(made.serialize(vjp_order=vjp_order))
@@ -153,8 +153,8 @@ def exported(
         raise ExportError(_unknown_dtype(program, error)) from error
     except Exception as error:
         raise ExportError(
-            f"{program.name} cannot be exported with vjp_order={vjp_order}: {_first_line(error)}\n"
-            "  export it with vjp_order=0, or write it so that it can be differentiated"
+            f"{program.name} cannot be exported with vjp_order={vjp_order}: {_first_line(error)}",
+            "export it with vjp_order=0, or write it so that it can be differentiated",
         ) from error
 
 
@@ -175,8 +175,8 @@ def _unknown_dtype(program: PureProgram, error: KeyError) -> str:
 def _refuse_types(name: str, jaxpr: Jaxpr) -> None:
     if types := strange_types(jaxpr):
         raise ExportError(
-            f"{name} takes, gives or closes over {types[0]}, which is no array and cannot be exported\n"
-            "  pass the array it holds (of a jax.Ref, ref[...]), or keep that in a dflow.Variable"
+            f"{name} takes, gives or closes over {types[0]}, which is no array and cannot be exported",
+            "pass the array it holds (of a jax.Ref, ref[...]), or keep that in a dflow.Variable",
         )
 
 
@@ -185,7 +185,7 @@ def _refuse_variables(name: str, variables: Sequence[Variable]) -> None:
     for variable in variables:
         if (other := named.setdefault(variable.name, variable)) is not variable:
             raise ExportError(
-                f"{name} uses two variables called {variable.name!r}, by which an export tells them apart"
+                f"{name} uses two variables named {variable.name!r}; an export identifies variables by their names"
                 f"{at(other.loc)}{at(variable.loc)}\n  give one of them another name"
             )
 
@@ -211,7 +211,11 @@ def _refuse_ops(name: str, jaxpr: Jaxpr) -> None:
         found = _refusal(equation)
         if found is not None:
             fact, remedy = found
-            raise ExportError(f"{name} cannot be exported: {fact}{at(_line(equation))}\n  {remedy}")
+            raise ExportError(
+                f"{name} cannot be exported: {fact}",
+                remedy,
+                at=_line(equation),
+            )
 
 
 def _refusal(equation: Equation) -> tuple[str, str] | None:
@@ -281,8 +285,8 @@ def _blamed(
     said = _first_line(error)
     if "Invalid mixing of symbolic scopes" in said:
         return ExportError(
-            f"{program.name} cannot be exported: the letters in its shapes are of two scopes\n"
-            "  make all of them with dflow.spec, or with one jax.export.SymbolicScope"
+            f"{program.name} cannot be exported: the letters in its shapes are of two scopes",
+            "make all of them with dflow.spec, or with one jax.export.SymbolicScope",
         )
     try:
         jaxpr, _, _ = make_jaxpr(flat, *leaves)
@@ -305,8 +309,9 @@ def _blamed(
             f"disabled_checks=[jax.export.DisabledSafetyCheck.custom_call({target!r})]"
         )
     return ExportError(
-        f"{program.name} cannot be exported for {', '.join(failing or platforms)}: {name} is in the way"
-        f"{at(_line(culprit))}\n  JAX says: {said}\n  {remedy}"
+        f"{program.name} cannot be exported for {', '.join(failing or platforms)}: {name} is in the way",
+        f"JAX says: {said}\n  {remedy}",
+        at=_line(culprit),
     )
 
 

@@ -162,7 +162,7 @@ def flatten(tree: Tree, value: Any, path: str) -> list[Any]:
 
 def _expect(holds: bool, tree: Tree, value: Any, path: str) -> None:
     if not holds:
-        raise MismatchError(f"{path} is due as {text(tree)}, and given as {_described(value)}")
+        raise MismatchError(f"{path}: expected {text(tree)}, got {_described(value)}")
 
 
 def _described(value: Any) -> str:

@@ -112,8 +112,9 @@ class HeldAccumulator(Shared[AccumulatorEvent]):
         distinct, places = np.unique(indices, return_inverse=True)
         if len(distinct) > component.count:
             raise AccumulatorError(
-                f"accumulator {self.name!r} would hold {len(distinct)} different rows, but a take gives {component}"
-                f"{where}\n  give its spec more rows, or make that part of it dense"
+                f"accumulator {self.name!r} would hold {len(distinct)} different rows, but a take gives "
+                f"{component}{where}",
+                "give its spec more rows, or make that part of it dense",
             )
         total = np.zeros((len(distinct), *rows.shape[1:]), rows.dtype)
         np.add.at(total, places, rows)

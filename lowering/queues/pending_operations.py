@@ -161,7 +161,10 @@ class Shared(ABC, Generic[Event]):
             raise self._gone_error(self._gone, where)
 
     def _gone_error(self, gone: Gone, where: str) -> DflowError:
-        return self.error(f"{gone.reason}{where}\n  {gone.remedy}")
+        return self.error(
+            f"{gone.reason}{where}",
+            gone.remedy,
+        )
 
     def _end(self, ticket: int, error: BaseException | None) -> None:
         """End a pending operation with an error, by default that of its deadline."""

@@ -130,12 +130,16 @@ class HeldQueue(Shared[QueueEvent]):
         if self._failure is None:
             what = f"{waiter.what}{_part(waiter, left)}"
             fact = f"queue {self.name!r} is closed and cannot {what}; {self._held()}{waiter.where}"
-            return QueueClosed(f"{fact}\n  {_CLOSED[waiter.what.split()[0]]}")
+            return QueueClosed(
+                fact,
+                f"{_CLOSED[waiter.what.split()[0]]}",
+            )
         failure, fed = self._failure
         error = FeedError(
-            f"queue {self.name!r} cannot {waiter.what}, because what feeds it failed; {self._held()}{waiter.where}\n"
-            f"  it raised {type(failure).__name__}: {failure}{at(raised_at(failure))}\n"
-            f"  it is fed{fed}"
+            f"queue {self.name!r} cannot {waiter.what}, because what feeds it failed; {self._held()}{waiter.where}"
+            f"\n  it raised {type(failure).__name__}: {failure}",
+            f"it is fed{fed}",
+            at=raised_at(failure),
         )
         error.__cause__ = failure
         return error

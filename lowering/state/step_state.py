@@ -19,7 +19,6 @@ from dflow.lowering.state.store_lock import LOOK_S, STEP_S, Found, StoreLock
 from dflow.lowering.values.held_value import READ, HeldValue, taken_from, within_the_step
 from dflow.tracing.errors import DeadlineExceeded, VariableError
 from dflow.tracing.jax_frontend import passes_handles
-from dflow.tracing.source import at, caller
 
 #: A step yields to waiting threads for at most this time before its next call, in s: they may wait for that call.
 PATIENCE_S = 0.05
@@ -185,15 +184,15 @@ class StepState:
                 continue
             if self.is_mine():
                 raise VariableError(
-                    f"{self.name} is called within a call of it, by a callback or a handler of a signal{at(caller())}\n"
-                    "  call another function, or have the handler set a flag and look at it between steps"
+                    f"{self.name} is called within a call of it, by a callback or a handler of a signal",
+                    "call another function, or have the handler set a flag and look at it between steps",
                 )
             until = until or time.monotonic() + STEP_S
             left = until - time.monotonic()
             if left <= 0:
                 raise DeadlineExceeded(
-                    f"{self.name} has been in a call on another thread for {STEP_S:g} s{at(caller())}\n"
-                    "  does a callback of that call wait for this thread?"
+                    f"{self.name} has been in a call on another thread for {STEP_S:g} s",
+                    "does a callback of that call wait for this thread?",
                 )
             self._ended = self._ended or threading.Condition(turns.lock)
             self._callers += 1

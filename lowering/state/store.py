@@ -367,7 +367,10 @@ class Store:
         held = self._held.get(key)
         if held is None and key in self._gone:
             reason, remedy = self._gone[key]
-            raise VariableError(f"{reason}{at(caller())}\n  {remedy}")
+            raise VariableError(
+                reason,
+                remedy,
+            )
         if held is None:
             there = sorted(map(shown, self._held)) or "none"
             raise VariableError(f"no variable {shown(key)!r} is held here; there are {there}")
@@ -401,7 +404,8 @@ class _Wait:
             name = next(key for key, held in zip(keys, found, strict=True) if held.at is busy)
             raise DeadlineExceeded(
                 f"variable {shown(name)!r} is asked for, but a call of {busy.name}, which has it, has not ended within "
-                f"{STEP_S:g} s{at(caller())}\n  does a callback of that call wait for this thread?"
+                f"{STEP_S:g} s",
+                "does a callback of that call wait for this thread?",
             )
         self._store.turns.pause(self._store.turns.changed, min(left, LOOK_S))
 

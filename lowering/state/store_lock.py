@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from dflow.tracing.errors import VariableError
-from dflow.tracing.source import at, caller
 
 Found = TypeVar("Found")
 
@@ -37,8 +36,8 @@ class StoreLock:
         with self.lock:
             if self.is_inside:
                 raise VariableError(
-                    f"a handler of a signal uses variables while the thread it came to is about to use some"
-                    f"{at(caller())}\n  have the handler set a flag, and look at the flag between steps"
+                    "a handler of a signal uses variables while the thread it came to is about to use some",
+                    "have the handler set a flag, and look at the flag between steps",
                 )
             self.is_inside = True
             try:

@@ -37,12 +37,13 @@ class Making:
         """
         if self.thread == threading.get_ident():
             raise VariableError(
-                f"the initialiser of variable {key!r} creates variable {key!r} itself\n  give one of them another name"
+                f"the initialiser of variable {key!r} creates variable {key!r} itself",
+                "give one of them another name",
             )
         if not self.ended.wait(MAKING_S):
             raise DeadlineExceeded(
-                f"the initialiser of variable {key!r}, on another thread, has not ended within {MAKING_S:g} s\n"
-                "  does it wait for this thread?"
+                f"the initialiser of variable {key!r}, on another thread, has not ended within {MAKING_S:g} s",
+                "does it wait for this thread?",
             )
 
 

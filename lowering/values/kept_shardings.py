@@ -17,7 +17,6 @@ from dflow.lowering.values.held_value import shown
 from dflow.tracing.errors import VariableShapeError
 from dflow.tracing.ir.explicit_sharding import is_explicit, is_split
 from dflow.tracing.ir.types import array_type_of
-from dflow.tracing.source import at, caller
 
 
 def is_spread(place: Sharding | None) -> TypeGuard[Sharding]:
@@ -49,8 +48,8 @@ def refuse_divided(key: str, value: Any) -> None:
     type = array_type_of(value)
     if is_split(type.sharding):
         raise VariableShapeError(
-            f"variable {shown(key)!r} is spread over no mesh, but is written a value of {type}{at(caller())}\n"
-            "  make it spread so, dflow.Variable(..., sharding=jax.sharding.NamedSharding(mesh, spec))"
+            f"variable {shown(key)!r} is spread over no mesh, but is written a value of {type}",
+            "make it spread so, dflow.Variable(..., sharding=jax.sharding.NamedSharding(mesh, spec))",
         )
 
 

@@ -77,7 +77,7 @@ def test_a_priority_queue_gives_the_lowest_first() -> None:
     for priority, value in ((3, 0.0), (-1, 1.0), (3, 2.0), (0, 3.0)):
         queue.enqueue((priority, value))
     assert queue.dequeue_many(4)[1].tolist() == [1, 3, 0, 2]
-    with pytest.raises(QueueError, match="the first component of a priority queue is its priority, an int32 or int64"):
+    with pytest.raises(QueueError, match="priority queue: expected an int32 or int64 scalar as its first component"):
         dflow.PriorityQueue(8, (F32, I32))
 
 

@@ -343,14 +343,20 @@ def _flat_arguments(arguments: Any) -> tuple[list[Any], Any]:
 def _flat_like(what: str, value: Any, tree: Any) -> list[Any]:
     given: Any = jax.tree_util.tree_structure(value)
     if given != tree:
-        raise GraphTypeError(f"the structure of {what} is {given} where {tree} is due{at(caller())}")
+        raise GraphTypeError(
+            f"the structure of {what}: expected {tree}, got {given}",
+            at=caller(),
+        )
     return list(jax.tree_util.tree_leaves(value))
 
 
 def _check_fits(what: str, value: Any, type: Any) -> None:
     given = array_type_of(value)
     if given.shape != type.shape or (given.dtype != type.dtype and not given.weak):
-        raise GraphTypeError(f"{what} is {given} where {type} is due{at(caller())}")
+        raise GraphTypeError(
+            f"{what}: expected {type}, got {given}",
+            at=caller(),
+        )
 
 
 def _check_any(function: str, wrt: Sequence[Any], picked: Sequence[Any]) -> None:
@@ -360,16 +366,16 @@ def _check_any(function: str, wrt: Sequence[Any], picked: Sequence[Any]) -> None
 
 def _nothing(function: str, why: str) -> GraphTypeError:
     return GraphTypeError(
-        f"nothing to differentiate: {why}{at(caller())}\n"
-        f"  name the variables, dflow.{function}(loss, [w]), or give arguments and argnums"
+        f"nothing to differentiate: {why}",
+        f"name the variables, dflow.{function}(loss, [w]), or give arguments and argnums",
     )
 
 
 def _check_function(function: str, fun: Any) -> None:
     if not callable(fun) or isinstance(fun, Variable):
         raise GraphTypeError(
-            f"{function} was given {type(fun).__name__} to differentiate, which is no function{at(caller())}\n"
-            f"  the function comes first: dflow.{function}(loss, [w])"
+            f"{function} was given {type(fun).__name__} to differentiate, which is no function",
+            f"the function comes first: dflow.{function}(loss, [w])",
         )
 
 
@@ -377,22 +383,22 @@ def _check_variables(function: str, wrt: Sequence[Any]) -> None:
     for leaf in wrt:
         if not isinstance(leaf, Variable):
             raise VariableError(
-                f"{function} was given {type(leaf).__name__} among its variables{at(caller())}\n"
-                "  to differentiate with respect to arguments, give argnums"
+                f"{function} was given {type(leaf).__name__} among its variables",
+                "to differentiate with respect to arguments, give argnums",
             )
         _check_floating(f"variable {leaf.name!r}", leaf.dtype)
         if not leaf.trainable:
             raise VariableError(
-                f"variable {leaf.name!r} is not trainable{at(caller())}\n"
-                "  leave it out, for instance by dflow.trainable_variables(tree), or make it with trainable=True"
+                f"variable {leaf.name!r} is not trainable",
+                "leave it out, for instance by dflow.trainable_variables(tree), or make it with trainable=True",
             )
 
 
 def _check_floating(what: str, dtype: Any) -> None:
     if not jnp.issubdtype(dtype, jnp.inexact):
         raise GraphTypeError(
-            f"{what} is {dtype}, which has no gradient{at(caller())}\n"
-            "  leave it out, or make it floating with .astype(jnp.float32)"
+            f"{what} is {dtype}, which has no gradient",
+            "leave it out, or make it floating with .astype(jnp.float32)",
         )
 
 
@@ -405,7 +411,10 @@ def _pick(
         if not args:
             raise _nothing(function, "the function has no arguments, and no variables were given")
         if not -len(args) <= number < len(args):
-            raise GraphTypeError(f"argnums has {number} but the function was given {len(args)} arguments{at(caller())}")
+            raise GraphTypeError(
+                f"argnums has {number} but the function was given {len(args)} arguments",
+                at=caller(),
+            )
     numbers = [number % len(args) for number in numbers]
     chosen: Any = tuple(args[number] for number in numbers)
     leaves, tree = _flat_arguments(chosen[0] if isinstance(argnums, int) else chosen)
@@ -423,13 +432,13 @@ def _pick(
 def _scalar(value: Any) -> Any:
     if not hasattr(value, "dtype") and not isinstance(value, (int, float)):
         raise GraphTypeError(
-            f"the function to differentiate returned {type(value).__name__}, not a scalar{at(caller())}\n"
-            "  return a number, or (number, aux) with has_aux=True"
+            f"the function to differentiate returned {type(value).__name__}, not a scalar",
+            "return a number, or (number, aux) with has_aux=True",
         )
     array = jnp.asarray(value)
     if array.shape != () or not jnp.issubdtype(array.dtype, jnp.floating):
         raise GraphTypeError(
-            f"the function to differentiate returned {array_type_of(array)}, not a real scalar{at(caller())}\n"
-            "  reduce it, for instance with .mean() or .sum()"
+            f"the function to differentiate returned {array_type_of(array)}, not a real scalar",
+            "reduce it, for instance with .mean() or .sum()",
         )
     return array

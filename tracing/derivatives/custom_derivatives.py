@@ -22,7 +22,6 @@ from jax.custom_derivatives import SymbolicZero
 
 from dflow.tracing.errors import DflowError
 from dflow.tracing.jax_frontend import Jaxpr, is_literal, line_bound, make_jaxpr, touches_state
-from dflow.tracing.source import at
 
 _Values = list[Any]
 
@@ -153,9 +152,10 @@ class CustomCall:
         ]
         if names:
             raise DflowError(
-                f"a function with a derivative rule of its own gives a result that depends on variables "
-                f"({', '.join(names)}), and the rule says nothing of their derivative{at(line_bound())}\n"
-                f"  pass the value as an argument, {names[0]}.read(), and let the rule say it"
+                f"a function with a custom derivative rule gives a result that depends on variables "
+                f"({', '.join(names)}), and the rule says nothing of their derivative",
+                f"pass the value as an argument, {names[0]}.read(), and let the rule say it",
+                at=line_bound(),
             )
 
 
@@ -193,8 +193,9 @@ def _refuse_state(pull: Callable[..., Any], cotangents: _Values) -> None:
     jaxpr, _, _ = make_jaxpr(pull, cotangents)
     if touches_state(jaxpr.effects):
         raise DflowError(
-            f"the backward rule of a custom_vjp function uses variables, and when it runs they may hold another value"
-            f"{at(line_bound())}\n  read them in the forward rule, and hand the values on as residuals"
+            "the backward rule of a custom_vjp function uses variables, and when it runs they may hold another value",
+            "read them in the forward rule, and hand the values on as residuals",
+            at=line_bound(),
         )
 
 

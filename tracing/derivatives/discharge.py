@@ -39,7 +39,6 @@ from dflow.tracing.jax_frontend import (
 from dflow.tracing.primitives.host_primitives import host_p
 from dflow.tracing.primitives.state_primitives import gather_p, read_p, update_p
 from dflow.tracing.rows.lookups import BODIES, CALLS, BodyLookups, Found, Lookups, Site, Table, sites_inside, sites_of
-from dflow.tracing.source import at
 
 
 class Border:
@@ -80,9 +79,9 @@ class State:
         self, values: Mapping[Any, Any], lookups: Lookups | None = None, given: Mapping[int, Any] | None = None
     ) -> None:
         self._values = dict(values)
-        #: Serves the variables that are only looked up in, of which there is no value.
+        #: Serves the variables that are only looked up in and have no value here.
         self.lookups = lookups
-        #: What stands for constants of the program and of what is inside it, by the identity of the constant.
+        #: Replacements for constants of the program and of programs inside it, by the identity of the constant.
         self.given = given or {}
 
     def __getitem__(self, variable: Any) -> Any:
@@ -133,17 +132,17 @@ class State:
 
 
 def constants_within(jaxpr: Jaxpr, consts: Sequence[Any]) -> list[Any]:
-    """The constants of a program and of what is inside it, each once, for which `State.given` may have others."""
+    """Return the constants of a program and of programs inside it, each once; `State.given` may replace them."""
     inner = [part for equation in jaxpr.eqns for part in _open_parts(equation)]
     found = [*consts, *(const for part in inner for const in constants_within(*part))]
     return list({id(const): const for const in found}.values())
 
 
 def _open_parts(equation: Equation) -> list[tuple[Jaxpr, list[Any]]]:
-    """The programs inside an equation, with their constants, save where these have to stay what they are.
+    """Return the programs inside an equation whose constants may be replaced, with these constants.
 
-    That is in the body of a kernel, and in a function with a derivative rule of its own, which does not say what the
-    derivative along a constant is.
+    The constants of a kernel stay, and those of a function with a custom derivative rule: the rule does not give the
+    derivative along a constant.
     """
     rule = _RULES.get(equation.primitive.name)
     return [] if rule is None or isinstance(rule, _Custom) else inner_parts(equation.params)
@@ -180,7 +179,8 @@ def apply(equation: Equation, operands: Sequence[Any], state: State) -> list[Any
         what = "queues and accumulators" if host_resources(equation.effects) else "variables"
         raise DflowError(
             f"{what} ({names}) are used inside {equation.primitive.name}, which cannot hold state yet; "
-            f"read before it and write after it{at(origin_of(equation).loc)}"
+            f"read before it and write after it",
+            at=origin_of(equation).loc,
         )
     with origin_of(equation).restored():
         return rule(equation.params, list(operands), state)
@@ -195,7 +195,7 @@ def run_bodies(
 
 
 def _apply_to_table(equation: Equation, operands: Sequence[Any], state: State) -> list[Any]:
-    """Run a gather from a variable that is only looked up in, or a call of what looks it up."""
+    """Run a gather from a variable that is only looked up in, or a call of a function that contains one."""
     with origin_of(equation).restored():
         if equation.primitive.name in CALLS:
             return evaluate(*closed_parts(equation.params[CALLS[equation.primitive.name]]), operands, state)
@@ -220,7 +220,7 @@ def _update(params: Mapping[str, Any], operands: list[Any], state: State) -> lis
 
 
 def _use_resource(params: Mapping[str, Any], operands: list[Any], state: State) -> list[Any]:
-    # What is put in carries no gradient to whoever takes it out.
+    # An element that is taken out of a queue carries no gradient to the value that was put in.
     return list(host_p.bind(*map(jax.lax.stop_gradient, operands), **params))
 
 
@@ -356,8 +356,9 @@ def _while(params: Mapping[str, Any], operands: list[Any], state: State) -> list
     if _written(params["cond_jaxpr"]):
         names = ", ".join(variable.name for variable in _written(params["cond_jaxpr"]))
         raise DflowError(
-            f"the condition of a while_loop writes variables ({names}){at(line_bound())}\n"
-            "  write them in its body, which runs once for each time that the condition holds"
+            f"the condition of a while_loop writes variables ({names})",
+            "write them in its body, which runs once for each time that the condition holds",
+            at=line_bound(),
         )
 
     def live(carry: Any) -> Any:
@@ -373,7 +374,7 @@ def _while(params: Mapping[str, Any], operands: list[Any], state: State) -> list
 
 
 def still_live(cond: Any, live: Callable[[], Any], after: Sequence[Any], before: Sequence[Any]) -> list[Any]:
-    """The carry after a turn of a loop: under `vmap` an element whose condition is false keeps what it had."""
+    """Return the carry after an iteration: under `vmap` an element whose condition is false keeps its value."""
     if closed_parts(cond)[0].outvars[0].aval.shape == ():
         return list(after)
     turned = live()
@@ -391,8 +392,9 @@ def _shard_map(params: Mapping[str, Any], operands: list[Any], state: State) -> 
     if written and not params["check_vma"]:
         raise DflowError(
             f"variable {written[0].name!r} is written in a shard_map with check_vma=False, where JAX does not tell "
-            f"whether all shards write the same{at(line_bound())}\n"
-            "  leave check_vma on, or return the value from the shard_map and write it outside"
+            f"whether all shards write the same",
+            "leave check_vma on, or return the value from the shard_map and write it outside",
+            at=line_bound(),
         )
 
     def body(values: list[Any], operands: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -420,13 +422,14 @@ def _refuse_unlike_shards(written: list[Any], state: State) -> None:
         if axes := axes_along_which_it_varies(state[variable]):
             names = ", ".join(map(repr, axes))
             raise DflowError(
-                f"variable {variable.name!r} is written in a shard_map a value that differs along {names}"
-                f"{at(line_bound())}\n  write what is the same in all shards, such as jax.lax.psum(value, {names})"
+                f"variable {variable.name!r} is written in a shard_map a value that differs along {names}",
+                f"write what is the same in all shards, such as jax.lax.psum(value, {names})",
+                at=line_bound(),
             )
 
 
 class _Custom:
-    """A call of a function that has a derivative rule of its own."""
+    """A call of a function with a custom derivative rule."""
 
     def __init__(self, primitive: str, method: Callable[[CustomCall, list[Any], list[Any]], Any]) -> None:
         self._primitive = primitive
@@ -462,8 +465,9 @@ def _refuse_others(jaxpr: Jaxpr, touched: list[Any], written: list[Any]) -> None
     strange += [variable.name for variable in writes if variable not in written and variable.name not in strange]
     if strange:
         raise DflowError(
-            f"a derivative rule uses variables ({', '.join(strange)}) that its function does not use so"
-            f"{at(line_bound())}\n  use them in the function too, or pass what the rule needs as an argument"
+            f"a derivative rule uses variables ({', '.join(strange)}) that its function does not use so",
+            "use them in the function too, or pass what the rule needs as an argument",
+            at=line_bound(),
         )
 
 

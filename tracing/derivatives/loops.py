@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from dflow.tracing.errors import DflowError, GraphTypeError
 from dflow.tracing.jax_frontend import accesses, make_jaxpr
-from dflow.tracing.source import at, caller
+from dflow.tracing.source import caller
 
 #: JAX's error for a loop whose number of iterations is unknown, and the remedy.
 NOT_REVERSED = "Reverse-mode differentiation does not work for lax.while_loop"
@@ -37,7 +37,10 @@ def while_loop(cond: Callable[[Any], Any], body: Callable[[Any], Any], init: Any
     Raises GraphTypeError for a `max_iters` that is no positive integer, DflowError when `cond` writes variables.
     """
     if type(max_iters) is not int or max_iters < 1:
-        raise GraphTypeError(f"while_loop was given max_iters={max_iters!r}, not a positive integer{at(caller())}")
+        raise GraphTypeError(
+            f"while_loop was given max_iters={max_iters!r}, not a positive integer",
+            at=caller(),
+        )
     _refuse_writes(cond, init)
     inner = math.isqrt(max_iters - 1) + 1
     outer = -(-max_iters // inner)
@@ -71,6 +74,6 @@ def _refuse_writes(cond: Callable[[Any], Any], init: Any) -> None:
     if writes:
         names = ", ".join(variable.name for variable in writes)
         raise DflowError(
-            f"the condition of a while_loop writes variables ({names}){at(caller())}\n"
-            "  write them in its body, which runs once for each time that the condition holds"
+            f"the condition of a while_loop writes variables ({names})",
+            "write them in its body, which runs once for each time that the condition holds",
         )

@@ -15,7 +15,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 
 from dflow.tracing.devices.device_name import full_device_name
 from dflow.tracing.errors import DeviceError
-from dflow.tracing.source import at, caller
+from dflow.tracing.source import caller
 
 #: The key under which a device scope travels in JAX's trace context.
 METADATA_KEY = "dflow_device"
@@ -41,7 +41,10 @@ def device(name: str) -> Iterator[None]:
     try:
         full = full_device_name(name)
     except DeviceError as error:
-        raise DeviceError(f"{error}{at(caller())}") from None
+        raise DeviceError(
+            str(error),
+            at=caller(),
+        ) from None
     with device_scope(full):
         yield
 

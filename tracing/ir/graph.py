@@ -7,7 +7,7 @@ queues of a `QueueType`; a node that touches one says so by its op's effects, wh
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -115,7 +115,11 @@ class Node:
     @property
     def effects(self) -> tuple[tuple[Effect, Value | None], ...]:
         """Each effect with the variable it is on, or None when it is on none."""
-        return self.op.effects_of(self)
+        if self.bodies:
+            return _effects_of_bodies(self)
+        # A resource is never a literal.
+        operands: Sequence[Any] = self.inputs
+        return tuple((effect, None if index is None else operands[index]) for effect, index in self.op.declared)
 
     @property
     def has_effects(self) -> bool:
@@ -156,6 +160,18 @@ class Node:
 
     def __repr__(self) -> str:
         return f"Node({', '.join(map(repr, self.outputs))} = {self.op.name})"
+
+
+def _effects_of_bodies(node: Node) -> tuple[tuple[Effect, Value | None], ...]:
+    """Return the effects of the nodes in the bodies, each once, on the operands of `node`."""
+    found: dict[tuple[Effect, Value | None], None] = {}
+    for body in node.bodies:
+        outer = dict(zip(body.inputs, node.handed, strict=True))
+        for inner in body.nodes:
+            for effect, resource in inner.effects:
+                operand: Any = None if resource is None else outer[resource]
+                found[effect, operand] = None
+    return tuple(found)
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,14 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from dflow.tracing.errors import InternalError
 from dflow.tracing.ir.effects import Effect
 from dflow.tracing.ir.types import Type
-
-if TYPE_CHECKING:
-    from dflow.tracing.ir.graph import Node, Value
 
 #: An effect and the index of the operand it is on; None for an effect that is on no operand.
 Declared = tuple[Effect, int | None]
@@ -55,32 +52,8 @@ class OpDef:
         """Whether it is an op on a queue or an accumulator."""
         return any(effect in (Effect.RELEASE, Effect.ACQUIRE) for effect, _ in self.declared)
 
-    def effects_of(self, node: Node) -> tuple[tuple[Effect, Value | None], ...]:
-        """The effects of a node of this op, each with the value it is on."""
-        if node.bodies:
-            return _effects_of_bodies(node)
-        if not self.declared:
-            return ()
-        return tuple((effect, None if index is None else _ref(node, index)) for effect, index in self.declared)
-
     def __repr__(self) -> str:
         return self.name
-
-
-def _ref(node: Node, index: int) -> Value:
-    operand: Value = node.inputs[index]  # type: ignore[assignment]  # a literal is no resource
-    return operand
-
-
-def _effects_of_bodies(node: Node) -> tuple[tuple[Effect, Value | None], ...]:
-    found: dict[tuple[Effect, Value | None], None] = {}
-    for body in node.bodies:
-        outer = dict(zip(body.inputs, node.handed, strict=True))
-        for inner in body.nodes:
-            for effect, resource in inner.effects:
-                operand: Any = None if resource is None else outer[resource]
-                found[effect, operand] = None
-    return tuple(found)
 
 
 #: Every op of ours, by name.

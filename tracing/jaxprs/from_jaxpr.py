@@ -48,7 +48,6 @@ from dflow.tracing.primitives.kernel_choice import is_kernel
 from dflow.tracing.primitives.state_primitives import gather_p, name_p, read_p, split_p, update_p
 from dflow.tracing.rows.keep_rows import keep_rows
 from dflow.tracing.rows.lookups import CALLS
-from dflow.tracing.source import at
 
 _INLINED = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 
@@ -264,12 +263,14 @@ class _Builder:
             shown = ", ".join(resource.title for resource in host_resources(equation.effects))
             if not shown:
                 raise DeviceError(
-                    f"{kind} holds ops for several devices, and cannot be cut{at(origin_of(equation).loc)}\n"
-                    f"  name one device inside it, or divide it by a loop or branch: {', '.join(_CONTROL)}"
+                    f"{kind} holds ops for several devices, and cannot be cut",
+                    f"name one device inside it, or divide it by a loop or branch: {', '.join(_CONTROL)}",
+                    at=origin_of(equation).loc,
                 )
             raise DflowError(
-                f"{shown}: used inside {kind}, which cannot hold ops that wait{at(origin_of(equation).loc)}\n"
-                f"  use them before it or after it, or inside {', '.join(_CONTROL)}"
+                f"{shown}: used inside {kind}, which cannot hold ops that wait",
+                f"use them before it or after it, or inside {', '.join(_CONTROL)}",
+                at=origin_of(equation).loc,
             )
         control = _CONTROL[kind](equation.params, inputs)
         parallel = origin_of(equation).parallel

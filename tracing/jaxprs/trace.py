@@ -82,7 +82,7 @@ def traced_from(
     graph, variables, constants = graph_of(jaxpr, consts, names)
     warn_of_namesakes(variables)
     constants = tuple(map(captured, constants))
-    # JAX builds the user's classes anew to say which arguments are donated, and some check what they are given.
+    # JAX builds the user's classes again to say which arguments are donated, and some check what they are given.
     infos = jax.tree_util.tree_leaves(handles(looked.args_info)) if donates(looked) else ()
     donated = tuple(index for index, info in enumerate(infos) if info.donated)
     meshes = meshes_of(getattr(value, "sharding", None) for value in (*constants, *leaves))

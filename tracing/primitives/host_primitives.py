@@ -20,12 +20,11 @@ from dflow.tracing.ir.resource_op import ResourceOp
 from dflow.tracing.ir.types import ArrayType
 from dflow.tracing.jax_frontend import Handle, HostEffect, line_bound
 from dflow.tracing.primitives.watched_primitive import BATCHED, LOOPED, WatchedPrimitive
-from dflow.tracing.source import at, caller
 
 #: What JAX's traces that an op must not reach would do to it.
 _FACTS = {
     BATCHED: "is used under vmap, which would share or repeat the op along the batch",
-    LOOPED: "is used inside a loop that is differentiated, out of which JAX would take the op",
+    LOOPED: "is used inside a loop that is differentiated, and JAX would move the op out of the loop",
 }
 
 
@@ -65,8 +64,8 @@ def _refuse_lost_value(primals: Any, tangents: Any, *, handle: Handle, op: OpDef
 
 def _refuse_plain_jit(*_: Any, handle: Handle, **__: Any) -> Any:
     raise PlainJitError(
-        f"{handle.variable.title} is used in a function that JAX compiles without dflow{at(caller())}\n"
-        "  decorate the outermost function with @dflow.jit"
+        f"{handle.variable.title} is used in a function that JAX compiles without dflow",
+        "decorate the outermost function with @dflow.jit",
     )
 
 

@@ -25,7 +25,7 @@ from jax.interpreters import batching, mlir
 
 from dflow.tracing.errors import KernelError
 from dflow.tracing.jax_frontend import lower_by_platform, make_jaxpr, touches_state, trace_context
-from dflow.tracing.source import Loc, at
+from dflow.tracing.source import Loc
 
 #: From flat arrays to flat arrays.
 Flat = Callable[..., Sequence[Any]]
@@ -75,13 +75,15 @@ class Choice:
     def _refuse_impure(self, jaxpr: Any, consts: Sequence[Any]) -> None:
         if touches_state(jaxpr.effects):
             raise KernelError(
-                f"kernel {self.name!r} uses variables or queues, and its implementations know nothing of these"
-                f"{at(self.plain.loc)}\n  give it their values as arguments"
+                f"kernel {self.name!r} uses variables or queues, and its implementations know nothing of these",
+                "give it their values as arguments",
+                at=self.plain.loc,
             )
         if any(isinstance(const, jax.core.Tracer) for const in consts):
             raise KernelError(
-                f"kernel {self.name!r} closes over a value of the function that is traced{at(self.plain.loc)}\n"
-                "  give it the value as an argument"
+                f"kernel {self.name!r} closes over a value of the function that is traced",
+                "give it the value as an argument",
+                at=self.plain.loc,
             )
 
     def __call__(self, *leaves: Any) -> list[Any]:

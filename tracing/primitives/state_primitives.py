@@ -37,7 +37,7 @@ from dflow.tracing.jax_frontend import (
 )
 from dflow.tracing.primitives.namesakes import warn_of_namesakes
 from dflow.tracing.primitives.watched_primitive import BATCHED, WatchedPrimitive
-from dflow.tracing.source import as_code, at, caller
+from dflow.tracing.source import as_code
 
 
 def _aval(type: ArrayType) -> Any:
@@ -58,16 +58,17 @@ def _refuse_whole_in_shards(handle: Handle) -> None:
     names = ", ".join(sorted(map(repr, axes)))
     raise VariableError(
         f"variable {handle.name!r} holds {handle.type} and is used inside a shard_map over {names}, where each shard "
-        f"would need the whole of it{at(caller())}\n"
-        f"  pass its value to the shard_map, {as_code(handle.name)}.read() with its own spec in in_specs, and write "
-        "what it returns"
+        f"would need the whole of it",
+        f"pass its value to the shard_map, {as_code(handle.name)}.read() with its own spec in in_specs, and write "
+        "what it returns",
     )
 
 
 def _refuse_plain_jit(*_: Any, handle: Handle, **__: Any) -> Any:
     raise PlainJitError(
-        f"variable {handle.name!r} is used in a function that JAX compiles without dflow{at(line_of_program())}\n"
-        f"  decorate the outermost function with @dflow.jit, or pass it the variable as an argument, to read it alone"
+        f"variable {handle.name!r} is used in a function that JAX compiles without dflow",
+        "decorate the outermost function with @dflow.jit, or pass it the variable as an argument, to read it alone",
+        at=line_of_program(),
     )
 
 
@@ -139,9 +140,10 @@ def _update_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, handle: Hand
         return update_p.bind(*primals, handle=handle, **params), []
     raise LostWriteError(
         f"variable {handle.name!r} is written a value that depends on what jax.grad differentiates, and JAX "
-        f"would drop that write{at(line_bound())}\n"
-        "  use dflow.grad or dflow.value_and_grad in the place of jax.grad: they carry the state through; "
-        "or write jax.lax.stop_gradient(value)"
+        f"would drop that write",
+        "use dflow.grad or dflow.value_and_grad instead of jax.grad: they carry the state through; "
+        "or write jax.lax.stop_gradient(value)",
+        at=line_bound(),
     )
 
 
@@ -160,9 +162,10 @@ def _update_batched(
     if reduce is None:
         raise VariableError(
             f"variable {handle.name!r} is written under vmap with a value that differs along the batch; which of the "
-            f"values should it hold?{at(line_bound())}\n"
-            "  reduce over the batch first, write outside the vmap, or sum over the batch with assign_add or\n"
-            '  scatter_add and reduce="sum"'
+            f"values should it hold?",
+            "reduce over the batch first, write outside the vmap, or sum over the batch with assign_add or"
+            '\n  scatter_add and reduce="sum"',
+            at=line_bound(),
         )
     whole = [_batch_first(arg, dim) for arg, dim in zip(args, dims, strict=True)]
     if not KINDS[kind].by_rows:
@@ -199,8 +202,9 @@ def _refuse_divided_writes(
             names = ", ".join(variable.name for variable in writes)
             raise VariableError(
                 f"variables ({names}) are written under vmap inside a {primitive.name} that may go another way for "
-                f"each element of the batch{at(line_bound())}\n"
-                "  write outside the vmap, or choose the value with jnp.where and write that"
+                f"each element of the batch",
+                "write outside the vmap, or choose the value with jnp.where and write that",
+                at=line_bound(),
             )
         return batch(axis_data, args, dims, **params)
 
@@ -227,8 +231,9 @@ def _refuse_lost_writes(rule: Callable[..., Any]) -> Callable[..., Any]:
             names = ", ".join(variable.name for variable in writes)
             raise LostWriteError(
                 f"variables ({names}) are written in a scan, map or fori_loop that plain jax.grad differentiates, and "
-                f"JAX would run those writes once or never{at(line_bound())}\n"
-                "  use dflow.grad or dflow.value_and_grad in the place of jax.grad: they carry the state through"
+                f"JAX would run those writes once or never",
+                "use dflow.grad or dflow.value_and_grad instead of jax.grad: they carry the state through",
+                at=line_bound(),
             )
         return rule(*args, **params)
 
@@ -248,8 +253,9 @@ mlir.register_lowering(name_p, lambda ctx, value, *, name: [value])
 def _refuse_batched(trace: str, params: Any) -> None:
     if trace == BATCHED:
         raise VariableError(
-            f"generator {params['generator']!r} is split under vmap, where all of the batch would get the same key"
-            f"{at(line_bound())}\n  split before, keys = generator.split(n), and map over the keys too"
+            f"generator {params['generator']!r} is split under vmap, where all of the batch would get the same key",
+            "split before, keys = generator.split(n), and map over the keys too",
+            at=line_bound(),
         )
 
 

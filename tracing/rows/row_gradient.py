@@ -16,7 +16,6 @@ import numpy as np
 
 from dflow.tracing.errors import GraphTypeError
 from dflow.tracing.rows.rows_to_dense import rows_to_dense
-from dflow.tracing.source import at, caller
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,8 +50,8 @@ class RowGradient:
             row = ",".join(["k", *map(str, self.shape[1:])])
             raise GraphTypeError(
                 f"a row gradient of {self.shape}: expected indices int32[k] and rows [{row}], "
-                f"got {indices.str_short()} and {rows.str_short()}{at(caller())}\n"
-                "  map a tree of gradients with is_leaf=dflow.is_row_gradient, or take gradient.dense()"
+                f"got {indices.str_short()} and {rows.str_short()}",
+                "map a tree of gradients with is_leaf=dflow.is_row_gradient, or take gradient.dense()",
             )
 
     @property
@@ -79,8 +78,8 @@ class RowGradient:
         if not isinstance(other, RowGradient) or other.shape != self.shape:
             given = f"one of {other.shape}" if isinstance(other, RowGradient) else type(other).__name__
             raise GraphTypeError(
-                f"a row gradient of {self.shape} was added to {given}{at(caller())}\n"
-                "  add its dense form, gradient.dense()"
+                f"a row gradient of {self.shape} was added to {given}",
+                "add its dense form, gradient.dense()",
             )
         self.check()
         other.check()
@@ -90,8 +89,8 @@ class RowGradient:
     def _scalar(self, factor: Any) -> Any:
         if jnp.ndim(factor) != 0:
             raise GraphTypeError(
-                f"a row gradient of {self.shape} was scaled by an array of {jnp.shape(factor)}{at(caller())}\n"
-                "  scale it by a number, or take its dense form, gradient.dense()"
+                f"a row gradient of {self.shape} was scaled by an array of {jnp.shape(factor)}",
+                "scale it by a number, or take its dense form, gradient.dense()",
             )
         return factor
 

@@ -59,8 +59,9 @@ class ConditionalAccumulator(HostResource):
         given: Any = limit
         if given is not None and (not isinstance(given, int | np.integer) or given < 1):
             raise AccumulatorError(
-                f"{self.title} cannot have the limit {limit!r}{at(self.loc)}\n"
-                "  give a number of gradients, from 1, or None"
+                f"{self.title} cannot have the limit {limit!r}",
+                "give a number of gradients, from 1, or None",
+                at=self.loc,
             )
         self.settings = AccumulatorSettings(self._checked(reduction), None if limit is None else int(limit))
         self.settle()
@@ -125,13 +126,13 @@ class ConditionalAccumulator(HostResource):
         number = known_number(n) or 0
         if number < 1:
             raise AccumulatorError(
-                f"{self.title}: take needs at least 1 gradient, not {number_text(n)}{at(caller())}\n"
-                "  how many must be a number that is known when the program is traced"
+                f"{self.title}: take needs at least 1 gradient, not {number_text(n)}",
+                "how many must be a number that is known when the program is traced",
             )
         if self.settings.limit is not None and number > self.settings.limit:
             raise AccumulatorError(
-                f"{self.title}: a take of {number} would wait for ever, for it holds at most {self.settings.limit}"
-                f"{at(caller())}\n  take as many as its limit or fewer, or give it another limit"
+                f"{self.title}: a take of {number} would wait for ever, for it holds at most {self.settings.limit}",
+                "take as many as its limit or fewer, or give it another limit",
             )
         return number
 
@@ -139,15 +140,18 @@ class ConditionalAccumulator(HostResource):
         value = read(step)
         given = array_type_of(value)
         if given.shape != () or not jnp.issubdtype(given.dtype, jnp.integer):
-            raise AccumulatorError(f"{self.title}: a step is {given}, not an integer{at(caller())}")
+            raise AccumulatorError(
+                f"{self.title}: a step is {given}, not an integer",
+                at=caller(),
+            )
         return np.int32(value) if isinstance(value, int) else jax.lax.convert_element_type(value, np.int32)
 
     def _operands(self, gradient: Any) -> list[Any]:
         flat, tree = jax.tree_util.tree_flatten_with_path(gradient, is_leaf=_is_leaf)
         if tree != self._tree:
             raise GraphTypeError(
-                f"{self.title} takes gradients structured as {self._tree}, but was given {tree}{at(caller())}\n"
-                "  apply a pytree of the structure of the spec"
+                f"{self.title} takes gradients structured as {self._tree}, but was given {tree}",
+                "apply a pytree of the structure of the spec",
             )
         leaves = zip(flat, self.type.components, strict=True)
         return [array for (path, leaf), component in leaves for array in self._arrays(path, leaf, component)]
@@ -159,17 +163,17 @@ class ConditionalAccumulator(HostResource):
             if not isinstance(leaf, RowGradient) or given != component.of:
                 shown = f"rows of {given}" if isinstance(leaf, RowGradient) else str(given)
                 raise GraphTypeError(
-                    f"{self.title} takes rows of {component.of}{where}, but was given {shown}{at(caller())}\n"
-                    "  apply the rows of a gradient of lookups, dflow.grad(..., rows=True), or "
-                    f"dflow.RowGradient(indices, rows, {component.of.shape})"
+                    f"{self.title} takes rows of {component.of}{where}, but was given {shown}",
+                    "apply the rows of a gradient of lookups, dflow.grad(..., rows=True), or "
+                    f"dflow.RowGradient(indices, rows, {component.of.shape})",
                 )
             return [jax.lax.convert_element_type(leaf.indices, np.int32), leaf.rows]
         array = converted(leaf.dense() if isinstance(leaf, RowGradient) else read(leaf), component)
         given = array_type_of(array).strong
         if given != component:
             raise GraphTypeError(
-                f"{self.title} takes {component}{where}, but was given {given}{at(caller())}\n"
-                "  apply a gradient of the shape and dtype of the spec, or make the accumulator with another spec"
+                f"{self.title} takes {component}{where}, but was given {given}",
+                "apply a gradient of the shape and dtype of the spec, or make the accumulator with another spec",
             )
         return [array]
 
@@ -178,17 +182,22 @@ class ConditionalAccumulator(HostResource):
 
     def _checked(self, reduction: str) -> Reduction:
         if not self.type.components:
-            raise AccumulatorError(f"{self.title} would sum gradients without arrays{at(self.loc)}")
+            raise AccumulatorError(
+                f"{self.title} would sum gradients without arrays",
+                at=self.loc,
+            )
         if reduction not in [legal.value for legal in Reduction]:
             raise AccumulatorError(
-                f"{self.title}: the reduction is {reduction!r}; the legal ones are 'mean' and 'sum'{at(self.loc)}"
+                f"{self.title}: the reduction is {reduction!r}; the legal ones are 'mean' and 'sum'",
+                at=self.loc,
             )
         arrays = [part.of if isinstance(part, RowsType) else part for part in self.type.components]
         whole = [type for type in arrays if not jnp.issubdtype(type.dtype, jnp.inexact)]
         if reduction == "mean" and whole:
             raise AccumulatorError(
-                f"{self.title}: the mean of {whole[0]} has fractions{at(self.loc)}\n"
-                "  use reduction='sum', or a floating dtype"
+                f"{self.title}: the mean of {whole[0]} has fractions",
+                "use reduction='sum', or a floating dtype",
+                at=self.loc,
             )
         return Reduction(reduction)
 

@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from typing import Any, Protocol
 
 from dflow.tracing.errors import ContainerError
-from dflow.tracing.source import at, caller
+from dflow.tracing.source import caller
 
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+)*")
 
@@ -74,8 +74,8 @@ def container(name: str) -> Iterator[None]:
     given: Any = name
     if not isinstance(given, str) or _NAME.fullmatch(given) is None:
         raise ContainerError(
-            f"{name!r} is not a container's name{at(caller())}\n"
-            "  use letters, digits, '_', '.', '-', and '/' between parts"
+            f"{name!r} is not a container's name",
+            "use letters, digits, '_', '.', '-', and '/' between parts",
         )
     token = _current.set(contained(name))
     try:
@@ -112,7 +112,8 @@ def resources_in(name: str) -> list[Resource]:
     if not held:
         there = ", ".join(containers()) or "none"
         raise ContainerError(
-            f"there is no container {name!r}; there are: {there}{at(caller())}\n  it may be reset already"
+            f"there is no container {name!r}; there are: {there}",
+            "it may be reset already",
         )
     return held
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from dflow.tracing.errors import InternalError
+from dflow.tracing.state.initial_value import Initial
 
 if TYPE_CHECKING:
     import jax
@@ -34,13 +35,13 @@ class Slot(NamedTuple):
     sharding: Sharding | None = None
 
 
-class Home(Protocol):
+class Home(Protocol[V, R]):
     """Keeps the values of variables, queues and accumulators, and serves ops on them that run outside a graph."""
 
     #: Whether two variables of one name are one variable.
     shares_names: bool
 
-    def create(self, variable: Variable, initial: Initial, near: Variable | None) -> Slot | None:
+    def create(self, variable: V, initial: Initial, near: V | None) -> Slot | None:
         """Create the variable's value, or find it; returns where it is, or None if `settle` is to say that later.
 
         Raises VariableError when a variable of that name but another type is there.
@@ -54,7 +55,7 @@ class Home(Protocol):
         """
         ...
 
-    def settle(self, variable: Variable) -> None:
+    def settle(self, variable: V) -> None:
         """Create a variable that `create` left for later, unless it is created by now; set its device and key."""
         ...
 
@@ -62,19 +63,19 @@ class Home(Protocol):
         """Create the variables made inside together, at the latest at the end."""
         ...
 
-    def read(self, variable: Variable) -> jax.Array:
+    def read(self, variable: V) -> jax.Array:
         """The value now. The array stays valid, whatever later steps write."""
         ...
 
-    def gather(self, variable: Variable, indices: Any) -> jax.Array:
+    def gather(self, variable: V, indices: Any) -> jax.Array:
         """The rows at `indices` now."""
         ...
 
-    def update(self, variable: Variable, kind: str, *operands: Any) -> None:
+    def update(self, variable: V, kind: str, *operands: Any) -> None:
         """Change the value, as one update; `kind` is a key of `updates.KINDS`, the operands fit it."""
         ...
 
-    def create_resource(self, resource: HostResource) -> Slot:
+    def create_resource(self, resource: R) -> Slot:
         """Create a queue or an accumulator; returns where it is."""
         ...
 
@@ -82,38 +83,38 @@ class Home(Protocol):
         """Run an op on the resource now, waiting for it; its results."""
         ...
 
-    def forget(self, variable: Variable, reason: str, remedy: str) -> None:
+    def forget(self, variable: V, reason: str, remedy: str) -> None:
         """Free the value. Later use of the variable raises VariableError with this reason and remedy."""
         ...
 
-    def forget_resource(self, resource: HostResource, reason: str, remedy: str) -> None:
+    def forget_resource(self, resource: R, reason: str, remedy: str) -> None:
         """Free the contents. Later use of the resource, and ops that wait for it, raise an error with both texts."""
         ...
 
 
-_current: ContextVar[Home | None] = ContextVar("dflow_home", default=None)
-_default: list[Home] = []
+_current: ContextVar[Home[Any, Any] | None] = ContextVar("dflow_home", default=None)
+_default: list[Home[Any, Any]] = []
 
 
-def set_default_home(home: Home) -> None:
+def set_default_home(home: Home[Any, Any]) -> None:
     """Say where variables live that are made under no home."""
     _default[:] = [home]
 
 
-def default_home() -> Home:
+def default_home() -> Home[Any, Any]:
     """The home of variables made under no home: this process. Raises InternalError when no layer has set it."""
     if not _default:
         raise InternalError("no home for variables is set; import dflow, not its layers alone")
     return _default[0]
 
 
-def current_home() -> Home:
+def current_home() -> Home[Any, Any]:
     """The home of variables made now. Raises InternalError when no layer has set a default."""
     return _current.get() or default_home()
 
 
 @contextmanager
-def home(home: Home) -> Iterator[None]:
+def home(home: Home[Any, Any]) -> Iterator[None]:
     """Make the variables created inside live in `home`."""
     token = _current.set(home)
     try:

@@ -23,7 +23,7 @@ from dflow.tracing.ir.types import ArrayType, HostType, array_type_of
 from dflow.tracing.jax_frontend import Handle, is_tracing
 from dflow.tracing.primitives.host_primitives import host_p
 from dflow.tracing.primitives.namesakes import joined_namesakes, warn_of_namesakes
-from dflow.tracing.source import at, caller
+from dflow.tracing.source import caller
 from dflow.tracing.state.container import contained, join
 from dflow.tracing.state.context import Home, current_home
 
@@ -59,8 +59,9 @@ class HostResource:
         self.loc = caller()
         if is_tracing():
             raise self.error(
-                f"{self.title} is created inside traced code, which runs once, not once a step{at(self.loc)}\n"
-                "  create it before, and use it inside"
+                f"{self.title} is created inside traced code, which runs once, not once a step",
+                "create it before, and use it inside",
+                at=self.loc,
             )
 
     @property
@@ -71,7 +72,7 @@ class HostResource:
     def settle(self) -> None:
         """Have the home hold it; its type and settings are known by now."""
         self.handle = Handle(self)
-        self.home: Home = current_home()
+        self.home: Home[Any, HostResource] = current_home()
         slot = self.home.create_resource(self)
         self.device: str | None = slot.device
         #: Its name in the store that holds it.
@@ -102,8 +103,8 @@ class HostResource:
             seconds = math.nan
         if math.isnan(seconds):
             raise self.error(
-                f"{self.title} was given timeout_s={number_text(timeout_s)}{at(caller())}\n"
-                "  give a number of seconds that is known when the program is traced"
+                f"{self.title} was given timeout_s={number_text(timeout_s)}",
+                "give a number of seconds that is known when the program is traced",
             )
         return {} if seconds == DEFAULT_TIMEOUT_S else {"timeout_s": seconds}
 

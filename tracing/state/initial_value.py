@@ -12,7 +12,6 @@ import jax.numpy as jnp
 
 from dflow.tracing.errors import GraphTypeError, VariableError
 from dflow.tracing.ir.types import ArrayType, array_type_of
-from dflow.tracing.source import at, caller
 
 #: A first value, or a function without arguments that gives it, run where the variable lives.
 Initial = Any | Callable[[], Any]
@@ -62,9 +61,9 @@ def struct_type(struct: Any, name: str | None) -> ArrayType:
 
 def _no_beginning(what: str, name: str | None) -> VariableError:
     return VariableError(
-        f"variable {name or 'unnamed'!r} cannot begin with {what}{at(caller())}\n"
-        "  give it an array, a number, or a function without arguments that returns one; of a whole pytree of them\n"
-        "  dflow.variables(tree) makes variables"
+        f"variable {name or 'unnamed'!r} cannot begin with {what}",
+        "give it an array, a number, or a function without arguments that returns one; of a whole pytree of them"
+        "\n  dflow.variables(tree) makes variables",
     )
 
 
@@ -79,6 +78,6 @@ def check_needs_nothing(initial: Callable[..., Any], name: str | None) -> None:
     if needed:
         raise VariableError(
             f"the initialiser of variable {name or 'unnamed'!r} is called without arguments, but needs "
-            f"{', '.join(needed)}{at(caller())}\n"
-            f"  wrap it: dflow.Variable(lambda: initialiser({', '.join(needed)}))"
+            f"{', '.join(needed)}",
+            f"wrap it: dflow.Variable(lambda: initialiser({', '.join(needed)}))",
         )

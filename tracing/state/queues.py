@@ -55,15 +55,19 @@ class Queue(HostResource):
         capacity: Any = settings.capacity
         if not isinstance(capacity, int | np.integer) or capacity < 1:
             raise QueueError(
-                f"queue {self.name!r} cannot have the capacity {capacity!r}{at(self.loc)}\n"
-                "  give a whole number of elements, from 1; it stands before the spec"
+                f"queue {self.name!r} cannot have the capacity {capacity!r}",
+                "give a whole number of elements, from 1; it stands before the spec",
+                at=self.loc,
             )
         self.settings = msgspec.structs.replace(settings, capacity=int(capacity))
         self._tree: Any
         leaves, self._tree = jax.tree_util.tree_flatten(spec, is_leaf=lambda leaf: hasattr(leaf, "shape"))
         self.type = QueueType(tuple(self._component(leaf, padded) for leaf in leaves))
         if not leaves:
-            raise QueueError(f"queue {self.name!r} would hold elements without arrays{at(self.loc)}")
+            raise QueueError(
+                f"queue {self.name!r} would hold elements without arrays",
+                at=self.loc,
+            )
         self.settle()
 
     @property
@@ -145,18 +149,21 @@ class Queue(HostResource):
         dtype, shape = getattr(leaf, "dtype", None), getattr(leaf, "shape", None)
         if dtype is None or shape is None:
             raise QueueError(
-                f"the spec of queue {self.name!r} has {leaf!r} for a component{at(self.loc)}\n"
-                "  give each one as jax.ShapeDtypeStruct(shape, dtype)"
+                f"the spec of queue {self.name!r} has {leaf!r} for a component",
+                "give each one as jax.ShapeDtypeStruct(shape, dtype)",
+                at=self.loc,
             )
         if jnp.issubdtype(dtype, jax.dtypes.extended):
             raise QueueError(
-                f"the spec of queue {self.name!r} has keys ({dtype}), which no queue holds{at(self.loc)}\n"
-                "  enqueue jax.random.key_data(key), and make a key of it with jax.random.wrap_key_data"
+                f"the spec of queue {self.name!r} has keys ({dtype}), which no queue holds",
+                "enqueue jax.random.key_data(key), and make a key of it with jax.random.wrap_key_data",
+                at=self.loc,
             )
         if None in shape and not padded:
             raise QueueError(
-                f"the spec of queue {self.name!r} leaves a dimension open, {shape}{at(self.loc)}\n"
-                "  give the dimension, or use a PaddingFIFOQueue"
+                f"the spec of queue {self.name!r} leaves a dimension open, {shape}",
+                "give the dimension, or use a PaddingFIFOQueue",
+                at=self.loc,
             )
         return ArrayType(np.dtype(jax.dtypes.canonicalize_dtype(dtype)), tuple(shape))
 
@@ -178,8 +185,8 @@ class Queue(HostResource):
             shown = jax.tree_util.tree_unflatten(tree, [_Shown(_said(array)) for array in arrays])
             many = ", with one dimension more in front, the same for all" if extra else ""
             raise QueueTypeError(
-                f"queue {self.name!r} holds {self._shown(self.type.components)} but {method} was given {shown}"
-                f"{at(caller())}\n  give it the structure, shapes and dtypes that it holds{many}"
+                f"queue {self.name!r} holds {self._shown(self.type.components)} but {method} was given {shown}",
+                f"give it the structure, shapes and dtypes that it holds{many}",
             )
         return arrays
 
@@ -229,8 +236,8 @@ class RandomShuffleQueue(Queue):
     ) -> None:
         if not 0 <= min_after_dequeue < capacity:
             raise QueueError(
-                f"a queue of capacity {capacity} that holds {min_after_dequeue} back gives nothing{at(caller())}\n"
-                "  give a min_after_dequeue from 0 to less than the capacity"
+                f"a queue of capacity {capacity} that holds {min_after_dequeue} back gives nothing",
+                "give a min_after_dequeue from 0 to less than the capacity",
             )
         chosen: Any = np.random.SeedSequence().entropy if seed is None else seed
         settings = QueueSettings(QueueKind.SHUFFLE, capacity, int(min_after_dequeue), int(chosen) % 2**64)
@@ -248,7 +255,7 @@ class PriorityQueue(Queue):
         dtype, shape = getattr(first, "dtype", None), getattr(first, "shape", None)
         if shape != () or dtype not in (np.dtype("int32"), np.dtype("int64")):
             raise QueueError(
-                f"the first component of a priority queue is its priority, an int32 or int64 scalar; here it is {first}"
-                f"{at(caller())}\n  the components are the leaves of the spec; those of a dict go by its keys"
+                f"priority queue: expected an int32 or int64 scalar as its first component, the priority, got {first}",
+                "the components are the leaves of the spec; those of a dict go by its keys",
             )
         super().__init__(spec, QueueSettings(QueueKind.PRIORITY, capacity), name)

@@ -119,29 +119,30 @@ class Variable(jax.Array):
     ) -> None:
         if not isinstance(name, str | None):
             raise VariableError(
-                f"a variable is named {name!r}, a {type(name).__name__}{at(caller())}\n  give it a string"
+                f"a variable is named {name!r}, a {type(name).__name__}",
+                "give it a string",
             )
         if is_tracing():
             raise VariableError(
-                f"a variable ({name or 'unnamed'}) is created inside traced code, which runs once, not once a step"
-                f"{at(caller())}\n  create it before, and use it inside"
+                f"a variable ({name or 'unnamed'}) is created inside traced code, which runs once, not once a step",
+                "create it before, and use it inside",
             )
         if not isinstance(near, Variable | None):
             raise VariableError(
-                f"near={near!r} is a {type(near).__name__}, not a variable{at(caller())}\n"
-                "  give it the variable whose task this one shall share"
+                f"near={near!r} is a {type(near).__name__}, not a variable",
+                "give it the variable whose task this one shall share",
             )
         if not isinstance(sharding, jax.sharding.Sharding | None):
             raise VariableError(
-                f"sharding={sharding!r} is no jax.sharding.Sharding{at(caller())}\n"
-                "  a PartitionSpec needs a mesh beside it: jax.sharding.NamedSharding(mesh, spec)"
+                f"sharding={sharding!r} is no jax.sharding.Sharding",
+                "a PartitionSpec needs a mesh beside it: jax.sharding.NamedSharding(mesh, spec)",
             )
         first = initial if dtype is None else _converted(initial, dtype)
         self.serial = next(_serials)
         #: Whether the name was given, and not made up.
         self.is_named = name is not None
         self.name = contained(name or f"variable_{self.serial}")
-        self.home: Home = near.home if near is not None else current_home()
+        self.home: Home[Variable, Any] = near.home if near is not None else current_home()
         first = self.home.prepared(first, name)
         self.type = initial_type(first, name)
         self.trainable = trainable
@@ -297,25 +298,31 @@ class Variable(jax.Array):
     def _check_kind(self, kind: str, reduce: str | None) -> None:
         refusal = kind_refusal(kind, self.type)
         if refusal is not None:
-            raise VariableShapeError(f"variable {self.name!r} has no {kind}: {refusal}{at(caller())}")
+            raise VariableShapeError(
+                f"variable {self.name!r} has no {kind}: {refusal}",
+                at=caller(),
+            )
         if reduce not in (None, "sum"):
-            raise VariableError(f"{kind} was given reduce={reduce!r}{at(caller())}\n  give it None or 'sum'")
+            raise VariableError(
+                f"{kind} was given reduce={reduce!r}",
+                "give it None or 'sum'",
+            )
 
     def _indices(self, method: str, indices: Any) -> Any:
         array = indices.read() if isinstance(indices, Variable) else jnp.asarray(indices)
         refusal = indices_refusal(self.type, array_type_of(array))
         if refusal is not None:
             raise VariableShapeError(
-                f"variable {self.name!r} holds {self.type} and has no {method} here: {refusal}{at(caller())}\n"
-                "  give it integers that count along the variable's first dimension"
+                f"variable {self.name!r} holds {self.type} and has no {method} here: {refusal}",
+                "give it integers that count along the variable's first dimension",
             )
         return array
 
     def _fitting(self, method: str, value: Any, wanted: ArrayType, why: str) -> Any:
         if isinstance(value, RowGradient):
             raise VariableShapeError(
-                f"variable {self.name!r} holds {self.type} but {method} was given a row gradient of {value.shape}"
-                f"{at(caller())}\n  add it to a variable of its shape, or give its dense form, gradient.dense()"
+                f"variable {self.name!r} holds {self.type} but {method} was given a row gradient of {value.shape}",
+                "add it to a variable of its shape, or give its dense form, gradient.dense()",
             )
         array = value.read() if isinstance(value, Variable) else given_array(value, self._no_array(method))
         given = array_type_of(array)
@@ -324,15 +331,15 @@ class Variable(jax.Array):
             given = array_type_of(array)
         if given.strong != wanted:
             raise VariableShapeError(
-                f"variable {self.name!r} holds {self.type}{why} but {method} was given {given}{at(caller())}\n"
-                f"  {_remedy(wanted, given)}"
+                f"variable {self.name!r} holds {self.type}{why} but {method} was given {given}",
+                f"{_remedy(wanted, given)}",
             )
         return with_sharding(array, wanted.sharding) if is_tracing() else array
 
     def _no_array(self, method: str) -> Callable[[str], VariableShapeError]:
         return lambda what: VariableShapeError(
-            f"variable {self.name!r} holds {self.type} but {method} was given {what}{at(caller())}\n"
-            "  give it an array or a number"
+            f"variable {self.name!r} holds {self.type} but {method} was given {what}",
+            "give it an array or a number",
         )
 
     def __jax_array__(self) -> jax.Array:
@@ -356,8 +363,8 @@ class Variable(jax.Array):
 
     def __setitem__(self, index: Any, value: Any) -> None:
         raise VariableError(
-            f"variable {self.name!r} cannot be assigned to by index{at(caller())}\n"
-            f"  write {as_code(self.name)}.scatter_update(indices, rows), or {as_code(self.name)}.assign(whole)"
+            f"variable {self.name!r} cannot be assigned to by index",
+            f"write {as_code(self.name)}.scatter_update(indices, rows), or {as_code(self.name)}.assign(whole)",
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -370,8 +377,8 @@ class Variable(jax.Array):
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in _FIELDS:
             raise VariableError(
-                f"variable {self.name!r} has no attribute {name!r} to set{at(caller())}\n"
-                f"  its value is written by a method: write {as_code(self.name)}.assign(value)"
+                f"variable {self.name!r} has no attribute {name!r} to set",
+                f"its value is written by a method: write {as_code(self.name)}.assign(value)",
             )
         object.__setattr__(self, name, value)
 
@@ -421,8 +428,8 @@ class Variable(jax.Array):
     def __format__(self, spec: str) -> str:
         if spec and is_tracing():
             raise VariableError(
-                f"variable {self.name!r} is formatted in traced code, where its value is not known{at(caller())}\n"
-                f"  print it by jax.debug.print('{{}}', {as_code(self.name)}.read()), or outside of traced code"
+                f"variable {self.name!r} is formatted in traced code, where its value is not known",
+                f"print it by jax.debug.print('{{}}', {as_code(self.name)}.read()), or outside of traced code",
             )
         return format(self.read(), spec) if spec else repr(self)
 
@@ -468,8 +475,8 @@ def _binary(function: Callable[[Any, Any], Any]) -> tuple[Callable[..., Any], Ca
 def _in_place(symbol: str, method: str) -> Callable[..., Any]:
     def refused(self: Variable, other: Any) -> Any:
         raise VariableError(
-            f"variable {self.name!r} is updated by {symbol}, which would put an array in the variable's place"
-            f"{at(caller())}\n  write {method.format(as_code(self.name))}"
+            f"variable {self.name!r} is updated by {symbol}, which would put an array in the variable's place",
+            f"write {method.format(as_code(self.name))}",
         )
 
     return refused

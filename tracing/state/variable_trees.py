@@ -10,7 +10,6 @@ from typing import Any
 import jax
 
 from dflow.tracing.errors import VariableError
-from dflow.tracing.source import at, caller
 from dflow.tracing.state.resources import Variable, is_variable, path_name
 
 
@@ -42,16 +41,16 @@ def assign(tree: Any, values: Any) -> None:
     for leaf in leaves:
         if not is_variable(leaf):
             raise VariableError(
-                f"assign was given {type(leaf).__name__} among its variables{at(caller())}\n"
-                "  write dflow.assign(variables, values)"
+                f"assign was given {type(leaf).__name__} among its variables",
+                "write dflow.assign(variables, values)",
             )
     try:
         flat = structure.flatten_up_to(values)
     except ValueError:
         given = jax.tree_util.tree_structure(values, is_leaf=is_variable)
         raise VariableError(
-            f"the values do not have the structure of the variables{at(caller())}\n"
-            f"  {structure_text(structure)} is due, but {structure_text(given)} was given"
+            "the values do not have the structure of the variables",
+            f"give values of the structure {structure_text(structure)}, not {structure_text(given)}",
         ) from None
     for leaf, value in zip(leaves, flat, strict=True):
         leaf.assign(value)

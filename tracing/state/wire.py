@@ -9,7 +9,6 @@ import jax
 from dflow.tracing.errors import GraphTypeError
 from dflow.tracing.ir.wire_codecs import CODECS, wire_p
 from dflow.tracing.near_names import did_you_mean
-from dflow.tracing.source import at, caller
 from dflow.tracing.state.initial_value import given_array
 from dflow.tracing.state.resources import is_variable
 
@@ -39,8 +38,8 @@ def check_codec(what: str, codec: object) -> None:
     """Raise GraphTypeError for a codec that is none; `what` was given it."""
     if codec not in CODECS:
         raise GraphTypeError(
-            f"{what} was given the codec {codec!r}{at(caller())}\n"
-            f"  {did_you_mean(str(codec), CODECS, 'the codecs are ' + ', '.join(CODECS))}"
+            f"{what} was given the codec {codec!r}",
+            f"{did_you_mean(str(codec), CODECS, 'the codecs are ' + ', '.join(CODECS))}",
         )
 
 
@@ -50,4 +49,7 @@ def _wired(leaf: Any, codec: str, gradient: str) -> Any:
 
 
 def _no_array(what: str) -> GraphTypeError:
-    return GraphTypeError(f"wire was given {what}{at(caller())}\n  give it arrays, numbers and variables")
+    return GraphTypeError(
+        f"wire was given {what}",
+        "give it arrays, numbers and variables",
+    )

@@ -37,8 +37,8 @@ def choose_security(
     if any(files) and not all(files):
         missing = [name for name, file in zip(CERTIFICATE_VARIABLES, files, strict=True) if not file]
         raise ConfigError(
-            f"{' and '.join(missing)} is not set, and certificates take {', '.join(CERTIFICATE_VARIABLES)}\n"
-            "  `dflow certs issue` prints all three"
+            f"{' and '.join(missing)} is not set, and certificates take {', '.join(CERTIFICATE_VARIABLES)}",
+            "`dflow certs issue` prints all three",
         )
     if secret:
         return SharedSecret(Path(secret))

@@ -147,7 +147,7 @@ CASES: dict[str, tuple[Callable[[Made], Any], type[BaseException], str, str]] = 
         lambda made: dflow.assign({"a": made.w}, {"b": jnp.zeros(3)}),
         dflow.VariableError,
         "the values do not have the structure of the variables",
-        "{'a': *} is due, but {'b': *} was given",
+        "give values of the structure {'a': *}, not {'b': *}",
     ),
     "arrays in the place of variables": (
         lambda made: dflow.assign([jnp.zeros(3)], [jnp.zeros(3)]),
@@ -188,19 +188,19 @@ CASES: dict[str, tuple[Callable[[Made], Any], type[BaseException], str, str]] = 
     "optimizer with a function that was not called": (
         lambda made: dflow.Optimizer(optax.adam, [made.w]),  # type: ignore[arg-type]
         TypeError,
-        "an optimizer was given the function adam in the place of a transformation",
+        "an optimizer was given the function adam instead of a transformation",
         "call it: dflow.Optimizer(adam(1e-3), variables)",
     ),
     "optimizer with a number": (
         lambda made: dflow.Optimizer(0.1, [made.w]),  # type: ignore[arg-type]
         TypeError,
-        "an optimizer was given a float in the place of a transformation",
+        "an optimizer was given a float instead of a transformation",
         "dflow.Optimizer(optax.adam(1e-3), variables)",
     ),
     "the pair of value and gradients": (
         lambda made: made.optimizer.apply(dflow.value_and_grad(made.loss, [made.w])()),
         TypeError,
-        "apply was given a pair, of which the second part fits the variables",
+        "apply: expected gradients, got a pair whose second part fits the variables",
         "value, gradients = dflow.value_and_grad(loss, variables)()",
     ),
     "a gradient without its list": (
@@ -350,7 +350,7 @@ CASES: dict[str, tuple[Callable[[Made], Any], type[BaseException], str, str]] = 
     "variables for gradients": (
         lambda made: made.optimizer.apply([made.w]),
         TypeError,
-        "apply was given variable 'w' in the place of a gradient",
+        "apply: expected a gradient, got variable 'w'",
         "by dflow.grad(loss, variables)",
     ),
     "a kernel's static argument by position": (

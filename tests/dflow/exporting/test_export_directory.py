@@ -142,7 +142,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str, str]] = {
     ),
     "an older convention of calls": (of_convention(1), "called by convention 1;", "export again with a newer JAX"),
     "a program that is missing": (removed("programs/serve"), "programs/serve is damaged: it is missing", COPY_AGAIN),
-    "a program that is cut": (cut("programs/serve"), "in the place of", COPY_AGAIN),
+    "a program that is cut": (cut("programs/serve"), "expected ", COPY_AGAIN),
     "a program with a wrong bit": (
         flipped("programs/serve"),
         "programs/serve is damaged: its digest is not the one in the manifest",

@@ -135,7 +135,7 @@ CASES: dict[str, tuple[Callable[[Made], Any], str, str]] = {
     "a jax.Ref": (a_ref, "closes over Ref{float32[3]}, which is no array", "keep that in a dflow.Variable"),
     "a class of the user's as argument": (
         lambda made: dflow.export({"serve": (lambda x: x["a"].value, {"a": Own(SPEC)})}),
-        "serve cannot be exported: x['a'] is a Own, which nobody knows without the code\n  at HERE",
+        "serve cannot be exported: x['a'] is a Own, which needs the code to load\n  at HERE",
         "export a function that takes and gives dicts",
     ),
     "a class of the user's as result": (
@@ -145,7 +145,7 @@ CASES: dict[str, tuple[Callable[[Made], Any], str, str]] = {
     ),
     "two variables of a name": (
         two_of_a_name,
-        "call uses two variables called 'w', by which an export tells them apart\n  at HERE",
+        "call uses two variables named 'w'; an export identifies variables by their names\n  at HERE",
         "give one of them another name",
     ),
     "two variables of a name in two functions": (

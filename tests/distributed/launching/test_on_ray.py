@@ -121,8 +121,8 @@ def test_without_ray_the_way_to_get_it_is_said(
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["--ps-resources", "CPU=1"], "--ps-resources are for Ray; write --on ray"),
-        (["--on", "ray", "--cpus-per-worker", "1"], "--cpus-per-worker are for this machine; write --worker-resources"),
+        (["--ps-resources", "CPU=1"], "--ps-resources is for --on ray, got --on this-machine"),
+        (["--on", "ray", "--cpus-per-worker", "1"], "--cpus-per-worker is for --on this-machine, got --on ray"),
     ],
 )
 def test_options_of_another_place_are_refused(

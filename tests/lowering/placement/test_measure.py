@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from itertools import count
 
@@ -134,8 +133,8 @@ def test_what_takes_long_is_run_twice() -> None:
 
 def test_a_device_that_is_not_measured_in_time_is_named_with_the_deadline() -> None:
     message = (
-        "cpu:0 was to be measured, but the 0.0001 s for measuring the devices of this process are over\n"
-        "  something else keeps them busy; place the ops by name, as in dflow.device('cpu:0')"
+        "cpu:0 was to be measured, but the 0.0001 s for measuring the devices of this process are over\n  at .*\n"
+        "  something else keeps them busy; place the ops by name, as in dflow.device\\('cpu:0'\\)"
     )
-    with pytest.raises(DeadlineExceeded, match=f"^{re.escape(message)}$"):
+    with pytest.raises(DeadlineExceeded, match=f"^{message}$"):
         Meter(deadline_s=1e-4, clock=ticking()).machine(("cpu:0",))

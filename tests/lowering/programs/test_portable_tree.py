@@ -103,12 +103,12 @@ def test_a_structure_prints_as_python_writes_it(value: Any, shown: str) -> None:
 @pytest.mark.parametrize(
     ("due", "given", "message"),
     [
-        ({"a": 1}, {"b": 1}, "x is due as {'a': i32[1]}, and given as a dict with the keys 'b'"),
-        ({"a": 1}, [1], "x is due as {'a': i32[1]}, and given as a list of 1"),
-        ([1, 2], [1], "x is due as [i32[1], i32[2]], and given as a list of 1"),
-        ((1,), [1], "x is due as (i32[1],), and given as a list of 1"),
-        ({"a": None}, {"a": 3}, "x['a'] is due as None, and given as a int"),
-        (Pair(1, 2), (1, 2), "x is due as Pair(first=i32[1], second=i32[2]), and given as a tuple of 2"),
+        ({"a": 1}, {"b": 1}, "x: expected {'a': i32[1]}, got a dict with the keys 'b'"),
+        ({"a": 1}, [1], "x: expected {'a': i32[1]}, got a list of 1"),
+        ([1, 2], [1], "x: expected [i32[1], i32[2]], got a list of 1"),
+        ((1,), [1], "x: expected (i32[1],), got a list of 1"),
+        ({"a": None}, {"a": 3}, "x['a']: expected None, got a int"),
+        (Pair(1, 2), (1, 2), "x: expected Pair(first=i32[1], second=i32[2]), got a tuple of 2"),
     ],
 )
 def test_a_value_of_another_structure_is_refused_with_both(due: Any, given: Any, message: str) -> None:

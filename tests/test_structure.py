@@ -1,0 +1,31 @@
+"""What the package's structure promises: each name once, folders and files that one can take in."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.structure import Sources, files_per_folder, shared_class_names, sources_of_tree
+
+#: All use of JAX's internals is in this one file.
+LONG = "tracing/jax_frontend.py"
+
+
+@pytest.fixture(scope="module")
+def sources() -> Sources:
+    return sources_of_tree()
+
+
+@pytest.mark.once
+def test_no_two_classes_share_a_name(sources: Sources) -> None:
+    assert shared_class_names(sources) == {}
+
+
+@pytest.mark.once
+def test_no_file_has_more_than_500_lines(sources: Sources) -> None:
+    long = {str(file) for file, text in sources.items() if text.count("\n") > 500}
+    assert long == {LONG}
+
+
+@pytest.mark.once
+def test_no_folder_has_more_than_20_files(sources: Sources) -> None:
+    assert max(files_per_folder(sources).values()) <= 20
