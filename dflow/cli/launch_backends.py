@@ -16,7 +16,7 @@ from dflow.distributed.launching.place import Place
 from dflow.distributed.launching.ray_resources import RayResources
 from dflow.distributed.launching.shares import Share, core_shares, gpu_shares, visible_gpus
 from dflow.distributed.launching.this_machine import ThisMachine
-from dflow.distributed.transport.security import SameMachine, SecurityPolicy
+from dflow.distributed.transport.security.policy import SameMachine, SecurityPolicy
 from dflow.tracing.errors import ConfigError
 
 

@@ -21,7 +21,7 @@ from dflow.distributed.launching.restarts import RestartPolicy
 from dflow.distributed.process.run_folder import RUN_FOLDER_VARIABLE
 from dflow.distributed.process.stop_signal import StopSignal
 from dflow.distributed.transport.security.configuration import CERTIFICATE_VARIABLES, SECRET_VARIABLE, choose_security
-from dflow.distributed.transport.security.policy import SameMachine, SecurityPolicy
+from dflow.distributed.transport.security.policy import SecurityPolicy
 from dflow.distributed.transport.sockets import SocketTransport
 from dflow.tracing.errors import DflowError
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
 from dflow.tracing.errors import StrategyError
-from dflow.tracing.source import at, caller
 
 
 class Strategy(ABC):
@@ -39,7 +38,8 @@ class Strategy(ABC):
         """
         if steps < 0:
             raise StrategyError(
-                f"steps={steps} of a run is negative{at(caller())}\n  give 0 or more, of all workers together"
+                f"steps={steps} of a run is negative",
+                "give 0 or more, of all workers together",
             )
         run = name or f"{self.run_prefix}_{next(self._numbers)}"
         yield from self._results(run, step, iter(batches), steps)

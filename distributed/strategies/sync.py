@@ -21,7 +21,6 @@ from dflow.distributed.strategies.step_report import first_not_finite, real_scal
 from dflow.distributed.strategies.strategy import Strategy
 from dflow.distributed.wire.messages.rounds import RoundsDone
 from dflow.tracing.errors import StrategyError
-from dflow.tracing.source import at, caller
 
 if TYPE_CHECKING:
     # The command line imports this module, and has no time to import JAX.
@@ -117,7 +116,8 @@ def without_backups(workers: int, backup_workers: int) -> int:
     if not 0 <= backup_workers < workers:
         raise StrategyError(
             f"backup_workers={backup_workers} of {workers} worker{'s' if workers != 1 else ''} leaves none whose "
-            f"gradient is waited for{at(caller())}\n  give a number from 0 to {workers - 1}"
+            f"gradient is waited for",
+            f"give a number from 0 to {workers - 1}",
         )
     return workers - backup_workers
 

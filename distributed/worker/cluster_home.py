@@ -38,7 +38,6 @@ from dflow.tracing.ir.types import array_type_of
 from dflow.tracing.ir.updates import KINDS
 from dflow.tracing.jaxprs.trace import Traced, trace
 from dflow.tracing.primitives.state_primitives import record_update
-from dflow.tracing.source import at
 from dflow.tracing.state.initial_value import Initial, TypedInitial
 from dflow.tracing.state.resources import Variable
 

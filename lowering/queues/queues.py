@@ -37,7 +37,7 @@ from dflow.tracing.ir import ops
 from dflow.tracing.ir.queue_settings import QueueKind, QueueSettings
 from dflow.tracing.ir.resource_op import ResourceOp
 from dflow.tracing.ir.types import QueueType
-from dflow.tracing.source import at, raised_at
+from dflow.tracing.source import raised_at
 
 #: Remedies for a queue that cannot take or give elements: at a deadline, and when it is closed.
 _LATE = {

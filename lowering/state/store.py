@@ -35,7 +35,6 @@ from dflow.lowering.values.kept_shardings import is_spread, refuse_divided
 from dflow.tracing.errors import DeadlineExceeded, DflowError, VariableError, VariableShapeError
 from dflow.tracing.ir.types import ArrayType, array_type_of
 from dflow.tracing.ir.updates import KINDS, looked_up, operand_types, updated
-from dflow.tracing.source import at, caller
 
 #: Number of attempts to view a value that steps write meanwhile, before a snapshot is taken instead.
 MOST_LOOKS = 5

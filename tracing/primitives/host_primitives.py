@@ -20,6 +20,7 @@ from dflow.tracing.ir.resource_op import ResourceOp
 from dflow.tracing.ir.types import ArrayType
 from dflow.tracing.jax_frontend import Handle, HostEffect, line_bound
 from dflow.tracing.primitives.watched_primitive import BATCHED, LOOPED, WatchedPrimitive
+from dflow.tracing.source import at, caller
 
 #: What JAX's traces that an op must not reach would do to it.
 _FACTS = {
@@ -31,7 +32,11 @@ _FACTS = {
 def _refuse(trace: str, params: Mapping[str, Any]) -> None:
     resource = params["handle"].variable
     remedy = resource.batched_remedy if trace == BATCHED else resource.looped_remedy
-    raise resource.error(f"{resource.title} {_FACTS[trace]}{at(line_bound())}\n  {remedy}")
+    raise resource.error(
+        f"{resource.title} {_FACTS[trace]}",
+        f"{remedy}",
+        at=line_bound(),
+    )
 
 
 host_p: Any = WatchedPrimitive("host_op", _refuse)
@@ -56,9 +61,10 @@ def _refuse_lost_value(primals: Any, tangents: Any, *, handle: Handle, op: OpDef
     resource = handle.variable
     raise resource.error(
         f"{resource.title} is given a value by {op.method} that depends on what jax.grad differentiates, and JAX "
-        f"would drop that{at(line_bound())}\n"
-        f"  use dflow.grad or dflow.value_and_grad instead of jax.grad, which {resource.puts} the value "
-        "without its gradient; or write jax.lax.stop_gradient(value)"
+        f"would drop that",
+        f"use dflow.grad or dflow.value_and_grad instead of jax.grad, which {resource.puts} the value "
+        "without its gradient; or write jax.lax.stop_gradient(value)",
+        at=line_bound(),
     )
 
 

@@ -12,16 +12,16 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from dflow.tracing.errors import InternalError
+from dflow.tracing.ir.resource_op import ResourceOp
 from dflow.tracing.state.initial_value import Initial
 
 if TYPE_CHECKING:
     import jax
     from jax.sharding import Sharding
 
-    from dflow.tracing.ir.resource_op import ResourceOp
-    from dflow.tracing.state.host_resource import HostResource
-    from dflow.tracing.state.initial_value import Initial
-    from dflow.tracing.state.resources import Variable
+# `Variable` and `HostResource`, whose files import this one.
+V = TypeVar("V", contravariant=True)
+R = TypeVar("R", contravariant=True)
 
 
 class Slot(NamedTuple):
@@ -79,7 +79,7 @@ class Home(Protocol[V, R]):
         """Create a queue or an accumulator; returns where it is."""
         ...
 
-    def use_resource(self, resource: HostResource, op: ResourceOp, operands: Sequence[Any]) -> Sequence[jax.Array]:
+    def use_resource(self, resource: R, op: ResourceOp, operands: Sequence[Any]) -> Sequence[jax.Array]:
         """Run an op on the resource now, waiting for it; its results."""
         ...
 

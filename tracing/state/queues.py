@@ -21,7 +21,6 @@ from dflow.tracing.ir.op import OpDef
 from dflow.tracing.ir.queue_settings import DEFAULT_TIMEOUT_S, QueueKind, QueueSettings
 from dflow.tracing.ir.types import ArrayType, QueueType, array_type_of
 from dflow.tracing.jax_frontend import is_tracing
-from dflow.tracing.source import at, caller
 from dflow.tracing.state.host_resource import HostResource, converted, known_number, number_text
 from dflow.tracing.state.resources import is_variable
 
@@ -132,8 +131,8 @@ class Queue(HostResource):
         if is_tracing() and any(None in component.shape for component in self.type.components):
             raise QueueError(
                 f"{op.method} in traced code from queue {self.name!r}, whose elements have no one shape: "
-                f"{self._shown(self.type.components)}{at(caller())}\n"
-                "  dequeue outside of traced code, and pass it what you get"
+                f"{self._shown(self.type.components)}",
+                "dequeue outside of traced code, and pass it what you get",
             )
         return self.use(op, (), attributes)
 
@@ -143,7 +142,10 @@ class Queue(HostResource):
             return number
         fact = "how many must be a number that is known when the program is traced"
         remedy = fact if number is None else "give how many to take, from 0"
-        raise QueueError(f"queue {self.name!r} was asked for {number_text(count)} elements{at(caller())}\n  {remedy}")
+        raise QueueError(
+            f"queue {self.name!r} was asked for {number_text(count)} elements",
+            f"{remedy}",
+        )
 
     def _component(self, leaf: Any, padded: bool) -> ArrayType:
         dtype, shape = getattr(leaf, "dtype", None), getattr(leaf, "shape", None)

@@ -34,8 +34,8 @@ class MutualTls(SecurityPolicy):
                 context.load_verify_locations(authority)
             except ssl.SSLError as error:
                 raise ConfigError(
-                    f"certificate {certificate}, key {key} and authority {authority} cannot be used: {error.reason}\n"
-                    "  give the three files that one `dflow certs issue` wrote"
+                    f"certificate {certificate}, key {key} and authority {authority} cannot be used: {error.reason}",
+                    "give the three files that one `dflow certs issue` wrote",
                 ) from None
             context.verify_mode = ssl.CERT_REQUIRED
 

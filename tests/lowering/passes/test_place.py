@@ -41,7 +41,9 @@ def test_a_variable_on_a_task_that_is_not_there_is_refused() -> None:
 
 def test_alone_every_other_task_is_refused() -> None:
     graph = parse("graph(%x: f32[]) {\n  %1: f32[] = jax.neg(%x)  @/job:ps/task:0\n  return %1\n}")
-    with pytest.raises(DeviceError, match="no task offers it; the tasks are localhost:0\n  at .*\n  name one of these"):
+    with pytest.raises(
+        DeviceError, match=r"no task offers it; the tasks are localhost:0\n  at .*\n  name one of these"
+    ):
         Place(ALONE, (ALONE,))(graph)
 
 
