@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from dflow.lowering.queues.resource_use import ResourceUse
-from dflow.lowering.steps.dependency_index import bodies_of, gives, takes
+from dflow.lowering.steps.executable import bodies_of, gives, takes
 from dflow.lowering.steps.plan import Branch, Call, Plan, Scalar, Scan, UseResource, While
 from dflow.tracing.errors import ParseError, WireError
 from dflow.tracing.ir import ops

@@ -15,21 +15,17 @@ import secrets
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 
 import msgspec
 
 from dflow.distributed.steps.plan_checks import check_from_peer, check_plan
 from dflow.distributed.wire.messages import RegisterPlan
 from dflow.lowering.programs.program import Program, load_program
-from dflow.lowering.steps.dependency_index import Schedule
-from dflow.lowering.steps.plan import Call, Plan, Read, Recv, Send, UseResource, calls_in
+from dflow.lowering.steps.executable import Executable
+from dflow.lowering.steps.plan import Plan, calls_in
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import InternalError, TaskLost, WireError
 
-#: A plan that uses more variables than this is never quick.
-MOST_QUICK_KEYS = 64
 #: At most this many programs that no plan uses any more are kept for later plans.
 MOST_UNUSED = 32
 #: Longest wait of one registration for another to compile the same program, in s.
@@ -42,30 +38,6 @@ _ProgramKey = tuple[bytes, int]
 _Identity = tuple[bytes, tuple[_ProgramKey, ...]]
 
 
-@dataclass(frozen=True)
-class Registration:
-    """A plan's schedule and its compiled programs."""
-
-    schedule: Schedule
-    programs: tuple[Program, ...]
-
-    @cached_property
-    def is_quick(self) -> bool:
-        """Whether each item is quick once it may run, so that the thread that makes it ready may run it."""
-        items = self.schedule.plan.items
-        if len(self.keys) > MOST_QUICK_KEYS:
-            return False
-        return all(
-            item.quick if isinstance(item, Call) else isinstance(item, Read | Send | Recv | UseResource)
-            for item in items
-        )
-
-    @cached_property
-    def keys(self) -> tuple[str, ...]:
-        """The keys of the variables that its calls use."""
-        return tuple(dict.fromkeys(key for call in calls_in(self.schedule.plan) for key in (*call.writes, *call.reads)))
-
-
 class PlanRegistry:
     """The plans of the task `task`; thread-safe."""
 
@@ -74,8 +46,8 @@ class PlanRegistry:
         self._lock = threading.RLock()
         # A random start, so that a restarted task rejects the handles of its earlier process.
         self._first = self._next = secrets.randbits(40) << 20
-        self._plans: dict[int, Registration] = {}
-        #: Registrations minus releases of each plan.
+        self._plans: dict[int, Executable] = {}
+        #: Executables minus releases of each plan.
         self._holds: Counter[int] = Counter()
         self._handles: dict[_Identity, int] = {}
         self._identities: dict[int, _Identity] = {}
@@ -87,7 +59,7 @@ class PlanRegistry:
     def __len__(self) -> int:
         return len(self._plans)
 
-    def get(self, handle: int) -> Registration:
+    def get(self, handle: int) -> Executable:
         """Return the plan of a handle; raises TaskLost if it was not registered with this process of the task."""
         found = self._plans.get(handle)
         if found is None and self._first <= handle < self._next:
@@ -102,13 +74,13 @@ class PlanRegistry:
     def add(self, plan: Plan, programs: Sequence[Program]) -> int:
         """Keep a plan whose programs are already compiled; return its handle."""
         check_plan(plan, self._task, len(programs))
-        registration = Registration(Schedule(plan), tuple(programs))
+        executable = Executable(plan, programs)
         with self._lock:
-            return self._add(registration)
+            return self._add(executable)
 
-    def _add(self, registration: Registration) -> int:
+    def _add(self, executable: Executable) -> int:
         handle, self._next = self._next, self._next + 1
-        self._plans[handle] = registration
+        self._plans[handle] = executable
         self._holds[handle] = 1
         return handle
 
@@ -152,12 +124,12 @@ class PlanRegistry:
         if known is not None:
             return known
         programs = [self._load(key, blob) for key, blob in zip(keys, blobs, strict=True)]
-        registration = Registration(Schedule(plan), tuple(programs))
+        executable = Executable(plan, programs)
         with self._lock:
             known = self._found(identity)
             if known is not None:
                 return known
-            handle = self._handles[identity] = self._add(registration)
+            handle = self._handles[identity] = self._add(executable)
             self._identities[handle] = identity
             for key in keys:
                 self._uses[key] += 1

@@ -3,7 +3,7 @@
 Invariants:
 
 - A plan that was begun ends exactly once: by its last item, its first error, or `cancel`.
-- The thread that makes items of a quick plan ready (`Registration.is_quick`) runs them, since waking another thread
+- The thread that makes items of a quick plan ready (`Executable.is_quick`) runs them, since waking another thread
   takes longer, unless it would have to wait for a variable. The pool runs all other items.
 """
 
@@ -16,12 +16,12 @@ from functools import partial
 from typing import Any
 
 from dflow.distributed.observe.step_counts import StepCounts
-from dflow.distributed.steps.plan_registry import Registration
 from dflow.distributed.steps.rendezvous import describe
 from dflow.distributed.steps.task_channel import TaskChannel
 from dflow.distributed.steps.trampoline import run_soon
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.state.store import Store
+from dflow.lowering.steps.executable import Executable
 from dflow.lowering.steps.execute import Execution, Outcome, Submit
 from dflow.lowering.steps.recorder import PART_BEGAN, PART_ENDED, Recorder, described_end
 from dflow.tracing.errors import InternalError, StepCancelled
@@ -51,12 +51,12 @@ class PlanRuns:
             return list(self._runs)
 
     def run(
-        self, registration: Registration, step: StepId, feeds: Sequence[Any], on_done: Callable[[Outcome], None]
+        self, executable: Executable, step: StepId, feeds: Sequence[Any], on_done: Callable[[Outcome], None]
     ) -> None:
         """Run a plan as the task's part of `step`; see `TaskServer.run`."""
         run = _Run(on_done)
-        submit = partial(self._do, registration) if registration.is_quick else self._pool.submit
-        start = partial(self._start, run, registration, step, feeds, submit)
+        submit = partial(self._do, executable) if executable.is_quick else self._pool.submit
+        start = partial(self._start, run, executable, step, feeds, submit)
         with self._lock:
             if step in self._runs:
                 raise InternalError(f"{self._task} already runs a plan in {describe(step)}")
@@ -82,18 +82,17 @@ class PlanRuns:
         if run is not None and run.cancel(error):
             self._ended(run, step, error)
 
-    def _do(self, registration: Registration, work: Callable[[], None]) -> None:
+    def _do(self, executable: Executable, work: Callable[[], None]) -> None:
         """Run quick work on this thread, unless it would have to wait for a variable."""
-        if self._store.is_busy(registration.keys):
+        if self._store.is_busy(executable.keys):
             self._pool.submit(work)
         else:
             run_soon(work)
 
-    def _start(self, run: _Run, registration: Registration, step: StepId, feeds: Sequence[Any], submit: Submit) -> None:
+    def _start(self, run: _Run, executable: Executable, step: StepId, feeds: Sequence[Any], submit: Submit) -> None:
         try:
             execution = Execution(
-                registration.schedule,
-                registration.programs,
+                executable,
                 self._store,
                 self._channel,
                 step,

@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 
 from dflow.distributed.steps.plan_checks import COUNTED, MAX_COUNT, MAX_TEXT, check_use
-from dflow.distributed.steps.plan_registry import Registration
 from dflow.distributed.wire.codec import parse_dtype
 from dflow.distributed.wire.messages import AccumulatorInfo, CallResource, CreateResource, QueueInfo, ResourceDepth
 from dflow.lowering.queues.accumulators import HeldAccumulator
@@ -24,7 +23,7 @@ from dflow.lowering.queues.pending_operations import Cancel
 from dflow.lowering.queues.queue_ops import HeldQueue
 from dflow.lowering.queues.resource_use import OnResults, ResourceUse
 from dflow.lowering.state.store import Store
-from dflow.lowering.steps.dependency_index import Schedule
+from dflow.lowering.steps.executable import Executable
 from dflow.lowering.steps.plan import Plan, UseResource
 from dflow.tracing.errors import AccumulatorError, DflowError, ParseError, QueueError, WireError
 from dflow.tracing.ir import ops
@@ -62,7 +61,7 @@ class TaskResources:
             )
         return False
 
-    def registration(self, message: CallResource) -> Registration:
+    def executable(self, message: CallResource) -> Executable:
         """Return a plan of one op: its feeds are the operands, its fetches the results.
 
         raises  DflowError when no such resource is held here; WireError and GraphTypeError when the op or its operands
@@ -77,7 +76,7 @@ class TaskResources:
         takes, results = tuple(range(len(types))), held.results(use, types)
         gives = tuple(range(len(takes), len(takes) + results))
         item = UseResource(message.key, use.op, takes, gives, use.count, use.timeout_s, use.cancel_pending, use.where)
-        return Registration(Schedule(Plan(self._task, len(takes) + results, (item,), takes, gives)), ())
+        return Executable(Plan(self._task, len(takes) + results, (item,), takes, gives))
 
     def accumulator(self, name: str) -> HeldAccumulator:
         """Return an accumulator that is held here; raises DflowError if there is none of this name."""

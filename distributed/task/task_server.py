@@ -432,9 +432,9 @@ class TaskServer:
     def _call_resource(self, message: CallResource, payload: memoryview, responder: Responder) -> None:
         try:
             operands = decode_arrays(message.operands, payload)
-            registration = self._resources.registration(message)
+            executable = self._resources.executable(message)
             step = StepId(message.origin, message.step)
-            self._runs.run(registration, step, operands, partial(_answer_arrays, responder))
+            self._runs.run(executable, step, operands, partial(_answer_arrays, responder))
         except Exception as error:
             responder.fail(error)
 

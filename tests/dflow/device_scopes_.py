@@ -16,7 +16,7 @@ import pytest
 import dflow
 from dflow.lowering.programs.program import Program
 from dflow.lowering.queues.channel import StepId
-from dflow.lowering.steps.dependency_index import Schedule
+from dflow.lowering.steps.executable import Executable
 from dflow.lowering.steps.execute import Execution
 from dflow.lowering.steps.plan import Call, Copy, Item, Plan, Read
 from dflow.state_backends import LOCAL
@@ -38,7 +38,7 @@ def variable(device: str, value: Any = 1.0, name: str | None = None) -> dflow.Va
 
 def plan_of(fn: Callable[..., Any], *args: Any) -> Plan:
     """What a call of `fn` does."""
-    return LOCAL.plan(trace(fn, args, {}), check=True, observe=None).compiled.local.plan
+    return LOCAL.lower(trace(fn, args, {}), check=True, observe=None).lowered.plan
 
 
 def calls(items: tuple[Item, ...]) -> list[str]:
@@ -443,8 +443,7 @@ def test_all_devices_are_given_their_work_before_any_is_waited_for() -> None:
     programs = [program(item.device) for item in plan.items if isinstance(item, Call)]
     outcomes: list[Any] = []
     Execution(
-        Schedule(plan),
-        programs,
+        Executable(plan, programs),
         LOCAL.store,
         None,
         StepId("", 0),

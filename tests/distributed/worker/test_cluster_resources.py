@@ -403,7 +403,7 @@ def test_an_op_that_does_not_fit_is_refused(fields: dict[str, Any]) -> None:
     resources = TaskResources("/job:ps/task:0", Store())
     created(resources)
     with pytest.raises(DflowError):
-        resources.registration(CallResource(**{"key": "q", "op": "queue.size", "origin": "o", "step": 1, **fields}))
+        resources.executable(CallResource(**{"key": "q", "op": "queue.size", "origin": "o", "step": 1, **fields}))
 
 
 @settings(max_examples=examples(100), suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)

@@ -17,12 +17,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflow.lowering.local import fetched
 from dflow.lowering.programs.program import Program, lower_program
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.state.store import Store
-from dflow.lowering.steps.dependency_index import Schedule
+from dflow.lowering.steps.executable import Executable
 from dflow.lowering.steps.execute import Execution, Outcome
+from dflow.lowering.steps.local_step import fetched
 from dflow.lowering.steps.plan import Call, Copy, Item, Plan, Recv, Send, UseResource
 from dflow.tracing.errors import InternalError, StepCancelled
 from dflow.tracing.ir.types import ArrayType
@@ -48,8 +48,7 @@ class Task:
         plan = Plan(WORKER, slots, items, tuple(feeds), tuple(fetches))
         mailbox = Mailbox(self.mail, WORKER)
         return Execution(
-            Schedule(plan),
-            self.programs,
+            Executable(plan, self.programs),
             self.store,
             mailbox,
             STEP,
@@ -289,7 +288,7 @@ def test_calls_run_on_the_variables_of_the_store() -> None:
 def test_feeds_are_counted() -> None:
     plan = Plan(WORKER, 2, (), (0, 1), ())
     with pytest.raises(InternalError, match="the plan of /job:worker/task:0 takes 2 feeds but was given 1"):
-        Execution(Schedule(plan), [], Store(), Mailbox(Mail(), WORKER), STEP, [ONE], never, never)
+        Execution(Executable(plan), Store(), Mailbox(Mail(), WORKER), STEP, [ONE], never, never)
 
 
 def never(_: Any) -> None:
@@ -381,7 +380,7 @@ def test_a_channel_that_cannot_send_ends_the_execution() -> None:
 
     outcomes: list[Outcome] = []
     plan = Plan(WORKER, 2, (send("x", 0), recv("y", 1)), (0,), ())
-    Execution(Schedule(plan), [], Store(), Broken(Mail(), WORKER), STEP, [ONE], outcomes.append, never).start()
+    Execution(Executable(plan), Store(), Broken(Mail(), WORKER), STEP, [ONE], outcomes.append, never).start()
     with pytest.raises(ConnectionError, match="no way to /job:ps/task:0"):
         fetched(outcomes[0])
     assert len(outcomes) == 1
@@ -400,7 +399,7 @@ def test_values_that_arrive_on_many_threads_end_it_once() -> None:
             task, done = Task(add), Future[Outcome]()
             plan = Plan(WORKER, 2 * width + 1, tuple(items), (width,), (2 * width,))
             Execution(
-                Schedule(plan), [add], Store(), Mailbox(task.mail, WORKER), STEP, [ONE], done.set_result, pool.submit
+                Executable(plan, [add]), Store(), Mailbox(task.mail, WORKER), STEP, [ONE], done.set_result, pool.submit
             ).start()
             order = random.Random(0).sample(range(width), width)
             list(pool.map(lambda index, task=task: task.arrive(f"edge {index}", jnp.float32(index)), order))
@@ -417,7 +416,7 @@ def named_plan(*items: Item) -> Plan:
 def run_named(task: Task, plan: Plan) -> None:
     mailbox = Mailbox(task.mail, WORKER)
     Execution(
-        Schedule(plan), task.programs, task.store, mailbox, STEP, [ONE], task.outcomes.append, task.submitted.append
+        Executable(plan, task.programs), task.store, mailbox, STEP, [ONE], task.outcomes.append, task.submitted.append
     ).start()
 
 
@@ -455,7 +454,7 @@ def test_what_ends_a_step_from_outside_is_of_no_node() -> None:
     task = Task()
     plan = named_plan(recv("x", 0))
     mailbox = Mailbox(task.mail, WORKER)
-    execution = Execution(Schedule(plan), [], task.store, mailbox, STEP, [ONE], task.outcomes.append, never)
+    execution = Execution(Executable(plan), task.store, mailbox, STEP, [ONE], task.outcomes.append, never)
     execution.start()
     execution.cancel(StepCancelled("stop"))
     assert notes(task) == []

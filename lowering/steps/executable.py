@@ -1,9 +1,12 @@
-"""The dependency index of a plan: the items that each item waits for, computed once per plan."""
+"""A plan that is ready to run: its compiled programs, and the items that each item waits for.
+
+Invariant: an executable does not change, so any number of steps may run it concurrently.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from functools import cached_property
 
@@ -11,14 +14,32 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dflow.lowering.programs.program import Program
 from dflow.lowering.queues.resource_use import ResourceUse
-from dflow.lowering.steps.plan import Branch, Call, Copy, Item, Plan, Read, Recv, Scalar, Scan, Send, UseResource, While
+from dflow.lowering.steps.plan import (
+    Branch,
+    Call,
+    Copy,
+    Item,
+    Plan,
+    Read,
+    Recv,
+    Scalar,
+    Scan,
+    Send,
+    UseResource,
+    While,
+    calls_in,
+)
 from dflow.lowering.values.devices import device_named
 from dflow.tracing.ir import ops
 from dflow.tracing.ir.types import parse_dtype
 
 #: Stands for all variables and resources: an item that touches this may touch any.
 ANYTHING = ""
+
+#: A plan whose calls use more variables than this is never quick.
+MOST_QUICK_KEYS = 64
 
 
 class Role(Enum):
@@ -34,22 +55,22 @@ class Role(Enum):
 _IN_ORDER = ((Role.WRITES, Role.RELEASES), (Role.ACQUIRES, Role.USES))
 
 
-class Schedule:
-    """The order of a plan's items, by index.
+class Executable:
+    """What one task runs in one step: a plan, with its programs by index, and the order of its items, by index.
 
     waiting     number of items that each item waits for
     dependents  the items that wait for each item, transfers first
     at_once     the items that wait for none, receives first, so that arriving values find their receive
     takers      the items that take each slot
-    bodies      schedules of the plans that branches and loops run
+    bodies      executables of the plans that branches and loops run; they share the programs
     awaited     the slots that must be computed before a copy starts
     lets_go     the slots that each item takes, gives or awaits, without those fetched
     uses        number of items that take, give or await each slot; after the last one its value is freed
     """
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self.bodies = tuple(Schedule(body) for body in plan.bodies)
+    def __init__(self, plan: Plan, programs: Sequence[Program] = ()) -> None:
+        self.plan, self.programs = plan, programs
+        self.bodies = tuple(Executable(body, programs) for body in plan.bodies)
         self.scalars = tuple((scalar.slot, _number(scalar)) for scalar in plan.scalars)
         self.devices = {item.device: device_named(item.device) for item in plan.items if isinstance(item, Copy)}
         producers = {slot: index for index, item in enumerate(plan.items) for slot in gives(item)}
@@ -87,6 +108,19 @@ class Schedule:
         item = self.plan.items[index]
         found = dict.fromkeys((*takes(item), *gives(item), *self.awaited.get(index, ())))
         return tuple(slot for slot in found if slot not in self.fetched)
+
+    @cached_property
+    def is_quick(self) -> bool:
+        """Whether each item is quick once it may run, so that the thread that makes it ready may run it."""
+        return len(self.keys) <= MOST_QUICK_KEYS and all(
+            item.quick if isinstance(item, Call) else isinstance(item, Read | Send | Recv | UseResource)
+            for item in self.plan.items
+        )
+
+    @cached_property
+    def keys(self) -> tuple[str, ...]:
+        """The keys of the variables that its calls use."""
+        return tuple(dict.fromkeys(key for call in calls_in(self.plan) for key in (*call.writes, *call.reads)))
 
     @cached_property
     def fetched(self) -> frozenset[int]:
@@ -209,7 +243,7 @@ class Schedule:
         return found
 
 
-def may_conflict(one: Schedule, other: Schedule) -> bool:
+def may_conflict(one: Executable, other: Executable) -> bool:
     """Whether two plans touch the same state such that their order matters."""
     if any(changes or other.touched[key] for key, changes in one.touched.items() if key in other.touched):
         return True
