@@ -33,7 +33,8 @@ COMPILE_TIMEOUT_S = 600.0
 
 _DECODER = msgspec.msgpack.Decoder(Plan)
 _ENCODER = msgspec.msgpack.Encoder()
-_ProgramKey = tuple[bytes, int]
+#: A program's SHA-256, and the number of variables that it writes, and of those that it only reads.
+_ProgramKey = tuple[bytes, int, int]
 #: Key of a plan: its encoding and its programs.
 _Identity = tuple[bytes, tuple[_ProgramKey, ...]]
 
@@ -117,8 +118,8 @@ class PlanRegistry:
                 loading a program raises
         """
         blobs = list(_split(payload, message.program_sizes))
-        plan, donated = self._checked(message)
-        keys = tuple(zip(_fingerprints(message, blobs), donated, strict=True))
+        plan, variables = self._checked(message)
+        keys = tuple((name, *used) for name, used in zip(_fingerprints(message, blobs), variables, strict=True))
         identity = (_ENCODER.encode(plan), keys)
         known = self._found(identity)
         if known is not None:
@@ -146,24 +147,26 @@ class PlanRegistry:
 
     def program(self, blob: memoryview) -> Program:
         """Load a program that writes no variables, compiled once; raises what `load_program` raises."""
-        return self._load((hashlib.sha256(blob).digest(), 0), blob)
+        return self._load((hashlib.sha256(blob).digest(), 0, 0), blob)
 
     def wanted(self, message: RegisterPlan) -> tuple[int, ...]:
         """Indices of a plan's programs that were not sent with it and are not here. Raises WireError."""
         if all(message.program_sizes):
             return ()
-        _, donated = self._checked(message)
+        _, variables = self._checked(message)
         _check_named(message)
-        named = enumerate(zip(message.program_sizes, message.programs, donated, strict=True))
+        named = enumerate(zip(message.program_sizes, message.programs, variables, strict=True))
         with self._lock:
-            return tuple(place for place, (size, *key) in named if size == 0 and tuple(key) not in self._programs)
+            return tuple(
+                place for place, (size, name, used) in named if size == 0 and (name, *used) not in self._programs
+            )
 
-    def _checked(self, message: RegisterPlan) -> tuple[Plan, list[int]]:
-        """Decode and check the plan; return it and the number of arguments that each of its programs donates."""
+    def _checked(self, message: RegisterPlan) -> tuple[Plan, list[tuple[int, int]]]:
+        """Decode and check the plan; return it and the numbers of variables that each of its programs uses."""
         plan = _decode(message.plan)
         check_plan(plan, self._task, len(message.program_sizes))
         check_from_peer(plan)
-        return plan, _donated(plan, len(message.program_sizes))
+        return plan, _variables(plan, len(message.program_sizes))
 
     def _load(self, key: _ProgramKey, blob: memoryview) -> Program:
         with self._lock:
@@ -175,7 +178,7 @@ class PlanRegistry:
                 loading = self._programs[key] = concurrent.futures.Future()
         if is_first:
             try:
-                loading.set_result(load_program(blob, key[1]))
+                loading.set_result(load_program(blob, *key[1:]))
             except BaseException as error:
                 loading.set_exception(error)
                 with self._lock:
@@ -214,14 +217,15 @@ def _split(payload: memoryview, sizes: Sequence[int]) -> Iterator[memoryview]:
     return (payload[end - size : end] for size, end in zip(sizes, ends, strict=True))
 
 
-def _donated(plan: Plan, programs: int) -> list[int]:
-    """Number of arguments that each program donates: the number of variables that its calls write."""
-    donated: list[int | None] = [None] * programs
+def _variables(plan: Plan, programs: int) -> list[tuple[int, int]]:
+    """Number of variables that each program writes, and of those that it only reads. Raises WireError."""
+    found: dict[int, tuple[int, int]] = {}
     for item in calls_in(plan):
-        before = donated[item.program]
-        if before is not None and before != len(item.writes):
+        used = len(item.writes), len(item.reads)
+        if found.setdefault(item.program, used) != used:
+            before = found[item.program]
             raise WireError(
-                f"program {item.program} is called with {before} and with {len(item.writes)} variables to write"
+                f"program {item.program} is called with {before[0]} variables to write and {before[1]} to read, and "
+                f"with {used[0]} and {used[1]}"
             )
-        donated[item.program] = len(item.writes)
-    return [count or 0 for count in donated]
+    return [found.get(program, (0, 0)) for program in range(programs)]

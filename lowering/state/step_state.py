@@ -12,9 +12,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from threading import get_ident
 from typing import Any, Protocol
 
-import jax
-
-from dflow.lowering.programs.program import Program
 from dflow.lowering.state.store_lock import LOOK_S, STEP_S, Found, StoreLock
 from dflow.lowering.values.held_value import READ, HeldValue, taken_from, within_the_step
 from dflow.tracing.errors import DeadlineExceeded, VariableError
@@ -46,6 +43,8 @@ class Values(Protocol):
 class StepState:
     """The variables of one compiled step, whose values stay with it from call to call.
 
+    `constants` are passed to the program after the values that it only reads, in one list.
+
     The values stay in the lists that the program takes and returns, so a call has no cost per variable. The step does
     not keep the program, which may be freed before another step needs the values.
 
@@ -56,8 +55,8 @@ class StepState:
 
     __slots__ = (
         "_callers",
+        "_constants",
         "_ended",
-        "_gives_tree",
         "_store",
         "_turns",
         "given",
@@ -72,8 +71,17 @@ class StepState:
         "written",
     )
 
-    def __init__(self, store: Values, writes: Sequence[str], reads: Sequence[str], name: str, keeps: bool) -> None:
+    def __init__(
+        self,
+        store: Values,
+        writes: Sequence[str],
+        reads: Sequence[str],
+        name: str,
+        keeps: bool = False,
+        constants: Sequence[Any] = (),
+    ) -> None:
         self._store, self._turns, self.name, self.keeps = store, store.turns, name, keeps
+        self._constants = constants
         self.writes, self.reads = tuple(writes), tuple(reads)
         self.held: tuple[list[HeldValue], list[HeldValue]] = [], []
         #: The values, while the step holds them.
@@ -84,15 +92,14 @@ class StepState:
         #: Monotonic time until which a thread is known to wait for the values; number of threads waiting to call.
         self.wanted, self._callers = 0.0, 0
         self._ended: threading.Condition | None = None
-        self._gives_tree = False
 
     @passes_handles
-    def run(self, call: Callable[..., Any], constants: Any, args: Sequence[Any]) -> Any:
-        """Return the second result of `call(written, read, constants, *args)`; the first is the new values."""
+    def run(self, call: Callable[..., Any], args: Iterable[Any]) -> Any:
+        """Return the second result of `call(written, read, *args)`; the first is the list of the new values."""
         given: list[Any] = []
         try:
-            self._begin(given, gives_tree=True)
-            given.extend(map(call, (self.written,), (self.read,), (constants,), *zip(args)))
+            self._begin(given)
+            given.extend(map(call, (self.written,), (self.read,), *zip(args)))
         finally:
             # No function call until `given` is None: Python handles interrupts at calls.
             if self.given is given:
@@ -103,34 +110,16 @@ class StepState:
                     self._after(given)
         return given[0][1]
 
-    def run_program(self, program: Program, operands: Sequence[Any]) -> Sequence[jax.Array]:
-        """Run a program, keep the new values and return its other results."""
-        given: list[Any] = []
-        count = len(self.writes)
-        try:
-            self._begin(given, gives_tree=False)
-            program.run_into(given, [*(self.written or ()), *self.read, *operands])
-        finally:
-            # As above.
-            if self.given is given:
-                if given:
-                    self.written = given[0][:count]
-                self.given = None
-                if self.wanted or self._callers or not given:
-                    self._after(given)
-        results: Sequence[jax.Array] = given[0][count:]
-        return results
-
-    def _begin(self, given: list[Any], *, gives_tree: bool) -> None:
+    def _begin(self, given: list[Any]) -> None:
         """Take the values and mark the step as dispatched by this thread; its results go into `given`."""
         turns, thread = self._turns, get_ident()
         with turns.lock:
             while self.given is not None or self.written is None or self.wanted or turns.is_inside:
                 self._store.alone(self._prepare)
-            self._gives_tree, self.thread, self.given = gives_tree, thread, given
+            self.thread, self.given = thread, given
 
     def values(self) -> tuple[list[Any], list[Any]]:
-        """Return the values written and the values read, for their types and shardings."""
+        """Return the values written and the values read, with the constants, for their types and shardings."""
 
         def values() -> tuple[list[Any], list[Any]]:
             self._prepare()
@@ -154,7 +143,7 @@ class StepState:
         if not (is_mine or self.keeps):
             return None
         if given:
-            renewed: Sequence[Any] = given[0][0] if self._gives_tree else given[0]
+            renewed: Sequence[Any] = given[0][0]
             return renewed
         if any(value.is_deleted() for value in written):
             if is_mine:
@@ -206,7 +195,8 @@ class StepState:
         """Take the values from the store, with copies of aliased buffers that the step will overwrite."""
         found = self._store.claim_values((*self.writes, *self.reads))
         written, read = found[: len(self.writes)], found[len(self.writes) :]
-        values, self.read = [taken_from(held) for held in written], [held.value for held in read]
+        values = [taken_from(held) for held in written]
+        self.read = [*(held.value for held in read), *self._constants]
         for place, held in enumerate(written):
             held.place, held.at = place, self
         for held in read:

@@ -264,7 +264,12 @@ class Store:
         """Run a program on variables and operands, keep the variables' new values and return its other results."""
         if not writes and not reads:
             return program(*operands)
-        return StepState(self, writes, reads, "part of a function", program.keeps).run_program(program, operands)
+        step = StepState(self, writes, reads, "part of a function", program.keeps)
+        results: Sequence[jax.Array] = program.run(
+            lambda call: step.run(call, operands),
+            lambda: [*map(self.buffer, (*writes, *reads)), *operands],
+        )
+        return results
 
     def create_resource(self, key: str, resource: Held) -> None:
         """Hold a queue or an accumulator under `key`."""
@@ -444,8 +449,8 @@ def _beside(operand: Any, value: jax.Array) -> Any:
 def _in_place(kind: str, place: Sharding | None) -> Program:
     """Return the program of an update in place; its result has the sharding `place`, if that is given."""
 
-    def update(value: Any, *operands: Any) -> list[Any]:
-        return [updated(kind, value, *operands)]
+    def update(written: Sequence[Any], read: Sequence[Any], *operands: Any) -> tuple[list[Any], list[Any]]:
+        return [updated(kind, *written, *operands)], []
 
     return Program(jax_jit(update, donate_argnums=0, out_shardings=place))
 

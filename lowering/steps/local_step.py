@@ -42,12 +42,14 @@ class LocalStep:
     store: Store
     call: Call | None
 
-    def values(
-        self, written: Sequence[Any], read: Sequence[Any], constants: Sequence[Any], leaves: Sequence[Any]
-    ) -> tuple[list[Any], list[Any]]:
-        """Return the new values of the variables that `call` writes, and the step's results; JAX traces this."""
+    def values(self, written: Sequence[Any], read: Sequence[Any], leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Return the new values of the variables that `call` writes, and the step's results; JAX traces this.
+
+        `read` has the values of variables that `call` only reads, then the constants.
+        """
         plan, call = self.lowered.plan, self.call
         assert call is not None
+        read, constants = read[: len(call.reads)], read[len(call.reads) :]
         slots = dict(zip(plan.feeds, [*constants, *leaves, *self.literals], strict=True))
         # Looked up in each trace: there is another one when the shardings of the variables have changed.
         kept = kept_shardings(self.lowered.functions[0].fn, self.store.shardings(call.writes))
@@ -129,8 +131,7 @@ def lower_programs(
     donated: list[Sequence[int]] = [()] * len(lowered.functions)
     for item in plan.items:
         if isinstance(item, Call):
-            state = len(item.writes) + len(item.reads)
-            donated[item.program] = [state + place for place, slot in enumerate(item.takes) if slot in slots]
+            donated[item.program] = [place for place, slot in enumerate(item.takes) if slot in slots]
     devices = {item.program: device_named(item.device) for item in calls_in(plan) if item.device}
     keeping = {item.program for item in calls_in(plan) if item.keeps}
     variables = {item.program: (*item.writes, *item.reads) for item in calls_in(plan)}
@@ -139,6 +140,7 @@ def lower_programs(
             pure.fn,
             pure.types,
             len(pure.written),
+            len(pure.read),
             lost,
             name,
             compiler_options,

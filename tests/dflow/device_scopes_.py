@@ -14,13 +14,13 @@ import optax
 import pytest
 
 import dflow
-from dflow.lowering.programs.program import Program
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.steps.executable import Executable
 from dflow.lowering.steps.execute import Execution
 from dflow.lowering.steps.plan import Call, Copy, Item, Plan, Read
 from dflow.state_backends import LOCAL
 from dflow.tracing.jaxprs.trace import trace
+from tests.lowering.flat_programs import flat_program
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
 
@@ -438,7 +438,7 @@ def test_all_devices_are_given_their_work_before_any_is_waited_for() -> None:
             begun.append(device)
             return [Unready()]
 
-        return Program(run)
+        return flat_program(run)
 
     programs = [program(item.device) for item in plan.items if isinstance(item, Call)]
     outcomes: list[Any] = []

@@ -14,6 +14,7 @@ from dflow.lowering.programs.program import Program, export_program, lower_progr
 from dflow.lowering.steps.plan import Branch, Call, Item, Plan, Scalar, Scan, Send, UseResource, While
 from dflow.tracing import errors
 from dflow.tracing.ir.types import ArrayType
+from tests.lowering.flat_programs import run_flat
 
 PS, WORKER = "/job:ps/task:0", "/job:worker/task:0"
 F32 = ArrayType(np.dtype("float32"), (3,))
@@ -51,9 +52,9 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bytes, int]]:
     """Which programs were loaded, donating how many arguments; they all compute the same."""
     loaded: list[tuple[bytes, int]] = []
 
-    def load(blob: memoryview, writes: int) -> Program:
+    def load(blob: memoryview, writes: int, reads: int) -> Program:
         loaded.append((bytes(blob), writes))
-        return lower_program(add_in_place, (F32, F32), writes).compile()
+        return lower_program(add_in_place, (F32, F32), writes, reads).compile()
 
     monkeypatch.setattr("dflow.distributed.steps.plan_registry.load_program", load)
     return loaded
@@ -79,7 +80,7 @@ def test_a_program_that_travelled_runs_and_donates() -> None:
     registry = PlanRegistry(PS)
     handle = add(registry, CALL, programs=(export_program(add_in_place, (F32, F32)),))
     state = jax.numpy.ones(3)
-    new, result = registry.get(handle).programs[0](state, jax.numpy.ones(3))
+    new, result = run_flat(registry.get(handle).programs[0], 1, state, jax.numpy.ones(3))
     assert new.tolist() == result.tolist() == [2, 2, 2]
     assert state.is_deleted()
 
@@ -87,7 +88,7 @@ def test_a_program_that_travelled_runs_and_donates() -> None:
 def test_a_program_that_cannot_be_loaded_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     registry, tried = PlanRegistry(PS), []
 
-    def fail(blob: memoryview, writes: int) -> Program:
+    def fail(blob: memoryview, writes: int, reads: int) -> Program:
         tried.append(writes)
         raise ValueError("out of memory")
 
@@ -145,7 +146,11 @@ MALFORMED: dict[str, tuple[tuple[Item, ...], dict[str, Any], str]] = {
     "another's body": ((), {"bodies": (Plan(WORKER, 0, ()),)}, f"a plan for {WORKER} was sent to {PS}"),
     "a body's number": ((), {"bodies": (Plan(PS, 1, (), scalars=(Scalar(0, "i32", b""),)),)}, "a number of 0 bytes"),
     "depth": ((), {"bodies": (nested(80),)}, "bodies within bodies more than 64 deep"),
-    "donation": (TWO_WAYS, {"programs": (b"x",)}, "program 0 is called with 1 and with 0 variables to write"),
+    "donation": (
+        TWO_WAYS,
+        {"programs": (b"x",)},
+        "program 0 is called with 1 variables to write and 0 to read, and with 0 and 0",
+    ),
 }
 
 

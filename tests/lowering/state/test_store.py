@@ -24,6 +24,7 @@ from dflow.lowering.values import first_value
 from dflow.tracing.errors import DeadlineExceeded, VariableError, VariableShapeError
 from dflow.tracing.ir.types import ArrayType
 from tests.effort import examples
+from tests.lowering.flat_programs import flat_program, run_flat
 
 F32 = ArrayType(np.dtype("float32"), (3,))
 WAIT_S = 60.0
@@ -50,8 +51,8 @@ def in_store(store: Store, key: str) -> jax.Array:
 ADD = lower_program(lambda w, x: [w + x], [F32, F32], 1).compile()
 ASSIGN = lower_program(lambda w, x: [x], [F32, F32], 1).compile()
 ADD_AND_GIVE = lower_program(lambda w, x: [w + x, w + x], [F32, F32], 1).compile()
-READ = lower_program(lambda w: [w], [F32], 0).compile()
-COPY = lower_program(lambda w, v: [v], [F32, F32], 1).compile()
+READ = lower_program(lambda w: [w], [F32], 0, 1).compile()
+COPY = lower_program(lambda w, v: [v], [F32, F32], 1, 1).compile()
 
 
 # Creation.
@@ -323,7 +324,7 @@ def test_what_was_read_is_a_copy_and_the_variables_own_buffer_is_still_donated()
 
 def test_operands_and_variables_that_are_only_read_keep_their_buffers() -> None:
     store = new_store(w=1, v=2)
-    program = lower_program(lambda w, v, x: [w + v + x], [F32] * 3, 1).compile()
+    program = lower_program(lambda w, v, x: [w + v + x], [F32] * 3, 1, 1).compile()
     operand, read = jnp.full(3, 4, jnp.float32), in_store(store, "v")
     for _ in range(2):
         store.call(program, ["w"], ["v"], [operand])
@@ -354,7 +355,7 @@ def test_an_array_given_by_a_program_stays_valid() -> None:
 
 def test_variables_that_got_one_value_have_a_buffer_each() -> None:
     store = new_store(w=0, v=0, u=5)
-    spread = lower_program(lambda w, v, u: [u, u, u], [F32] * 3, 2).compile()
+    spread = lower_program(lambda w, v, u: [u, u, u], [F32] * 3, 2, 1).compile()
     (given,) = store.call(spread, ["w", "v"], ["u"], [])
     for count, key in enumerate(("w", "v", "u")):
         store.call(ADD, [key], [], [jnp.full(3, count, jnp.float32)])
@@ -425,7 +426,7 @@ def test_no_array_that_anyone_holds_ever_changes(steps: Sequence[tuple[str, int,
 def test_variables_written_together_are_never_seen_apart() -> None:
     store = new_store(a=0, b=0)
     both = lower_program(lambda a, b: [a + 1, b + 1], [F32] * 2, 2).compile()
-    look = lower_program(lambda a, b: [a, b], [F32] * 2, 0).compile()
+    look = lower_program(lambda a, b: [a, b], [F32] * 2, 0, 2).compile()
     everyone = threading.Barrier(8)
 
     def write(_: int) -> None:
@@ -473,7 +474,7 @@ def test_a_program_that_fails_leaves_the_values() -> None:
         raise RuntimeError("out of memory")
 
     with pytest.raises(RuntimeError, match="out of memory"):
-        store.call(Program(fail), ["w"], [], [ONES])
+        store.call(flat_program(fail), ["w"], [], [ONES])
     with pytest.raises(VariableError, match="no variable 'v' is held here"):
         store.call(ADD, ["w"], ["v"], [ONES])
     assert store.read("w").tolist() == [1.0] * 3
@@ -486,7 +487,7 @@ def test_a_program_that_fails_as_it_runs_is_named_as_the_reason_why_a_value_is_l
 
     store = new_store(w=1.0, v=2.0)
     with pytest.raises(RuntimeError, match="out of memory"):
-        store.call(Program(fails), ["w"], [], [])
+        store.call(flat_program(fails), ["w"], [], [])
     for use in (lambda: store.read("w"), lambda: store.update("w", "assign_add", ONES)):
         with pytest.raises(
             VariableError, match=r"value of variable 'w' was lost, since a step .* failed[\s\S]*assign it"
@@ -509,7 +510,7 @@ class Held:
             return [value + 1]
 
         self.pool = ThreadPoolExecutor(1)
-        self.done = self.pool.submit(store.call, Program(run), [key], [], [])
+        self.done = self.pool.submit(store.call, flat_program(run, 1), [key], [], [])
         assert self.begun.wait(WAIT_S)
 
     def end(self) -> None:
@@ -537,13 +538,13 @@ def test_who_waits_for_a_step_too_long_is_told_which(monkeypatch: pytest.MonkeyP
     state = StepState(store, ["w"], [], "train", keeps=False)
     held, busy = Held(store, "w"), threading.Barrier(2)
 
-    def program(written: Any, read: Any, constants: Any) -> Any:
+    def program(written: Any, read: Any) -> Any:
         busy.wait(WAIT_S)
         busy.wait(WAIT_S)
         return written, None
 
     def call() -> None:
-        state.run(program, (), ())
+        state.run(program, ())
 
     for module in (store_module, step_state):
         monkeypatch.setattr(module, "STEP_S", 0.0)
@@ -569,14 +570,14 @@ def test_who_waits_for_a_step_too_long_is_told_which(monkeypatch: pytest.MonkeyP
 def test_who_wants_many_variables_gets_them_between_steps_that_never_rest(keeps: bool) -> None:
     store, stop = new_store(w=0.0, v=0.0), threading.Event()
 
-    def renewed(written: Any, read: Any, constants: Any) -> Any:
-        return list(ADD(*written, ONES)), None
+    def renewed(written: Any, read: Any) -> Any:
+        return run_flat(ADD, 1, *written, ONES), None
 
     def train(key: str) -> int:
         state, calls = StepState(store, [key], [], "train", keeps=False), 0
         while not stop.is_set():
             if keeps:
-                state.run(renewed, (), ())
+                state.run(renewed, ())
             else:
                 store.call(ADD, [key], [], [ONES])
             calls += 1
@@ -621,10 +622,10 @@ def test_a_step_takes_a_copy_of_what_has_been_handed_out() -> None:
     store = new_store(w=1.0)
     given, taken = store.snapshot(["w"])["w"], list[jax.Array]()
 
-    def program(written: Any, read: Any, constants: Any) -> Any:
+    def program(written: Any, read: Any) -> Any:
         taken.extend(written)
         return written, None
 
-    StepState(store, ["w"], [], "step", keeps=False).run(program, (), ())
+    StepState(store, ["w"], [], "step", keeps=False).run(program, ())
     assert pointer(taken[0]) != pointer(given)
     assert store.read("w").tolist() == [1.0] * 3

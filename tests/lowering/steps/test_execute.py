@@ -26,6 +26,7 @@ from dflow.lowering.steps.local_step import fetched
 from dflow.lowering.steps.plan import Call, Copy, Item, Plan, Recv, Send, UseResource
 from dflow.tracing.errors import InternalError, StepCancelled
 from dflow.tracing.ir.types import ArrayType
+from tests.lowering.flat_programs import flat_program
 from tests.lowering.meaning import PS_0, WORKER
 from tests.lowering.one_process import Mail, Mailbox
 
@@ -85,7 +86,7 @@ def calls(log: list[int], count: int) -> list[Program]:
         log.append(index)
         return [jnp.float32(index)]
 
-    return [Program(functools.partial(run, index)) for index in range(count)]
+    return [flat_program(functools.partial(run, index)) for index in range(count)]
 
 
 def call(program: int, *takes: int, gives: int, after: Sequence[int] = ()) -> Call:
@@ -157,7 +158,7 @@ def test_a_value_is_let_go_of_when_all_that_take_it_are_done() -> None:
         made.append(weakref.ref(result))
         return [result]
 
-    task = Task(Program(run))
+    task = Task(flat_program(run))
     items = call(0, gives=0), call(0, 0, gives=1), call(0, 0, gives=2, after=[1]), call(0, 2, gives=3, after=[2])
     task.start(*items, fetches=(1,))
     assert alive == [[], [True], [True, True], [False, True, True]]
@@ -173,7 +174,7 @@ def test_a_result_that_nobody_takes_is_let_go_of_at_once() -> None:
         made.append(weakref.ref(result))
         return [result]
 
-    task = Task(Program(run))
+    task = Task(flat_program(run))
     task.start(call(0, gives=0), call(0, gives=1, after=[0]))
     assert task.outcomes == [()]
 
@@ -196,7 +197,7 @@ def test_a_copy_on_the_cpu_waits_for_what_it_comes_after_when_all_else_has_been_
         log.append(name)
         return [Computed(log)]
 
-    task = Task(*(Program(functools.partial(run, name)) for name in ("before", "beside", "user")))
+    task = Task(*(flat_program(functools.partial(run, name)) for name in ("before", "beside", "user")))
     copy = Copy("cpu:0", 0, 2, (0,))
     items = call(0, 0, gives=1), copy, call(1, 1, gives=3), call(2, 2, gives=4)
     task.start(*items, feeds={0: ONE}, fetches=(2,))
@@ -212,7 +213,7 @@ def test_what_a_copy_waits_for_may_have_failed() -> None:
         def block_until_ready(self) -> Computed:
             raise ValueError("computed in vain")
 
-    task = Task(Program(lambda *_: [Failed([])]))
+    task = Task(flat_program(lambda *_: [Failed([])]))
     task.start(call(0, gives=1), Copy("cpu:0", 0, 2, (0,)), feeds={0: ONE}, fetches=(2,))
     task.work()
     with pytest.raises(ValueError, match="computed in vain"):
@@ -272,7 +273,7 @@ def test_an_execution_ends_when_all_is_done_not_when_its_fetches_are_there() -> 
 
 
 def test_calls_run_on_the_variables_of_the_store() -> None:
-    add = lower_program(lambda w, v, x: [w + v * x, w], [F32] * 3, 1).compile()
+    add = lower_program(lambda w, v, x: [w + v * x, w], [F32] * 3, 1, 1).compile()
     task = Task(add)
     task.store.create("w", F32, lambda: jnp.float32(1))
     task.store.create("v", F32, lambda: jnp.float32(2))
@@ -299,7 +300,7 @@ def failing(error: BaseException) -> Program:
     def fail(*_: Any) -> Any:
         raise error
 
-    return Program(fail)
+    return flat_program(fail)
 
 
 @pytest.mark.parametrize("error", [ValueError("bad"), KeyboardInterrupt("stop")], ids=["error", "interrupt"])
