@@ -31,6 +31,7 @@ from dflow.lowering.steps.spread_variables import refuse_spread
 from dflow.lowering.values.devices import device_named, devices_in_order, local_name
 from dflow.lowering.values.host_values import on_device
 from dflow.lowering.values.kept_shardings import is_spread
+from dflow.lowering.values.variable_key import key_of
 from dflow.tracing.devices.device import choices_in, is_within_task, scope_here
 from dflow.tracing.devices.device_name import (
     device_name,
@@ -76,7 +77,7 @@ class LocalHome:
                 f"{at(variable.loc)}\n  it was first made{at(earlier.loc)}\n"
                 "  give one of them another name, or delete the first"
             )
-        key = f"{variable.name}#{variable.serial}"
+        key = key_of(variable.name, variable.serial)
         make = initial if callable(initial) else lambda: initial
         self.store.create(key, variable.type, make, self._place(variable, near))
         self._named[variable.name] = variable

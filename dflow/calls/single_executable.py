@@ -22,11 +22,12 @@ from jax import jit as jax_jit
 
 from dflow.calls.static_arguments import StaticArguments, static_arguments
 from dflow.lowering.programs.program import awaited, lie_apart
-from dflow.lowering.state.step_state import StepState
+from dflow.lowering.state.held_value import StepState
 from dflow.lowering.state_backend import LoweredStep, Runner
 from dflow.lowering.steps.local_step import LocalStep
 from dflow.lowering.steps.plan import Call
 from dflow.lowering.values.devices import device_named
+from dflow.lowering.values.variable_key import shown
 from dflow.tracing.jax_frontend import (
     compiled_for,
     donation_options,
@@ -38,8 +39,8 @@ from dflow.tracing.jax_frontend import (
 )
 from dflow.tracing.state.variable_trees import handles
 
-#: Number of dflow's arguments, before the user's: values written; values read, with the constants.
-_OURS = 2
+#: Number of dflow's arguments, before the user's: values written, values read, constants.
+_OURS = 3
 #: One of them in the text of a JAX error.
 _OUR_ARGUMENT = re.compile(r"argument _dflow_(\d)\[(\d+)\] of \S+")
 
@@ -55,12 +56,12 @@ class _Entering(threading.local):
         self._static = static
         self.step: LocalStep | None = None
 
-    def traced(self, written: Any, read: Any, args: Any, kwargs: Any) -> Any:
+    def traced(self, written: Any, read: Any, constants: Any, args: Any, kwargs: Any) -> Any:
         """Return the new values of the variables, and the result. Raises NotEntered if this thread compiles no step."""
         if self.step is None:
             raise NotEntered
         leaves = jax.tree_util.tree_leaves(handles(self._static.split(args, kwargs)[:2]))
-        after, results = self.step.values(written, read, leaves)
+        after, results = self.step.values(written, read, constants, leaves)
         return after, handles(jax.tree_util.tree_unflatten(self.step.traced.out_tree, results))
 
 
@@ -76,9 +77,10 @@ class SingleExecutable:
         self._has_state = bool(call.writes or call.reads)
         self._given, self._identity = step.traced.constants, _identity(step, call)
         self._device = device_named(call.device) if call.device else None
-        self._constants = list(map(self._here, self._given))
+        self._constants = tuple(map(self._here, self._given))
         name = function.__name__
-        self._state = StepState(step.store, call.writes, call.reads, name, call.keeps, self._constants)
+        self._table = step.store.table
+        self._state = StepState(call.writes, call.reads, name, call.keeps)
         self._keeps = call.keeps
         #: Whether an argument was once on another device, so that calls now check each argument.
         self._looks = False
@@ -87,8 +89,8 @@ class SingleExecutable:
         #: Serializes compilation: two threads would otherwise compile the same program twice.
         self._one_compiles = threading.RLock()
 
-        def traced(written: Any, read: Any, /, *args: Any, **kwargs: Any) -> Any:
-            return entering.traced(written, read, args, kwargs)
+        def traced(written: Any, read: Any, constants: Any, /, *args: Any, **kwargs: Any) -> Any:
+            return entering.traced(written, read, constants, args, kwargs)
 
         traced.__name__ = traced.__qualname__ = name
         with suppress(ValueError, TypeError):  # a builtin without an inspectable signature
@@ -110,8 +112,8 @@ class SingleExecutable:
         call = partial(self._call, **kwargs) if kwargs else self._call
         try:
             if self._has_state:
-                return self._state.run(call, args)
-            return call([], self._constants, *args)[1]
+                return self._table.run(self._state, call, (self._constants, *args))
+            return call([], [], self._constants, *args)[1]
         except ValueError as error:
             if self._looks or not self._is_elsewhere((args, kwargs)):
                 self._name_state(error)
@@ -126,8 +128,7 @@ class SingleExecutable:
 
         def named(found: re.Match[str]) -> str:
             kind, place = int(found[1]), int(found[2])
-            is_variable = place < len(held[kind])
-            return f"variable {held[kind][place].rpartition('#')[0]!r}" if is_variable else "a closed-over array"
+            return f"variable {shown(held[kind][place])!r}" if kind < len(held) else "a closed-over array"
 
         if error.args and isinstance(error.args[0], str):
             error.args = (_OUR_ARGUMENT.sub(named, error.args[0]), *error.args[1:])
@@ -143,9 +144,9 @@ class SingleExecutable:
         forget_failed_dispatch(self.jitted)  # the dispatch that ended in NotEntered
         with self._entered(step):
             # Compile before the call takes the store's lock, which would block other steps for as long.
-            values = self._state.values()
+            values = self._table.values_of(self._state)
             with self._one_compiles:
-                stage = self.jitted.trace(*values, *args, **kwargs)
+                stage = self.jitted.trace(*values, self._constants, *args, **kwargs)
                 if _can_be_lowered(stage):
                     stage.lower().compile()
             return self(args, kwargs)
@@ -154,7 +155,7 @@ class SingleExecutable:
         """Return the program that calls with arguments of these types run, lowered."""
         args, kwargs = self._brought(args, kwargs)
         with self._entered(step):
-            stage = self.jitted.lower(*self._state.values(), *args, **kwargs)
+            stage = self.jitted.lower(*self._table.values_of(self._state), self._constants, *args, **kwargs)
         in_tree = jax.tree_util.tree_structure(self._static.split(args, kwargs)[:2])
         join = self._static.joined(args, kwargs)
 
@@ -179,8 +180,8 @@ class SingleExecutable:
         args, kwargs = self._brought(args, kwargs)
         call = partial(awaited(program) if self._keeps else uninterrupted(program), **kwargs)
         if self._has_state:
-            return self._state.run(call, args)
-        return call([], self._constants, *args)[1]
+            return self._table.run(self._state, call, (self._constants, *args))
+        return call([], [], self._constants, *args)[1]
 
     @contextmanager
     def _entered(self, step: LocalStep) -> Iterator[None]:

@@ -84,7 +84,7 @@ class PlanRuns:
 
     def _do(self, executable: Executable, work: Callable[[], None]) -> None:
         """Run quick work on this thread, unless it would have to wait for a variable."""
-        if self._store.is_busy(executable.keys):
+        if self._store.table.is_busy(executable.keys):
             self._pool.submit(work)
         else:
             run_soon(work)

@@ -42,14 +42,12 @@ class LocalStep:
     store: Store
     call: Call | None
 
-    def values(self, written: Sequence[Any], read: Sequence[Any], leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Return the new values of the variables that `call` writes, and the step's results; JAX traces this.
-
-        `read` has the values of variables that `call` only reads, then the constants.
-        """
+    def values(
+        self, written: Sequence[Any], read: Sequence[Any], constants: Sequence[Any], leaves: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Return the new values of the variables that `call` writes, and the step's results; JAX traces this."""
         plan, call = self.lowered.plan, self.call
         assert call is not None
-        read, constants = read[: len(call.reads)], read[len(call.reads) :]
         slots = dict(zip(plan.feeds, [*constants, *leaves, *self.literals], strict=True))
         # Looked up in each trace: there is another one when the shardings of the variables have changed.
         kept = kept_shardings(self.lowered.functions[0].fn, self.store.shardings(call.writes))

@@ -420,7 +420,7 @@ def test_calls_of_a_function_without_variables_do_not_wait_for_each_other() -> N
     assert looked_up(3) == 3
     single = looked_up._plans.single
     assert single is not None
-    single._state.given = []  # as in a call on another thread
+    single._state.results = []  # as in a call on another thread
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(looked_up, 5).result(60) == 5
 

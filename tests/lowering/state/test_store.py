@@ -16,9 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflow.lowering.programs.program import Program, lower_program
-from dflow.lowering.state import step_state
-from dflow.lowering.state import store as store_module
-from dflow.lowering.state.step_state import StepState
+from dflow.lowering.state import variable_table
+from dflow.lowering.state.held_value import StepState
 from dflow.lowering.state.store import Store
 from dflow.lowering.values import first_value
 from dflow.tracing.errors import DeadlineExceeded, VariableError, VariableShapeError
@@ -535,7 +534,7 @@ def test_nobody_waits_for_a_step_but_who_asks_for_its_variables() -> None:
 
 def test_who_waits_for_a_step_too_long_is_told_which(monkeypatch: pytest.MonkeyPatch) -> None:
     store = new_store(w=1.0)
-    state = StepState(store, ["w"], [], "train", keeps=False)
+    state = StepState(["w"], [], "train")
     held, busy = Held(store, "w"), threading.Barrier(2)
 
     def program(written: Any, read: Any) -> Any:
@@ -544,10 +543,9 @@ def test_who_waits_for_a_step_too_long_is_told_which(monkeypatch: pytest.MonkeyP
         return written, None
 
     def call() -> None:
-        state.run(program, ())
+        store.table.run(state, program, ())
 
-    for module in (store_module, step_state):
-        monkeypatch.setattr(module, "STEP_S", 0.0)
+    monkeypatch.setattr(variable_table, "STEP_S", 0.0)
     with pytest.raises(DeadlineExceeded, match=r"'w' is asked for, but a call of part of a function, .* within 0 s"):
         store.read("w")
     held.end()
@@ -574,10 +572,10 @@ def test_who_wants_many_variables_gets_them_between_steps_that_never_rest(keeps:
         return run_flat(ADD, 1, *written, ONES), None
 
     def train(key: str) -> int:
-        state, calls = StepState(store, [key], [], "train", keeps=False), 0
+        state, calls = StepState([key], [], "train"), 0
         while not stop.is_set():
             if keeps:
-                state.run(renewed, ())
+                store.table.run(state, renewed, ())
             else:
                 store.call(ADD, [key], [], [ONES])
             calls += 1
@@ -626,6 +624,6 @@ def test_a_step_takes_a_copy_of_what_has_been_handed_out() -> None:
         taken.extend(written)
         return written, None
 
-    StepState(store, ["w"], [], "step", keeps=False).run(program, ())
+    store.table.run(StepState(["w"], [], "step"), program, ())
     assert pointer(taken[0]) != pointer(given)
     assert store.read("w").tolist() == [1.0] * 3
