@@ -91,39 +91,36 @@ class Shared(ABC, Generic[Event]):
 
     def forget(self, reason: str, remedy: str) -> None:
         """Free the contents. Pending operations and later uses get an error with this reason and remedy."""
-        told: Told = deque()
-        try:
-            with self._lock:
-                self._gone = Gone(reason, remedy)
-                self._clear()
-                for ticket, waiter in list(self._waiters.items()):
-                    if waiter.answer is None:
-                        waiter.answer = self._gone_error(self._gone, waiter.where)
-                    told.append((ticket, waiter.answer))
-            self._tell(told)
-        finally:
-            self._tell(told)
+
+        def decide(told: Told) -> None:
+            self._gone = Gone(reason, remedy)
+            self._clear()
+            for ticket, waiter in list(self._waiters.items()):
+                if waiter.answer is None:
+                    waiter.answer = self._gone_error(self._gone, waiter.where)
+                told.append((ticket, waiter.answer))
+
+        self._answering(decide)
 
     def _ask(self, waiter: Waiter, event: Callable[[int], Event]) -> Cancel:
         """Register a pending operation and apply its event; return the function that cancels it."""
         ticket = next(self._tickets)
-        told: Told = deque()
+
+        def decide(told: Told) -> None:
+            self._check_there(waiter.where)
+            self._waiters[ticket] = waiter
+            self._decided(event(ticket), told)
+            if waiter.timeout_s > 0 and waiter.answer is None:
+                waiter.timer = start_timer(waiter.timeout_s, lambda: self._end(ticket, None))
+
         try:
-            with self._lock:
-                self._check_there(waiter.where)
-                self._waiters[ticket] = waiter
-                self._decided(event(ticket), told)
-                if waiter.timeout_s > 0 and waiter.answer is None:
-                    waiter.timer = start_timer(waiter.timeout_s, lambda: self._end(ticket, None))
-            self._tell(told)
+            self._answering(decide)
             if waiter.timeout_s <= 0:
                 self._end(ticket, None)
         except BaseException as error:
             # The caller does not receive the function that cancels it.
             self._end(ticket, error)
             raise
-        finally:
-            self._tell(told)
         return lambda error: self._end(ticket, error)
 
     def _do(
@@ -134,18 +131,16 @@ class Shared(ABC, Generic[Event]):
         after: Callable[[], None] | None = None,
     ) -> None:
         """Apply an event that no caller waits for, between `before` and `after`; answer the waiters it completes."""
-        told: Told = deque()
-        try:
-            with self._lock:
-                self._check_there(where)
-                if before is not None:
-                    before()
-                self._decided(event, told)
-                if after is not None:
-                    after()
-            self._tell(told)
-        finally:
-            self._tell(told)
+
+        def decide(told: Told) -> None:
+            self._check_there(where)
+            if before is not None:
+                before()
+            self._decided(event, told)
+            if after is not None:
+                after()
+
+        self._answering(decide)
 
     def _check_there(self, where: str) -> None:
         if self._gone is not None:
@@ -156,20 +151,18 @@ class Shared(ABC, Generic[Event]):
 
     def _end(self, ticket: int, error: BaseException | None) -> None:
         """End a pending operation with an error, by default that of its deadline."""
-        told: Told = deque()
-        try:
-            with self._lock:
-                waiter = self._waiters.get(ticket)
-                if waiter is None:
-                    return
-                if waiter.answer is None:
-                    answer = error or DeadlineExceeded(self._too_late(ticket, waiter))
-                    self._decided(self._give_up(ticket), told)
-                    waiter.answer = answer
-                told.appendleft((ticket, waiter.answer))
-            self._tell(told)
-        finally:
-            self._tell(told)
+
+        def decide(told: Told) -> None:
+            waiter = self._waiters.get(ticket)
+            if waiter is None:
+                return
+            if waiter.answer is None:
+                answer = error or DeadlineExceeded(self._too_late(ticket, waiter))
+                self._decided(self._give_up(ticket), told)
+                waiter.answer = answer
+            told.appendleft((ticket, waiter.answer))
+
+        self._answering(decide)
 
     def _decided(self, event: Event, told: Told) -> None:
         """Apply an event; add the answers to `told` and to the waiters. The lock is held."""
@@ -178,14 +171,24 @@ class Shared(ABC, Generic[Event]):
         for ticket, answer in told:
             self._waiters[ticket].answer = answer
 
+    def _answering(self, decide: Callable[[Told], None]) -> None:
+        """Call `decide` with the lock; then deliver the answers that it added, also after an interrupt."""
+        told: Told = deque()
+        try:
+            with self._lock:
+                decide(told)
+            self._tell(told)
+        finally:
+            # An interrupt of this thread must not keep other threads waiting.
+            self._tell(told)
+
     def _tell(self, told: Told) -> None:
-        """Call the callbacks of `told` and empty it, also after an interrupt. The lock is not held."""
+        """Call the callbacks of `told` and empty it. The lock is not held."""
         try:
             while told:
                 self._tell_one(*told[0])
                 told.popleft()
         finally:
-            # An interrupt of this thread must not keep other threads waiting.
             if told:
                 self._tell(told)
 
