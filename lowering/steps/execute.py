@@ -97,7 +97,7 @@ class Execution:
         return ready
 
     def start(self) -> None:
-        """Run the items that are ready, on this thread."""
+        """Run the items that are ready, on this thread. Does nothing if it was cancelled before."""
         with self._lock:
             ready = [index for index in self._executable.at_once if self._waiting[index] == 0]
             self._has_started = True
