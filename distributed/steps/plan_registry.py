@@ -15,6 +15,7 @@ import secrets
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -39,6 +40,15 @@ _ProgramKey = tuple[bytes, int, int]
 _Identity = tuple[bytes, tuple[_ProgramKey, ...]]
 
 
+@dataclass
+class _Registered:
+    """A plan, with the number of its registrations minus that of its releases."""
+
+    executable: Executable
+    identity: _Identity | None = None
+    holds: int = 1
+
+
 class PlanRegistry:
     """The plans of the task `task`; thread-safe."""
 
@@ -47,15 +57,11 @@ class PlanRegistry:
         self._lock = threading.RLock()
         # A random start, so that a restarted task rejects the handles of its earlier process.
         self._first = self._next = secrets.randbits(40) << 20
-        self._plans: dict[int, Executable] = {}
-        #: Executables minus releases of each plan.
-        self._holds: Counter[int] = Counter()
+        self._plans: dict[int, _Registered] = {}
         self._handles: dict[_Identity, int] = {}
-        self._identities: dict[int, _Identity] = {}
+        #: The programs, those used by a plan that was dropped last at the end, and the number of plans that use each.
         self._programs: dict[_ProgramKey, concurrent.futures.Future[Program]] = {}
-        #: Number of plans that use each program, and the programs that no plan uses, oldest first.
         self._uses: Counter[_ProgramKey] = Counter()
-        self._unused: dict[_ProgramKey, None] = {}
 
     def __len__(self) -> int:
         return len(self._plans)
@@ -70,46 +76,43 @@ class PlanRegistry:
                 f"{short_task_name(self._task)} was asked for plan {handle}, which is none of its {len(self._plans)}: "
                 "it has been started again since, and what it held before is lost\n  start the whole cluster again"
             )
-        return found
+        return found.executable
 
     def add(self, plan: Plan, programs: Sequence[Program]) -> int:
         """Keep a plan whose programs are already compiled; return its handle."""
         check_plan(plan, self._task, len(programs))
-        executable = Executable(plan, programs)
+        registered = _Registered(Executable(plan, programs))
         with self._lock:
-            return self._add(executable)
+            return self._add(registered)
 
-    def _add(self, executable: Executable) -> int:
+    def _add(self, registered: _Registered) -> int:
         handle, self._next = self._next, self._next + 1
-        self._plans[handle] = executable
-        self._holds[handle] = 1
+        self._plans[handle] = registered
         return handle
 
     def release(self, handle: int) -> None:
         """Undo one registration of a plan; the last one drops the plan. Its programs stay for a while."""
         with self._lock:
-            if handle not in self._plans:
+            registered = self._plans.get(handle)
+            if registered is None:
                 return
-            self._holds[handle] -= 1
-            if self._holds[handle]:
+            registered.holds -= 1
+            if registered.holds:
                 return
-            del self._plans[handle], self._holds[handle]
-            identity = self._identities.pop(handle, None)
-            if identity is not None:
-                del self._handles[identity]
-                self._put_aside(identity[1])
+            del self._plans[handle]
+            if registered.identity is not None:
+                del self._handles[registered.identity]
+                self._put_aside(registered.identity[1])
 
     def _put_aside(self, keys: Iterable[_ProgramKey]) -> None:
         """Release the programs of a plan that was dropped, and evict the oldest unused ones."""
         for key in keys:
             self._uses[key] -= 1
-            if not self._uses[key]:
-                del self._uses[key]
-                self._unused[key] = None
-        while len(self._unused) > MOST_UNUSED:
-            oldest = next(iter(self._unused))
-            del self._unused[oldest]
-            self._programs.pop(oldest, None)
+            if key in self._programs:
+                self._programs[key] = self._programs.pop(key)
+        unused = [key for key in self._programs if not self._uses[key]]
+        for key in unused[: max(0, len(unused) - MOST_UNUSED)]:
+            del self._programs[key], self._uses[key]
 
     def add_encoded(self, message: RegisterPlan, payload: memoryview) -> int:
         """Keep a plan that a peer sent, and compile its programs; return its handle.
@@ -125,16 +128,13 @@ class PlanRegistry:
         if known is not None:
             return known
         programs = [self._load(key, blob) for key, blob in zip(keys, blobs, strict=True)]
-        executable = Executable(plan, programs)
+        registered = _Registered(Executable(plan, programs), identity)
         with self._lock:
             known = self._found(identity)
             if known is not None:
                 return known
-            handle = self._handles[identity] = self._add(executable)
-            self._identities[handle] = identity
-            for key in keys:
-                self._uses[key] += 1
-                self._unused.pop(key, None)
+            handle = self._handles[identity] = self._add(registered)
+            self._uses.update(keys)
             return handle
 
     def _found(self, identity: _Identity) -> int | None:
@@ -142,7 +142,7 @@ class PlanRegistry:
         with self._lock:
             known = self._handles.get(identity)
             if known is not None:
-                self._holds[known] += 1
+                self._plans[known].holds += 1
             return known
 
     def program(self, blob: memoryview) -> Program:

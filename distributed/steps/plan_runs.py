@@ -37,7 +37,7 @@ class PlanRuns:
         self._task, self._store, self._channel, self._recorder, self._pool = task, store, channel, recorder, pool
         self.counts = StepCounts()
         self._lock = threading.Lock()
-        #: The runs, each with the time of its begin.
+        #: The runs, each with the time when it began.
         self._runs: dict[StepId, tuple[Execution, int]] = {}
         self._ended_count = 0
 
