@@ -17,6 +17,7 @@ from dflow.tracing.jaxprs.trace import Traced, written_keys
 from dflow.tracing.primitives.namesakes import StepResources
 
 UNKNOWN: Any = object()
+_NO_KEY: Any = object()
 
 
 class CallPlan:
@@ -55,10 +56,8 @@ class Plans:
     def __init__(self) -> None:
         self._by_key: dict[Hashable, CallPlan | None] = {}
         self._finalizers: dict[Hashable, list[weakref.finalize[..., Any]]] = {}
-        #: Keys to drop as soon as the lock is free.
+        #: Keys to drop as soon as the lock is free; _NO_KEY to update `single` alone.
         self._dropped: deque[Hashable] = deque()
-        #: Whether to call `_settle` as soon as the lock is free.
-        self._is_unsettled = False
         #: Re-entrant, because garbage collection may run a finalizer on the thread that holds it.
         self._lock = threading.RLock()
         #: The one step that runs all calls of all types seen, if there is one and no plan has to warn of namesakes.
@@ -83,7 +82,7 @@ class Plans:
             before = self._by_key.get(key)
             self._by_key[key] = plan
             if plan is not None:
-                plan.resources.on_namesake = functools.partial(_unsettle, weakref.ref(self))
+                plan.resources.on_namesake = functools.partial(_drop, weakref.ref(self), _NO_KEY)
             for resource in passed:
                 # A weak reference to the plans, since a variable may outlive the function.
                 finalizer = weakref.finalize(resource, _drop, weakref.ref(self), key)
@@ -104,7 +103,7 @@ class Plans:
             try:
                 plan.resources.warn()
             finally:
-                self.settle()
+                self.drop(_NO_KEY)
 
     def single_like(self, step: LocalStep, call: Call) -> SingleExecutable | None:
         """Return the existing single-executable step with the same variables and constants, if any."""
@@ -119,19 +118,11 @@ class Plans:
         self._dropped.append(key)
         self._sweep()
 
-    def settle(self) -> None:
-        """Update `single`: now, or when the thread that holds the lock has released it."""
-        self._is_unsettled = True
-        self._sweep()
-
     def _sweep(self) -> None:
         """Remove the dropped plans. If another thread holds the lock, that thread does it after release."""
-        while (self._dropped or self._is_unsettled) and self._lock.acquire(blocking=False):
+        while self._dropped and self._lock.acquire(blocking=False):
             gone: list[Any] = []
             try:
-                if self._is_unsettled:
-                    self._is_unsettled = False
-                    gone.append(self._settle())
                 while self._dropped:
                     key = self._dropped.popleft()
                     gone += key, self._by_key.pop(key, None), self._settle()
@@ -155,9 +146,3 @@ def _drop(plans: weakref.ref[Plans], key: Hashable) -> None:
     found = plans()
     if found is not None:
         found.drop(key)
-
-
-def _unsettle(plans: weakref.ref[Plans]) -> None:
-    found = plans()
-    if found is not None:
-        found.settle()
