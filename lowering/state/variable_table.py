@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import starmap
 from threading import get_ident
 from typing import Any, TypeVar
 
@@ -70,7 +71,7 @@ class VariableTable:
                 while step.results is not None or step.written is None or step.wanted or self._is_inside:
                     self.section(partial(self._acquire, step))
                 step.thread, step.results = thread, results
-            results.extend(map(call, (step.written,), (step.read,), *zip(args)))
+            results.extend(starmap(call, ((step.written, step.read, *args),)))
         finally:
             # No function call until `step.results` is None: Python handles interrupts at calls.
             if step.results is results:
