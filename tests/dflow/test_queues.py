@@ -16,7 +16,7 @@ import pytest
 
 import dflow
 from dflow.distributed.worker.cluster import Cluster
-from dflow.lowering import local
+from dflow.lowering.steps import local_step
 from dflow.state_backends import LOCAL
 from dflow.testing import memory_cluster
 from dflow.tracing.errors import PlainJitError, QueueError, QueueTypeError
@@ -238,7 +238,7 @@ def test_an_interrupt_takes_the_wait_along(monkeypatch: pytest.MonkeyPatch) -> N
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(local, "SimpleQueue", Interrupted)
+        patched.setattr(local_step, "SimpleQueue", Interrupted)
         with pytest.raises(KeyboardInterrupt):
             step()
     empty.enqueue(1.0)
