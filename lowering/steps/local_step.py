@@ -126,29 +126,28 @@ def lower_programs(
     plan = lowered.plan
     uses = Counter([*plan.fetches, *(slot for item in plan.items for slot in takes(item))])
     slots = {plan.feeds[number] for number in given_up if uses[plan.feeds[number]] == 1}
-    donated: list[Sequence[int]] = [()] * len(lowered.functions)
-    for item in plan.items:
-        if isinstance(item, Call):
-            donated[item.program] = [place for place, slot in enumerate(item.takes) if slot in slots]
-    devices = {item.program: device_named(item.device) for item in calls_in(plan) if item.device}
-    keeping = {item.program for item in calls_in(plan) if item.keeps}
-    variables = {item.program: (*item.writes, *item.reads) for item in calls_in(plan)}
+    donated = {
+        item.program: [index for index, slot in enumerate(item.takes) if slot in slots]
+        for item in plan.items
+        if isinstance(item, Call)
+    }
+    calls = {call.program: call for call in calls_in(plan)}
     return [
         lower_program(
             pure.fn,
             pure.types,
             len(pure.written),
             len(pure.read),
-            lost,
+            donated.get(number, ()),
             name,
             compiler_options,
-            devices.get(number),
+            device_named(calls[number].device) if calls[number].device else None,
             platforms,
-            number in keeping,
-            store.shardings(variables[number]),
+            calls[number].keeps,
+            store.shardings((*calls[number].writes, *calls[number].reads)),
             meshes,
         )
-        for number, (pure, lost) in enumerate(zip(lowered.functions, donated, strict=True))
+        for number, pure in enumerate(lowered.functions)
     ]
 
 
@@ -181,13 +180,9 @@ def fetched(outcome: Outcome) -> tuple[jax.Array, ...]:
 
 def _one_call(call: Call, feeds: tuple[int, ...], program: Program, store: Store, constants: Sequence[Any]) -> Runner:
     """The common case: a step is one XLA call, its operands picked from constants and arguments."""
-    places = {slot: index for index, slot in enumerate(feeds)}
-    picks = tuple(places[slot] for slot in call.takes)
-    straight = not constants and picks == tuple(range(len(feeds)))
+    picks = [feeds.index(slot) for slot in call.takes]
 
     def run(leaves: Sequence[Any]) -> Sequence[Any]:
-        if straight:
-            return store.call(program, call.writes, call.reads, leaves)
         values = [*constants, *leaves]
         return store.call(program, call.writes, call.reads, [values[index] for index in picks])
 
