@@ -34,7 +34,7 @@ COMPILE_TIMEOUT_S = 600.0
 
 _DECODER = msgspec.msgpack.Decoder(Plan)
 _ENCODER = msgspec.msgpack.Encoder()
-#: A program's SHA-256, and the number of variables that it writes, and of those that it only reads.
+#: A program's SHA-256, the number of variables that it writes, and the number that it only reads.
 _ProgramKey = tuple[bytes, int, int]
 #: Key of a plan: its encoding and its programs.
 _Identity = tuple[bytes, tuple[_ProgramKey, ...]]
@@ -218,7 +218,7 @@ def _split(payload: memoryview, sizes: Sequence[int]) -> Iterator[memoryview]:
 
 
 def _variables(plan: Plan, programs: int) -> list[tuple[int, int]]:
-    """Number of variables that each program writes, and of those that it only reads. Raises WireError."""
+    """Number of variables that each program writes, and number that it only reads. Raises WireError."""
     found: dict[int, tuple[int, int]] = {}
     for item in calls_in(plan):
         used = len(item.writes), len(item.reads)

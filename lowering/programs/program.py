@@ -1,6 +1,6 @@
 """A compiled XLA computation over state, and its form as bytes for another process.
 
-A program takes the list of the values of the variables that it writes, the list of those that it only reads, and its
+A program takes the list of the values of the variables that it writes, the list of values that it only reads, and its
 operands. It returns the list of the new values of the written variables, and the list of its results. The buffers of
 the written variables are donated, unless the program may fail while it runs.
 """

@@ -183,7 +183,7 @@ class Shared(ABC, Generic[Event]):
             self._tell(told)
 
     def _tell(self, told: Told) -> None:
-        """Call the callbacks of `told` and empty it. The lock is not held."""
+        """Call the callbacks of the answers and empty the deque. The lock is not held."""
         try:
             while told:
                 self._tell_one(*told[0])

@@ -27,7 +27,8 @@ READ = -1
 class StepState:
     """The variables of one compiled step, whose values may stay with it from call to call.
 
-    writes  keys of the variables that the program writes, and `reads` of those that it only reads
+    writes  keys of the variables that the program writes
+    reads   keys of the variables that it only reads
     name    the step's, in messages
     keeps   whether the program overwrites no value
 
@@ -137,5 +138,5 @@ def lost_value(key: str) -> VariableError:
     """Error for the use of a variable whose buffer was donated to a step that failed."""
     return VariableError(
         f"the value of variable {shown(key)!r} was lost, since a step that writes it failed as it ran{at(caller())}\n"
-        "  assign it a new value, such as from what was saved last"
+        "  assign it a new value, such as the last one saved"
     )

@@ -1,4 +1,4 @@
-"""The table of the variables of one process, from which steps acquire values, and to which they commit new ones.
+"""The table of the variables of one process. Steps acquire values there and commit new ones.
 
 A step owns the variables of its program while it is dispatched, so several steps may run concurrently and none sees a
 variable half written. Between its calls the step keeps the values. A user of one of the variables first has the step

@@ -21,7 +21,7 @@ def refuse_spread(graph: Graph, traced: Traced, store: Store) -> None:
             raise DeviceError(
                 f"variable {variable.name!r} is spread over {len(place.device_set)} devices, but is used in a function "
                 f"that names devices for parts of it: {_named_device(traced)}{at(caller())}\n"
-                "  leave dflow.device out of this function, or use the variable in a function of its own, without "
+                "  leave dflow.device out of this function, or use the variable in a separate function, without "
                 "scopes,\n  and pass on what it returns (docs/devices.md, 'One array over several devices')"
             )
 
